@@ -1,0 +1,113 @@
+"""Imports point one way: slime.ray -> (megatron_utils | rollout) -> sglang_utils -> observability -> utils (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = {
+    "slime.utils": 0,
+    "slime.observability": 1,
+    "slime.backends.sglang_utils": 2,
+    "slime.backends.megatron_utils": 3,
+    "slime.rollout": 3,
+    "slime.ray": 4,
+}
+# The composition root of the command line may reach the backends' arguments and the hook Protocols; nothing else may.
+COMPOSITION_ROOT = "slime.utils.arguments.parse"
+COMPOSITION_ROOT_MAY_IMPORT = (
+    "slime.backends.megatron_utils.arguments",
+    "slime.backends.sglang_utils.arguments",
+    "slime.rollout.base_types",
+    "slime.rollout.rm_hub",
+)
+TRANSFER_GATE = "slime.backends.sglang_utils.weight_transfer"
+OWNERS = {
+    "ray": ("slime.ray", "slime.utils.data", "slime.backends.megatron_utils.update_weight"),
+    "megatron": ("slime.backends.megatron_utils",),
+    "sglang": ("slime.backends.sglang_utils",),
+    "sglang_router": ("slime.backends.sglang_utils", "slime.utils.http_utils"),
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in (ROOT / "slime").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def layer_of(module: str) -> str | None:
+    return next((layer for layer in LAYERS if module == layer or module.startswith(layer + ".")), None)
+
+
+def in_package(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def violations(module: str, imported: set[str]) -> list[str]:
+    here, faults = layer_of(module), []
+    for name in sorted(imported):
+        there = layer_of(name)
+        if there and here and there != here and LAYERS[there] >= LAYERS[here]:
+            allowed = module == COMPOSITION_ROOT and in_package(name, COMPOSITION_ROOT_MAY_IMPORT)
+            if not allowed:
+                faults.append(f"{module} (layer {LAYERS[here]}) imports {name} (layer {LAYERS[there]})")
+        if here == "slime.backends.megatron_utils" and there == "slime.backends.sglang_utils":
+            parent = TRANSFER_GATE.rpartition(".")[0]
+            if name != parent and not in_package(name, (TRANSFER_GATE,)):
+                faults.append(f"{module} imports {name}; it may import only {TRANSFER_GATE}")
+        owners = OWNERS.get(name.split(".")[0])
+        if owners and not in_package(module, owners):
+            faults.append(f"{module} imports {name}, which only {' and '.join(owners)} may")
+    return faults
+
+
+def test_every_module_imports_only_layers_below_it():
+    faults = [fault for name, path in modules().items() for fault in violations(name, imports(path))]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("slime.utils.misc", "slime.rollout.base_types"),
+        ("slime.rollout.eval", "slime.backends.megatron_utils.actor"),
+        ("slime.rollout.eval", "ray"),
+        ("slime.ray.run", "sglang"),
+        ("slime.backends.megatron_utils.actor", "slime.backends.sglang_utils.server_control"),
+    ],
+)
+def test_the_guard_notices_an_import_that_points_upwards(module: str, imported: str):
+    assert violations(module, {imported})
+
+
+def test_utils_rollout_and_observability_import_without_ray_sglang_or_megatron():
+    light = [n for n in modules() if in_package(n, ("slime.utils", "slime.rollout", "slime.observability"))]
+    program = (
+        "import importlib, sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'ray', 'sglang', 'sglang_router', 'megatron'}:\n"
+        "            raise ImportError(name + ' is absent in this test')\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        f"for name in {sorted(light)!r}: importlib.import_module(name)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
