@@ -1,0 +1,162 @@
+"""Which sample goes to which data-parallel rank, micro-batch and train step: the schedule of one rollout.
+
+It sees lengths and rollout ids only: no tokens, no tensors, no process groups. Steps, in this order:
+
+1. group samples by rollout id in first-seen order; `global_batch_size` rollouts make a train step (a trailing rest is
+   dropped);
+2. pack each step into micro-batches: dynamic = first-fit under `max_tokens_per_gpu * cp_size` tokens, static =
+   `micro_batch_size` each;
+3. round their number up to a multiple of the data-parallel size, by splitting the heaviest that holds several samples;
+4. deal them out: micro-batch k to rank k mod dp, or equally many by estimated FLOPs (`balance_data`).
+
+Invariants: every scheduled sample appears once; every rank has the same number of micro-batches in a step (their
+collectives must match); all samples of a rollout are in the same step; no micro-batch exceeds the cap unless it holds
+a single sample.
+
+Example:
+    lengths [100, 200, 300, 50, 60, 70, 80, 90], one rollout each, 2 ranks, cap 300, 4 rollouts a step:
+    step 0 packs to [0, 1] [2] [3], split to [1] [2] [3] [0]; step 1 packs to [4, 5, 6, 7], split to [7, 4] [6, 5];
+    partitions [[1, 3, 7, 4], [2, 0, 6, 5]], micro_batch_indices [[[0], [1], [2, 3]]] * 2, num_microbatches [2, 1].
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from slime.utils.flops_utils import calculate_fwd_flops
+from slime.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+logger = logging.getLogger(__name__)
+
+
+class DpSchedule(NamedTuple):
+    """The schedule of one rollout; it unpacks in this order."""
+
+    partitions: list[list[int]]
+    """[dp][samples of the rank]: indices into the rollout's samples, in the order in which the rank trains them."""
+    micro_batch_indices: list[list[list[int]]]
+    """[dp][micro-batches of all steps][samples]: positions in the rank's own partition."""
+    num_microbatches: list[int]
+    """[steps]: micro-batches of each rank in each step."""
+    global_batch_sizes: list[int]
+    """[steps]: rollouts in each step over all ranks, the denominator of the per-rollout mean."""
+
+
+def build_dp_schedule(
+    args: Any,
+    train_parallel_config: Mapping[str, int],
+    total_lengths: Sequence[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: Sequence[int],
+) -> DpSchedule:
+    """Schedule the samples of one rollout (see the module's docstring for the rules and an example).
+
+    Args:
+        args: `use_dynamic_batch_size`, `max_tokens_per_gpu`, `micro_batch_size`, `balance_data`; with the last also
+            the model's sizes.
+        train_parallel_config: `dp_size` and `cp_size` of the trainer.
+        total_lengths: tokens (prompt + response) of each sample.
+        global_batch_size: rollouts in a train step.
+        rollout_indices: rollout id of each sample; samples that share one are trained in the same step.
+
+    Raises:
+        AssertionError: fewer rollouts than a step needs, or micro-batches that cannot be dealt out equally; the
+        sentence names the flags.
+    """
+    dp_size, cp_size = train_parallel_config["dp_size"], train_parallel_config["cp_size"]
+    steps = group_into_steps(rollout_indices, global_batch_size)
+    partitions: list[list[int]] = [[] for _ in range(dp_size)]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    num_microbatches = []
+    for samples in steps:
+        lengths = [total_lengths[i] for i in samples]
+        if args.use_dynamic_batch_size:
+            bins = first_fit_pack(lengths, args.max_tokens_per_gpu * cp_size)
+            bins = expand_bins_by_splitting(bins, lengths, -(-len(bins) // dp_size) * dp_size)
+        else:
+            bins = consecutive_chunks(len(samples), args.micro_batch_size)
+            assert len(bins) % dp_size == 0, (
+                f"{len(samples)} samples in micro-batches of {args.micro_batch_size} (--micro-batch-size) make "
+                f"{len(bins)}, which {dp_size} data-parallel ranks cannot share equally; change --global-batch-size "
+                "or use --use-dynamic-batch-size"
+            )
+        weights = [calculate_fwd_flops([lengths[i] for i in b], args) for b in bins] if args.balance_data else None
+        for rank, mine in enumerate(deal_out(len(bins), dp_size, weights)):
+            for b in mine:
+                start = len(partitions[rank])
+                partitions[rank] += [samples[i] for i in bins[b]]
+                micro_batch_indices[rank].append(list(range(start, start + len(bins[b]))))
+        num_microbatches.append(len(bins) // dp_size)
+    return DpSchedule(partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps))
+
+
+def group_into_steps(rollout_indices: Sequence[int], global_batch_size: int) -> list[list[int]]:
+    """Sample indices of each train step (`global_batch_size` rollouts with all their samples); a rest is logged."""
+    samples_of: dict[int, list[int]] = {}
+    for sample, rollout in enumerate(rollout_indices):
+        samples_of.setdefault(rollout, []).append(sample)
+    rollouts = list(samples_of.values())
+    num_steps = len(rollouts) // global_batch_size
+    assert num_steps, (
+        f"{len(rollouts)} rollouts were generated but a train step needs {global_batch_size}; "
+        "lower --global-batch-size or generate more"
+    )
+    if dropped := len(rollouts) - num_steps * global_batch_size:
+        message = "%d of %d rollouts fill no train step of %d and are dropped"
+        logger.warning(message, dropped, len(rollouts), global_batch_size)
+    chunks = (rollouts[step * global_batch_size : (step + 1) * global_batch_size] for step in range(num_steps))
+    return [[sample for rollout in chunk for sample in rollout] for chunk in chunks]
+
+
+def first_fit_pack(lengths: Sequence[int], cap: int) -> list[list[int]]:
+    """Put each item, in order, into the first bin that has room for it; one longer than `cap` gets its own bin."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item, length in enumerate(lengths):
+        target = next((b for b, free in enumerate(room) if length <= free), None)
+        if target is None:
+            bins.append([item])
+            room.append(cap - length)
+        else:
+            bins[target].append(item)
+            room[target] -= length
+    return bins
+
+
+def expand_bins_by_splitting(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
+    """Split the heaviest bin that holds several items into two even halves until there are `target` bins.
+
+    The heavier half (longest items first, each to the lighter side) takes the bin's place, the other goes to the end.
+    """
+    bins = [list(b) for b in bins]
+    while len(bins) < target:
+        candidates = [b for b, items in enumerate(bins) if len(items) > 1]
+        assert candidates, (
+            f"{len(lengths)} samples in a train step cannot fill {target} micro-batches; make --global-batch-size a "
+            "multiple of the number of data-parallel ranks"
+        )
+        heaviest = max(candidates, key=lambda b: (sum(lengths[i] for i in bins[b]), -b))
+        halves: tuple[list[int], list[int]] = ([], [])
+        weight = [0, 0]
+        for item in sorted(bins[heaviest], key=lambda i: (-lengths[i], i)):
+            side = int(weight[1] < weight[0])
+            halves[side].append(item)
+            weight[side] += lengths[item]
+        bins[heaviest] = halves[0]
+        bins.append(halves[1])
+    return bins
+
+
+def consecutive_chunks(num_items: int, size: int) -> list[list[int]]:
+    """0..num_items-1 in chunks of `size`; the last may be shorter."""
+    return [list(range(start, min(start + size, num_items))) for start in range(0, num_items, size)]
+
+
+def deal_out(num_bins: int, dp_size: int, weights: Sequence[float] | None) -> list[list[int]]:
+    """Bins of each rank, equally many: strided, or balanced by `weights` when given."""
+    if weights is None:
+        return [list(range(rank, num_bins, dp_size)) for rank in range(dp_size)]
+    return get_seqlen_balanced_partitions(weights, dp_size, equal_size=True)

@@ -1,0 +1,106 @@
+"""The schedule's invariants, and the contract's worked example."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.utils.dp_schedule import build_dp_schedule, expand_bins_by_splitting, first_fit_pack
+
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "kv_channels": 4,
+    "ffn_hidden_size": 16,
+    "swiglu": True,
+    "padded_vocab_size": 32,
+}
+
+
+def make_args(**changes):
+    values = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 300, "micro_batch_size": 1, "balance_data": False}
+    return SimpleNamespace(**(values | SIZES | changes))
+
+
+def schedule(lengths, *, dp=2, gbs=4, rollouts=None, **changes):
+    return build_dp_schedule(
+        make_args(**changes),
+        {"dp_size": dp, "cp_size": 1},
+        lengths,
+        global_batch_size=gbs,
+        rollout_indices=range(len(lengths)) if rollouts is None else rollouts,
+    )
+
+
+def test_the_worked_example_of_the_contract():
+    partitions, micro_batches, num_microbatches, global_batch_sizes = schedule([100, 200, 300, 50, 60, 70, 80, 90])
+    assert partitions == [[1, 3, 7, 4], [2, 0, 6, 5]]
+    assert micro_batches == [[[0], [1], [2, 3]]] * 2
+    assert num_microbatches == [2, 1]
+    assert global_batch_sizes == [4, 4]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=8, max_size=60),
+    dp=st.integers(1, 4),
+    per_rank=st.integers(1, 2),
+    balance=st.booleans(),
+)
+def test_every_sample_once_equal_counts_and_no_pack_over_the_cap(lengths, dp, per_rank, balance):
+    gbs = dp * per_rank
+    plan = schedule(lengths, dp=dp, gbs=gbs, balance_data=balance)
+    scheduled = len(lengths) // gbs * gbs
+    assert sorted(i for part in plan.partitions for i in part) == list(range(scheduled))
+    for rank in range(dp):
+        assert len(plan.micro_batch_indices[rank]) == sum(plan.num_microbatches)
+        positions = [p for micro_batch in plan.micro_batch_indices[rank] for p in micro_batch]
+        assert positions == list(range(len(plan.partitions[rank])))
+        step_of = [step for step, count in enumerate(plan.num_microbatches) for _ in range(count)]
+        for step, micro_batch in zip(step_of, plan.micro_batch_indices[rank], strict=True):
+            samples = [plan.partitions[rank][p] for p in micro_batch]
+            assert {sample // gbs for sample in samples} == {step}
+            assert len(samples) == 1 or sum(lengths[s] for s in samples) <= 300
+
+
+def test_samples_of_one_rollout_are_trained_in_the_same_step_and_count_once():
+    plan = schedule([10] * 6, dp=1, gbs=2, rollouts=[7, 7, 7, 8, 9, 10], max_tokens_per_gpu=1000)
+    assert plan.partitions == [[0, 1, 2, 3, 4, 5]]
+    assert plan.micro_batch_indices == [[[0, 1, 2, 3], [4, 5]]]
+    assert plan.global_batch_sizes == [2, 2]
+
+
+def test_static_micro_batches_are_consecutive_chunks():
+    plan = schedule([9, 8, 7, 6], use_dynamic_batch_size=False, micro_batch_size=2)
+    assert plan.partitions == [[0, 1], [2, 3]]
+    with pytest.raises(AssertionError, match="--micro-batch-size"):
+        schedule([9, 8, 7, 6], use_dynamic_batch_size=False, micro_batch_size=4)
+
+
+def test_balanced_ranks_get_the_long_samples_apart():
+    lengths = [300, 10, 290, 10]
+    strided = schedule(lengths, use_dynamic_batch_size=False)
+    balanced = schedule(lengths, use_dynamic_batch_size=False, balance_data=True)
+    assert strided.partitions == [[0, 2], [1, 3]]
+    assert [sorted(lengths[i] for i in part) for part in balanced.partitions] == [[10, 300], [10, 290]]
+
+
+def test_too_few_rollouts_or_samples_are_named():
+    with pytest.raises(AssertionError, match="3 rollouts were generated but a train step needs 4"):
+        schedule([1, 2, 3])
+    with pytest.raises(AssertionError, match="cannot fill 4 micro-batches"):
+        schedule([1, 2], dp=4, gbs=2)
+
+
+def test_first_fit_goes_back_to_an_earlier_bin_and_an_oversized_item_is_alone():
+    assert first_fit_pack([60, 50, 40, 200], cap=100) == [[0, 2], [1], [3]]
+
+
+def test_splitting_halves_the_heaviest_bin_by_longest_first():
+    # 9 | 8, then 7 joins 8 (8 < 9), then 1 joins 9 (9 < 15)
+    assert expand_bins_by_splitting([[0, 1, 2, 3], [4]], [9, 8, 7, 1, 30], 3) == [[0, 3], [4], [1, 2]]
