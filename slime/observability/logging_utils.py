@@ -1,0 +1,193 @@
+"""Where metric records go: the console, metrics.jsonl, TensorBoard, W&B; and the format of log lines.
+
+One process writes (the driver: `init_tracking(args)`); in every other process `log` only collects, and the records
+travel to the driver with the results (`take_pending`). It does not know what the metrics mean.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from slime.observability.console import ConsoleSink
+from slime.observability.plots import write_curves
+from slime.observability.tensorboard_utils import _TensorboardAdapter
+from slime.observability.wandb_utils import WandbAdapter
+
+logger = logging.getLogger(__name__)
+
+MetricRecord = tuple[dict[str, float], str]
+METRICS_FILE = "metrics.jsonl"
+CURVES_FILE = "curves.png"
+
+
+def configure_logger(prefix: str = "") -> None:
+    """Send log lines of this process to stderr, with the time and `prefix` (for example "rollout manager")."""
+    label = f" {prefix}" if prefix else ""
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"[%(asctime)s{label}] %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+class Sink(Protocol):
+    """A destination of records."""
+
+    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
+        """Take one record; `metrics[step_key]` is its step."""
+
+    def finish(self) -> None:
+        """Flush and close."""
+
+
+class JsonlSink:
+    """One JSON object a record in `<output_dir>/metrics.jsonl`, with "step_key" and "time" added.
+
+    It appends, so a resumed run goes on in its file. A value that is not finite becomes null: JSON has no NaN.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
+        """Append the record and flush, so that a reader sees it at once."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step_key": step_key, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorboardSink:
+    """Records to TensorBoard, at their own step."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._adapter = _TensorboardAdapter(args)
+
+    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
+        """Write all values but the step itself."""
+        values = {name: value for name, value in metrics.items() if name != step_key}
+        self._adapter.log(values, int(metrics[step_key]))
+
+    def finish(self) -> None:
+        """Close the event file."""
+        self._adapter.finish()
+
+
+class WandbSink:
+    """Records to W&B, which takes the step from the record."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._adapter = WandbAdapter(args)
+
+    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
+        """Write the record as it is."""
+        self._adapter.log(metrics)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._adapter.finish()
+
+
+class _Tracking:
+    """The owner of this process's sinks and of what it collected for another process."""
+
+    def __init__(self) -> None:
+        self.args: Namespace | None = None
+        self.sinks: list[Sink] | None = None
+        self.pending: list[MetricRecord] = []
+
+
+_tracking = _Tracking()
+
+
+def init_tracking(args: Namespace, primary: bool = True) -> None:
+    """Open the sinks (`primary`) or make this process one that only collects.
+
+    Args:
+        args: reads `output_dir`, `use_tensorboard`, `use_wandb` and the flags of those two.
+        primary: True in the one process that writes.
+    """
+    finish_tracking()
+    if not primary:
+        return
+    sinks: list[Sink] = [ConsoleSink(), JsonlSink(Path(args.output_dir) / METRICS_FILE)]
+    if args.use_tensorboard:
+        sinks.append(TensorboardSink(args))
+    if args.use_wandb:
+        sinks.append(WandbSink(args))
+    _tracking.args, _tracking.sinks = args, sinks
+
+
+def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
+    """Write one record, or collect it in a process that does not write.
+
+    Args:
+        args: the run's flags (reads `wandb_always_use_train_step`).
+        metrics: name -> number (tensors and arrays of one element are converted); must contain `step_key`.
+        step_key: the name of the step, "train/step", "rollout/step" or "eval/step".
+
+    Raises:
+        ValueError: `step_key` is missing, or a value is no number.
+    """
+    if step_key not in metrics:
+        raise ValueError(f"a metric record needs its step {step_key!r}; it has {sorted(metrics)}")
+    values = {name: _number(name, value) for name, value in metrics.items()}
+    if _tracking.sinks is None:
+        _tracking.pending.append((values, step_key))
+        return
+    for sink in _tracking.sinks:
+        if isinstance(sink, WandbSink) and args.wandb_always_use_train_step and step_key != "train/step":
+            sink.write({**values, "train/step": _train_step(args, values[step_key])}, step_key)
+        else:
+            sink.write(values, step_key)
+
+
+def take_pending() -> list[MetricRecord]:
+    """The records collected since the last call, for the process that writes."""
+    taken, _tracking.pending = _tracking.pending, []
+    return taken
+
+
+def finish_tracking() -> None:
+    """Close every sink and draw `<output_dir>/curves.png`; does nothing in a process that only collects."""
+    args, sinks = _tracking.args, _tracking.sinks
+    _tracking.args, _tracking.sinks = None, None
+    if args is None or sinks is None:
+        return
+    for sink in sinks:
+        sink.finish()
+    directory = Path(args.output_dir)
+    try:
+        if write_curves(directory / METRICS_FILE, directory / CURVES_FILE):
+            logger.info("curves of this run: %s", directory / CURVES_FILE)
+    except ImportError as error:
+        logger.warning("no curves.png: %s (pip install matplotlib); the numbers are in %s", error, METRICS_FILE)
+
+
+def _train_step(args: Namespace, rollout_id: float) -> int:
+    return int(rollout_id) * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+
+
+def _number(name: str, value: Any) -> float:
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool):
+            return int(value)
+        raise ValueError(f"metric {name!r} is no number: {value!r}")
+    return value

@@ -1,0 +1,127 @@
+"""From finished samples to the metrics of a rollout or of an evaluation, under the names of the contract.
+
+It reads samples and a few flags and returns plain dicts; it neither logs nor knows the trainer's metrics
+(`rollout/raw_reward`, `rollout/log_probs` and the like are the trainer's columns).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from slime.observability.metric_utils import compute_pass_rate, compute_statistics, dict_add_prefix, has_repetition
+from slime.utils.types import Sample
+
+
+def compute_rollout_metrics(args: Namespace, samples: Sequence[Sample], rollout_time_s: float) -> dict[str, float]:
+    """Metrics of one generated batch: families `rollout/`, `perf/` and, with `--log-passrate`, `passrate/`.
+
+    Args:
+        args: reads `reward_key`, `log_passrate`, `rollout_num_gpus`, `n_samples_per_prompt`.
+        samples: every sample of the batch, flat.
+        rollout_time_s: wall-clock seconds that the generation took.
+    """
+    metrics = dict_add_prefix(sample_metrics(samples), "rollout/")
+    metrics |= dict_add_prefix(zero_std_counts(args, samples), "rollout/")
+    metrics |= dict_add_prefix(perf_metrics(samples, rollout_time_s, num_gpus=args.rollout_num_gpus), "perf/")
+    if args.log_passrate:
+        metrics |= dict_add_prefix(pass_rate(_rewards(args, samples), samples, args.n_samples_per_prompt), "passrate/")
+    return metrics
+
+
+def compute_eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics of one evaluation.
+
+    Args:
+        args: reads `log_passrate`, `n_samples_per_eval_prompt`.
+        data: per data set `{"rewards": list[float], "truncated": list[bool], "samples": list[Sample]}`.
+
+    Returns:
+        `eval/<set>` (mean reward), `eval/<set>-truncated_ratio`, `eval/<set>/<sample metric>`, `eval/<set>-pass@k`.
+    """
+    metrics: dict[str, float] = {}
+    for name, result in data.items():
+        rewards = [float(reward) for reward in result["rewards"]]
+        samples: Sequence[Sample] = result.get("samples") or []
+        if rewards:
+            metrics[f"eval/{name}"] = sum(rewards) / len(rewards)
+        if samples:
+            metrics |= dict_add_prefix(sample_metrics(samples), f"eval/{name}/")
+        if result.get("truncated"):
+            metrics[f"eval/{name}-truncated_ratio"] = sum(map(bool, result["truncated"])) / len(result["truncated"])
+        if args.log_passrate:
+            metrics |= dict_add_prefix(pass_rate(rewards, samples, args.n_samples_per_eval_prompt), f"eval/{name}-")
+    return metrics
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Metrics that need only the samples: response lengths, truncation, repetition, prefix cache."""
+    if not samples:
+        return {}
+    metrics = dict_add_prefix(compute_statistics([s.effective_response_length for s in samples]), "response_len/")
+    metrics["truncated_ratio"] = _mean([s.status == Sample.Status.TRUNCATED for s in samples])
+    metrics["repetition_frac"] = _mean([has_repetition(s.response) for s in samples])
+    prompt_tokens = sum(s.prefix_cache_info.total_prompt_tokens for s in samples)
+    if prompt_tokens:
+        cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
+        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+    return metrics
+
+
+def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """How many groups got one and the same reward throughout (no signal for GRPO), by that reward."""
+    scored = [s for s in samples if s.reward is not None and s.group_index is not None]
+    scored.sort(key=lambda s: s.group_index or 0)
+    counts: Counter[float] = Counter()
+    for _, members in groupby(scored, key=lambda s: s.group_index):
+        rewards = {float(member.get_reward_value(args)) for member in members}
+        if len(rewards) == 1:
+            counts[round(rewards.pop(), 1)] += 1
+    return {f"zero_std/count_{reward:g}": float(count) for reward, count in sorted(counts.items())}
+
+
+def perf_metrics(samples: Sequence[Sample], rollout_time_s: float, *, num_gpus: int) -> dict[str, float]:
+    """Seconds and token rates of the generation; "effective" counts trained tokens only."""
+    metrics = {"rollout_time": rollout_time_s}
+    if not samples or rollout_time_s <= 0:
+        return metrics
+    lengths = [s.response_length for s in samples]
+    effective = [s.effective_response_length for s in samples]
+    gpus = max(num_gpus, 1)
+    metrics["tokens_per_gpu_per_sec"] = sum(lengths) / rollout_time_s / gpus
+    metrics["effective_tokens_per_gpu_per_sec"] = sum(effective) / rollout_time_s / gpus
+    metrics["longest_sample_tokens_per_sec"] = max(lengths) / rollout_time_s
+    metrics["longest_effective_sample_tokens_per_sec"] = max(effective) / rollout_time_s
+    waits = [s.non_generation_time for s in samples]
+    if any(waits):
+        metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
+        longest = lengths.index(max(lengths))
+        metrics["longest_sample_non_generation_time"] = waits[longest]
+        generating_s = max(rollout_time_s - waits[longest], 1e-9)
+        metrics["longest_sample_tokens_per_sec_without_non_generation"] = lengths[longest] / generating_s
+    return metrics
+
+
+def pass_rate(rewards: Sequence[float], samples: Sequence[Sample], group_size: int) -> dict[str, float]:
+    """`pass@k` when the batch consists of whole groups of `group_size`, else nothing (a fan-out changes the sizes)."""
+    if samples and all(s.group_index is not None for s in samples):
+        order = sorted(range(len(samples)), key=lambda i: samples[i].group_index or 0)
+        rewards = [rewards[i] for i in order]
+        sizes = {len(list(group)) for _, group in groupby(order, key=lambda i: samples[i].group_index)}
+        if sizes != {group_size}:
+            return {}
+    elif len(rewards) % group_size:
+        return {}
+    return compute_pass_rate(rewards, group_size)
+
+
+def _rewards(args: Namespace, samples: Sequence[Sample]) -> list[float]:
+    return [0.0 if s.reward is None else float(s.get_reward_value(args)) for s in samples]
+
+
+def _mean(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags)

@@ -1,0 +1,50 @@
+"""TensorBoard as a sink of metric records.
+
+It knows the directory rule and the writer, nothing of what the metrics mean. tensorboard is imported on first use.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from slime.utils.errors import UsageError
+
+
+class _TensorboardAdapter:
+    """Writes scalars under `$TENSORBOARD_DIR`, else under `<tb_project_name>/<tb_experiment_name>`.
+
+    Raises:
+        UsageError: neither the variable nor `--tb-project-name` is given, or tensorboard is not installed.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        directory = tensorboard_dir(args)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                "--use-tensorboard needs the package tensorboard, which is not installed: pip install tensorboard"
+            ) from error
+        self.writer = SummaryWriter(log_dir=str(directory))
+
+    def log(self, data: Mapping[str, float], step: int) -> None:
+        """Write each value of `data` at `step`."""
+        for name, value in data.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def finish(self) -> None:
+        """Close the event file."""
+        self.writer.close()
+
+
+def tensorboard_dir(args: Namespace) -> Path:
+    """Where the event files go (see `_TensorboardAdapter`)."""
+    if directory := os.environ.get("TENSORBOARD_DIR"):
+        return Path(directory)
+    if not args.tb_project_name:
+        raise UsageError("--use-tensorboard needs --tb-project-name, or the environment variable TENSORBOARD_DIR")
+    return Path(args.tb_project_name) / (args.tb_experiment_name or "run")

@@ -1,0 +1,85 @@
+"""Weights & Biases as a sink of metric records.
+
+One process per run writes (the driver), so there is nothing shared to attach to. wandb is imported on first use.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import UsageError
+
+# Family of metrics -> the metric that is its x axis.
+STEP_METRICS = {
+    "train": "train/step",
+    "rollout": "rollout/step",
+    "perf": "rollout/step",
+    "multi_turn": "rollout/step",
+    "passrate": "rollout/step",
+    "eval": "eval/step",
+}
+SECRET_FLAGS = ("wandb_key",)
+
+
+class WandbAdapter:
+    """One W&B run; `args` decides mode, directory, project, names.
+
+    Raises:
+        UsageError: wandb is not installed.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UsageError("--use-wandb needs the package wandb: pip install wandb") from error
+        mode = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
+        if args.wandb_key and mode == "online":
+            wandb.login(key=args.wandb_key, host=args.wandb_host)
+        directory = Path(args.wandb_dir or args.output_dir)
+        directory.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary directory when it is absent
+        self.run = wandb.init(
+            entity=args.wandb_team,
+            project=args.wandb_project,
+            group=args.wandb_group,
+            name=run_name(args),
+            id=args.wandb_run_id,
+            resume="allow" if args.wandb_run_id else None,
+            dir=str(directory),
+            mode=mode,
+            config=public_config(args),
+        )
+        for step_metric in sorted(set(STEP_METRICS.values())):
+            self.run.define_metric(step_metric)
+        for family, step_metric in STEP_METRICS.items():
+            self.run.define_metric(f"{family}/*", step_metric=step_metric)
+
+    def log(self, data: Mapping[str, float]) -> None:
+        """Write one record; its step metric is one of its own values."""
+        self.run.log(dict(data))
+
+    def finish(self) -> None:
+        """Flush and end the run."""
+        self.run.finish()
+
+
+def run_name(args: Namespace) -> str | None:
+    """`<group>-<random>`, so that runs of a group differ; the bare group with `--disable-wandb-random-suffix`."""
+    if not args.wandb_group or not args.wandb_random_suffix:
+        return args.wandb_group
+    return f"{args.wandb_group}-{secrets.token_hex(3)}"
+
+
+def public_config(args: Namespace) -> dict[str, Any]:
+    """Every flag but the secret ones; values that are no plain data become their text."""
+    plain = (str, int, float, bool, type(None), list, tuple, dict)
+    return {
+        name: value if isinstance(value, plain) else str(value)
+        for name, value in sorted(vars(args).items())
+        if name not in SECRET_FLAGS and not name.startswith("_")
+    }

@@ -1,0 +1,245 @@
+"""Sinks, the console's line, timers and curves: what a run leaves behind and what it shows while it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from slime.observability import logging_utils, plots, progress, wandb_utils
+from slime.observability.console import ConsoleSink
+from slime.observability.logging_utils import finish_tracking, init_tracking, log, take_pending
+from slime.observability.tensorboard_utils import tensorboard_dir
+from slime.observability.timer import Timer, inverse_timer, timer, with_defer
+from slime.utils.errors import UsageError
+
+
+def make_args(output_dir: Path, **changes: object) -> Namespace:
+    values = {
+        "output_dir": str(output_dir),
+        "use_wandb": False,
+        "use_tensorboard": False,
+        "tb_project_name": None,
+        "tb_experiment_name": None,
+        "wandb_mode": "offline",
+        "wandb_dir": None,
+        "wandb_key": "a secret",
+        "wandb_host": None,
+        "wandb_team": None,
+        "wandb_group": "g",
+        "wandb_project": "p",
+        "wandb_random_suffix": True,
+        "wandb_run_id": None,
+        "wandb_always_use_train_step": False,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "global_batch_size": 4,
+    }
+    return Namespace(**(values | changes))
+
+
+@pytest.fixture(autouse=True)
+def no_tracking_is_left_over():
+    yield
+    finish_tracking()
+    take_pending()
+
+
+def run_of_two_steps(args: Namespace) -> None:
+    init_tracking(args)
+    log(args, {"eval/step": 0, "eval/addition": 0.25}, "eval/step")
+    for step in (0, 1):
+        log(args, {"rollout/step": step, "rollout/raw_reward": 0.5, "rollout/response_len/mean": 3.0}, "rollout/step")
+        log(args, {"train/step": step, "train/loss": 0.125}, "train/step")
+        log(args, {"rollout/step": step, "perf/step_time": 1.5}, "rollout/step")
+    finish_tracking()
+
+
+def test_every_record_is_a_json_line_with_its_step_key_and_time(tmp_path: Path):
+    before = time.time()
+    run_of_two_steps(make_args(tmp_path))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step_key"] for r in records] == ["eval/step", *["rollout/step", "train/step", "rollout/step"] * 2]
+    assert records[0]["eval/addition"] == 0.25
+    assert all(before <= r["time"] <= time.time() for r in records)
+
+
+def test_a_second_run_in_the_same_directory_appends(tmp_path: Path):
+    for _ in range(2):
+        run_of_two_steps(make_args(tmp_path))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 * 7
+
+
+def test_the_end_of_a_run_leaves_a_png(tmp_path: Path):
+    run_of_two_steps(make_args(tmp_path))
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_value_that_is_not_finite_is_null(tmp_path: Path):
+    args = make_args(tmp_path)
+    init_tracking(args)
+    log(args, {"train/step": 0, "train/loss": math.nan}, "train/step")
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["train/loss"] is None
+
+
+def test_a_process_that_is_not_primary_only_collects(tmp_path: Path):
+    args = make_args(tmp_path)
+    init_tracking(args, primary=False)
+    log(args, {"rollout/step": 3, "rollout/x": 1.0}, "rollout/step")
+    assert take_pending() == [({"rollout/step": 3, "rollout/x": 1.0}, "rollout/step")]
+    assert take_pending() == [] and not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("metrics", [{"train/loss": 1.0}, {"train/step": 0, "train/loss": "high"}])
+def test_a_record_without_its_step_or_with_text_is_refused(tmp_path: Path, metrics: dict):
+    with pytest.raises(ValueError, match="train/"):
+        log(make_args(tmp_path), metrics, "train/step")
+
+
+def test_tensors_of_one_element_become_numbers(tmp_path: Path):
+    import torch
+
+    log(make_args(tmp_path), {"train/step": 0, "train/loss": torch.tensor(0.5)}, "train/step")
+    assert take_pending() == [({"train/step": 0, "train/loss": 0.5}, "train/step")]
+
+
+def test_the_console_shows_one_line_a_step_with_generation_and_training():
+    lines: list[str] = []
+    sink = ConsoleSink(lines.append)
+    sink.write({"rollout/step": 0, "rollout/response_len/mean": 3.25}, "rollout/step")
+    sink.write({"rollout/step": 0, "rollout/raw_reward": 0.5}, "rollout/step")
+    assert lines == []
+    sink.write({"train/step": 0, "train/loss": 0.125}, "train/step")
+    sink.write({"rollout/step": 0, "perf/step_time": 2.0}, "rollout/step")
+    sink.write({"eval/step": 0, "eval/addition": 0.75, "eval/addition/truncated_ratio": 0.0}, "eval/step")
+    sink.finish()
+    assert len(lines) == 2
+    assert lines[0].startswith("step    0 | reward 0.500  length 3.2  loss 0.1250")
+    assert lines[1] == "eval    0 | addition 0.750"
+
+
+def test_a_generation_without_a_train_step_gets_its_own_line():
+    lines: list[str] = []
+    sink = ConsoleSink(lines.append)
+    for step in (0, 1):
+        sink.write({"rollout/step": step, "rollout/raw_reward": step / 2}, "rollout/step")
+    sink.finish()
+    assert [line.split(" | ")[1].strip() for line in lines] == ["reward 0.000", "reward 0.500"]
+
+
+def test_tensorboard_gets_the_scalars_at_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tb"))
+    run_of_two_steps(make_args(tmp_path, use_tensorboard=True))
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 0.125), (1, 0.125)]
+
+
+def test_tensorboard_without_a_directory_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    with pytest.raises(UsageError, match="--tb-project-name"):
+        tensorboard_dir(make_args(tmp_path))
+
+
+def test_wandb_offline_writes_a_run_with_no_key_in_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    args = make_args(tmp_path, use_wandb=True)
+    assert "wandb_key" not in wandb_utils.public_config(args)
+    run_of_two_steps(args)
+    (run_file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = run_file.read_bytes()
+    assert b"train/loss" in content and b"eval/addition" in content and b"a secret" not in content
+
+
+def test_rollout_records_carry_the_train_step_for_wandb_when_asked(tmp_path: Path):
+    class Recorder(logging_utils.WandbSink):
+        def __init__(self) -> None:
+            self.written: list[dict] = []
+
+        def write(self, metrics, step_key: str) -> None:
+            self.written.append(dict(metrics))
+
+        def finish(self) -> None: ...
+
+    args = make_args(tmp_path, wandb_always_use_train_step=True)
+    init_tracking(args)
+    recorder = Recorder()
+    logging_utils._tracking.sinks = [recorder]
+    log(args, {"rollout/step": 3}, "rollout/step")
+    assert recorder.written == [{"rollout/step": 3, "train/step": 3 * 4 * 2 // 4}]
+
+
+def test_of_a_step_logged_twice_the_later_value_is_drawn(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step_key": "eval/step", "eval/step": 1, "eval/a": value} for value in (0.1, 0.2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cut sho')
+    assert plots.read_series(path) == {"eval/a": {1: 0.2}}
+
+
+def test_a_run_without_curves_draws_nothing(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step_key": "train/step", "train/step": 1, "train/odd": 1.0}) + "\n")
+    assert plots.write_curves(path, tmp_path / "curves.png") is False
+
+
+def test_timers_sum_what_blocks_and_functions_take():
+    Timer().reset()
+
+    @timer
+    def work() -> int:
+        time.sleep(0.01)
+        return 5
+
+    with timer("waiting"):
+        assert work() + work() == 10
+        with inverse_timer("waiting"):
+            assert not Timer().is_running("waiting")
+    sums = Timer().log_dict()
+    assert 0.02 <= sums["work"] <= sums["waiting"]
+    Timer().reset()
+    assert Timer().log_dict() == {}
+
+
+def test_a_timer_started_twice_is_refused():
+    Timer().start("twice")
+    with pytest.raises(ValueError, match="twice"):
+        Timer().start("twice")
+    Timer().end("twice")
+
+
+def test_deferred_work_is_done_also_after_an_error():
+    calls: list[int] = []
+
+    @with_defer(lambda: calls.append(1))
+    def fails() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fails()
+    assert calls == [1]
+
+
+def test_the_bar_comes_from_the_factory_of_the_process():
+    made: list[tuple[int, str]] = []
+
+    class Bar:
+        def update(self, n: int = 1) -> None: ...
+        def close(self) -> None: ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *ignored: object) -> None: ...
+
+    progress.set_progress_factory(lambda total, desc: made.append((total, desc)) or Bar())
+    try:
+        with progress.progress_bar(3, "rollout") as bar:
+            bar.update()
+    finally:
+        progress.set_progress_factory(progress.tqdm_bar)
+    assert made == [(3, "rollout")]
