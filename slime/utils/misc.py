@@ -1,0 +1,212 @@
+"""Small helpers that belong to no other module: loading hooks by path, periods, boxes, chunks.
+
+It knows nothing about slime's flags, samples or processes.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib
+import importlib.util
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+@functools.cache
+def load_function(path: str) -> Any:
+    """Load what a hook flag names: `pkg.mod.attr`, `pkg.mod:attr` or `path/to/file.py:attr`.
+
+    Raises:
+        ImportError: a sentence that says which part was not found. An error of the module's own code passes through.
+    """
+    module_path, colon, attribute = path.rpartition(":")
+    if not colon:
+        module_path, _, attribute = path.rpartition(".")
+    if not module_path or not attribute:
+        raise ImportError(f"{path!r} is no hook path: write pkg.module.attr, pkg.module:attr or path/to/file.py:attr")
+    if module_path.endswith(".py"):
+        module = _load_file(module_path, asked=path)
+    else:
+        module = _load_module(module_path, asked=path)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ImportError(f"cannot load {path!r}: {module_path} was found, but it has no attribute {part!r}")
+        found = getattr(found, part)
+    return found
+
+
+def _load_module(name: str, *, asked: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise ImportError(f"cannot load {asked!r}: no module {error.name!r} is on the Python path") from error
+        raise ImportError(f"cannot load {asked!r}: {name} imports {error.name!r}, which is not installed") from error
+
+
+def _load_file(file: str, *, asked: str) -> Any:
+    location = Path(file).expanduser().resolve()
+    if not location.is_file():
+        raise ImportError(f"cannot load {asked!r}: there is no file {location}")
+    # Named after the whole path, so that two files of the same name stay two modules.
+    name = f"slime_hook_{location.stem}_{hashlib.sha1(str(location).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, location)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {asked!r}: {location} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class SingletonMeta(type):
+    """Metaclass of a class with one instance per process; `Cls.clear_instances()` forgets it (tests, a new run)."""
+
+    _instances: dict[type, Any] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in SingletonMeta._instances:
+            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._instances[cls]
+
+    def clear_instances(cls) -> None:
+        """Forget the instance of this class; the next call makes a new one."""
+        SingletonMeta._instances.pop(cls, None)
+
+
+class Box:
+    """Holds one value, so that Ray passes a reference on instead of fetching it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Any:
+        """The value."""
+        return self._inner
+
+
+def should_run_periodic_action(
+    rollout_id: int,
+    interval: int | None,
+    num_rollout_per_epoch: int | None = None,
+    num_rollout: int | None = None,
+) -> bool:
+    """Whether something done every `interval` rollouts is due; also at epoch ends and, if given, after the last."""
+    if interval is None:
+        return False
+    step = rollout_id + 1
+    if num_rollout is not None and step == num_rollout:
+        return True
+    return step % interval == 0 or bool(num_rollout_per_epoch and step % num_rollout_per_epoch == 0)
+
+
+def stable_hash(*parts: int | str) -> int:
+    """A 31-bit hash that is the same in every process and on every machine (Python's `hash` is neither)."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") & 0x7FFFFFFF
+
+
+def group_by(iterable: Iterable[T], key: Callable[[T], Hashable] | None = None) -> dict[Hashable, list[T]]:
+    """Lists of the items that share a key, in the order of first appearance. Without `key` items are their own key."""
+    groups: dict[Hashable, list[T]] = {}
+    for item in iterable:
+        groups.setdefault(key(item) if key else item, []).append(item)  # type: ignore[arg-type]
+    return groups
+
+
+def chunk_named_params_by_size(
+    named_params: Iterable[tuple[str, Any]], chunk_size: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Split (name, tensor) pairs, in order, into lists of at most `chunk_size` bytes; a larger tensor stands alone."""
+    chunk: list[tuple[str, Any]] = []
+    used = 0
+    for name, param in named_params:
+        size = param.numel() * param.element_size()
+        if chunk and used + size > chunk_size:
+            yield chunk
+            chunk, used = [], 0
+        chunk.append((name, param))
+        used += size
+    if chunk:
+        yield chunk
+
+
+def decode_int32_meta_array(meta: dict[str, Any], keys: Iterable[str]) -> list[int] | None:
+    """The first of `keys` that the engine's `meta_info` has, as a flat list of ints; None when it has none.
+
+    Engines send int32 arrays as base64 text, raw bytes, (nested) lists or arrays.
+    """
+    import numpy as np
+
+    for key in keys:
+        value = meta.get(key)
+        if value is None:
+            continue
+        if isinstance(value, str):
+            value = base64.b64decode(value)
+        if isinstance(value, bytes | bytearray):
+            return np.frombuffer(value, dtype=np.int32).tolist()
+        return np.asarray(value, dtype=np.int64).reshape(-1).tolist()
+    return None
+
+
+def exec_command(cmd: str, capture_output: bool = False) -> str | None:
+    """Run a shell command, echoing it to the log.
+
+    Returns:
+        Its standard output when `capture_output`, else None.
+
+    Raises:
+        subprocess.CalledProcessError: it did not exit with 0.
+    """
+    logger.info("exec: %s", cmd)
+    done = subprocess.run(["bash", "-c", cmd], check=True, capture_output=capture_output, text=True)
+    return done.stdout if capture_output else None
+
+
+def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
+    """The first port >= `start_port` such that it and the next `consecutive - 1` ports are free on this host."""
+    for port in range(start_port, 65536 - consecutive):
+        if all(is_port_available(port + i) for i in range(consecutive)):
+            return port
+    raise RuntimeError(f"no {consecutive} consecutive free ports from {start_port} up")
+
+
+def is_port_available(port: int) -> bool:
+    """Whether a server could listen on this port of this host now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def get_current_node_ip() -> str:
+    """This host's address as other nodes see it; 127.0.0.1 on a host without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # sends nothing: it only picks the outgoing interface
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,341 @@
+"""`Sample`, the one record that travels from the prompt file to the trainer, and small types that user code imports.
+
+It knows how to keep a sample's parallel lists consistent. It does not know where tokens come from (slime.rollout),
+how samples become tensors (slime.rollout.train_data) or what a reward means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slime.utils.misc import decode_int32_meta_array
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
+
+RolloutBatch = dict[str, Any]  # the keys: slime.utils.train_data.RolloutBatch
+
+_TOP_P_ID_KEYS = ("top_p_token_ids", "top_p_kept_token_ids")
+_TOP_P_OFFSET_KEYS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+
+
+@dataclass
+class SpecInfo:
+    """Speculative-decoding counters of one sample, summed over its engine calls."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted / drafted tokens; 0 when nothing was drafted."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Tokens gained per verification; 0 when nothing was verified."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        """Add the counters of one engine answer."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+    def to_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, int]) -> SpecInfo:
+        """Inverse of `to_dict`; unknown keys are dropped."""
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+
+
+@dataclass
+class PrefixCacheInfo:
+    """How many prompt tokens of one sample the engine found in its prefix cache."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached / all prompt tokens; 0 when there were none."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        """Add the counters of one engine answer."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    def to_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, int]) -> PrefixCacheInfo:
+        """Inverse of `to_dict`; unknown keys are dropped."""
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+
+
+class Status(Enum):
+    """Where a sample stands: TRUNCATED hit a length limit, ABORTED was ended by us, FAILED is for custom functions."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """One prompt, one response, its reward and its mask.
+
+    Extra attributes may be set freely and survive `to_dict` / `from_dict`.
+
+    Example: a prompt of 3 tokens, a model turn [21, 22], a tool's answer [31] and a second model turn [23]::
+
+        tokens            = [11, 12, 13, 21, 22, 31, 23]
+        response_length   = 4
+        loss_mask         =             [ 1,  1,  0,  1]
+        rollout_log_probs =             [-.3, -.1, 0., -.7]
+    """
+
+    Status: ClassVar[type[Status]] = Status
+    SpecInfo: ClassVar[type[SpecInfo]] = SpecInfo
+    PrefixCacheInfo: ClassVar[type[PrefixCacheInfo]] = PrefixCacheInfo
+
+    group_index: int | None = None
+    """Which prompt draw this is; the samples of a group share it. Rewards are normalised by it."""
+    index: int | None = None
+    """Unique, increasing number of the sample over the whole run; its sampling seed derives from it."""
+    rollout_id: int | None = None
+    """The execution that a sample came from: fan-out siblings share it and count once in a mean."""
+    prompt: str | list[dict[str, Any]] = ""
+    """Text ready to be tokenised, or a message list (SFT, custom generate functions)."""
+    tokens: list[int] = field(default_factory=list)
+    """[prompt + response] token ids."""
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    """R: tokens after the prompt, the model's and the tools'."""
+    label: Any = None
+    """What the reward function compares with; a string in most data sets."""
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    """[R], 1 = trained. None = all ones."""
+    weight_versions: list[str] = field(default_factory=list)
+    """One entry per engine call: the weights that answered it."""
+    rollout_log_probs: list[float] | None = None
+    """[R] log-probabilities by the engine, after temperature; 0.0 on tokens that the model did not write."""
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    """[R + 1] where each response token's kept ids start in rollout_top_p_token_ids."""
+    rollout_routed_experts: Any = None
+    """[len(tokens) - 1, num_layers, topk]."""
+    remove_sample: bool = False
+    """True = loss mask all zero, the sample still counts in its group's statistics."""
+    teacher_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    """Seconds spent outside the engine (tools, sandboxes)."""
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    @property
+    def loss_masks(self) -> list[int]:
+        """Never exists: the old name of `loss_mask` was silently ignored, so using it is an error."""
+        raise AttributeError("Sample has no loss_masks; the attribute is loss_mask: response_length zeros and ones")
+
+    @loss_masks.setter
+    def loss_masks(self, value: Any) -> None:
+        raise AttributeError("Sample.loss_masks has no effect; assign loss_mask: response_length zeros and ones")
+
+    @property
+    def effective_response_length(self) -> int:
+        """Trained response tokens: sum of the mask, or the response length when there is no mask."""
+        return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
+
+    def get_reward_value(self, args: Namespace) -> Any:
+        """The reward as a number: `reward`, or its entry `args.reward_key` when that flag is set."""
+        if not args.reward_key:
+            return self.reward
+        if not isinstance(self.reward, dict) or args.reward_key not in self.reward:
+            raise ValueError(f"--reward-key {args.reward_key}: the reward {self.reward!r} has no such key")
+        return self.reward[args.reward_key]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every attribute by name, extra ones too; the status as its string, the two infos as dicts."""
+        data = dict(self.__dict__)
+        data.update(
+            status=self.status.value,
+            spec_info=self.spec_info.to_dict(),
+            prefix_cache_info=self.prefix_cache_info.to_dict(),
+        )
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        """Inverse of `to_dict`; keys that are no field become attributes."""
+        data = dict(data)
+        if "status" in data:
+            data["status"] = Status(data["status"])
+        if "spec_info" in data:
+            data["spec_info"] = SpecInfo.from_dict(data["spec_info"])
+        if "prefix_cache_info" in data:
+            data["prefix_cache_info"] = PrefixCacheInfo.from_dict(data["prefix_cache_info"])
+        names = {f.name for f in fields(cls)}
+        sample = cls(**{key: value for key, value in data.items() if key in names})
+        for key in data.keys() - names:
+            setattr(sample, key, data[key])
+        return sample
+
+    def append_response_tokens(
+        self,
+        args: Namespace | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append tokens to the response and keep every parallel list in step.
+
+        Args:
+            args: needed only for what `meta_info` says about routed experts and speculative decoding.
+            tokens: new token ids; None appends nothing (to take over `meta_info` alone).
+            log_probs: one per token, by the engine; required for trainable tokens, forbidden for others.
+            trainable: True for the model's own tokens; False (tool output, user turns) gets mask 0 and log-prob 0.0.
+            meta_info: the engine's `meta_info` of this call.
+            text: appended to `response`.
+            update_terminal_info: False keeps status, weight versions and counters as they are.
+
+        Raises:
+            ValueError: lengths differ, or log-probs are missing or given where they cannot be.
+        """
+        tokens = list(tokens or [])
+        self._check_append(tokens, log_probs, trainable=trainable)
+        previous = self.response_length
+        if self.loss_mask is None:
+            self.loss_mask = [1] * previous
+        if self.rollout_log_probs is None and previous == 0 and tokens:
+            self.rollout_log_probs = []
+        self.tokens = [*self.tokens, *tokens]
+        self.response_length = previous + len(tokens)
+        self.loss_mask = [*self.loss_mask, *([1 if trainable else 0] * len(tokens))]
+        if self.rollout_log_probs is not None:
+            new = log_probs if trainable and log_probs is not None else [0.0] * len(tokens)
+            self.rollout_log_probs = [*self.rollout_log_probs, *new]
+        if text:
+            self.response += text
+        self._append_top_p_spans(previous, len(tokens), meta_info or {})
+        if meta_info:
+            self._append_routed_experts(args, meta_info)
+            if update_terminal_info and meta_info.get("finish_reason"):
+                self.update_from_meta_info(args, meta_info)
+
+    def update_from_meta_info(self, args: Namespace | None, meta_info: dict[str, Any]) -> None:
+        """Take over how an engine call ended: status, weight version and counters."""
+        if args is not None and args.sglang_speculative_algorithm:
+            self.spec_info.add(meta_info)
+        self.prefix_cache_info.add(meta_info)
+        if "weight_version" in meta_info:
+            self.weight_versions.append(str(meta_info["weight_version"]))
+        ended = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}
+        self.status = ended.get(meta_info["finish_reason"]["type"], self.status)
+
+    def _check_append(self, tokens: list[int], log_probs: Sequence[float] | None, *, trainable: bool) -> None:
+        if log_probs is not None and not trainable:
+            raise ValueError("non-trainable tokens take no log_probs: the model did not write them")
+        if not trainable or not tokens:
+            return
+        if log_probs is None:
+            raise ValueError(f"{len(tokens)} trainable tokens without log_probs; pass them, or trainable=False")
+        if len(log_probs) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens but {len(log_probs)} log_probs")
+        if self.response_length and self.rollout_log_probs is None:
+            raise ValueError(f"the response already has {self.response_length} tokens without rollout_log_probs")
+
+    def _append_top_p_spans(self, previous: int, num_new: int, meta_info: dict[str, Any]) -> None:
+        ids = decode_int32_meta_array(meta_info, _TOP_P_ID_KEYS)
+        offsets = decode_int32_meta_array(meta_info, _TOP_P_OFFSET_KEYS)
+        if ids is None and self.rollout_top_p_token_ids is None:
+            return
+        if ids is None or offsets is None:
+            ids, offsets = [], [0] * (num_new + 1)
+        if len(offsets) != num_new + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
+            raise ValueError(f"top-p offsets must be {num_new + 1} entries from 0 to {len(ids)}: {offsets}")
+        old_ids = [] if self.rollout_top_p_token_ids is None else list(self.rollout_top_p_token_ids)
+        old_offsets = self.rollout_top_p_token_offsets
+        old_offsets = [0] * (previous + 1) if old_offsets is None else list(old_offsets)
+        self.rollout_top_p_token_ids = [*old_ids, *ids]
+        self.rollout_top_p_token_offsets = [*old_offsets, *(old_offsets[-1] + offset for offset in offsets[1:])]
+
+    def _append_routed_experts(self, args: Namespace | None, meta_info: dict[str, Any]) -> None:
+        flat = decode_int32_meta_array(meta_info, ("routed_experts",))
+        if flat is None:
+            return
+        if args is None:
+            raise ValueError("meta_info has routed_experts: pass args (num_layers, moe_router_topk give their shape)")
+        import numpy as np
+
+        rows = np.asarray(flat, dtype=np.int32).reshape(-1, args.num_layers, args.moe_router_topk)
+        start = int(meta_info.get("routed_experts_start_len", 0))
+        old = self.rollout_routed_experts
+        self.rollout_routed_experts = rows if old is None else np.concatenate([np.asarray(old)[:start], rows])
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """A parameter's name and layout, without its values."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    attrs: dict[str, Any]
+    size: int
+    src_rank: int
+
+
+@dataclass(frozen=True)
+class MultimodalType:
+    """A kind of input besides text, and the placeholder that stands for it in a prompt."""
+
+    name: str
+    placeholder: str
+
+
+class MultimodalTypes:
+    """The kinds of input besides text."""
+
+    IMAGE = MultimodalType("image", "<image>")
+    VIDEO = MultimodalType("video", "<video>")
+    AUDIO = MultimodalType("audio", "<audio>")
+
+    @classmethod
+    def all(cls) -> list[MultimodalType]:
+        """Every kind, in a fixed order."""
+        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType | None:
+        """The kind called `name`, or None."""
+        return next((kind for kind in cls.all() if kind.name == name), None)
