@@ -1,0 +1,127 @@
+"""Make a tiny Qwen3 with random weights and a character tokenizer, as a Hugging Face directory.
+
+    python tools/make_tiny_model.py --output models/tiny-qwen3
+
+Every printable ASCII character is one token; the role names of the chat template are one token each, so a chat prompt
+stays short. It knows nothing about the task the model is meant for. torchvision is not needed: the model classes are
+imported from their own modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
+ROLE_TOKENS = ["system", "user", "assistant", "tool"]
+CHARACTERS = ["\n", *sorted(set(string.printable) - set(string.whitespace)), " "]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The character tokenizer: specials, then role names, then characters; another character becomes `<unk>`."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *ROLE_TOKENS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in ROLE_TOKENS])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """The shape from the command line; the vocabulary is rounded up, so that TP can split it without padding."""
+    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+    vocab_size = -(-len(tokenizer) // args.vocab_multiple) * args.vocab_multiple
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.ffn_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        head_dim=args.head_dim or args.hidden_size // args.heads,
+        max_position_embeddings=args.max_positions,
+        tie_word_embeddings=args.tie_embeddings,
+        initializer_range=args.init_std,
+        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+
+
+def make_tiny_model(args: argparse.Namespace) -> int:
+    """Write tokenizer, config and fp32 safetensors to `args.output`; returns the number of parameters."""
+    import torch
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(args.seed)
+    model = Qwen3ForCausalLM(build_config(args, tokenizer)).to(torch.float32)
+    args.output.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(args.output)
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):  # a progress bar over one shard
+        model.save_pretrained(args.output)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; the defaults give 0.9 M parameters."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--ffn-size", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=None, help="hidden size / heads when not given")
+    parser.add_argument("--max-positions", type=int, default=2048)
+    parser.add_argument("--rope-theta", type=float, default=10000.0)
+    parser.add_argument("--init-std", type=float, default=0.02, help="standard deviation of the random weights")
+    parser.add_argument(
+        "--vocab-multiple", type=int, default=128, help="round the vocabulary up to a multiple of this"
+    )
+    parser.add_argument(
+        "--tie-embeddings",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share input and output embedding",
+    )
+    return parser
+
+
+def main() -> None:
+    """Make the model and say how large it is."""
+    args = build_parser().parse_args()
+    count = make_tiny_model(args)
+    print(f"{args.output}: Qwen3 with {count / 1e6:.2f} M parameters")
+
+
+if __name__ == "__main__":
+    main()
