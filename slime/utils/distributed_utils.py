@@ -1,0 +1,58 @@
+"""Small helpers over torch.distributed process groups.
+
+They know nothing about parallel layout: a group is handed in, or is the one gloo group over all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+
+@functools.cache
+def get_gloo_group() -> dist.ProcessGroup:
+    """The gloo group over all ranks, for objects and host tensors; the first call is collective."""
+    if dist.get_backend() == "gloo":
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo")
+
+
+def init_gloo_group() -> dist.ProcessGroup:
+    """Make the gloo group over all ranks; every rank calls it once, after the default process group exists."""
+    get_gloo_group.cache_clear()
+    return get_gloo_group()
+
+
+def distributed_masked_whiten(
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    process_group: dist.ProcessGroup | None = None,
+    shift_mean: bool = True,
+    epsilon: float = 1e-8,
+) -> torch.Tensor:
+    """Scale `values` to unit variance over the masked entries of every rank of the group.
+
+    Args:
+        values: any shape.
+        mask: same shape, 1 = counts.
+        process_group: ranks whose entries are pooled; None = this rank only.
+        shift_mean: also subtract the mean (False puts it back).
+        epsilon: added to the variance.
+
+    Raises:
+        ValueError: no entry of any rank is unmasked.
+    """
+    mask = mask.to(values.dtype)
+    sums = torch.stack([mask.sum(), (values * mask).sum(), (values.square() * mask).sum()]).double()
+    if process_group is not None:
+        dist.all_reduce(sums, group=process_group)
+    count, total, squares = sums
+    if count == 0:
+        raise ValueError("cannot whiten: every token of every sample is masked out")
+    mean = total / count
+    # the unbiased estimate, as torch.var; one entry alone has no spread to measure
+    variance = (squares / count - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)
+    whitened = (values - mean.to(values.dtype)) * torch.rsqrt(variance + epsilon).to(values.dtype)
+    return whitened if shift_mean else whitened + mean.to(values.dtype)

@@ -1,0 +1,19 @@
+"""The arithmetic of policy optimisation on tensors: log-probabilities, KL, losses, returns, table of algorithms.
+
+Nothing here knows about `args`, models, ranks beyond the tensor-parallel group it is handed, or logging.
+"""
+
+from slime.utils.ppo_utils.estimators import ESTIMATORS, Estimator
+from slime.utils.ppo_utils.kl import compute_approx_kl
+from slime.utils.ppo_utils.log_probs import calculate_log_probs_and_entropy
+from slime.utils.ppo_utils.policy_loss import compute_policy_loss
+from slime.utils.ppo_utils.returns import get_grpo_returns
+
+__all__ = [
+    "ESTIMATORS",
+    "Estimator",
+    "calculate_log_probs_and_entropy",
+    "compute_approx_kl",
+    "compute_policy_loss",
+    "get_grpo_returns",
+]

@@ -1,0 +1,107 @@
+"""Vocab-parallel log-probabilities and entropy against torch's softmax, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slime.utils.ppo_utils import calculate_log_probs_and_entropy
+
+ROWS, VOCAB = 7, 12
+
+
+def make_inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(ROWS, VOCAB, generator=generator)
+    return logits.to(dtype), torch.randint(0, 10, (ROWS,), generator=generator)
+
+
+def reference(logits, tokens, *, temperature=1.0, vocab_size=VOCAB, with_entropy=True):
+    """Log-probabilities, entropy and the gradient of a weighted sum of both, by autograd through log_softmax."""
+    x = logits.double().requires_grad_()
+    log_p = torch.log_softmax(x[:, :vocab_size] / temperature, dim=-1)
+    picked, entropy = log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    weights = torch.arange(1.0, ROWS + 1)
+    ((picked * weights).sum() + with_entropy * (entropy * weights.flip(0)).sum()).backward()
+    return picked.detach().float(), entropy.detach().float(), x.grad.float()
+
+
+def ours(logits, tokens, **options):
+    x = logits.clone().requires_grad_()
+    log_probs, entropy = calculate_log_probs_and_entropy(x, tokens, options.pop("tp_group", None), True, **options)
+    weights = torch.arange(1.0, ROWS + 1)
+    loss = (log_probs * weights).sum()
+    if options.get("with_entropy_grad", True):
+        loss = loss + (entropy * weights.flip(0)).sum()
+    loss.backward()
+    assert torch.equal(x, logits), "the logits are only read"
+    return log_probs.detach(), entropy.detach(), x.grad
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 1, 3, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocab_size", [VOCAB, 10])
+def test_values_and_gradients_equal_log_softmax(chunk_size: int, temperature: float, vocab_size: int):
+    logits, tokens = make_inputs()
+    want = reference(logits, tokens, temperature=temperature, vocab_size=vocab_size)
+    got = ours(logits, tokens, temperature=temperature, vocab_size=vocab_size, chunk_size=chunk_size)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+def test_chunks_change_no_bit():
+    logits, tokens = make_inputs()
+    for a, b in zip(ours(logits, tokens), ours(logits, tokens, chunk_size=2), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_entropy_without_gradient_leaves_only_that_of_the_log_probs():
+    logits, tokens = make_inputs()
+    grad = ours(logits, tokens, with_entropy_grad=False)[2]
+    torch.testing.assert_close(grad, reference(logits, tokens, with_entropy=False)[2], rtol=1e-5, atol=2e-6)
+    _, entropy = calculate_log_probs_and_entropy(logits.requires_grad_(), tokens, None, True, with_entropy_grad=False)
+    assert not entropy.requires_grad
+
+
+def test_large_logits_do_not_overflow_and_no_rows_are_fine():
+    logits = torch.tensor([[1e4, 0.0, -1e4]], requires_grad=True)
+    log_probs, entropy = calculate_log_probs_and_entropy(logits, torch.tensor([0]), None, True)
+    assert log_probs.item() == 0.0
+    assert entropy.item() == 0.0
+    (log_probs.sum() + entropy.sum()).backward()
+    assert torch.isfinite(logits.grad).all()
+    empty, _ = calculate_log_probs_and_entropy(torch.empty(0, 3), torch.empty(0, dtype=torch.long), None)
+    assert empty.shape == (0,)
+
+
+def test_bfloat16_logits_are_worked_on_in_float32():
+    logits, tokens = make_inputs(torch.bfloat16)
+    log_probs, entropy, grad = ours(logits, tokens)
+    want = reference(logits, tokens)
+    torch.testing.assert_close(log_probs, want[0], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(entropy, want[1], rtol=1e-5, atol=2e-6)
+    assert grad.dtype == torch.bfloat16
+    torch.testing.assert_close(grad.float(), want[2], rtol=1e-2, atol=1e-2)
+
+
+def split_vocabulary(rank: int, world_size: int, store_path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size)
+    for vocab_size in (VOCAB, 10, 6):  # 6: the second of two ranks holds padding only
+        logits, tokens = make_inputs()
+        tokens = tokens % vocab_size
+        want = reference(logits, tokens, vocab_size=vocab_size, temperature=0.9)
+        width = VOCAB // world_size
+        columns = slice(rank * width, (rank + 1) * width)
+        options = {"vocab_size": vocab_size, "temperature": 0.9, "chunk_size": 3, "tp_group": dist.group.WORLD}
+        log_probs, entropy, grad = ours(logits[:, columns].contiguous(), tokens, **options)
+        torch.testing.assert_close(log_probs, want[0], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(entropy, want[1], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(grad, want[2][:, columns], rtol=1e-5, atol=2e-6)
+    dist.destroy_process_group()
+
+
+def test_a_vocabulary_split_over_two_ranks_gives_the_same(tmp_path):
+    mp.spawn(split_vocabulary, args=(2, str(tmp_path / "store")), nprocs=2)
