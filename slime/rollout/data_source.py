@@ -1,0 +1,249 @@
+"""Where prompts come from: the prompt file read epoch after epoch, and a buffer of groups that is served first.
+
+It hands out groups of samples without a response and keeps its place, so that a resumed run goes on with the next
+prompt. It does not generate, score or decide what enters the buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.utils.data import Dataset
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+Group = list[Sample]
+
+
+class DataSource(ABC):
+    """What a rollout needs of a data source (--data-source-path names a class like this, made as `cls(args)`)."""
+
+    @abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Exactly `num_samples` groups of n_samples_per_prompt samples."""
+
+    @abstractmethod
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take groups back, to be handed out again."""
+
+    @abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Store the place under --save, to resume after this rollout."""
+
+    @abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore the place stored after this rollout from --load."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+
+    def __call__(self, num_samples: int) -> list[Group]:
+        """As `get_samples`: --rollout-all-samples-process-path may call the data source."""
+        return self.get_samples(num_samples)
+
+
+class RolloutDataSource(DataSource):
+    """The prompt file, in order or shuffled per epoch; the next epoch follows without a gap.
+
+    Args:
+        args: reads `prompt_data`, `hf_checkpoint`, `trust_remote_code`, the column and template flags,
+            `rollout_max_prompt_len`, `rollout_shuffle`, `rollout_seed`, `n_samples_per_prompt`, `save`, `load`.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.epoch_id = 0
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.sample_offset = 0
+        self.metadata: dict[str, Any] = {}
+        self._snapshots: dict[int, dict[str, Any]] = {}
+        self.dataset = Dataset(
+            args.prompt_data,
+            load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code),
+            None,
+            args.rollout_max_prompt_len,
+            prompt_key=args.input_key,
+            label_key=args.label_key,
+            tool_key=args.tool_key,
+            metadata_key=args.metadata_key,
+            seed=args.rollout_seed,
+            apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        )
+        self._order_epoch()
+
+    def _order_epoch(self) -> None:
+        if self.args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next `num_samples` prompts as groups; group_index and index go up over the whole run."""
+        return [self._next_group() for _ in range(num_samples)]
+
+    def _next_group(self) -> Group:
+        if self.sample_offset >= len(self.dataset):
+            self.epoch_id += 1
+            self.sample_offset = 0
+            self._order_epoch()
+        prompt = self.dataset[self.sample_offset]
+        self.sample_offset += 1
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index = self.sample_group_index
+            sample.index = self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """A file takes nothing back.
+
+        Raises:
+            RuntimeError: always, when there is something to take.
+        """
+        if samples:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot take back {len(samples)} groups; use --data-source-path "
+                "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place: plain values only."""
+        return {
+            "sample_offset": self.sample_offset,
+            "epoch_id": self.epoch_id,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": copy.deepcopy(self.metadata),
+            "num_prompts": len(self.dataset),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place that `state_dict` described."""
+        if state.get("num_prompts", len(self.dataset)) != len(self.dataset):
+            logger.warning(
+                "the data source's state was saved with %d prompts, but --prompt-data %s has %d now",
+                *(state["num_prompts"], self.args.prompt_data, len(self.dataset)),
+            )
+        self.sample_offset = state["sample_offset"]
+        self.epoch_id = state["epoch_id"]
+        self.sample_group_index = state["sample_group_index"]
+        self.sample_index = state["sample_index"]
+        self.metadata = dict(state["metadata"])
+        self._order_epoch()
+
+    def snapshot(self, rollout_id: int) -> None:
+        """Remember the place as it is after this rollout, for a `save` that comes when the next one already runs."""
+        self._snapshots = {rollout_id: self.state_dict()}
+
+    def save(self, rollout_id: int) -> None:
+        """Write the state after this rollout (its snapshot if there is one) under --save; complete or not at all."""
+        if self.args.save is None:
+            return
+        import torch  # a second of import that only a saving process pays
+
+        path = state_path(self.args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".tmp{os.getpid()}")
+        with temporary.open("wb") as file:
+            torch.save(self._snapshots.get(rollout_id) or self.state_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore the state that --load holds for this rollout; without --load or a rollout, begin anew."""
+        if self.args.load is None or rollout_id is None or rollout_id < 0:
+            return
+        path = state_path(self.args.load, rollout_id)
+        if not path.exists():
+            logger.warning("no data source state at %s: prompts start from the first epoch's beginning", path)
+            return
+        import torch
+
+        self.load_state_dict(torch.load(path, weights_only=False))
+        logger.info("data source goes on at prompt %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path)
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The prompt file behind a buffer of groups: what was given back is handed out first. The buffer is saved too."""
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__(args)
+        self.buffer: list[Group] = []
+        self._pick = load_function(args.buffer_filter_path) if args.buffer_filter_path else pop_first
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Groups from the buffer, as the buffer filter picks them, filled up with new prompts."""
+        groups: list[Group] = []
+        if self.buffer and num_samples:
+            groups = list(self._pick(self.args, None, self.buffer, num_samples))
+            if len(groups) > num_samples:
+                raise ValueError(
+                    f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups; "
+                    f"at most {num_samples} were asked for"
+                )
+        return groups + super().get_samples(num_samples - len(groups))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Append groups to the buffer.
+
+        Raises:
+            ValueError: something is no group of n_samples_per_prompt samples.
+        """
+        for group in samples:
+            if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
+                raise ValueError(
+                    f"the buffer takes groups of {self.args.n_samples_per_prompt} samples (--n-samples-per-prompt), "
+                    f"not {len(group) if isinstance(group, list) else type(group).__name__}"
+                )
+            self.buffer.append(group)
+
+    def get_buffer_length(self) -> int:
+        """Groups in the buffer."""
+        return len(self.buffer)
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Merge into the metadata that is saved with the state."""
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The metadata that is saved with the state."""
+        return self.metadata
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place and the buffer's groups."""
+        buffer = [[copy.deepcopy(sample).to_dict() for sample in group] for group in self.buffer]
+        return {**super().state_dict(), "buffer": buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place that `state_dict` described, with its buffer."""
+        super().load_state_dict(state)
+        self.buffer = [[Sample.from_dict(sample) for sample in group] for group in state.get("buffer", [])]
+
+
+def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """The default buffer filter: first in, first out."""
+    picked = buffer[:num_samples]
+    del buffer[: len(picked)]
+    return picked
+
+
+def state_path(root: str, rollout_id: int) -> Path:
+    """Where the state after a rollout lies under --save / --load."""
+    return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"

@@ -1,0 +1,1 @@
+"""Filters that decide which finished groups a rollout keeps."""

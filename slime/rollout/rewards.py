@@ -1,0 +1,91 @@
+"""From scored samples to the rewards that advantages are made of: normalisation by group.
+
+Departs from upstream in two points: groups are always those of `group_index` (never guessed from counts), and a
+fan-out rollout (several samples that share a `rollout_id`) counts once in its group's mean and deviation. It scores
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+
+from slime.utils.misc import group_by, load_function
+from slime.utils.types import Sample
+
+_STD_EPSILON = 1e-6
+
+
+def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards for training) of a flat list of samples; a custom post-process replaces the default.
+
+    Args:
+        args: reads `custom_reward_post_process_path`, `reward_key`, `advantage_estimator`, `rewards_normalization`,
+            `grpo_std_normalization`.
+        samples: every sample of the rollout, scored.
+
+    Raises:
+        ValueError: a sample has no reward, or the custom function returned lists of another length.
+    """
+    if args.custom_reward_post_process_path:
+        raw, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
+        if not len(raw) == len(rewards) == len(samples):
+            raise ValueError(
+                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned {len(raw)} "
+                f"raw and {len(rewards)} rewards for {len(samples)} samples"
+            )
+        return list(raw), list(rewards)
+    from slime.utils.ppo_utils.estimators import ESTIMATORS  # torch: not needed by whoever only generates
+
+    raw = [raw_reward(args, sample) for sample in samples]
+    estimator = ESTIMATORS[args.advantage_estimator]
+    if not (estimator.centers_rewards_by_group and args.rewards_normalization):
+        return raw, raw
+    divide = estimator.allows_std_norm and args.grpo_std_normalization
+    return raw, normalize_by_group(samples, raw, divide_by_std=divide)
+
+
+def raw_reward(args: Namespace, sample: Sample) -> float:
+    """A sample's reward as a number.
+
+    Raises:
+        ValueError: it has none, or a dict without --reward-key.
+    """
+    value = sample.get_reward_value(args)
+    if value is None or isinstance(value, dict):
+        found = "no reward" if value is None else f"the reward {value!r}; name its number with --reward-key"
+        raise ValueError(f"sample {sample.index} (status {sample.status.value}) has {found}")
+    return float(value)
+
+
+def normalize_by_group(samples: Sequence[Sample], rewards: Sequence[float], *, divide_by_std: bool) -> list[float]:
+    """Rewards minus their group's mean and, if asked, divided by its deviation (unbiased) + 1e-6.
+
+    A group of one execution becomes 0. A sample without a `group_index` is a group of its own.
+    """
+    normalized = [0.0] * len(samples)
+    positions = range(len(samples))
+
+    def group_of(i: int) -> tuple[str, int]:
+        index = samples[i].group_index
+        return ("group", index) if index is not None else ("alone", i)
+
+    def execution_of(i: int) -> tuple[str, int]:
+        rollout_id = samples[i].rollout_id
+        return ("rollout", rollout_id) if rollout_id is not None else ("sample", i)
+
+    for members in group_by(positions, group_of).values():
+        executions = group_by(members, execution_of).values()
+        values = [math.fsum(rewards[i] for i in execution) / len(execution) for execution in executions]
+        mean = math.fsum(values) / len(values)
+        scale = _unbiased_std(values, mean) + _STD_EPSILON if divide_by_std else 1.0
+        for i in members:
+            normalized[i] = (rewards[i] - mean) / scale
+    return normalized
+
+
+def _unbiased_std(values: Sequence[float], mean: float) -> float:
+    if len(values) < 2:
+        return 0.0
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

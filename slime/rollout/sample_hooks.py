@@ -1,0 +1,57 @@
+"""--rollout-sample-hook-path: edit or replace each generated sample before it is scored.
+
+It does not generate or score samples; the rollout id that hooks may ask for is set by the rollout function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from contextvars import ContextVar
+from typing import Any
+
+from slime.rollout.base_types import accepts_keyword
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+# A context variable: tasks inherit it, so a rollout and a background evaluation each see their own.
+_rollout_id: ContextVar[int | None] = ContextVar("slime_rollout_id", default=None)
+
+
+def set_current_rollout_id(rollout_id: int | None) -> None:
+    """Name the rollout that hooks called from this context belong to."""
+    _rollout_id.set(rollout_id)
+
+
+async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: Any) -> Any:
+    """Run every sample hook on a sample, or on each sample of (nested) lists.
+
+    Args:
+        args: reads `rollout_sample_hook_path`.
+        value: a Sample or a list of any depth; lists keep their shape.
+        kwargs: offered to hooks that have such parameters (`evaluation`); `rollout_id` is added.
+
+    Raises:
+        TypeError: a hook returned neither a Sample nor None.
+    """
+    if not args.rollout_sample_hook_path:
+        return value
+    if isinstance(value, list):
+        return [await apply_rollout_sample_hooks(args, entry, **kwargs) for entry in value]
+    for path in args.rollout_sample_hook_path:
+        value = await _apply_one(path, args, value, {"rollout_id": _rollout_id.get(), **kwargs})
+    return value
+
+
+async def _apply_one(path: str, args: Namespace, sample: Sample, offered: dict[str, Any]) -> Sample:
+    hook = load_function(path)
+    result = hook(args, sample, **{name: value for name, value in offered.items() if accepts_keyword(hook, name)})
+    if inspect.isawaitable(result):
+        result = await result
+    if result is None:
+        return sample
+    if not isinstance(result, Sample):
+        raise TypeError(
+            f"--rollout-sample-hook-path {path} returned {type(result).__name__}; it must return a Sample or None"
+        )
+    return result

@@ -1,0 +1,120 @@
+"""From scored samples to TrainData: columns, loss masks and the denominators of the per-rollout mean.
+
+Optional columns are decided by all samples, not by the first. It does not split data over ranks (slime.ray) or make
+tensors (slime.backends.megatron_utils.data).
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Sequence
+
+from slime.rollout.rewards import post_process_rewards
+from slime.utils.data import get_source
+from slime.utils.misc import load_function
+from slime.utils.train_data import TrainData
+from slime.utils.types import Sample
+
+
+def convert_samples(args: Namespace, samples: list[Sample]) -> TrainData:
+    """Normalise the rewards of a rollout's flat list of samples and convert it, by the hooks if they are set.
+
+    Args:
+        args: reads `custom_convert_samples_to_train_data_path` and what `post_process_rewards` reads.
+        samples: every sample of the rollout.
+    """
+    if args.custom_convert_samples_to_train_data_path:
+        data: TrainData = load_function(args.custom_convert_samples_to_train_data_path)(args, samples)
+        return data
+    raw_rewards, rewards = post_process_rewards(args, samples)
+    return samples_to_train_data(samples, raw_rewards, rewards)
+
+
+def samples_to_train_data(
+    samples: Sequence[Sample], raw_rewards: Sequence[float], rewards: Sequence[float]
+) -> TrainData:
+    """The default conversion.
+
+    Args:
+        samples: S samples with tokens.
+        raw_rewards: [S]; a sample's metadata["raw_reward"] replaces its entry.
+        rewards: [S] after normalisation.
+
+    Raises:
+        ValueError: a loss mask or log-prob list of another length than the response, or rollout log-probs on some
+            trained samples only.
+    """
+    loss_masks = [response_loss_mask(sample) for sample in samples]
+    rollout_ids = fill_rollout_ids([sample.rollout_id for sample in samples])
+    mask_sums: dict[int, int] = defaultdict(int)
+    for rollout_id, mask in zip(rollout_ids, loss_masks, strict=True):
+        mask_sums[rollout_id] += sum(mask)
+    data: TrainData = {
+        "tokens": [list(sample.tokens) for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [float(reward) for reward in rewards],
+        "raw_reward": [float(s.metadata.get("raw_reward", raw)) for s, raw in zip(samples, raw_rewards, strict=True)],
+        "truncated": [int(sample.status is Sample.Status.TRUNCATED) for sample in samples],
+        "sample_indices": [i if sample.index is None else sample.index for i, sample in enumerate(samples)],
+        "rollout_ids": rollout_ids,
+        "loss_masks": loss_masks,
+        "rollout_mask_sums": [mask_sums[rollout_id] for rollout_id in rollout_ids],
+    }
+    _add_optional_columns(data, samples)
+    return data
+
+
+def response_loss_mask(sample: Sample) -> list[int]:
+    """[R] the sample's mask: all ones by default, all zeros for a removed sample.
+
+    Raises:
+        ValueError: it is not as long as the response, or the response is longer than the tokens.
+    """
+    if sample.response_length > len(sample.tokens):
+        raise ValueError(
+            f"sample {sample.index} has {len(sample.tokens)} tokens but a response_length of {sample.response_length}"
+        )
+    mask = [1] * sample.response_length if sample.loss_mask is None else list(sample.loss_mask)
+    if len(mask) != sample.response_length:
+        raise ValueError(
+            f"sample {sample.index} has a loss_mask of {len(mask)} for {sample.response_length} response tokens"
+        )
+    return [0] * len(mask) if sample.remove_sample else mask
+
+
+def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
+    """Give each sample without a rollout id the smallest unused non-negative one."""
+    used = {rollout_id for rollout_id in rollout_ids if rollout_id is not None}
+    unused = (candidate for candidate in itertools.count() if candidate not in used)
+    return [next(unused) if rollout_id is None else rollout_id for rollout_id in rollout_ids]
+
+
+def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:
+    if any(sample.rollout_log_probs is not None for sample in samples):
+        data["rollout_log_probs"] = [
+            _rollout_log_probs(sample, mask) for sample, mask in zip(samples, data["loss_masks"], strict=True)
+        ]
+    if any("round_number" in sample.metadata for sample in samples):
+        data["round_number"] = [int(sample.metadata.get("round_number", 1)) for sample in samples]
+    if any(sample.train_metadata is not None for sample in samples):
+        data["metadata"] = [sample.train_metadata for sample in samples]
+    sources = [get_source(sample) for sample in samples]
+    if any(source != "unknown" for source in sources):
+        data["source_names"] = sources
+
+
+def _rollout_log_probs(sample: Sample, mask: list[int]) -> list[float]:
+    if sample.rollout_log_probs is None:
+        if any(mask):
+            raise ValueError(
+                f"sample {sample.index} has no rollout_log_probs, but other samples of this rollout do; a custom "
+                "generate function must set them on every sample that is trained, or on none"
+            )
+        return [0.0] * len(mask)  # neutral: nothing of this sample is trained
+    if len(sample.rollout_log_probs) != len(mask):
+        raise ValueError(
+            f"sample {sample.index} has {len(sample.rollout_log_probs)} rollout_log_probs for {len(mask)} tokens"
+        )
+    return list(sample.rollout_log_probs)
