@@ -1,0 +1,103 @@
+"""All trainer ranks as one object: every verb runs on every rank, and fails when the first rank does.
+
+It knows where ranks sit (`Placement`) and that they meet at rank 0's address; nothing about what they compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.ray.placement_group import TRAINER_SHARE, Placement
+from slime.ray.train_actor import TrainRayActor
+from slime.ray.utils import actor_env, get, in_bundle, slot_options
+
+logger = logging.getLogger(__name__)
+
+START_DEADLINE_S = 1800.0
+WORK_DEADLINE_S = 24 * 3600.0  # a train step has no sensible bound of its own; a dead rank is noticed at once anyway
+SHUTDOWN_DEADLINE_S = 30.0
+
+
+class RayTrainGroup:
+    """The trainer's ranks.
+
+    Args:
+        args: the run's flags.
+        placement: where the ranks sit.
+        actor_cls: the actor class; another one with the same methods may be given.
+    """
+
+    def __init__(self, args: Any, placement: Placement, *, actor_cls: type = TrainRayActor) -> None:
+        self.args = args
+        self.world_size = len(placement.trainer_bundles)
+        self.log_dir = Path(args.output_dir).resolve() / "logs"
+        remote_cls = ray.remote(actor_cls)
+        self._actors = [
+            remote_cls.options(
+                name=None,
+                max_restarts=0,
+                scheduling_strategy=in_bundle(placement.group, bundle),
+                runtime_env={"env_vars": trainer_env(args.accelerator, self.world_size)},
+                **slot_options(args.accelerator, TRAINER_SHARE),
+            ).remote(args, rank, self.world_size, str(self.log_path(rank)))
+            for rank, bundle in enumerate(placement.trainer_bundles)
+        ]
+        self._starting: list[ray.ObjectRef] = []
+
+    def log_path(self, rank: int) -> Path:
+        """Where a rank writes its output."""
+        return self.log_dir / f"trainer_{rank}.log"
+
+    def start(self) -> None:
+        """Begin building the trainers; returns once their processes exist, `wait_started` waits for the rest."""
+        address, port = get(self._actors[0].master_address.remote(), "the process of trainer rank 0", START_DEADLINE_S)
+        self._starting = [actor.init.remote(address, port) for actor in self._actors]
+
+    def wait_started(self) -> dict[str, Any]:
+        """Wait until every rank is built.
+
+        Returns:
+            rank 0's "start_rollout_id" and "parallel_config".
+        """
+        return get(self._starting, f"the start of the trainer (logs: {self.log_dir})", START_DEADLINE_S)[0]
+
+    def train(self, rollout_id: int, refs: list[Any]) -> list[tuple[dict[str, float], str]]:
+        """Train on a rollout (one Box per DP rank); returns rank 0's metric records."""
+        return self._all("train", f"training on rollout {rollout_id}", rollout_id, refs)[0]
+
+    def save_model(self, rollout_id: int) -> None:
+        """Write a checkpoint."""
+        self._all("save_model", f"saving rollout {rollout_id}", rollout_id)
+
+    def connect_rollout_engines(self, engines: list[Any], parallel: dict[str, int]) -> None:
+        """Hand the engines to every rank's weight updater."""
+        self._all("connect_rollout_engines", "connecting the trainer to the engines", engines, parallel)
+
+    def update_weights(self) -> dict[str, float]:
+        """Send the weights to the engines; returns rank 0's metrics."""
+        return self._all("update_weights", "the weight sync")[0]
+
+    def shutdown(self, *, graceful: bool = True) -> None:
+        """End the ranks; those that do not leave by themselves in time, or all when not `graceful`, are killed."""
+        if graceful:
+            refs = [actor.shutdown.remote() for actor in self._actors]
+            ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_DEADLINE_S)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _all(self, method: str, what: str, *values: Any) -> list[Any]:
+        refs = [getattr(actor, method).remote(*values) for actor in self._actors]
+        return get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
+
+
+def trainer_env(accelerator: str, world_size: int) -> dict[str, str]:
+    """Environment of a trainer rank: its share of the cores, and what NCCL needs to reach an engine."""
+    if accelerator == "cpu":
+        return actor_env({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size))})
+    # SGLang sets the first in its own process; the two ends of a communicator must agree or NCCL fails.
+    return actor_env({"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})

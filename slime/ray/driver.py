@@ -1,0 +1,79 @@
+"""From the command line to an exit status: what train.py and train_async.py have in common around their schedule.
+
+It turns every end of a run into one readable message and a status: 0 done, 1 something failed, 2 unusable input (nothing
+was started), 130 Ctrl-C, 143 SIGTERM. It knows nothing about what a run does.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from slime.observability.logging_utils import configure_logger
+from slime.ray.utils import ActorFailure
+from slime.utils.arguments import parse_args
+from slime.utils.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+
+
+def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None = None) -> int:
+    """Parse the command line and run `train(args)`.
+
+    Args:
+        train: the schedule.
+        check: raises UsageError for flags that this driver cannot work with.
+
+    Returns:
+        the exit status.
+    """
+    configure_logger()
+    signal.signal(signal.SIGTERM, _leave)
+    output_dir: str | None = None
+    try:
+        args = parse_args()
+        output_dir = args.output_dir
+        if check is not None:
+            check(args)
+        train(args)
+    except UsageError as error:
+        for message in error.messages:
+            _say(f"error: {message}")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return EXIT_INTERRUPTED
+    except (ActorFailure, TimeoutError, RuntimeError) as error:
+        _report(error, output_dir)
+        return EXIT_FAILED
+    return 0
+
+
+def _leave(signum: int, frame: Any) -> NoReturn:
+    """SIGTERM becomes an exception of the main thread, so that every `finally` ends what it started."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ending takes seconds: a second one must not cut it short
+    raise SystemExit(EXIT_TERMINATED)
+
+
+def _report(error: Exception, output_dir: str | None) -> None:
+    """One line for the user; both tracebacks in a file beside the logs."""
+    _say(f"error: {error}")
+    if output_dir is None:
+        traceback.print_exception(error)
+        return
+    path = Path(output_dir).resolve() / "logs" / "error.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    details = error.details if isinstance(error, ActorFailure) else ""
+    path.write_text(details + "\n\n" + "".join(traceback.format_exception(error)))
+    _say(f"full traceback: {path}")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")

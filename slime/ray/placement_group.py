@@ -1,0 +1,157 @@
+"""Connecting to Ray and reserving the slots of a run: one placement group, and who sits in which of its bundles.
+
+A slot is a GPU on CUDA and one unit of the custom resource `slime_slot` on CPU. It does not start actors.
+
+Layout of the bundles (sorted by node address, then GPU id):
+    train only      trainers 0 .. actor-1
+    separate        trainers 0 .. actor-1, engines behind them
+    --colocate      trainers and engines share the bundles from 0 on
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
+from slime.utils.errors import UsageError
+from slime.utils.wait import wait
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_DEADLINE_S = 600.0
+TRAINER_SHARE = 0.4
+ENGINE_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """How many slots a run takes, and where its engines begin."""
+
+    num_trainers: int
+    num_engine_slots: int
+    engine_offset: int
+
+    @property
+    def total(self) -> int:
+        """Slots of the whole run."""
+        return max(self.num_trainers, self.engine_offset + self.num_engine_slots)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The reserved slots: trainer rank r sits in `trainer_bundles[r]`, an engine starts at each of `engine_bundles`."""
+
+    group: Any
+    trainer_bundles: list[int]
+    engine_bundles: list[int]
+
+    @property
+    def engines(self) -> list[tuple[Any, int]]:
+        """(placement group, index of its first bundle) of each engine."""
+        return [(self.group, bundle) for bundle in self.engine_bundles]
+
+
+def slot_layout(args: Any) -> SlotLayout:
+    """The layout that the cluster flags ask for (pure; `total` is what Ray must have)."""
+    trainers = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.debug_train_only:
+        return SlotLayout(trainers, 0, 0)
+    return SlotLayout(trainers, args.rollout_num_gpus, 0 if args.colocate else trainers)
+
+
+def connect_ray(args: Any) -> bool:
+    """Join the Ray that RAY_ADDRESS names (`ray job submit` sets it), or start a local one with the slots asked for.
+
+    Returns:
+        True when this process started Ray, and so has to stop it.
+
+    Raises:
+        UsageError: Ray has fewer slots than asked for, or the address does not answer.
+    """
+    asked, resource = slot_layout(args).total, SLOT_RESOURCE[args.accelerator]
+    address = os.environ.get("RAY_ADDRESS")
+    # Ray otherwise warns once for every actor that takes no GPU.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
+    if address:
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"RAY_ADDRESS={address}: no Ray answers there ({error}); unset it or start one"
+            ) from error
+    elif args.accelerator == "cpu":
+        ray.init(address="local", resources={resource: float(asked)}, include_dashboard=False, **options)
+    else:
+        ray.init(address="local", include_dashboard=False, **options)
+    available = int(ray.cluster_resources().get(resource, 0))
+    if available < asked:
+        if not address:
+            ray.shutdown()
+        raise UsageError(slot_shortage(asked, available, resource, started_here=not address))
+    return not address
+
+
+def slot_shortage(asked: int, available: int, resource: str, *, started_here: bool) -> str:
+    """The sentence for a Ray that is too small."""
+    where = "this machine" if started_here else "the running Ray"
+    unit = "GPUs" if resource == "GPU" else f"{resource} units"
+    remedy = "ask for fewer (--actor-num-gpus-per-node, --rollout-num-gpus) or share them (--colocate)"
+    if not started_here and resource != "GPU":
+        remedy += f", or start Ray with --resources '{{\"{resource}\": {asked}}}'"
+    return f"{asked} {unit} asked / {available} available on {where}; {remedy}"
+
+
+def create_placement(args: Any) -> Placement:
+    """Reserve the run's slots.
+
+    Raises:
+        WaitTimeout: other jobs hold the slots until the deadline.
+    """
+    layout, resource = slot_layout(args), SLOT_RESOURCE[args.accelerator]
+    group = ray.util.placement_group([{resource: 1.0}] * layout.total, strategy="PACK")
+    what = f"a placement group of {layout.total} x {resource} (are other jobs of this Ray holding them?)"
+    wait(what, PLACEMENT_DEADLINE_S, lambda: group.wait(timeout_seconds=1.0))
+    order = _sorted_bundles(group, layout.total, args.accelerator)
+    engines = order[layout.engine_offset : layout.engine_offset + layout.num_engine_slots]
+    return Placement(group, order[: layout.num_trainers], engines[:: args.rollout_num_gpus_per_engine])
+
+
+def remove_placement(placement: Placement) -> None:
+    """Give the slots back."""
+    ray.util.remove_placement_group(placement.group)
+
+
+def _sorted_bundles(group: Any, num_bundles: int, accelerator: str) -> list[int]:
+    """Bundle indices by (node address, GPU id): neighbouring ranks share a node, and a TP engine its neighbouring GPUs."""
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    gpu_ids = _gpu_ids(group, num_bundles) if accelerator == "cuda" else [0] * num_bundles
+    return sorted(range(num_bundles), key=lambda i: (address_key(addresses[nodes[i]]), gpu_ids[i], i))
+
+
+def address_key(address: str) -> tuple[int, int, str]:
+    """Sort key of a node address: numerically, so that 10.0.0.9 comes before 10.0.0.10; host names after all addresses."""
+    try:
+        return (0, int(ipaddress.ip_address(address)), "")
+    except ValueError:
+        return (1, 0, address)
+
+
+def _gpu_ids(group: Any, num_bundles: int) -> list[int]:
+    probe = ray.remote(_first_gpu_id).options(max_retries=0)
+    refs = [
+        probe.options(scheduling_strategy=in_bundle(group, i), **slot_options("cuda", 0.01)).remote()
+        for i in range(num_bundles)
+    ]
+    return get(refs, "the GPU id of every placement bundle", PLACEMENT_DEADLINE_S)
+
+
+def _first_gpu_id() -> int:
+    return int(ray.get_gpu_ids()[0])

@@ -1,0 +1,202 @@
+"""RolloutManager: the Ray actor that owns the data source, the engines and the rollout functions.
+
+`generate` = rollout function -> dump -> metrics -> `TrainData` -> one share per data-parallel rank in Ray's object store.
+It does not know when rollouts happen (the driver does), and nothing about how the trainer uses the shares.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from slime.observability import logging_utils
+from slime.observability.progress import ProgressBar, set_progress_factory
+from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
+from slime.ray.ray_actor import RayActor
+from slime.ray.rollout.dp_split import split_train_data
+from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
+from slime.ray.utils import redirect_output
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.rewards import post_process_rewards
+from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.train_data import samples_to_train_data
+from slime.utils.arguments import publish_runtime
+from slime.utils.http_utils import init_http_client
+from slime.utils.misc import Box, load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+MetricRecord = tuple[dict[str, float], str]
+
+
+class RolloutManager(RayActor):
+    """Generates and evaluates. One method runs at a time, in the order of the calls: the driver relies on that.
+
+    Args:
+        args: the run's flags.
+        engine_placements: (placement group, bundle index) of each engine; empty for a run without engines.
+        log_path: where this process's log goes; what user code prints still reaches the driver's terminal.
+        show_progress: draw progress bars on the driver's terminal.
+    """
+
+    def __init__(
+        self, args: Any, engine_placements: list[tuple[Any, int]], *, log_path: str, show_progress: bool
+    ) -> None:
+        _configure_output(log_path)
+        if show_progress:
+            set_progress_factory(ray_progress_bar)
+        logging_utils.init_tracking(args, primary=False)
+        self.args = args
+        self._placements = engine_placements
+        self._servers: RolloutServers | None = None
+        self._parallel_config: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Load the hooks, open the data source, and start the engines and their router (if the run has any)."""
+        self._data_source = load_function(self.args.data_source_path)(self.args)
+        self._generate = load_function(self.args.rollout_function_path)
+        self._evaluate = load_function(self.args.eval_function_path)
+        if self._placements:
+            self._servers = start_rollout_servers(self.args, engine_placements=self._placements)
+            router = self._servers.router
+            publish_runtime(
+                self.args,
+                sglang_router_ip=router.ip,
+                sglang_router_port=router.port,
+                sglang_model_routers={self.args.model_name or "default": (router.ip, router.port)},
+            )
+            init_http_client(self.args)
+
+    def get_num_rollout_per_epoch(self) -> int:
+        """Rollouts that go once through the data set (at least 1)."""
+        return max(1, len(self._data_source) // self.args.rollout_batch_size)
+
+    def get_engines(self) -> list[Any]:
+        """Handles of the engine actors."""
+        return list(self._servers.engines) if self._servers else []
+
+    def set_train_parallel_config(self, config: dict[str, int]) -> None:
+        """Tell how many data-parallel ranks share a rollout (`dp_size`, `cp_size`, ...)."""
+        self._parallel_config = config
+
+    def generate(self, rollout_id: int) -> tuple[list[Box], list[MetricRecord]]:
+        """Make the training data of one rollout.
+
+        Returns:
+            one Box with an object reference per data-parallel rank, and the metric records.
+        """
+        start = time.monotonic()
+        set_current_rollout_id(rollout_id)
+        output = call_rollout_fn(self._generate, self.args, rollout_id, self._data_source, evaluation=False)
+        rollout_time_s = time.monotonic() - start
+        samples = list(flatten(output.samples))
+        self._dump(samples, str(rollout_id))
+        self._log_rollout(rollout_id, samples, output.metrics, rollout_time_s)
+        shares = split_train_data(self.args, self._convert(samples), self._parallel_config)
+        return [Box(ray.put(share)) for share in shares], logging_utils.take_pending()
+
+    def eval(self, rollout_id: int, step: int) -> list[MetricRecord]:
+        """Evaluate the engines' current weights.
+
+        Args:
+            rollout_id: passed to the evaluation function and to hooks.
+            step: value of "eval/step".
+        """
+        set_current_rollout_id(rollout_id)
+        output = call_rollout_fn(self._evaluate, self.args, rollout_id, self._data_source, evaluation=True)
+        self._dump([s for result in output.data.values() for s in result.get("samples") or []], f"eval_{rollout_id}")
+        extra = dict(output.metrics or {})
+        hook = self.args.custom_eval_rollout_log_function_path
+        if not (hook and load_function(hook)(rollout_id, self.args, output.data, extra)):
+            metrics = compute_eval_metrics(self.args, output.data) | extra
+            logging_utils.log(self.args, {**metrics, "eval/step": step}, "eval/step")
+        return logging_utils.take_pending()
+
+    def save(self, rollout_id: int) -> None:
+        """Write the data source's state, as it is after the generation of `rollout_id`."""
+        self._data_source.save(rollout_id)
+
+    def load(self, rollout_id: int) -> None:
+        """Read the data source's state of `rollout_id`."""
+        self._data_source.load(rollout_id)
+
+    def dispose(self) -> None:
+        """End the engines and the router."""
+        if self._servers is not None:
+            self._servers.shutdown()
+            self._servers = None
+
+    def _convert(self, samples: list[Sample]) -> dict[str, Any]:
+        if self.args.custom_convert_samples_to_train_data_path:
+            return load_function(self.args.custom_convert_samples_to_train_data_path)(self.args, samples)
+        raw_rewards, rewards = post_process_rewards(self.args, samples)
+        return samples_to_train_data(samples, raw_rewards, rewards)
+
+    def _log_rollout(
+        self, rollout_id: int, samples: list[Sample], extra: dict[str, float] | None, rollout_time_s: float
+    ) -> None:
+        hook = self.args.custom_rollout_log_function_path
+        if hook and load_function(hook)(rollout_id, self.args, samples, dict(extra or {}), rollout_time_s):
+            return
+        metrics = compute_rollout_metrics(self.args, samples, rollout_time_s) | (extra or {})
+        logging_utils.log(self.args, {**metrics, "rollout/step": rollout_id}, "rollout/step")
+
+    def _dump(self, samples: list[Sample], rollout_id: str) -> None:
+        if self.args.save_debug_rollout_data is None:
+            return
+        path = Path(self.args.save_debug_rollout_data.format(rollout_id=rollout_id))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, path)
+
+
+def flatten(samples: Iterable[Any]) -> Iterator[Sample]:
+    """The samples of a nested list, in order (groups, and groups of fanned-out rollouts)."""
+    for item in samples:
+        if isinstance(item, list):
+            yield from flatten(item)
+        else:
+            yield item
+
+
+def ray_progress_bar(total: int, desc: str) -> ProgressBar:
+    """A bar that is drawn on the driver's terminal, wherever this process runs."""
+    from ray.experimental import tqdm_ray
+
+    return _RayBar(tqdm_ray.tqdm(total=total, desc=desc))
+
+
+class _RayBar:
+    """Ray's bar as a context manager, which it is not itself."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def update(self, n: int = 1) -> None:
+        self._bar.update(n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def __enter__(self) -> _RayBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _configure_output(log_path: str) -> None:
+    """Log to a file; warnings and what user code prints go to stdout, which Ray shows on the driver's terminal."""
+    redirect_output(log_path, stdout=False)
+    logging_utils.configure_logger("rollout manager")
+    visible = logging.StreamHandler(sys.stdout)
+    visible.setLevel(logging.WARNING)
+    visible.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(visible)

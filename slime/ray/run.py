@@ -1,0 +1,247 @@
+"""TrainingRun: the verbs of a training run, shared by train.py and train_async.py, which differ only in their order.
+
+It starts and ends everything, and is the one writer of metrics: the manager and the trainers return records, it logs them.
+It knows no algorithm: what a rollout or a train step is, the actors know.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from slime.observability import logging_utils
+from slime.observability.progress import progress_bar, set_progress_factory
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.placement_group import connect_ray, create_placement
+from slime.ray.rollout.manager import RolloutManager, ray_progress_bar
+from slime.ray.utils import actor_env, get
+from slime.utils.misc import Box, should_run_periodic_action
+
+logger = logging.getLogger(__name__)
+
+MetricRecord = tuple[dict[str, float], str]
+START_DEADLINE_S = 1800.0
+WORK_DEADLINE_S = 24 * 3600.0  # generation has no bound of its own; each request inside it has one
+STATE_DEADLINE_S = 600.0
+DISPOSE_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is known only once trainers and data are loaded: which rollouts this process runs."""
+
+    start_rollout_id: int
+    num_rollout: int
+    num_rollout_per_epoch: int
+
+
+class TrainingRun:
+    """A running set of trainers, engines and a rollout manager; use it as a context manager, which ends them all.
+
+    Args:
+        args: the parsed flags.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self._has_engines = not args.debug_train_only
+        self._rollout_id = 0
+        self._trainers: RayTrainGroup | None = None
+        self._manager: Any = None
+        self._state_saved: ray.ObjectRef | None = None
+
+    # ---- the verbs of the drivers
+
+    def steps(self) -> Iterator[int]:
+        """The ids of the rollouts to do, with a progress bar over them."""
+        ids = range(self.plan.start_rollout_id, self.plan.num_rollout)
+        with progress_bar(len(ids), "rollouts") as bar:
+            for rollout_id in ids:
+                yield rollout_id
+                bar.update(1)
+
+    def is_last(self, rollout_id: int) -> bool:
+        """Whether no rollout follows this one."""
+        return rollout_id + 1 >= self.plan.num_rollout
+
+    def start_generate(self, rollout_id: int) -> ray.ObjectRef:
+        """Begin a rollout and return at once; `wait_generated` waits for it.
+
+        The data source's state is saved right behind it where this rollout will be saved: a rollout that is begun
+        ahead would otherwise already have moved it.
+        """
+        pending = self._manager.generate.remote(rollout_id)
+        if self._save_is_due(rollout_id) and self.args.save:
+            self._state_saved = self._manager.save.remote(rollout_id)
+        return pending
+
+    def wait_generated(self, pending: ray.ObjectRef) -> list[Box]:
+        """Wait for a rollout: one Box of training data per data-parallel rank."""
+        data, records = get(pending, "the generation of a rollout", WORK_DEADLINE_S)
+        self._log(records)
+        return data
+
+    def generate(self, rollout_id: int) -> list[Box]:
+        """Make the training data of a rollout."""
+        return self.wait_generated(self.start_generate(rollout_id))
+
+    def drain(self, pending: ray.ObjectRef | None) -> None:
+        """Wait until a rollout that runs ahead is generated, so that no request is in flight."""
+        if pending is not None:
+            ray.wait([pending], timeout=WORK_DEADLINE_S, fetch_local=False)
+
+    def train_step(self, rollout_id: int, data: list[Box]) -> None:
+        """Train on a rollout."""
+        self._rollout_id = rollout_id
+        self._log(self.trainers.train(rollout_id, data))
+
+    def save_if_due(self, rollout_id: int) -> None:
+        """Write a checkpoint every `--save-interval` rollouts, at epoch ends and after the last rollout."""
+        if not self._save_is_due(rollout_id):
+            return
+        start = time.monotonic()
+        if self._state_saved is not None:
+            get(self._state_saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
+        self.trainers.save_model(rollout_id)
+        self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})
+
+    def sync_is_due(self, rollout_id: int) -> bool:
+        """Whether the engines get new weights after this rollout (`--update-weights-interval`, and after the last)."""
+        return (rollout_id + 1) % self.args.update_weights_interval == 0 or self.is_last(rollout_id)
+
+    def sync_weights(self) -> None:
+        """Send the trainer's weights to the engines."""
+        if self._has_engines:
+            self._log_rollout_record(self.trainers.update_weights())
+
+    def eval_if_due(self, rollout_id: int) -> None:
+        """Evaluate every `--eval-interval` rollouts and at epoch ends."""
+        if should_run_periodic_action(rollout_id, self._eval_interval, self.plan.num_rollout_per_epoch):
+            self._eval(rollout_id, step=rollout_id + 1)
+
+    def eval_before_training(self) -> None:
+        """Evaluate the weights as they were loaded: always in an evaluation-only run (`--num-rollout 0`)."""
+        if self._eval_interval is None:
+            return
+        only_eval = self.plan.num_rollout == 0
+        if only_eval or (self.plan.start_rollout_id == 0 and not self.args.skip_eval_before_train):
+            self._eval(self.plan.start_rollout_id, step=self.plan.start_rollout_id)
+
+    # ---- start and end
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.finish(failed=True)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish(failed=kind is not None)
+
+    def _start(self) -> None:
+        args, start = self.args, time.monotonic()
+        connect_ray(args)
+        self._placement = create_placement(args)
+        logging_utils.init_tracking(args)
+        log_dir = Path(args.output_dir).resolve() / "logs"
+        is_terminal = sys.stderr.isatty()
+        if is_terminal:
+            set_progress_factory(ray_progress_bar)
+        logger.info("logs of every process: %s", log_dir)
+        # Engines and trainers take about as long to start: begin both, then wait for both.
+        engines = self._placement.engines if self._has_engines else []
+        self._manager = (
+            ray.remote(RolloutManager)
+            .options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": actor_env()})
+            .remote(args, engines, log_path=str(log_dir / "rollout_manager.log"), show_progress=is_terminal)
+        )
+        manager_started = self._manager.start.remote()
+        self._trainers = RayTrainGroup(args, self._placement)
+        self._trainers.start()
+        started = self._trainers.wait_started()
+        get(manager_started, f"the start of the engines (logs: {log_dir})", START_DEADLINE_S)
+        self._connect(started)
+        logger.info("everything is running after %.1f s", time.monotonic() - start)
+
+    def _connect(self, started: dict[str, Any]) -> None:
+        parallel = started["parallel_config"]
+        get(self._manager.set_train_parallel_config.remote(parallel), "the rollout manager", STATE_DEADLINE_S)
+        per_epoch = get(self._manager.get_num_rollout_per_epoch.remote(), "the data source", STATE_DEADLINE_S)
+        first = started["start_rollout_id"] if self.args.start_rollout_id is None else self.args.start_rollout_id
+        num_rollout = self.args.num_rollout
+        self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
+        if first > 0:
+            get(
+                self._manager.load.remote(first - 1),
+                f"the data source's state of rollout {first - 1}",
+                STATE_DEADLINE_S,
+            )
+        if self._has_engines:
+            engines = get(self._manager.get_engines.remote(), "the engine handles", STATE_DEADLINE_S)
+            per_engine = self.args.rollout_num_gpus_per_engine
+            self.trainers.connect_rollout_engines(engines, {"num_gpus_per_engine": per_engine})
+            self._rollout_id = first
+            self.sync_weights()
+
+    def finish(self, *, failed: bool = False) -> None:
+        """End everything that was started; after a failure without waiting for trainers that may be stuck."""
+        with suppress(Exception):
+            logging_utils.finish_tracking()
+        if ray.is_initialized():
+            if self._trainers is not None:
+                self._end("the trainers", lambda: self.trainers.shutdown(graceful=not failed))
+            if self._manager is not None:
+                dispose = self._manager.dispose
+                self._end("the engines", lambda: get(dispose.remote(), "the end of the engines", DISPOSE_DEADLINE_S))
+            self._trainers = self._manager = None
+            ray.shutdown()
+
+    # ---- inside
+
+    @property
+    def trainers(self) -> RayTrainGroup:
+        """The trainer ranks."""
+        assert self._trainers is not None, "the run is not started: use it as a context manager"
+        return self._trainers
+
+    @property
+    def _eval_interval(self) -> int | None:
+        return self.args.eval_interval if self._has_engines else None
+
+    def _save_is_due(self, rollout_id: int) -> bool:
+        if self.args.save is None and self.args.save_hf is None:
+            return False
+        plan = self.plan
+        return self.is_last(rollout_id) or should_run_periodic_action(
+            rollout_id, self.args.save_interval, plan.num_rollout_per_epoch, plan.num_rollout
+        )
+
+    def _eval(self, rollout_id: int, *, step: int) -> None:
+        self._log(get(self._manager.eval.remote(rollout_id, step), "the evaluation", WORK_DEADLINE_S))
+
+    def _log_rollout_record(self, metrics: dict[str, float]) -> None:
+        self._log([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])
+
+    def _log(self, records: list[MetricRecord]) -> None:
+        for metrics, step_key in records:
+            logging_utils.log(self.args, metrics, step_key)
+
+    @staticmethod
+    def _end(what: str, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the boundary: one part that does not end must not keep the others
+            logger.warning("ending %s: %s", what, error)

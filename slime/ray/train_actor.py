@@ -1,0 +1,60 @@
+"""The Ray actor around one rank of the trainer: `MegatronTrainActor` is a plain class, made here inside its process.
+
+It forwards; it knows nothing about what the trainer computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.observability.logging_utils import configure_logger
+from slime.ray.ray_actor import RayActor
+from slime.ray.utils import redirect_output
+
+
+class TrainRayActor(RayActor):
+    """One trainer rank."""
+
+    def __init__(self, args: Any, rank: int, world_size: int, log_path: str) -> None:
+        redirect_output(log_path)
+        configure_logger(f"trainer {rank}")
+        self.args, self.rank, self.world_size = args, rank, world_size
+        self._actor: Any = None
+
+    def init(self, master_addr: str, master_port: int) -> dict[str, Any]:
+        """Build the trainer of this rank; returns what `MegatronTrainActor.init` does, and its parallel layout."""
+        # Imported here: the driver imports this module, and must not load torch.distributed and megatron for it.
+        from slime.backends.megatron_utils.actor import MegatronTrainActor
+
+        self._actor = MegatronTrainActor(
+            self.args,
+            rank=self.rank,
+            world_size=self.world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            # Ray shows each actor only the GPU of its bundle, so every rank's own GPU is number 0.
+            local_rank=0,
+        )
+        started = self._actor.init()
+        return {**started, "parallel_config": self._actor.parallel_config()}
+
+    def train(self, rollout_id: int, refs: list[Any]) -> list[tuple[dict[str, float], str]]:
+        """Train on this rank's share of the rollout; returns metric records (of use on rank 0)."""
+        return self._actor.train(rollout_id, refs)
+
+    def save_model(self, rollout_id: int) -> None:
+        """Write the checkpoint of `rollout_id`."""
+        self._actor.save_model(rollout_id)
+
+    def connect_rollout_engines(self, engines: list[Any], parallel: dict[str, int]) -> None:
+        """Hand the engines to the weight updater."""
+        self._actor.connect_rollout_engines(engines, parallel)
+
+    def update_weights(self) -> dict[str, float]:
+        """Send the current weights to the engines; returns metrics."""
+        return self._actor.update_weights()
+
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        if self._actor is not None:
+            self._actor.shutdown()

@@ -1,0 +1,123 @@
+"""Waiting on Ray references, and what every Ray actor of a run is created with.
+
+`get` is the only way this package waits for a result: it has a deadline, names what it waited for, and surfaces the first
+actor that failed instead of waiting for its peers. It knows nothing about what the actors compute.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.utils.errors import UsageError
+
+POLL_S = 1.0
+SLOT_RESOURCE = {"cpu": "slime_slot", "cuda": "GPU"}
+REPO_ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class ActorFailure(RuntimeError):
+    """An actor failed or died; the message is one line for the user, `details` the remote traceback for the log file."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        self.details = details
+        super().__init__(message)
+
+
+@overload
+def get(refs: ray.ObjectRef, what: str, deadline_s: float) -> Any: ...
+@overload
+def get(refs: Sequence[ray.ObjectRef], what: str, deadline_s: float) -> list[Any]: ...
+def get(refs: Any, what: str, deadline_s: float) -> Any:
+    """Wait for one reference or all of several.
+
+    Args:
+        refs: one reference or a sequence of them.
+        what: what is waited for, as it is to appear in an error ("train step of rollout 3").
+        deadline_s: seconds after which the wait is given up.
+
+    Raises:
+        UsageError: raised by the actor: passed on as it is.
+        ActorFailure: an actor raised anything else, or died; raised at once, even while others are still running.
+        TimeoutError: the deadline passed.
+    """
+    several = not isinstance(refs, ray.ObjectRef)
+    pending = list(refs) if several else [refs]
+    end = time.monotonic() + deadline_s
+    while pending:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"waited {deadline_s:.0f} s for {what}; {len(pending)} result(s) are still missing")
+        done, pending = ray.wait(pending, timeout=min(POLL_S, left_s))
+        for ref in done:
+            fetch(ref, what)
+    return [fetch(ref, what) for ref in refs] if several else fetch(refs, what)
+
+
+def fetch(ref: ray.ObjectRef, what: str) -> Any:
+    """The value of a finished reference, or its error in the terms of `get`."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UsageError):
+            raise UsageError(cause.messages) from None
+        raise ActorFailure(f"{what} failed: {type(cause).__name__}: {cause}", str(error)) from None
+    except RayActorError as error:
+        raise ActorFailure(f"{what} failed: a Ray actor died ({_first_line(error)})", str(error)) from None
+    except RayError as error:
+        raise ActorFailure(f"{what} failed: {_first_line(error)}", str(error)) from None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def slot_options(accelerator: str, amount: float) -> dict[str, Any]:
+    """Ray actor options that take `amount` of a slot: a GPU on "cuda", the custom resource `slime_slot` on "cpu"."""
+    if accelerator == "cuda":
+        return {"num_cpus": 0, "num_gpus": amount}
+    return {"num_cpus": 0, "resources": {SLOT_RESOURCE[accelerator]: amount}}
+
+
+def in_bundle(placement_group: Any, bundle_index: int) -> PlacementGroupSchedulingStrategy:
+    """The scheduling strategy that puts an actor into one bundle of a placement group."""
+    return PlacementGroupSchedulingStrategy(
+        placement_group=placement_group,
+        placement_group_bundle_index=bundle_index,
+        placement_group_capture_child_tasks=True,
+    )
+
+
+def actor_env(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """Environment of every actor: user code imports as it does in the driver, nothing is fetched from a model hub."""
+    script_dir, inherited = sys.path[0], os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = dict.fromkeys([str(REPO_ROOT), os.getcwd(), script_dir, *inherited])
+    return {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if os.path.isdir(path)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **(extra or {}),
+    }
+
+
+def redirect_output(path: str | Path, *, stdout: bool = True) -> None:
+    """Send this process's stderr, and its stdout unless told otherwise, to the end of `path`; native code's too."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+        if stdout:
+            os.dup2(file.fileno(), 1)
