@@ -1,0 +1,93 @@
+"""The device a process computes on, chosen once: real GPUs ("cuda") or the CPU ("cpu").
+
+`resolve` turns the flag `--accelerator` into a kind at parse time; `activate` makes it this process's device.
+Everything else asks here instead of testing for CUDA, so that code has no branches per device. It does not know
+about Megatron, SGLang, Ray or placement.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+import torch
+
+from slime.utils.errors import UsageError
+
+Kind = Literal["cpu", "cuda"]
+
+_CPU = torch.device("cpu")
+
+
+class _Active:
+    """The one owner of this process's device; None until `activate` was called."""
+
+    def __init__(self) -> None:
+        self.kind: Kind | None = None
+
+
+_ACTIVE = _Active()
+
+
+def cuda_is_available() -> bool:
+    """Whether torch sees a CUDA device (a name of its own so that tests can replace it)."""
+    return torch.cuda.is_available()
+
+
+def resolve(name: str) -> Kind:
+    """Return the kind that `--accelerator name` means on this machine.
+
+    Args:
+        name: "auto" (CUDA if there is any), "cuda" or "cpu".
+
+    Raises:
+        UsageError: for an unknown name, or "cuda" where torch sees no CUDA device.
+    """
+    if name == "auto":
+        return "cuda" if cuda_is_available() else "cpu"
+    if name not in get_args(Kind):
+        raise UsageError(f"--accelerator {name} is not known; use auto, cuda or cpu.")
+    if name == "cuda" and not cuda_is_available():
+        raise UsageError("--accelerator cuda: torch sees no CUDA device here; use --accelerator cpu (or auto).")
+    return cast(Kind, name)
+
+
+def activate(kind: str) -> None:
+    """Make `kind` ("cpu" or "cuda") this process's device; calling it again with another kind is an error."""
+    if kind not in get_args(Kind):
+        raise ValueError(f"activate takes 'cpu' or 'cuda', got {kind!r}; call resolve() first.")
+    if _ACTIVE.kind not in (None, kind):
+        raise RuntimeError(f"this process already computes on {_ACTIVE.kind}; it cannot change to {kind}.")
+    _ACTIVE.kind = cast(Kind, kind)
+
+
+def kind() -> Kind:
+    """The active kind; without `activate` it is what `auto` means here."""
+    return _ACTIVE.kind or resolve("auto")
+
+
+def current_device() -> torch.device:
+    """The device on which this process puts its tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if kind() == "cuda" else _CPU
+
+
+def set_device(index: int) -> None:
+    """Choose the GPU `index` of this host; the CPU has no index and ignores it."""
+    if kind() == "cuda":
+        torch.cuda.set_device(index)
+
+
+def synchronize() -> None:
+    """Wait until the device has done what was queued (at once on the CPU)."""
+    if kind() == "cuda":
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Give cached device memory back (nothing is cached on the CPU)."""
+    if kind() == "cuda":
+        torch.cuda.empty_cache()
+
+
+def process_group_backend(default: str = "nccl") -> str:
+    """The torch.distributed backend of the device: gloo on the CPU, otherwise `default`."""
+    return "gloo" if kind() == "cpu" else default

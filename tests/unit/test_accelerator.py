@@ -1,0 +1,45 @@
+"""The device is chosen once, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.utils import accelerator
+from slime.utils.errors import UsageError
+
+
+def test_auto_means_the_gpu_exactly_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(accelerator, "cuda_is_available", lambda: True)
+    assert accelerator.resolve("auto") == "cuda"
+    monkeypatch.setattr(accelerator, "cuda_is_available", lambda: False)
+    assert accelerator.resolve("auto") == "cpu"
+
+
+def test_cuda_without_a_gpu_is_a_usage_error(monkeypatch):
+    monkeypatch.setattr(accelerator, "cuda_is_available", lambda: False)
+    with pytest.raises(UsageError, match="--accelerator cpu"):
+        accelerator.resolve("cuda")
+    with pytest.raises(UsageError, match="tpu"):
+        accelerator.resolve("tpu")
+
+
+def test_a_process_cannot_change_its_device(monkeypatch):
+    monkeypatch.setattr(accelerator, "_ACTIVE", accelerator._Active())
+    accelerator.activate("cpu")
+    accelerator.activate("cpu")
+    with pytest.raises(RuntimeError, match="cuda"):
+        accelerator.activate("cuda")
+    assert accelerator.kind() == "cpu"
+    assert accelerator.current_device() == torch.device("cpu")
+    assert accelerator.process_group_backend("nccl") == "gloo"
+    accelerator.set_device(3)
+    accelerator.synchronize()
+    accelerator.empty_cache()
+
+
+def test_the_collective_backend_of_a_gpu_is_the_one_asked_for(monkeypatch):
+    monkeypatch.setattr(accelerator, "_ACTIVE", accelerator._Active())
+    accelerator.activate("cuda")
+    assert accelerator.process_group_backend() == "nccl"
+    assert accelerator.process_group_backend("cpu:gloo,cuda:nccl") == "cpu:gloo,cuda:nccl"
