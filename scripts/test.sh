@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# The whole check, the same for a person and for CI: environment, lint, format, types, and every test that needs neither a GPU nor
+# minutes. Arguments go to pytest (bash scripts/test.sh tests/unit/test_types.py -x); pytest's summary is the last line.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash scripts/setup_env.sh --cpu --dev
+export PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv" PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
+export HF_HUB_OFFLINE=1 WANDB_MODE=offline MPLBACKEND=Agg
+
+echo "== lint"
+ruff check .
+echo "== format"
+ruff format --check .
+echo "== types"
+mypy
+echo "== tests"
+exec python -m pytest -m "not gpu and not slow" "$@" </dev/null

@@ -1,0 +1,64 @@
+"""Packages slime: a small base for the code that needs no accelerator, and extras for the rest.
+
+It knows nothing about how an environment is made: scripts/setup_env.sh does that, with the pins of the requirement files.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def read_requirements(name: str) -> list[str]:
+    """Return the requirements of one file, comments left out."""
+    lines = (line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    return [line for line in lines if line]
+
+
+BASE = [
+    "aiohttp",
+    "Jinja2",
+    "numpy",
+    "pyarrow",
+    "PyYAML",
+    "requests",
+    "safetensors",
+    "sympy",
+    "torch",
+    "tqdm",
+    "transformers",
+]
+
+# sglang is not in it: its own metadata asks for a CUDA stack, so a machine without one installs it by
+# `pip install --no-deps -r requirements-cpu.txt`, which also has the exact versions.
+CPU = [
+    "accelerate",
+    "gguf",
+    "matplotlib",
+    "megatron-core==0.16.1",
+    "ray[default]==2.55.1",
+    "sglang-router==0.3.2",
+    "tensorboard",
+    "wandb",
+]
+
+setup(
+    name="slime",
+    version="0.1.0",
+    description="Reinforcement learning for large language models on Megatron and SGLang",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    # The root itself is the source folder, so that an editable install also finds tools and examples by dotted path.
+    package_dir={"": "."},
+    packages=find_packages(include=["slime", "slime.*"]),
+    package_data={"slime": ["py.typed"]},
+    install_requires=BASE,
+    extras_require={
+        "gpu": read_requirements("requirements.txt"),
+        "cpu": CPU,
+        "dev": read_requirements("requirements-dev.txt"),
+    },
+)
