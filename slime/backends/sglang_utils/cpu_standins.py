@@ -1,0 +1,166 @@
+"""Stand-ins that let the stock SGLang 0.5.17 run without CUDA, triton, torchvision and sgl_kernel.
+
+SGLang has a pure-torch path for such machines; only its imports get in the way. `install()` puts SGLang's own triton
+stub, an empty torchvision and an `sgl_kernel` whose functions raise when called in place of the *absent* packages; a
+package that is installed is left alone, and on a machine with CUDA nothing at all is done. Every process that imports
+`sglang.srt` calls it first: the server and its spawned children (`launch_server`), the weight sender
+(`weight_transfer`) and the flag registration (`arguments`).
+
+`install_deterministic()` adds what seeded, batch-independent sampling needs on CPU: SGLang honours `sampling_seed` only
+with `--enable-deterministic-inference`, and that refuses the CPU attention backend and hashes with a triton kernel.
+
+It does not know about servers, flags, Ray or Megatron (whose CPU shim may be installed before or after it in the same
+process).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+CPU_ATTENTION_BACKEND = "torch_native"
+_MASK_32 = 0xFFFFFFFF
+_TORCHVISION_MODULES = (
+    "torchvision",
+    "torchvision.io",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+)
+
+
+def install() -> None:
+    """Put the stand-ins in place; does nothing the second time, or on a machine with CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    if not _absent("triton") and not _absent("torchvision") and not _absent("sgl_kernel"):
+        return
+    # Both cache, at import time, whether triton and torchvision exist: they must look before the stand-ins are there.
+    import torch._inductor.runtime.triton_compat
+    import transformers.processing_utils  # noqa: F401  (it re-creates the transformers module, so it comes before the edit below)
+
+    stub = _triton_stub()
+    if _absent("triton"):
+        stub.install()
+    if _absent("torchvision"):
+        for name in _TORCHVISION_MODULES:
+            sys.modules[name] = stub._MockModule(name)
+        sys.modules["transformers"].AutoImageProcessor = _NoImageProcessor  # type: ignore[attr-defined]
+    if _absent("sgl_kernel"):
+        sys.modules["sgl_kernel"] = _sgl_kernel()
+
+
+def install_deterministic() -> None:
+    """`install()`, then make `--enable-deterministic-inference` work on CPU; does nothing with CUDA.
+
+    The hash is the one of SGLang's triton kernel, so a seed means the same draw on both devices.
+    """
+    import torch
+
+    install()
+    if torch.cuda.is_available():
+        return
+    from sglang.srt import server_args
+
+    if CPU_ATTENTION_BACKEND not in server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        server_args.add_deterministic_attention_backend_choices([CPU_ATTENTION_BACKEND])
+        server_args.add_radix_supported_deterministic_attention_backend_choices([CPU_ATTENTION_BACKEND])
+    # Its triton kernels fix the reduction order of CUDA matmuls; torch's CPU kernels give equal tokens without help.
+    importlib.import_module("sglang.srt.batch_invariant_ops").enable_batch_invariant_mode = _do_nothing
+    importlib.import_module("sglang.kernels.ops.sampling.murmur_hash").murmur_hash32 = murmur_hash32
+    importlib.import_module("sglang.srt.layers.sampler").murmur_hash32 = murmur_hash32
+
+
+def murmur_hash32(seed: Any, positions: Any, col_indices: Any) -> Any:
+    """MurmurHash3 of (64-bit seed, position, column), as SGLang's triton kernel computes it.
+
+    Args:
+        seed: `[n]` integers, one a request.
+        positions: `[n]` integers, the position of the token to draw.
+        col_indices: `[m]` integers, the vocabulary indices.
+
+    Returns:
+        `[n, m]` int64 in `[0, 2**32)`.
+    """
+    import torch
+
+    seed = seed.to(torch.int64)
+    rows = torch.zeros_like(seed)
+    for block in (seed & _MASK_32, (seed >> 32) & _MASK_32, positions.to(torch.int64) & _MASK_32):
+        rows = _absorb(rows, _scramble(block))
+    hashed = _absorb(rows[:, None], _scramble(col_indices.to(torch.int64))[None, :])
+    hashed = hashed ^ 16  # the length in bytes of seed, position and column together
+    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _MASK_32
+    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _MASK_32
+    return hashed ^ (hashed >> 16)
+
+
+def _rotate_left(value: Any, bits: int) -> Any:
+    return ((value << bits) | (value >> (32 - bits))) & _MASK_32
+
+
+def _scramble(block: Any) -> Any:
+    return (_rotate_left((block * 0xCC9E2D51) & _MASK_32, 15) * 0x1B873593) & _MASK_32
+
+
+def _absorb(state: Any, scrambled: Any) -> Any:
+    return (_rotate_left(state ^ scrambled, 13) * 5 + 0xE6546B64) & _MASK_32
+
+
+def _absent(package: str) -> bool:
+    if package in sys.modules:
+        return False  # imported for real, or a stand-in of an earlier call
+    return importlib.util.find_spec(package) is None
+
+
+def _triton_stub() -> types.ModuleType:
+    """SGLang's own stub, loaded by path: `import sglang._triton_stub` would import sglang, which wants triton."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("sglang is not installed; install requirements-cpu.txt (scripts/setup_env.sh does)")
+    path = os.path.join(package.submodule_search_locations[0], "_triton_stub.py")
+    spec = importlib.util.spec_from_file_location("_slime_triton_stub", path)
+    if spec is None or spec.loader is None or not os.path.exists(path):
+        raise ModuleNotFoundError(f"{path} does not exist: this SGLang does not ship the triton stub; 0.5.17 does")
+    stub = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stub)
+    return stub
+
+
+class _NoImageProcessor:
+    """In the place of transformers.AutoImageProcessor, which needs torchvision; SGLang registers classes on it."""
+
+    @staticmethod
+    def register(*_args: Any, **_kwargs: Any) -> None:
+        """Ignore the registration: no image model runs without torchvision."""
+
+
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
+def _sgl_kernel() -> types.ModuleType:
+    """A package any name imports from; SGLang's CPU path imports names that only speculative decoding calls."""
+    module = types.ModuleType("sgl_kernel")
+    module.__path__ = []
+    module.__version__ = "0.0.0"  # type: ignore[attr-defined]
+    module.__spec__ = importlib.util.spec_from_loader("sgl_kernel", None, is_package=True)
+    module.__getattr__ = _missing_kernel  # type: ignore[method-assign]
+    return module
+
+
+def _missing_kernel(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def kernel(*_args: Any, **_kwargs: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in")
+
+    return kernel
