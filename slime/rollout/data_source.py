@@ -21,6 +21,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 Group = list[Sample]
+_SNAPSHOTS_KEPT = 4  # more than any driver runs ahead
 
 
 class DataSource(ABC):
@@ -149,7 +150,9 @@ class RolloutDataSource(DataSource):
 
     def snapshot(self, rollout_id: int) -> None:
         """Remember the place as it is after this rollout, for a `save` that comes when the next one already runs."""
-        self._snapshots = {rollout_id: self.state_dict()}
+        self._snapshots[rollout_id] = self.state_dict()
+        for old in sorted(self._snapshots)[:-_SNAPSHOTS_KEPT]:
+            del self._snapshots[old]
 
     def save(self, rollout_id: int) -> None:
         """Write the state after this rollout (its snapshot if there is one) under --save; complete or not at all."""

@@ -7,29 +7,12 @@ tensors (slime.backends.megatron_utils.data).
 from __future__ import annotations
 
 import itertools
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 
-from slime.rollout.rewards import post_process_rewards
 from slime.utils.data import get_source
-from slime.utils.misc import load_function
 from slime.utils.train_data import TrainData
 from slime.utils.types import Sample
-
-
-def convert_samples(args: Namespace, samples: list[Sample]) -> TrainData:
-    """Normalise the rewards of a rollout's flat list of samples and convert it, by the hooks if they are set.
-
-    Args:
-        args: reads `custom_convert_samples_to_train_data_path` and what `post_process_rewards` reads.
-        samples: every sample of the rollout.
-    """
-    if args.custom_convert_samples_to_train_data_path:
-        data: TrainData = load_function(args.custom_convert_samples_to_train_data_path)(args, samples)
-        return data
-    raw_rewards, rewards = post_process_rewards(args, samples)
-    return samples_to_train_data(samples, raw_rewards, rewards)
 
 
 def samples_to_train_data(

@@ -1,0 +1,143 @@
+"""Evaluation: every data set of the run generated and graded, each with its own sampling parameters and grader.
+
+All data sets run at once under the shared semaphore. It does not reduce to metrics: that is
+slime.observability.rollout_metrics.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from typing import Any
+
+from slime.observability.progress import progress_bar
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.generation import GenerateState, gather_or_cancel, generate_and_rm, sampling_seed
+from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.utils.data import Dataset
+from slime.utils.errors import UsageError
+from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+
+
+class EvalDatasets(metaclass=SingletonMeta):
+    """Owner of the evaluation data sets that this process has read."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[Any, ...], Dataset] = {}
+
+    def get(self, args: Namespace, config: EvalDatasetConfig, tokenizer: Any) -> Dataset:
+        """The data set, read once."""
+        key = (*config.cache_key, args.eval_max_prompt_len)
+        if key not in self._read:
+            self._read[key] = Dataset(
+                config.path,
+                tokenizer,
+                None,
+                args.eval_max_prompt_len,
+                prompt_key=config.input_key,
+                label_key=config.label_key,
+                tool_key=config.tool_key,
+                metadata_key=config.metadata_key,
+                apply_chat_template=config.apply_chat_template,
+                apply_chat_template_kwargs=config.apply_chat_template_kwargs,
+            )
+        return self._read[key]
+
+
+async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
+    """Evaluate every data set of args.eval_datasets.
+
+    Raises:
+        UsageError: a data set without a grader of its own under --group-rm, whose grader needs whole groups.
+    """
+    set_current_rollout_id(rollout_id)
+    GenerateState(args).aborted = False
+    results = await gather_or_cancel(
+        eval_rollout_single_dataset(args, rollout_id, config) for config in args.eval_datasets
+    )
+    names = [config.name for config in args.eval_datasets]
+    return RolloutFnEvalOutput(data=dict(zip(names, results, strict=True)))
+
+
+async def eval_rollout_single_dataset(
+    args: Namespace, rollout_id: int, dataset_cfg: EvalDatasetConfig
+) -> dict[str, Any]:
+    """Evaluate one data set.
+
+    Returns:
+        {"rewards": [...], "truncated": [...], "samples": [...]}, one entry per prompt and repetition, in the order of
+        the file. Of a fan-out rollout the last sibling stands for the execution.
+    """
+    if args.group_rm and not dataset_cfg.custom_rm_path:
+        raise UsageError(
+            f"--group-rm cannot grade evaluation samples one by one: give {dataset_cfg.name} a custom_rm_path"
+        )
+    state = GenerateState(args)
+    dataset = EvalDatasets().get(args, dataset_cfg, state.tokenizer)
+    params = eval_sampling_params(dataset_cfg)
+    repetitions = dataset_cfg.n_samples_per_eval_prompt
+    with progress_bar(len(dataset) * repetitions, f"eval {dataset_cfg.name}") as bar:
+        calls = []
+        for position, prompt in enumerate(dataset.samples):
+            for repetition in range(repetitions):
+                sample = eval_sample(dataset_cfg, prompt, index=position * repetitions + repetition, group=position)
+                seed = sampling_seed(args.rollout_seed, "eval", position, repetition)
+                calls.append(_one(args, sample, _with_seed(args, params, seed), bar))
+        samples = await gather_or_cancel(calls)
+    key = args.eval_reward_key or args.reward_key
+    return {
+        "rewards": [_reward(sample, key, dataset_cfg.name) for sample in samples],
+        "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
+        "samples": samples,
+    }
+
+
+def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
+    """The engine's sampling parameters for a data set; what nothing set is left to the engine."""
+    params = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_new_tokens": config.max_response_len,
+        "min_new_tokens": config.min_new_tokens,
+        "repetition_penalty": config.repetition_penalty,
+        "stop": config.stop,
+        "stop_token_ids": config.stop_token_ids,
+        "skip_special_tokens": config.skip_special_tokens,
+        "no_stop_trim": config.no_stop_trim,
+        "spaces_between_special_tokens": False,
+    }
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def eval_sample(config: EvalDatasetConfig, prompt: Sample, *, index: int, group: int) -> Sample:
+    """A sample of one evaluation prompt, with the data set's grader and generate function."""
+    sample = copy.deepcopy(prompt)
+    sample.index, sample.group_index = index, group
+    sample.metadata = config.inject_metadata(sample.metadata)
+    sample.custom_rm_path = config.custom_rm_path
+    sample.generate_function_path = config.custom_generate_function_path
+    return sample
+
+
+def _with_seed(args: Namespace, params: dict[str, Any], seed: int) -> dict[str, Any]:
+    return {**params, "sampling_seed": seed} if args.sglang_enable_deterministic_inference else dict(params)
+
+
+async def _one(args: Namespace, sample: Sample, params: dict[str, Any], bar: Any) -> Sample:
+    completed = await generate_and_rm(args, sample, params, evaluation=True)
+    bar.update(1)
+    return completed[-1] if isinstance(completed, list) else completed
+
+
+def _reward(sample: Sample, key: str | None, name: str) -> float:
+    value = sample.reward
+    if isinstance(value, dict):
+        if key is None or key not in value:
+            raise ValueError(f"evaluation {name}: the reward {value!r} needs --eval-reward-key to name its number")
+        value = value[key]
+    if value is None:
+        raise RuntimeError(f"evaluation {name}: sample {sample.index} (status {sample.status.value}) has no reward")
+    return float(value)

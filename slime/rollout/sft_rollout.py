@@ -1,0 +1,70 @@
+"""A rollout function for supervised fine-tuning: prompts are whole conversations, nothing is generated.
+
+Use: --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only. Each
+prompt is a message list (no --apply-chat-template); `metadata["tools"]` is rendered too. Rewards are 0.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.utils.errors import UsageError
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.misc import SingletonMeta
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
+
+
+class _MaskGenerator(metaclass=SingletonMeta):
+    """Owner of this process's mask generator: the tokenizer is loaded once."""
+
+    def __init__(self, args: Namespace) -> None:
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        self.masks = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)
+
+
+def generate_rollout(
+    args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """Tokenise and mask rollout_batch_size conversations.
+
+    Raises:
+        UsageError: asked to evaluate, or for several samples per prompt.
+        ValueError: a prompt is no message list, or has nothing to train on.
+    """
+    if evaluation:
+        raise UsageError(
+            "sft_rollout generates nothing, so it cannot evaluate; "
+            "set --eval-function-path slime.rollout.sglang_rollout.generate_rollout, or drop the evaluation flags"
+        )
+    if args.n_samples_per_prompt != 1:
+        raise UsageError(f"--n-samples-per-prompt {args.n_samples_per_prompt}: sft_rollout needs 1")
+    generator = _MaskGenerator(args).masks
+    groups = data_buffer.get_samples(args.rollout_batch_size)
+    for group in groups:
+        for sample in group:
+            tokenize_conversation(generator, sample)
+    return RolloutFnTrainOutput(samples=groups)
+
+
+def tokenize_conversation(generator: MultiTurnLossMaskGenerator, sample: Sample) -> None:
+    """Fill in tokens, mask and response of a sample whose prompt is a message list; the response starts at the first
+    trained token.
+    """
+    if not isinstance(sample.prompt, list):
+        raise ValueError(
+            f"sample {sample.index}: SFT needs a message list as prompt, not {str(sample.prompt)[:80]!r}; "
+            "point --input-key at the messages and leave --apply-chat-template off"
+        )
+    token_ids, mask = generator.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))
+    length = generator.get_response_lengths([mask])[0]
+    if not length:
+        raise ValueError(f"sample {sample.index} has no assistant turn to train on: {str(sample.prompt)[:200]}")
+    sample.tokens = token_ids
+    sample.response_length = length
+    sample.loss_mask = mask[-length:]
+    sample.response = generator.tokenizer.decode(token_ids[-length:])
+    sample.reward = 0.0
+    sample.status = Sample.Status.COMPLETED
