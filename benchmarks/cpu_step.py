@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_step.py [--trl-path DIR] [--rounds 3] [--output results.json]
 
-Both sides run 8 prompts x 4 samples x 64 tokens, alternating round by round on the same machine; the median over all measured
-steps is reported, and the ratio. TRL is optional (see trl_step.py): without it only our split is printed. The parts are
+Both sides run 8 prompts x 4 samples x 64 tokens, alternating round by round on the same machine; the median over all
+measured steps is reported, and the ratio. Without TRL (it is optional, see
+trl_step.py) only our split is printed. Parts:
 
     decode     the slowest request's time inside the engine (SGLang's own e2e_latency)
     log-probs  the trainer's forward-only pass          train  forward, backward, optimizer

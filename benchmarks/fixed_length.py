@@ -1,4 +1,4 @@
-"""Generate function and reward of benchmarks/cpu_step.py: responses of exactly the asked length, and the engine's own time.
+"""Generate function and reward of benchmarks/cpu_step.py: responses of one length, and the engine's own time.
 
 The engine's `e2e_latency` travels in `sample.metadata`, so that the benchmark can tell the engine's time from ours.
 """

@@ -1,6 +1,6 @@
-"""One round of TRL's GRPOTrainer on the model and prompts of benchmarks/cpu_step.py; prints one JSON line of seconds per step.
+"""One round of TRL's GRPOTrainer on the model and prompts of cpu_step.py; prints its seconds per step as JSON.
 
-TRL is optional: `pip install --no-deps trl==1.16.0 datasets peft pandas multiprocess python-dateutil pytz` beside the environment.
+TRL is optional: requirements-bench.txt lists what to install beside the environment with `pip install --no-deps`.
 It knows nothing about slime; cpu_step.py starts it as a process and reads the line.
 """
 
@@ -37,7 +37,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     rows = [json.loads(line) for line in Path(options.prompts).read_text().splitlines()]
     batch = options.prompts_per_step * options.samples_per_prompt
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], max_steps=options.steps, save_strategy="no",
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], max_steps=options.steps,
+        save_strategy="no",
         per_device_train_batch_size=batch, num_generations=options.samples_per_prompt, gradient_accumulation_steps=1,
         max_completion_length=options.tokens, temperature=1.0, beta=0.0, learning_rate=options.lr, logging_steps=1000,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, disable_tqdm=True,
