@@ -1,0 +1,28 @@
+"""Every change that we make to megatron-core at run time, one file each, applied by one explicit call.
+
+Each file says what is wrong for us, in which version, and when it can go. Nothing here changes Megatron's source or
+knows about models.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+
+def apply(kind: str) -> None:
+    """Apply all patches; call it before any other import of megatron in the process. Calling it again changes nothing.
+
+    Args:
+        kind: "cpu" or "cuda", what `slime.utils.accelerator.resolve` returned.
+    """
+    with warnings.catch_warnings():
+        # megatron-core warns at import that TransformerEngine and Apex are absent; that is how we use it.
+        warnings.simplefilter("ignore", UserWarning)
+        if kind == "cpu":
+            from slime.backends.megatron_utils.megatron_patch import cpu_device
+
+            cpu_device.apply()
+        from slime.backends.megatron_utils.megatron_patch import fused_adam, packed_rope
+
+        fused_adam.apply()
+        packed_rope.apply()

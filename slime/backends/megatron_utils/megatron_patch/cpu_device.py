@@ -1,0 +1,139 @@
+"""Run unmodified megatron-core on a machine without CUDA: "cuda" means the CPU in this process.
+
+megatron-core 0.16.1 names CUDA throughout (torch.cuda.current_device, tensor.cuda(), streams, CUDA random states).
+Two things stand in: the names of torch.cuda that it calls, and a torch function mode that turns device="cuda" into
+the CPU. The mode is per thread: build and train the model in the thread that called `apply`. It can go when
+megatron-core runs on CPU by itself. It does not touch a process that has a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_applied: list[TorchFunctionMode] = []
+
+
+def _on_cpu(device: Any) -> Any:
+    return _CPU if device is not None and str(device).startswith("cuda") else device
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Factories and .to() take "cuda" as the CPU; Tensor.type() names torch.cuda types, which optimizers check."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` with every CUDA device replaced."""
+        if kwargs:
+            if kwargs.get("device") is not None:
+                kwargs["device"] = _on_cpu(kwargs["device"])
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        else:
+            kwargs = {}
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: there is nothing to order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def query(self) -> bool:
+        return True
+
+
+class _CpuProperties:
+    """What torch.cuda.get_device_properties answers here."""
+
+    major, minor, total_memory, name, multi_processor_count = 0, 0, 0, "cpu", 1
+
+
+def _set_cuda_names(names: str, make: Callable[[], Any]) -> None:
+    """Set each of `names` (dotted, below torch.cuda) to a new object: torch._dynamo keys its tables by object."""
+    for dotted in names.split():
+        module_name, _, name = dotted.rpartition(".")
+        setattr(getattr(torch.cuda, module_name) if module_name else torch.cuda, name, make())
+
+
+def _replace_torch_cuda() -> None:
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+    nothing = "set_device synchronize empty_cache reset_peak_memory_stats nvtx.range_push nvtx.range_pop"
+    _set_cuda_names(nothing, lambda: lambda *_, **__: None)
+    _set_cuda_names("manual_seed manual_seed_all", lambda: lambda seed: torch.default_generator.manual_seed(seed))
+    _set_cuda_names("get_rng_state random.get_rng_state", lambda: lambda device=None: torch.get_rng_state())
+    _set_cuda_names(
+        "set_rng_state random.set_rng_state", lambda: lambda state, device=None: torch.set_rng_state(state)
+    )
+    _set_cuda_names("Stream Event", lambda: type("NoStream", (_NoStream,), {}))
+    _set_cuda_names("current_stream default_stream", lambda: lambda *_, **__: _NoStream())
+    _set_cuda_names("stream", lambda: lambda _: contextlib.nullcontext())
+    numbers = "memory_allocated memory_reserved max_memory_allocated max_memory_reserved"
+    _set_cuda_names(numbers, lambda: lambda *_, **__: 0)
+    _set_cuda_names("get_device_properties", lambda: lambda *_, **__: _CpuProperties())
+    _set_cuda_names("get_device_capability", lambda: lambda *_, **__: (0, 0))
+
+
+def _replace_megatron_names() -> None:
+    import megatron.core.jit as jit
+
+    jit.disable_jit_fuser()  # torch.compile of every small helper needs a C++ compiler and many seconds
+    import megatron.core.tensor_parallel.random as random
+
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    said = "CPU RNG state changed"  # on the CPU that is the state that Megatron itself changes
+    logging.getLogger(random.__name__).addFilter(lambda record: said not in record.getMessage())
+
+
+def apply() -> None:
+    """Let "cuda" mean the CPU in this process and thread; does nothing the second time.
+
+    Raises:
+        RuntimeError: when this machine has CUDA.
+    """
+    if _applied:
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "the CPU stand-ins for CUDA cannot be applied where CUDA exists; set CUDA_VISIBLE_DEVICES='' first."
+        )
+    import torch._dynamo.trace_rules as trace_rules
+
+    trace_rules.get_torch_obj_rule_map()  # builds its table from the real names once; it must see them
+    _replace_torch_cuda()
+    _replace_megatron_names()
+    mode = CudaMeansCpu()
+    mode.__enter__()
+    _applied.append(mode)
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Leave the function mode for a block (the names of torch.cuda stay): other people's models need no detour."""
+    if not _applied:
+        yield
+        return
+    with torch._C.DisableTorchFunction():
+        yield
