@@ -1,7 +1,7 @@
 """From the command line to an exit status: what train.py and train_async.py have in common around their schedule.
 
-It turns every end of a run into one readable message and a status: 0 done, 1 something failed, 2 unusable input (nothing
-was started), 130 Ctrl-C, 143 SIGTERM. It knows nothing about what a run does.
+It turns every end of a run into one readable message and a status: 0 done, 1 something failed, 2 unusable input
+(nothing was started), 130 Ctrl-C, 143 SIGTERM. It knows nothing about what a run does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """RolloutManager: the Ray actor that owns the data source, the engines and the rollout functions.
 
-`generate` = rollout function -> dump -> metrics -> `TrainData` -> one share per data-parallel rank in Ray's object store.
+`generate` = rollout function -> dump -> metrics -> `TrainData` -> one share per data-parallel rank
+in Ray's object store.
 It does not know when rollouts happen (the driver does), and nothing about how the trainer uses the shares.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from slime.ray.ray_actor import RayActor
 from slime.ray.rollout.dp_split import split_train_data
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.utils import redirect_output
-from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.rewards import post_process_rewards
-from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.arguments import publish_runtime
 from slime.utils.http_utils import init_http_client
@@ -95,14 +94,13 @@ class RolloutManager(RayActor):
             one Box with an object reference per data-parallel rank, and the metric records.
         """
         start = time.monotonic()
-        set_current_rollout_id(rollout_id)
         output = call_rollout_fn(self._generate, self.args, rollout_id, self._data_source, evaluation=False)
         rollout_time_s = time.monotonic() - start
         if isinstance(self._data_source, RolloutDataSource):
             self._data_source.snapshot(
                 rollout_id
             )  # train_async saves this rollout after the next one drew its prompts
-        samples = list(flatten(output.samples))
+        samples = flatten(output.samples)
         self._dump(samples, str(rollout_id))
         self._log_rollout(rollout_id, samples, output.metrics, rollout_time_s)
         shares = split_train_data(self.args, self._convert(samples), self._parallel_config)
@@ -115,7 +113,6 @@ class RolloutManager(RayActor):
             rollout_id: passed to the evaluation function and to hooks.
             step: value of "eval/step".
         """
-        set_current_rollout_id(rollout_id)
         output = call_rollout_fn(self._evaluate, self.args, rollout_id, self._data_source, evaluation=True)
         self._dump([s for result in output.data.values() for s in result.get("samples") or []], f"eval_{rollout_id}")
         extra = dict(output.metrics or {})
@@ -160,15 +157,6 @@ class RolloutManager(RayActor):
         path = Path(self.args.save_debug_rollout_data.format(rollout_id=rollout_id))
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, path)
-
-
-def flatten(samples: Iterable[Any]) -> Iterator[Sample]:
-    """The samples of a nested list, in order (groups, and groups of fanned-out rollouts)."""
-    for item in samples:
-        if isinstance(item, list):
-            yield from flatten(item)
-        else:
-            yield item
 
 
 def ray_progress_bar(total: int, desc: str) -> ProgressBar:

@@ -1,0 +1,73 @@
+"""Weight sync for engines with slots of their own: a collective broadcast (NCCL on CUDA, gloo on CPU).
+
+The group has the source rank as rank 0 and every rank of every engine behind it. The engines are told names, types and
+shapes over HTTP and then take part in the broadcasts; gloo does not notice a type that differs, so they must match.
+On CUDA both ends need NCCL_CUMEM_ENABLE=0 in their environment (slime.ray.actor_group sets it for the trainer).
+"""
+
+from __future__ import annotations
+
+import socket
+
+import ray.util
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.update_weight.base import Bucket, WeightUpdater
+from slime.backends.sglang_utils.weight_transfer import init_process_group
+from slime.utils.accelerator import process_group_backend
+
+GROUP_NAME = "slime-pp_0"
+
+
+class DistributedWeightUpdater(WeightUpdater):
+    """Broadcasts every tensor to the engines."""
+
+    def open(self, num_gpus_per_engine: int) -> None:
+        """Form the process group with the engines."""
+        address, port = _free_address()
+        backend = process_group_backend()
+        world_size = 1 + len(self.fleet) * num_gpus_per_engine
+        offsets = [1 + index * num_gpus_per_engine for index in range(len(self.fleet))]
+        joining = self.fleet.start_each(
+            "init_weights_update_group",
+            [((address, port, offset, world_size, GROUP_NAME, backend), {}) for offset in offsets],
+        )
+        self._group = init_process_group(
+            backend=backend,
+            init_method=f"tcp://{address}:{port}",
+            world_size=world_size,
+            rank=0,
+            group_name=GROUP_NAME,
+        )
+        self.fleet.wait(joining, "the engines' process group")
+
+    def send(self, bucket: Bucket, *, version: str) -> None:
+        """Announce the bucket, broadcast its tensors, and wait for the engines' answers."""
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        receiving = self.fleet.start(
+            "update_weights_from_distributed",
+            [name for name, _ in bucket],
+            [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            [list(tensor.shape) for tensor in tensors],
+            group_name=GROUP_NAME,
+            flush_cache=False,
+            weight_version=version,
+        )
+        sending = [dist.broadcast(tensor, 0, group=self._group, async_op=True) for tensor in tensors]
+        # The answers first: an engine that refuses the bucket would leave the broadcasts waiting for the group's timeout.
+        self.fleet.wait(receiving, f"the load of weights {version}")
+        for work in sending:
+            work.wait()
+
+    def close(self) -> None:
+        """Leave the group on both ends."""
+        if self.is_source and self._fleet is not None:
+            self.fleet.call("destroy_weights_update_group", GROUP_NAME, what="leaving the process group")
+            dist.destroy_process_group(self._group)
+        super().close()
+
+
+def _free_address() -> tuple[str, int]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), probe.getsockname()[1]

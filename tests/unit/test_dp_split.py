@@ -1,0 +1,50 @@
+"""One rollout's columns cut by data-parallel rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from slime.ray.rollout.dp_split import split_train_data
+
+# The schedule's own example: lengths [100, 200, 300, 50, 60, 70, 80, 90], one rollout each.
+LENGTHS = [100, 200, 300, 50, 60, 70, 80, 90]
+ARGS = SimpleNamespace(
+    global_batch_size=4, use_dynamic_batch_size=True, max_tokens_per_gpu=300, micro_batch_size=1, balance_data=False
+)
+
+
+def split(train_data):
+    return split_train_data(ARGS, train_data, {"dp_size": 2, "cp_size": 1})
+
+
+def train_data():
+    return {
+        "tokens": [[i] * length for i, length in enumerate(LENGTHS)],
+        "rollout_ids": list(range(8)),
+        "rewards": [float(i) for i in range(8)],
+        "extra_column": [f"sample {i}" for i in range(8)],
+        "whole_rollout": {"note": "not per sample"},
+    }
+
+
+def test_every_rank_gets_its_partition_of_every_column_in_training_order():
+    shares = split(train_data())
+    assert [share["partition"] for share in shares] == [[1, 3, 7, 4], [2, 0, 6, 5]]
+    for share in shares:
+        assert share["rewards"] == [float(i) for i in share["partition"]]
+        assert share["total_lengths"] == [LENGTHS[i] for i in share["partition"]]
+        assert [tokens[0] for tokens in share["tokens"]] == share["partition"]
+
+
+def test_columns_of_a_custom_converter_travel_and_whole_rollout_values_go_to_every_rank():
+    for share in split(train_data()):
+        assert share["extra_column"] == [f"sample {i}" for i in share["partition"]]
+        assert share["whole_rollout"] == {"note": "not per sample"}
+
+
+def test_the_schedule_travels_with_the_share():
+    for share in split(train_data()):
+        assert share["num_microbatches"] == [2, 1]
+        assert share["global_batch_sizes"] == [4, 4]
+        positions = [i for micro_batch in share["micro_batch_indices"] for i in micro_batch]
+        assert positions == [0, 1, 2, 3]

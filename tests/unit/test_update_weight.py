@@ -1,0 +1,147 @@
+"""The weight sync's order, versions and completeness checks, over fake engines.
+
+The fake engine keeps SGLang's rule that matters here: a version is set only by a bucket that was loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.backends.megatron_utils.update_weight import base
+from slime.backends.megatron_utils.update_weight.base import Bucket, WeightSyncError, WeightUpdater
+from slime.backends.megatron_utils.update_weight.engines import EngineFleet
+from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+
+TENSORS = {f"layer.{i}.weight": torch.full((4,), float(i)) for i in range(3)}
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.version = "default"
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def pause(self, mode):
+        self.calls.append(f"pause {mode}")
+
+    def flush_cache(self):
+        self.calls.append("flush")
+
+    def continue_generation(self):
+        self.calls.append("continue")
+
+    def get_weight_version(self):
+        return self.version
+
+    def load(self, bucket, version):
+        self.calls.append(f"load {version}")
+        self.weights |= dict(bucket)
+        self.version = version
+
+
+class FakeUpdater(WeightUpdater):
+    """Sends by calling `load`; `lose` names versions that never arrive."""
+
+    lose: tuple[str, ...] = ()
+
+    def open(self, num_gpus_per_engine: int) -> None:
+        pass
+
+    def send(self, bucket: Bucket, *, version: str) -> None:
+        if version not in self.lose:
+            self.fleet.call("load", bucket, version)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save_file({name: tensor.clone() for name, tensor in TENSORS.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def buckets(monkeypatch):
+    """What the iterator yields; a test may change the list."""
+    found = [[item] for item in TENSORS.items()]
+    monkeypatch.setattr(base, "iter_hf_buckets", lambda args, model, *, buffer_size: iter(found))
+    return found
+
+
+def make_updater(checkpoint, engines) -> FakeUpdater:
+    args = SimpleNamespace(
+        update_weight_buffer_size=16, distributed_timeout_minutes=0.02, hf_checkpoint=str(checkpoint)
+    )
+    updater = FakeUpdater(args, model=[])
+    updater.connect(engines, num_gpus_per_engine=1)
+    return updater
+
+
+def test_a_sync_pauses_flushes_sends_every_bucket_and_continues(checkpoint, buckets):
+    engines = [FakeEngine(), FakeEngine()]
+    updater = make_updater(checkpoint, engines)
+    updater.update()
+    for engine in engines:
+        assert engine.calls == ["pause abort", "flush", "load 1.0", "load 1.1", "load 1", "continue"]
+        assert engine.weights.keys() == TENSORS.keys()
+    updater.update()
+    assert engines[0].version == "2"
+
+
+@pytest.mark.parametrize("lost", ["1.0", "1.1", "1"])
+def test_a_bucket_that_never_reaches_the_engines_is_noticed(checkpoint, buckets, lost):
+    updater = make_updater(checkpoint, [FakeEngine()])
+    updater.lose = (lost,)
+    with pytest.raises(WeightSyncError, match="a bucket of weights was lost"):
+        updater.update()
+
+
+@pytest.mark.parametrize("dropped", range(len(TENSORS)))
+def test_a_bucket_that_the_iterator_never_yields_is_noticed(checkpoint, buckets, dropped):
+    updater = make_updater(checkpoint, [FakeEngine()])
+    del buckets[dropped]
+    with pytest.raises(WeightSyncError, match=rf"sent 2 tensors; 1 of .*layer\.{dropped}\.weight"):
+        updater.update()
+
+
+def test_a_sync_that_shrinks_is_noticed_even_where_no_checkpoint_names_can_be_compared(tmp_path, buckets):
+    updater = make_updater(tmp_path, [FakeEngine()])
+    updater.update()
+    del buckets[0]
+    with pytest.raises(WeightSyncError, match="sent 32 bytes, the first one 48"):
+        updater.update()
+
+
+def test_an_engine_that_fails_is_named_at_once(checkpoint, buckets):
+    broken = FakeEngine()
+    broken.flush_cache = lambda: 1 / 0
+    updater = make_updater(checkpoint, [FakeEngine(), broken])
+    with pytest.raises(WeightSyncError, match="flushing the prefix cache failed on engine 1: ZeroDivisionError"):
+        updater.update()
+
+
+def test_an_engine_that_does_not_answer_is_given_up_at_the_deadline():
+    import threading
+
+    release = threading.Event()
+    fleet = EngineFleet([SimpleNamespace(slow=release.wait)], deadline_s=0.1)
+    with pytest.raises(WeightSyncError, match=r"waited 0 s for the slow call; 1 engine"):
+        fleet.call("slow", what="the slow call")
+    release.set()
+
+
+def test_expected_names_leave_out_a_tied_head_and_old_buffers(tmp_path):
+    tensors = {name: torch.zeros(1) for name in ("model.w", "lm_head.weight", "model.rotary_emb.inv_freq")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert expected_hf_names(tmp_path) == {"model.w", "lm_head.weight"}
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    assert expected_hf_names(tmp_path) == {"model.w"}
+
+
+def test_expected_names_read_a_sharded_checkpoint_from_its_index(tmp_path):
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert expected_hf_names(tmp_path) == {"a", "b"}
