@@ -1,0 +1,13 @@
+"""The command line: `parse_args()` turns it into checked, frozen `Args`; every flag is a field of a dataclass in this
+package.
+
+Groups of flags (one file each): cluster, data, rollout, eval, algorithm (checkpoints, losses, rewards), train,
+weight_sync, observability,
+debug. What follows from flags is in derive.py, what cannot work in validate.py, check_files.py and check_hooks.py;
+parse.py puts it together.
+"""
+
+from slime.utils.arguments.args import Args, publish_runtime
+from slime.utils.arguments.parse import parse_args
+
+__all__ = ["Args", "parse_args", "publish_runtime"]

@@ -1,0 +1,72 @@
+"""`Args`: the parsed flags, read-only once they are checked.
+
+It holds values and knows none of them; what it refuses is to be changed behind everyone's back after `parse_args`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+class Args(argparse.Namespace):
+    """A Namespace that can be frozen. Copies and pickles (Ray sends it to every actor) stay frozen."""
+
+    __slots__ = ("_frozen",)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether setting an attribute is an error."""
+        try:
+            return bool(object.__getattribute__(self, "_frozen"))
+        except AttributeError:
+            return False
+
+    def freeze(self) -> Args:
+        """Make every later change an error; returns itself."""
+        object.__setattr__(self, "_frozen", True)
+        return self
+
+    def replace(self, **changes: Any) -> Args:
+        """A copy with other values (and new attributes), frozen if this is."""
+        changed = Args(**{**vars(self), **changes})
+        return changed.freeze() if self.is_frozen else changed
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.is_frozen:
+            raise AttributeError(
+                f"args.{name} cannot be set: flags do not change after parse_args; use args.replace({name}=...)"
+            )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self.is_frozen:
+            raise AttributeError(f"args.{name} cannot be deleted: flags do not change after parse_args")
+        super().__delattr__(name)
+
+    def __getstate__(self) -> tuple[dict[str, Any], bool]:
+        return dict(vars(self)), self.is_frozen
+
+    def __setstate__(self, state: tuple[dict[str, Any], bool]) -> None:
+        values, is_frozen = state
+        vars(self).update(values)
+        if is_frozen:
+            self.freeze()
+
+
+def publish_runtime(
+    args: argparse.Namespace,
+    *,
+    sglang_router_ip: str,
+    sglang_router_port: int,
+    sglang_model_routers: dict[str, tuple[str, int]],
+) -> None:
+    """Write what exists only once the engines run into `args`, for generate and reward functions that read it there.
+
+    The only place that changes frozen args; RolloutManager calls it once, on its own copy.
+    """
+    vars(args).update(
+        sglang_router_ip=sglang_router_ip,
+        sglang_router_port=sglang_router_port,
+        sglang_model_routers=sglang_model_routers,
+    )

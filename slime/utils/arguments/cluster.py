@@ -1,0 +1,31 @@
+"""Flags that say how many devices the trainer and the engines get. Declarations only: rules are in derive.py and
+validate.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.utils.arguments.flags import flag
+
+
+@dataclass
+class ClusterFlags:
+    """Cluster. Without a GPU, "GPUs" are slots: processes that share the CPU."""
+
+    accelerator: str = flag(
+        "auto", "device of trainer and engines; auto = cuda where there is one", choices=("auto", "cuda", "cpu")
+    )
+    actor_num_nodes: int = flag(1, "nodes given to the trainer", at_least=1)
+    actor_num_gpus_per_node: int = flag(
+        8, "trainer GPUs (slots) per node (default: 8; with --accelerator cpu 1)", at_least=1
+    )
+    rollout_num_gpus: int | None = flag(
+        None, "GPUs (slots) of all engines together; with --colocate default: the trainer's"
+    )
+    rollout_num_gpus_per_engine: int = flag(1, "GPUs per SGLang engine", at_least=1)
+    num_gpus_per_node: int = flag(8, "GPUs of one physical node, for placing engines", at_least=1)
+    colocate: bool = flag(False, "trainer and engines share the same GPUs (slots)")
+    offload: bool = flag(False, "short for --offload-train --offload-rollout")
+    offload_train: bool | None = flag(None, "release the trainer's GPU memory while engines generate")
+    offload_rollout: bool | None = flag(None, "release the engines' GPU memory while the trainer works")
+    distributed_timeout_minutes: int = flag(10, "time limit of a collective operation", at_least=1)

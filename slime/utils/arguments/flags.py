@@ -1,0 +1,232 @@
+"""Turns a dataclass of flags into a group of command-line options, and holds the parser that the whole command line
+shares.
+
+A field is one flag: its name is the attribute of `args`, its annotation the type, `flag(...)` the default and the help
+line. The parser differs
+from argparse's in that it never exits: every problem of a command line becomes a sentence, and all of them are
+returned together.
+It knows nothing about which flags exist, nor about what a value means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    nargs: str | None = None,
+    repeatable: bool = False,
+    is_json: bool = False,
+    option: str | None = None,
+    at_least: float | None = None,
+    needs: str | Sequence[str] = (),
+) -> Any:
+    """One flag, as a dataclass field.
+
+    Args:
+        default: value when the flag is absent. A bool field that is True by default becomes a `--disable-<name>`
+        switch.
+        help: one line for `--help`.
+        choices, nargs: as for argparse.
+        repeatable: the flag may be given several times; the values make a list.
+        is_json: the value is a JSON text.
+        option: the option's name where it is not `--<field-name>`.
+        at_least: smallest value that makes sense.
+        needs: attributes of which one must be set for this flag to have an effect.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "nargs": nargs,
+        "repeatable": repeatable,
+        "is_json": is_json,
+        "option": option,
+        "at_least": at_least,
+        "needs": (needs,) if isinstance(needs, str) else tuple(needs),
+    }
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def option_name(field: dataclasses.Field[Any]) -> str:
+    """The command-line name of a field: `--<name>`, or `--disable-<name>` for a bool that is True by default."""
+    if field.metadata["option"]:
+        return str(field.metadata["option"])
+    name = field.name.replace("_", "-")
+    return f"--disable-{name}" if field.default is True else f"--{name}"
+
+
+def group_title(flags_class: type) -> str:
+    """The title of a class of flags: the first line of its docstring."""
+    return (flags_class.__doc__ or flags_class.__name__).strip().splitlines()[0].rstrip(".")
+
+
+def add_flags(group: argparse._ArgumentGroup | argparse.ArgumentParser, flags_class: type) -> None:
+    """Add one option per field of a dataclass of flags."""
+    hints, defaults = typing.get_type_hints(flags_class), defaults_of(flags_class)
+    for field in dataclasses.fields(flags_class):
+        keywords = _argparse_keywords(field.metadata, hints[field.name], defaults[field.name])
+        group.add_argument(option_name(field), dest=field.name, help=field.metadata["help"], **keywords)
+
+
+def defaults_of(flags_class: type) -> dict[str, Any]:
+    """attribute -> default of a class of flags (fresh lists and dicts)."""
+    instance = flags_class()
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(flags_class)}
+
+
+def _argparse_keywords(meta: Mapping[str, Any], hint: Any, default: Any) -> dict[str, Any]:
+    keywords: dict[str, Any] = {"default": default}
+    if meta["is_json"]:
+        return keywords | {"type": json_value}
+    kinds = _scalar_kinds(hint)
+    if kinds == [bool] and default is None:
+        return keywords | {"action": argparse.BooleanOptionalAction}
+    if kinds == [bool]:
+        return keywords | {"action": "store_false" if default else "store_true"}
+    keywords |= {"type": kinds[0], "choices": meta["choices"], "nargs": meta["nargs"]}
+    return keywords | {"action": "append"} if meta["repeatable"] else keywords
+
+
+def _scalar_kinds(hint: Any) -> list[type]:
+    """The scalar types inside `int`, `int | None`, `list[str] | None`, ..."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) in (typing.Union, list):
+        return [kind for part in typing.get_args(hint) if part is not type(None) for kind in _scalar_kinds(part)]
+    return [hint]
+
+
+def json_value(text: str) -> Any:
+    """Read a flag's JSON text; argparse turns the ValueError of a malformed one into an error that names the flag."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error.msg} at column {error.colno}") from error
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help with one column of flags as wide as the terminal allows, types as placeholders, and defaults shown."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=44)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        name = getattr(action.type, "__name__", "str")
+        return {"json_value": "JSON", "nullable_str": "STR", "loads": "JSON"}.get(name, name).upper()
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help
+        shown = action.default not in (None, False, argparse.SUPPRESS, [], {}) and action.nargs != 0
+        if text and shown and "default" not in text.lower():
+            text += " (default: %(default)s)"
+        return text
+
+
+class _ParseStopped(Exception):
+    """Raised where argparse would print its usage and exit."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser without abbreviations that reports all problems of a command line instead of exiting at the
+    first."""
+
+    def __init__(self, **keywords: Any) -> None:
+        # "resolve": a flag that is added again takes the place of the earlier one, so what is added last (slime's own)
+        # wins.
+        super().__init__(
+            allow_abbrev=False,
+            exit_on_error=False,
+            conflict_handler="resolve",
+            formatter_class=HelpFormatter,
+            **keywords,
+        )
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Raise instead of printing and exiting."""
+        raise _ParseStopped(message)
+
+    def options(self) -> dict[str, argparse.Action]:
+        """Every option string of this parser -> its action."""
+        return {name: action for action in self._actions for name in action.option_strings}
+
+    def parse_all(
+        self, tokens: Sequence[str], namespace: argparse.Namespace, *, explain_unknown: Callable[[str], str | None]
+    ) -> list[str]:
+        """Parse into `namespace`; return one sentence per problem (unknown flags, missing values, wrong types, stray
+        values).
+
+        Args:
+            explain_unknown: gives the sentence for an unknown flag that deserves another than "did you mean".
+        """
+        tokens = list(tokens)
+        problems: list[str] = []
+        extras: list[str] = []
+        while True:
+            try:
+                _, extras = self.parse_known_args(tokens, namespace)
+                break
+            except argparse.ArgumentError as error:
+                names = (error.argument_name or "").split("/")
+                problems.append(f"{names[0]}: {error.message}")
+                shorter = _without(tokens, names)
+            except _ParseStopped as error:
+                problems.append(str(error))
+                shorter = tokens
+            if len(shorter) == len(tokens):
+                return problems
+            tokens = shorter
+        return problems + list(self._explain_extras(tokens, extras, explain_unknown))
+
+    def _explain_extras(
+        self, tokens: list[str], extras: list[str], explain_unknown: Callable[[str], str | None]
+    ) -> Iterable[str]:
+        known, flag_before = self.options(), ""
+        for token in tokens:
+            name = token.split("=", 1)[0]
+            if token.startswith("--"):
+                flag_before = name
+                if token in extras:
+                    yield explain_unknown(name) or self.did_you_mean(name)
+            elif token in extras and (not flag_before or flag_before in known):  # else the value of an unknown flag
+                yield f"{token!r} belongs to no flag; write the flag's name before it, and quote a value with spaces."
+
+    def did_you_mean(self, name: str) -> str:
+        """The sentence for an unknown flag, with the nearest names that exist."""
+        near = nearest(name, self.options())
+        return f"unknown flag {name}: " + (
+            f"did you mean {' or '.join(near)}?" if near else "see --help for all flags."
+        )
+
+    def explicit(self, tokens: Sequence[str]) -> set[str]:
+        """The attributes whose flags appear on the command line."""
+        options = self.options()
+        return {options[name].dest for token in tokens if (name := token.split("=", 1)[0]) in options}
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """At most three of the known names, none much further from `name` than the nearest."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.7)
+    likeness = {other: difflib.SequenceMatcher(None, other, name).ratio() for other in near}
+    return [other for other in near if likeness[other] > likeness[near[0]] - 0.1]
+
+
+def _without(tokens: list[str], names: list[str]) -> list[str]:
+    """Drop the last use of an option, with its values, so that the rest of the line can be checked too."""
+    for start in range(len(tokens) - 1, -1, -1):
+        if tokens[start].split("=", 1)[0] in names:
+            end = start + 1
+            while end < len(tokens) and not tokens[end].startswith("--"):
+                end += 1
+            return tokens[:start] + tokens[end:]
+    return tokens

@@ -1,0 +1,37 @@
+"""Flags of metrics and trackers. Declarations only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.utils.arguments.flags import flag
+
+
+@dataclass
+class ObservabilityFlags:
+    """Metrics and trackers. metrics.jsonl is always written."""
+
+    output_dir: str | None = flag(
+        None, "directory of metrics.jsonl, logs/ and curves.png (default: --save, else outputs/<time>)"
+    )
+    log_passrate: bool = flag(False, "also log pass@k")
+    use_wandb: bool = flag(False, "log to Weights & Biases")
+    wandb_mode: str | None = flag(
+        None, "overrides WANDB_MODE", choices=("online", "offline", "disabled"), needs="use_wandb"
+    )
+    wandb_dir: str | None = flag(None, "directory of W&B's files", needs="use_wandb")
+    wandb_key: str | None = flag(None, "W&B API key", needs="use_wandb")
+    wandb_host: str | None = flag(None, "W&B server", needs="use_wandb")
+    wandb_team: str | None = flag(None, "W&B entity", needs="use_wandb")
+    wandb_group: str | None = flag(None, "W&B group, also the start of the run's name", needs="use_wandb")
+    wandb_project: str | None = flag(None, "W&B project", needs="use_wandb")
+    wandb_random_suffix: bool = flag(True, "no random suffix on the run's name", needs="use_wandb")
+    wandb_run_id: str | None = flag(None, "go on with this W&B run", needs="use_wandb")
+    wandb_always_use_train_step: bool = flag(False, "count rollout and eval metrics in train steps", needs="use_wandb")
+    use_tensorboard: bool = flag(False, "log to TensorBoard")
+    tb_project_name: str | None = flag(
+        None, "directory of TensorBoard files (default: TENSORBOARD_DIR)", needs="use_tensorboard"
+    )
+    tb_experiment_name: str | None = flag(
+        None, "name of the run in TensorBoard (default: the time)", needs="use_tensorboard"
+    )

@@ -1,0 +1,58 @@
+"""Flags of generation: the HF checkpoint, sampling, and the hooks of the rollout loop. Declarations only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.utils.arguments.flags import flag
+
+
+@dataclass
+class RolloutFlags:
+    """Rollout."""
+
+    hf_checkpoint: str | None = flag(
+        None,
+        "REQUIRED: HF directory of the engines' model, tokenizer and config; the weights to start from when --load "
+        "and --ref-load have none",
+    )
+    model_name: str | None = flag(None, "name of the weight-conversion family (default: from the HF config)")
+    rollout_temperature: float = flag(1.0, "sampling temperature; the trainer divides its logits by it too")
+    rollout_top_p: float = flag(1.0, "top-p; only 1.0 together with the policy loss")
+    rollout_top_k: int = flag(-1, "top-k; only -1 together with the policy loss")
+    rollout_max_response_len: int | None = flag(None, "most tokens of a response", at_least=1)
+    rollout_max_prompt_len: int | None = flag(None, "drop longer prompts when the data is read", at_least=1)
+    rollout_max_context_len: int | None = flag(None, "most tokens of prompt and response together", at_least=1)
+    rollout_stop: list[str] | None = flag(None, "texts that end a response", nargs="+")
+    rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", nargs="+")
+    rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the returned text")
+    rollout_shuffle: bool = flag(False, "shuffle the prompts in every epoch")
+    rollout_seed: int = flag(42, "seed of the shuffle, and of sampling with --sglang-enable-deterministic-inference")
+    over_sampling_batch_size: int | None = flag(
+        None, "prompts asked for at once (default: --rollout-batch-size)", at_least=1
+    )
+    rollout_function_path: str = flag(
+        "slime.rollout.sglang_rollout.generate_rollout",
+        "hook: fn(args, rollout_id, data_source, evaluation=False)",
+    )
+    custom_generate_function_path: str | None = flag(
+        None, "hook: async fn(args, sample, sampling_params[, evaluation]) completes one sample"
+    )
+    rollout_sample_hook_path: list[str] = flag(
+        [], "hook (repeatable): fn(args, sample) edits a sample before its reward", repeatable=True
+    )
+    dynamic_sampling_filter_path: str | None = flag(None, "hook: fn(args, group) keeps or drops a group")
+    buffer_filter_path: str | None = flag(None, "hook: fn(args, None, buffer, num_samples) picks buffered groups")
+    rollout_sample_filter_path: str | None = flag(None, "hook: fn(args, groups) sets sample.remove_sample")
+    rollout_all_samples_process_path: str | None = flag(
+        None, "hook: fn(args, all_samples, data_source) sees every group, dropped ones too"
+    )
+    rollout_data_postprocess_path: str | None = flag(
+        None, "hook: fn(args, rollout_id, rollout_data) on the trainer, after advantages"
+    )
+    custom_rollout_log_function_path: str | None = flag(
+        None, "hook: fn(rollout_id, args, samples, extra_metrics, rollout_time); true = no default log"
+    )
+    custom_eval_rollout_log_function_path: str | None = flag(
+        None, "hook: fn(rollout_id, args, data, extra_metrics); true = no default log"
+    )
