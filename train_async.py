@@ -22,9 +22,7 @@ from slime.utils.errors import UsageError
 def check(args: Any) -> None:
     """Refuse what cannot run one rollout ahead."""
     if args.colocate:
-        raise UsageError(
-            "--colocate: trainer and engines would use the same slots at once; use train.py, or drop --colocate"
-        )
+        raise UsageError("--colocate: train_async.py uses trainer and engines at once; drop it, or use train.py")
 
 
 def train(args: Any) -> None:

@@ -45,7 +45,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class Placement:
-    """The reserved slots: trainer rank r sits in `trainer_bundles[r]`, an engine starts at each of `engine_bundles`."""
+    """The reserved slots: trainer rank r in `trainer_bundles[r]`, an engine from each of `engine_bundles` on."""
 
     group: Any
     trainer_bundles: list[int]
@@ -129,7 +129,7 @@ def remove_placement(placement: Placement) -> None:
 
 
 def _sorted_bundles(group: Any, num_bundles: int, accelerator: str) -> list[int]:
-    """Bundle indices by (node address, GPU id): neighbouring ranks share a node, and a TP engine its neighbouring GPUs."""
+    """Bundle indices by (node address, GPU id): neighbouring ranks share a node, a TP engine has neighbouring GPUs."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     gpu_ids = _gpu_ids(group, num_bundles) if accelerator == "cuda" else [0] * num_bundles
@@ -137,7 +137,7 @@ def _sorted_bundles(group: Any, num_bundles: int, accelerator: str) -> list[int]
 
 
 def address_key(address: str) -> tuple[int, int, str]:
-    """Sort key of a node address: numerically, so that 10.0.0.9 comes before 10.0.0.10; host names after all addresses."""
+    """Sort key of a node address: as a number, so that 10.0.0.9 comes before 10.0.0.10; host names come last."""
     try:
         return (0, int(ipaddress.ip_address(address)), "")
     except ValueError:

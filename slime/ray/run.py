@@ -1,6 +1,7 @@
 """TrainingRun: the verbs of a training run, shared by train.py and train_async.py, which differ only in their order.
 
-It starts and ends everything, and is the one writer of metrics: the manager and the trainers return records, it logs them.
+It starts and ends everything, and is the one writer of metrics: the manager and the trainers return records, it logs
+them.
 It knows no algorithm: what a rollout or a train step is, the actors know.
 """
 

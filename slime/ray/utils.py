@@ -1,7 +1,7 @@
 """Waiting on Ray references, and what every Ray actor of a run is created with.
 
-`get` is the only way this package waits for a result: it has a deadline, names what it waited for, and surfaces the first
-actor that failed instead of waiting for its peers. It knows nothing about what the actors compute.
+`get` is the only way this package waits for a result: it has a deadline, names what it waited for, and surfaces the
+first actor that failed instead of waiting for its peers. It knows nothing about what the actors compute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPO_ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class ActorFailure(RuntimeError):
-    """An actor failed or died; the message is one line for the user, `details` the remote traceback for the log file."""
+    """An actor failed or died; the message is one line for the user, `details` the remote traceback for a file."""
 
     def __init__(self, message: str, details: str = "") -> None:
         self.details = details

@@ -1,6 +1,7 @@
 """One rollout's `TrainData` -> each data-parallel rank's share of it.
 
-Pure: the schedule comes from `slime.utils.dp_schedule`, the shares are plain dicts; it knows nothing about Ray or tensors.
+Pure: the schedule comes from `slime.utils.dp_schedule`, the shares are plain dicts; it knows nothing about Ray or
+tensors.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ def split_train_data(
 
     Args:
         args: `global_batch_size` and what `build_dp_schedule` reads.
-        train_data: columns of one value per sample; a column of another length is not per sample and goes to every rank.
+        train_data: columns of one value per sample; a column of another length is not per sample and goes to
+            every rank.
         parallel_config: the trainer's `dp_size` and `cp_size` (and `vpp_size`).
 
     Returns:
         [dp] dict of the same columns, in the order in which the rank trains them, plus `total_lengths` (tokens of each
-        sample), `partition` (indices into the rollout), `micro_batch_indices`, `num_microbatches`, `global_batch_sizes`.
+        sample), `partition` (indices into the rollout), `micro_batch_indices`, `num_microbatches`,
+        `global_batch_sizes`.
     """
     num_samples = len(train_data["tokens"])
     total_lengths = [len(tokens) for tokens in train_data["tokens"]]

@@ -3,9 +3,9 @@
 How a bucket travels is the subclass's business; which tensors there are and their HF names are the iterator's.
 
 Nothing may be lost on the way without notice. Three checks, none of which reads a weight:
-1. Every bucket but the last is sent as version "v.i" and the last one as "v". SGLang sets a version only after it has loaded
-   the bucket, and the version is read back after each one (one small GET). A bucket that never reached an engine leaves its
-   version behind.
+1. Every bucket but the last is sent as version "v.i" and the last one as "v". SGLang sets a version only after it has
+   loaded the bucket, and the version is read back after each one (one small GET). A bucket that never reached an engine
+   leaves its version behind.
 2. The names sent, over all buckets, must be the names of the HF checkpoint that the engines were started from. A bucket
    that never reached the sender, or a parameter without a conversion rule, is missing there.
 3. The bytes sent must be those of the first sync: a later one cannot quietly shrink.
@@ -143,14 +143,14 @@ class WeightUpdater(ABC):
         found = self.fleet.call("get_weight_version", what="reading the weight version")
         wrong = {index: answer for index, answer in enumerate(found) if str(answer) != version}
         if wrong:
-            raise WeightSyncError(f"a bucket of weights was lost: engines should have version {version}, but have {wrong}")
+            raise WeightSyncError(f"a bucket of weights was lost: engines should be at version {version}, not {wrong}")
 
     def _check_complete(self, names: list[str], num_bytes: int) -> None:
         missing = sorted(self._expected - set(names))
         if missing:
             raise WeightSyncError(
-                f"weight sync {self.weight_version} sent {len(set(names))} tensors, but {len(missing)} of {self.args.hf_checkpoint} "
-                f"were not among them: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+                f"weight sync {self.weight_version} sent {len(set(names))} tensors; {len(missing)} of "
+                f"{self.args.hf_checkpoint} were not among them: {', '.join(missing[:5])}"
             )
         if self._bytes_of_first_sync is None:
             self._bytes_of_first_sync = num_bytes

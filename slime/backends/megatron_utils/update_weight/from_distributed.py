@@ -54,7 +54,7 @@ class DistributedWeightUpdater(WeightUpdater):
             weight_version=version,
         )
         sending = [dist.broadcast(tensor, 0, group=self._group, async_op=True) for tensor in tensors]
-        # The answers first: an engine that refuses the bucket would leave the broadcasts waiting for the group's timeout.
+        # The answers first: an engine that refuses the bucket would leave the broadcasts waiting for their timeout.
         self.fleet.wait(receiving, f"the load of weights {version}")
         for work in sending:
             work.wait()
