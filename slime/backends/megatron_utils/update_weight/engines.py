@@ -1,7 +1,7 @@
 """Calling every engine at once and waiting for all of them with a deadline.
 
-An engine is whatever has the methods of `SGLangEngine`: a Ray actor handle in a run, the plain object in a test. It does
-not know what the calls mean.
+An engine is whatever has the methods of `SGLangEngine`: a Ray actor handle in a run, the plain object in a test.
+It does not know what the calls mean.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EngineFleet:
             if call in done and (error := call.exception()) is not None:
                 raise WeightSyncError(f"{what} failed on engine {index}: {_one_line(error)}") from error
         if pending:
-            raise WeightSyncError(f"waited {self.deadline_s:.0f} s for {what}; {len(pending)} engine(s) did not answer")
+            raise WeightSyncError(f"waited {self.deadline_s:.0f} s for {what}; {len(pending)} engine(s) are silent")
         return [call.result() for call in calls]
 
     def call(self, method: str, *values: Any, what: str | None = None, **keywords: Any) -> list[Any]:

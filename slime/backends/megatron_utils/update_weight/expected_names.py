@@ -28,7 +28,7 @@ def _names(checkpoint: Path) -> set[str]:
     index = checkpoint / "model.safetensors.index.json"
     if index.is_file():
         return set(json.loads(index.read_text())["weight_map"])
-    return {name for file in sorted(checkpoint.glob("*.safetensors")) for name in _header(file) if name != "__metadata__"}
+    return {name for file in checkpoint.glob("*.safetensors") for name in _header(file)} - {"__metadata__"}
 
 
 def _header(file: Path) -> dict[str, object]:

@@ -1,0 +1,152 @@
+"""Waiting on Ray and placing actors, on one local Ray with three slots."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from slime.ray import placement_group as placement
+from slime.ray.utils import ActorFailure, actor_env, get, in_bundle, slot_options
+from slime.utils.errors import UsageError
+
+
+class Worker:
+    def value(self):
+        return 7
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def fail(self):
+        raise ValueError("the weights are crooked")
+
+    def refuse(self):
+        raise UsageError(["first sentence", "second sentence"])
+
+    def die(self):
+        import os
+
+        os._exit(3)
+
+    def slots(self):
+        return ray.get_runtime_context().get_assigned_resources()
+
+
+def cluster_args(**changes):
+    defaults = {
+        "accelerator": "cpu",
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 1,
+        "rollout_num_gpus": 2,
+        "rollout_num_gpus_per_engine": 1,
+        "colocate": False,
+        "debug_train_only": False,
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    import os
+
+    address = os.environ.pop("RAY_ADDRESS", None)
+    assert placement.connect_ray(cluster_args()) is True
+    yield
+    ray.shutdown()
+    if address:
+        os.environ["RAY_ADDRESS"] = address
+
+
+def start_worker(**options):
+    return ray.remote(Worker).options(num_cpus=0, max_restarts=0, **options).remote()
+
+
+def test_get_returns_one_value_or_a_list(local_ray):
+    worker = start_worker()
+    assert get(worker.value.remote(), "a value", 60) == 7
+    assert get([worker.value.remote(), worker.value.remote()], "values", 60) == [7, 7]
+
+
+def test_the_first_failure_surfaces_while_others_still_run(local_ray):
+    slow, broken = start_worker(), start_worker()
+    get([slow.value.remote(), broken.value.remote()], "the start of two workers", 60)
+    start = time.monotonic()
+    with pytest.raises(ActorFailure, match="the train step failed: ValueError: the weights are crooked") as caught:
+        get([slow.sleep.remote(30), broken.fail.remote()], "the train step", 60)
+    assert time.monotonic() - start < 10
+    assert (
+        "Traceback" in caught.value.details or "def fail" in caught.value.details or "fail()" in caught.value.details
+    )
+    ray.kill(slow)
+
+
+def test_a_usage_error_of_an_actor_stays_one(local_ray):
+    with pytest.raises(UsageError) as caught:
+        get(start_worker().refuse.remote(), "the start", 60)
+    assert caught.value.messages == ["first sentence", "second sentence"]
+
+
+def test_an_actor_that_dies_is_an_error_and_no_hang(local_ray):
+    with pytest.raises(ActorFailure, match="the start failed: a Ray actor died"):
+        get(start_worker().die.remote(), "the start", 60)
+
+
+def test_a_wait_that_is_too_long_names_what_it_waited_for(local_ray):
+    worker = start_worker()
+    get(worker.value.remote(), "the worker", 60)
+    with pytest.raises(TimeoutError, match="waited 0 s for the long nap"):
+        get(worker.sleep.remote(20), "the long nap", 0.3)
+    ray.kill(worker)
+
+
+def test_more_slots_than_the_running_ray_has_are_refused_with_both_numbers(local_ray, monkeypatch):
+    monkeypatch.setattr(ray, "init", lambda **kwargs: None)  # joined already
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(UsageError, match=r"9 slime_slot units asked / 3 available on the running Ray; .*slime_slot"):
+        placement.connect_ray(cluster_args(actor_num_gpus_per_node=7))
+
+
+def test_separate_engines_sit_behind_the_trainers_and_colocated_ones_with_them(local_ray):
+    separate = placement.create_placement(cluster_args())
+    assert set(separate.trainer_bundles) | set(separate.engine_bundles) == {0, 1, 2}
+    assert len(separate.trainer_bundles) == 1 and len(separate.engine_bundles) == 2
+    placement.remove_placement(separate)
+    shared = placement.create_placement(cluster_args(colocate=True))
+    assert shared.trainer_bundles[0] == shared.engine_bundles[0] and len(shared.engine_bundles) == 2
+    bundle = shared.engine_bundles[0]
+    trainer, engine = (
+        start_worker(scheduling_strategy=in_bundle(shared.group, bundle), **slots)
+        for slots in (
+            {"resources": slot_options("cpu", placement.TRAINER_SHARE)["resources"]},
+            {"resources": slot_options("cpu", placement.ENGINE_SHARE)["resources"]},
+        )
+    )
+    assert get([trainer.value.remote(), engine.value.remote()], "a trainer and an engine in one slot", 60) == [7, 7]
+    placement.remove_placement(shared)
+
+
+@pytest.mark.parametrize(
+    ("changes", "total", "offset"),
+    [
+        ({"debug_train_only": True, "actor_num_gpus_per_node": 4}, 4, 0),
+        ({"actor_num_gpus_per_node": 4}, 6, 4),
+        ({"actor_num_gpus_per_node": 4, "colocate": True}, 4, 0),
+        ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 16, "colocate": True}, 16, 0),
+    ],
+)
+def test_the_layout_counts_slots_as_the_flags_say(changes, total, offset):
+    layout = placement.slot_layout(cluster_args(**changes))
+    assert (layout.total, layout.engine_offset) == (total, offset)
+
+
+def test_node_addresses_sort_as_numbers():
+    addresses = ["10.0.0.10", "node-b", "10.0.0.9"]
+    assert sorted(addresses, key=placement.address_key) == ["10.0.0.9", "10.0.0.10", "node-b"]
+
+
+def test_actors_import_what_the_driver_imports(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path) in actor_env()["PYTHONPATH"].split(":")
