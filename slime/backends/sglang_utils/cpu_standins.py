@@ -6,8 +6,9 @@ package that is installed is left alone, and on a machine with CUDA nothing at a
 `sglang.srt` calls it first: the server and its spawned children (`launch_server`), the weight sender
 (`weight_transfer`) and the flag registration (`arguments`).
 
-`install_deterministic()` adds what seeded, batch-independent sampling needs on CPU: SGLang honours `sampling_seed` only
-with `--enable-deterministic-inference`, and that refuses the CPU attention backend and hashes with a triton kernel.
+`install_deterministic()` adds what seeded, batch-independent sampling needs on CPU: SGLang honours `sampling_seed`
+only with `--enable-deterministic-inference`, and that refuses the CPU attention backend and hashes with a triton
+kernel.
 
 It does not know about servers, flags, Ray or Megatron (whose CPU shim may be installed before or after it in the same
 process).
@@ -73,9 +74,12 @@ def install_deterministic() -> None:
         server_args.add_deterministic_attention_backend_choices([CPU_ATTENTION_BACKEND])
         server_args.add_radix_supported_deterministic_attention_backend_choices([CPU_ATTENTION_BACKEND])
     # Its triton kernels fix the reduction order of CUDA matmuls; torch's CPU kernels give equal tokens without help.
-    importlib.import_module("sglang.srt.batch_invariant_ops").enable_batch_invariant_mode = _do_nothing
-    importlib.import_module("sglang.kernels.ops.sampling.murmur_hash").murmur_hash32 = murmur_hash32
-    importlib.import_module("sglang.srt.layers.sampler").murmur_hash32 = murmur_hash32
+    for module, name, replacement in (
+        ("sglang.srt.batch_invariant_ops", "enable_batch_invariant_mode", _do_nothing),
+        ("sglang.kernels.ops.sampling.murmur_hash", "murmur_hash32", murmur_hash32),
+        ("sglang.srt.layers.sampler", "murmur_hash32", murmur_hash32),
+    ):
+        setattr(importlib.import_module(module), name, replacement)
 
 
 def murmur_hash32(seed: Any, positions: Any, col_indices: Any) -> Any:

@@ -1,0 +1,218 @@
+"""Child processes that never outlive this one: the one registry of what a run started.
+
+`registry()` belongs to the calling process. What it starts ends when it is told to, at exit, on SIGTERM or SIGINT,
+and, because the kernel is asked to (PR_SET_PDEATHSIG), even when this process is killed outright. Only what was
+started here is ever ended, by its process id. It knows nothing about servers; multiprocessing and Ray processes are
+not its business.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+# Runs as `python -c`, asks the kernel for SIGKILL when its parent ends, and becomes the command. Popen's preexec_fn
+# would do it in a fork of a process with many threads (Ray's, gRPC's), which can deadlock.
+_BECOME = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]): sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+class ProcessRegistry:
+    """Starts child processes and ends them with everything they started."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._running: dict[int, tuple[subprocess.Popen[bytes], str]] = {}
+        self._spawner = _Spawner()
+
+    def start(
+        self, cmd: list[str], *, name: str, log_path: str | Path, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command in a session of its own, its output going to the end of `log_path`.
+
+        Args:
+            cmd: program and arguments.
+            name: for messages.
+            log_path: file for stdout and stderr; its directory is made.
+            env: the whole environment of the child; None passes on this process's.
+        """
+        log_path = Path(log_path)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        wrapped = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *cmd]
+        with log_path.open("ab") as log:
+
+            def spawn() -> subprocess.Popen[bytes]:
+                return subprocess.Popen(
+                    wrapped,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                )
+
+            process = self._spawner.call(spawn)
+        with self._lock:
+            self._running[process.pid] = (process, name)
+        logger.info("started %s (process %d), log in %s", name, process.pid, log_path)
+        return process
+
+    def end(self, process: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> None:
+        """End a started process and all its descendants: SIGTERM, then SIGKILL for what is left after `grace_s`."""
+        self._end([process], grace_s)
+
+    def end_all(self, *, grace_s: float = 5.0) -> None:
+        """End everything that was started here and still runs."""
+        with self._lock:
+            self._end([process for process, _ in self._running.values()], grace_s)
+
+    def running(self) -> list[str]:
+        """Names of the started processes that still run."""
+        with self._lock:
+            return [name for process, name in self._running.values() if process.poll() is None]
+
+    def _end(self, processes: list[subprocess.Popen[bytes]], grace_s: float) -> None:
+        members = {member.pid: member for process in processes for member in _tree(process.pid)}
+        for member in members.values():
+            _send(member, signal.SIGTERM)
+        end = time.monotonic() + grace_s
+        while any(_is_alive(member) for member in members.values()) and time.monotonic() < end:
+            time.sleep(0.02)
+        for process in processes:  # what was started meanwhile is in the session that the process leads
+            members |= {member.pid: member for member in _tree(process.pid)}
+        for member in members.values():
+            if _is_alive(member):
+                _send(member, signal.SIGKILL)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+            with self._lock:
+                self._running.pop(process.pid, None)
+
+
+class _Spawner:
+    """One thread that starts every child: the kernel's parent-death signal fires when the *thread* that forked ends.
+
+    A daemon thread, so it lives until the process is gone.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def call(self, job: Callable[[], Any]) -> Any:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="process-spawner", daemon=True)
+                self._thread.start()
+        result: Future[Any] = Future()
+        self._jobs.put((job, result))
+        return result.result()
+
+    def _run(self) -> None:
+        while True:
+            job, result = self._jobs.get()
+            try:
+                result.set_result(job())
+            except BaseException as error:  # handed to the caller, who waits for it
+                result.set_exception(error)
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    """A process and its descendants, and what was orphaned in the session it leads."""
+    members: dict[int, psutil.Process] = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        members = {member.pid: member for member in [root, *root.children(recursive=True)]}
+    for other in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if other.pid not in members and os.getsid(other.pid) == pid:
+                members[other.pid] = other
+    return list(members.values())
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _Owner:
+    """Holds the registry of this process; a forked child gets one of its own."""
+
+    registry: ProcessRegistry | None = None
+    pid = 0
+
+
+def registry() -> ProcessRegistry:
+    """The registry of this process; the first call installs the clean-up at exit, on SIGTERM and on SIGINT."""
+    if _Owner.registry is None or _Owner.pid != os.getpid():
+        _Owner.registry, _Owner.pid = ProcessRegistry(), os.getpid()
+        atexit.register(_end_all_of, os.getpid())
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                _end_all_on(number)
+    return _Owner.registry
+
+
+def _end_all_of(pid: int) -> None:
+    if _Owner.registry is not None and _Owner.pid == pid == os.getpid():
+        _Owner.registry.end_all()
+
+
+def _end_all_on(number: signal.Signals) -> None:
+    """Put the clean-up before whatever this process did on the signal so far."""
+    previous = signal.getsignal(number)
+    if previous is None:  # installed by native code, which Python cannot call
+        return
+
+    def handle(received: int, frame: FrameType | None) -> None:
+        _end_all_of(os.getpid())
+        if callable(previous):
+            previous(received, frame)
+        elif previous == signal.SIG_DFL:
+            signal.signal(received, signal.SIG_DFL)
+            os.kill(os.getpid(), received)
+
+    signal.signal(number, handle)
+
+
+def log_tail(path: str | Path, lines: int = 40) -> str:
+    """The last lines of a log file, for an error message; a sentence when it is missing or empty."""
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 400 * lines))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return f"({path} does not exist)"
+    kept = text.splitlines()[-lines:]
+    return "\n".join(kept) if kept else f"({path} is empty)"

@@ -1,0 +1,48 @@
+"""Waiting returns what was found, names what it waited for, and stops early when looking on is pointless."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from slime.utils.wait import WaitTimeout, wait, wait_async
+
+
+def test_it_returns_the_first_value_that_is_neither_none_nor_false() -> None:
+    answers = iter([None, False, 0])
+    assert wait("a number", 5, lambda: next(answers), interval_s=0.001) == 0
+
+
+def test_the_error_names_what_was_waited_for_and_how_long() -> None:
+    start = time.monotonic()
+    with pytest.raises(WaitTimeout, match=r"waited 0\.05 s for the kettle"):
+        wait("the kettle", 0.05, lambda: None, interval_s=10)
+    assert time.monotonic() - start < 1  # the pause is cut to what is left, not the whole interval
+
+
+def test_it_polls_once_even_without_any_time() -> None:
+    assert wait("something at hand", 0, lambda: "here") == "here"
+
+
+def test_a_failed_check_ends_the_wait_at_once() -> None:
+    def check() -> None:
+        raise RuntimeError("the process died")
+
+    with pytest.raises(RuntimeError, match="the process died"):
+        wait("an answer", 60, lambda: None, check=check)
+
+
+def test_the_async_twin_does_the_same() -> None:
+    answers = iter([None, "found"])
+
+    async def poll() -> str | None:
+        return next(answers)
+
+    async def never() -> None:
+        return None
+
+    assert asyncio.run(wait_async("a word", 5, poll, interval_s=0.001)) == "found"
+    with pytest.raises(WaitTimeout, match="waited 0.01 s for nothing"):
+        asyncio.run(wait_async("nothing", 0.01, never, interval_s=0.001))
