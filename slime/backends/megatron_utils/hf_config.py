@@ -56,7 +56,7 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = hf_config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise UsageError(
-            f"model_type {model_type!r} of the HF config is not supported; there are {', '.join(SUPPORTED_MODEL_TYPES)}."
+            f"model_type {model_type!r} of the HF config is not supported; only {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
     if problems := _unsupported_features(hf_config):
         raise UsageError(problems)

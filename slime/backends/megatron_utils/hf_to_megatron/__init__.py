@@ -1,0 +1,54 @@
+"""Load an HF checkpoint into a Megatron model, each rank its own share, with no full HF model in memory.
+
+The tables are those of megatron_to_hf. Optimizers hold their own fp32 copies: whoever has one must refresh it
+afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
+from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+from slime.backends.megatron_utils.megatron_to_hf import family_of_args
+from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape, strip_wrappers
+from slime.utils.errors import UsageError
+
+__all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]
+
+
+@torch.no_grad()
+def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
+    """Copy the HF checkpoint at `path` into the parameters of `model`.
+
+    Args:
+        args: derived flags; the family comes from --model-name or --hf-checkpoint.
+        model: this rank's modules, wrapped or bare.
+
+    Raises:
+        UsageError: when a tensor is missing or has another shape than the flags say.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    world_size = parallel_state.get_tensor_model_parallel_world_size()
+    family, shape, reader = family_of_args(args), TensorShape.of(args), SafetensorsReader(path)
+    for module in model:
+        for name, param in module.named_parameters():
+            rule, hf_names = family.find(name)
+            try:
+                full = rule.layout.to_megatron([reader.get(hf_name) for hf_name in hf_names], shape)
+            except RuntimeError as error:
+                raise UsageError(f"{path}: {', '.join(hf_names)} do not fit the model flags ({error}).") from error
+            if world_size > 1 and getattr(param, "tensor_model_parallel", False):
+                full = rule.layout.split(full, world_size, param.partition_dim)[rank]
+            if full.shape != param.shape:
+                raise UsageError(
+                    f"{path}: {', '.join(hf_names)} make a {strip_wrappers(name)} of shape {tuple(full.shape)}, "
+                    f"the flags describe {tuple(param.shape)}."
+                )
+            param.copy_(full)

@@ -1,0 +1,86 @@
+"""Bring one trainer process up: device, patches, process group, Megatron's parallel state, seeds.
+
+It builds no model and knows nothing about Ray: whoever starts the process says its rank and where rank 0 listens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils import megatron_patch
+from slime.utils import accelerator
+
+
+def init(
+    args: argparse.Namespace,
+    *,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    local_rank: int = 0,
+) -> None:
+    """Initialise this process as `rank` of `world_size` trainers; every rank calls it, and it waits for the others.
+
+    Args:
+        args: parsed flags (accelerator, parallel sizes, seed, distributed_timeout_minutes, deterministic_mode).
+        rank: global rank; rank 0 listens on master_addr:master_port.
+        local_rank: index of this process's GPU among those it can see.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
+    # Sequence parallelism counts on kernels being queued in one order (Megatron asserts this on CUDA).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    accelerator.activate(args.accelerator)
+    accelerator.set_device(local_rank)
+    megatron_patch.apply(accelerator.kind())
+    if args.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        accelerator.process_group_backend("nccl"),
+        init_method=f"tcp://{master_addr}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )
+    initialize_model_parallel(args)
+    set_seeds(args.seed)
+
+
+def initialize_model_parallel(args: argparse.Namespace) -> None:
+    """Make Megatron's process groups for the parallel sizes of `args` (collective over the whole world)."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        # Gathering optimizer state for a checkpoint goes over the CPU on every device.
+        create_gloo_process_groups=True,
+    )
+
+
+def set_seeds(seed: int) -> None:
+    """Seed Python, numpy, torch and Megatron's per-region random states; the same seed on every data-parallel rank."""
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def shutdown() -> None:
+    """Leave Megatron's groups and the world, if this process is in one."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

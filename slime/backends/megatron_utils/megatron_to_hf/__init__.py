@@ -1,0 +1,52 @@
+"""Rename and re-lay Megatron parameters as HF tensors (full tensors; see rules.py for the tables).
+
+It gathers nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.megatron_to_hf.rules import Family, TensorShape, family_of
+
+__all__ = ["convert_to_hf", "family_of_args", "remove_padding"]
+
+
+def family_of_args(args: argparse.Namespace) -> Family:
+    """Return the rule table for `--model-name`, or for the model_type of --hf-checkpoint's config."""
+    if args.model_name:
+        return family_of(args.model_name)
+    config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
+    return family_of(config["model_type"])
+
+
+def convert_to_hf(
+    args: argparse.Namespace, model_name: str, name: str, param: torch.Tensor, quantization_config: Any = None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the HF (name, tensor) pairs that a full Megatron parameter holds; tensors may be views of `param`.
+
+    Args:
+        args: derived flags.
+        model_name: the family, e.g. "qwen3".
+        name: global Megatron name, "module." prefixes allowed.
+        param: gathered over tensor-parallel ranks, padding vocabulary included or not.
+        quantization_config: must be None: quantised export is not supported yet.
+
+    Raises:
+        KeyError: when the family has no such parameter.
+    """
+    if quantization_config is not None:
+        raise ValueError("quantised export is not supported yet; use an HF checkpoint without quantization_config.")
+    rule, hf_names = family_of(model_name).find(name)
+    return list(zip(hf_names, rule.layout.to_hf(param, TensorShape.of(args)), strict=True))
+
+
+def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Drop the padding rows of the embedding and the output layer; other parameters pass unchanged."""
+    is_vocab = any(part in name for part in ("embedding.word_embeddings.weight", "output_layer.weight"))
+    return param[:vocab_size] if is_vocab else param

@@ -1,0 +1,232 @@
+"""One table per model family: which HF tensors a Megatron parameter is made of, and in which layout.
+
+The tables are read in both directions (export and weight sync; loading), so that they cannot disagree. Everything
+works on full tensors; how a full tensor is cut over tensor-parallel ranks is part of the layout, because a gated
+MLP's two halves are cut one by one. Nothing here knows about process groups, files or dtypes.
+
+Example: in a Qwen3 model with 2 query groups, "decoder.layers.3.self_attention.linear_qkv.weight" holds the rows [q
+of group 0, k of group 0, v of group 0, q of group 1, ...] and becomes
+"model.layers.3.self_attn.{q,k,v}_proj.weight".
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
+from slime.utils.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """The numbers of a model that layouts need."""
+
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    padded_vocab_size: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> TensorShape:
+        """Read them from derived flags."""
+        return cls(
+            num_attention_heads=args.num_attention_heads,
+            num_query_groups=args.num_query_groups,
+            kv_channels=args.kv_channels,
+            vocab_size=args.vocab_size,
+            padded_vocab_size=args.padded_vocab_size,
+        )
+
+
+class Layout(Protocol):
+    """How the HF tensors of one rule lie in one Megatron parameter; `to_hf` undoes `to_megatron` exactly."""
+
+    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
+        """Full Megatron parameter -> HF tensors (may be views of it)."""
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
+        """HF tensors -> full Megatron parameter."""
+
+    def split(self, param: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
+        """Full parameter -> the shares of the tensor-parallel ranks."""
+
+    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """Shares of the tensor-parallel ranks -> full parameter."""
+
+
+class Same:
+    """One HF tensor, unchanged; cut in equal chunks."""
+
+    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
+        """[...] -> [[...]]."""
+        return [param]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
+        """[[...]] -> [...]."""
+        (tensor,) = tensors
+        return tensor
+
+    def split(self, param: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
+        """Equal chunks along `dim`."""
+        return list(param.chunk(num_parts, dim))
+
+    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """Concatenate along `dim`."""
+        return torch.cat(list(parts), dim)
+
+
+class Vocab(Same):
+    """Rows of the vocabulary, followed in Megatron by padding rows (zeros when loaded, dropped on export)."""
+
+    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
+        """[padded V, H] -> [[V, H]]."""
+        return [param[: shape.vocab_size]]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
+        """[[V, H]] -> [padded V, H]."""
+        (tensor,) = tensors
+        padding = tensor.new_zeros(shape.padded_vocab_size - tensor.shape[0], *tensor.shape[1:])
+        return torch.cat([tensor, padding])
+
+
+class Qkv(Same):
+    """q, k and v of each query group after one another; weights [rows, H] and biases [rows] alike."""
+
+    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
+        """[(heads + 2 groups) * channels, ...] -> [q, k, v]."""
+        rows = self._rows(shape)
+        grouped = param.unflatten(0, (shape.num_query_groups, sum(rows)))
+        return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
+        """[q, k, v] -> [(heads + 2 groups) * channels, ...]."""
+        rows = self._rows(shape)
+        grouped = [t.unflatten(0, (shape.num_query_groups, n)) for t, n in zip(tensors, rows, strict=True)]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    @staticmethod
+    def _rows(shape: TensorShape) -> list[int]:
+        """Rows of q, k and v in one query group."""
+        heads_per_group = shape.num_attention_heads // shape.num_query_groups
+        return [heads_per_group * shape.kv_channels, shape.kv_channels, shape.kv_channels]
+
+
+class GateUp(Same):
+    """The gate rows, then the up rows; each half is cut by itself, so that a rank has matching rows of both."""
+
+    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
+        """[2 F, H] -> [gate [F, H], up [F, H]]."""
+        return list(param.chunk(2, 0))
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
+        """[gate, up] -> [2 F, H]."""
+        return torch.cat(list(tensors))
+
+    def split(self, param: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
+        """Each rank's [gate share, up share]."""
+        halves = [half.chunk(num_parts, dim) for half in param.chunk(2, dim)]
+        return [torch.cat(pair, dim) for pair in zip(*halves, strict=True)]
+
+    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """All gate shares, then all up shares."""
+        halves = zip(*(part.chunk(2, dim) for part in parts), strict=True)
+        return torch.cat([share for half in halves for share in half], dim)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter of each layer (or of the model) and the HF tensors that it holds."""
+
+    megatron: str
+    """Name below the model; "{i}" stands for the layer."""
+    hf: tuple[str, ...]
+    layout: Layout = Same()
+
+
+def _layer(megatron: str, *hf: str, layout: Layout | None = None) -> Rule:
+    return Rule(f"decoder.layers.{{i}}.{megatron}", tuple(f"model.layers.{{i}}.{n}" for n in hf), layout or Same())
+
+
+_DENSE = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocab()),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    Rule("output_layer.weight", ("lm_head.weight",), Vocab()),  # absent in both when embeddings are tied
+    _layer("input_layernorm.weight", "input_layernorm.weight"),
+    _layer(
+        "self_attention.linear_qkv.weight",
+        *(f"self_attn.{n}_proj.weight" for n in "qkv"),
+        layout=Qkv(),
+    ),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    _layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", layout=GateUp()),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+)
+_QKV_BIAS = (_layer("self_attention.linear_qkv.bias", *(f"self_attn.{n}_proj.bias" for n in "qkv"), layout=Qkv()),)
+_QK_NORM = tuple(_layer(f"self_attention.{n}_layernorm.weight", f"self_attn.{n}_norm.weight") for n in "qk")
+
+
+@dataclass(frozen=True)
+class Family:
+    """The rule table of one HF model_type."""
+
+    model_type: str
+    rules: tuple[Rule, ...]
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], Rule]]:
+        return [(re.compile(re.escape(r.megatron).replace(r"\{i\}", r"(\d+)")), r) for r in self.rules]
+
+    def find(self, name: str) -> tuple[Rule, tuple[str, ...]]:
+        """Return (rule, HF names) of a Megatron parameter.
+
+        Args:
+            name: global name, with or without the "module." of wrappers before it.
+
+        Raises:
+            KeyError: when no rule of this family has that name.
+        """
+        bare = strip_wrappers(name)
+        for pattern, rule in self._patterns:
+            if match := pattern.fullmatch(bare):
+                layer = match.group(1) if pattern.groups else ""
+                return rule, tuple(hf.replace("{i}", layer) for hf in rule.hf)
+        raise KeyError(f"no rule of the family {self.model_type} names the Megatron parameter {bare}.")
+
+
+FAMILIES = {
+    "llama": Family("llama", _DENSE),
+    "qwen2": Family("qwen2", _DENSE + _QKV_BIAS),
+    "qwen3": Family("qwen3", _DENSE + _QK_NORM),
+}
+
+
+def strip_wrappers(name: str) -> str:
+    """Drop the "module." prefixes that Megatron's wrappers put before a parameter's name."""
+    return re.sub(r"^(module\.)+", "", name)
+
+
+def family_of(model_name: str) -> Family:
+    """Return the family of a model_type ("qwen3") or of a longer name of it ("qwen3config", "Qwen3-0.6B").
+
+    Raises:
+        UsageError: when no table fits, naming those that exist.
+    """
+    plain = re.sub(r"[^a-z0-9.]", "", model_name.lower())
+    if "qwen2.5" in plain:
+        plain = plain.replace("qwen2.5", "qwen2")
+    is_variant = re.search(r"moe|next|vl|qwen3\.?5|llama4|a\d+b", plain)
+    found = [family for name, family in FAMILIES.items() if name in plain]
+    if is_variant or len(found) != 1:
+        raise UsageError(
+            f"no weight rules for {model_name!r}; there are rules for {', '.join(SUPPORTED_MODEL_TYPES)}."
+        )
+    return found[0]

@@ -1,0 +1,122 @@
+"""Build the Megatron GPT that the flags describe.
+
+It makes the bare module of this rank's tensor-parallel share, with random weights; wrapping it for 16 bit, data
+parallelism and the optimizer is the business of model/setup. It knows nothing about checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.config_flags import config_kwargs
+from slime.backends.megatron_utils.model.spec import block_spec
+from slime.utils.misc import load_function
+
+
+def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+    """Return Megatron's config of the model that `args` describes."""
+    on_cpu = args.accelerator == "cpu"
+    kwargs = config_kwargs(TransformerConfig, args) | {
+        "gated_linear_unit": args.swiglu,
+        "activation_func": F.silu if args.swiglu else F.gelu,
+        "attention_backend": AttnBackend[args.attention_backend],
+        "pipeline_dtype": args.params_dtype,
+        "use_cpu_initialization": on_cpu,
+        # Kernels of TransformerEngine and Apex, which we do without.
+        "transformer_impl": "local",
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        # Its default asserts MoE settings even of dense models when sequence lengths vary.
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    return TransformerConfig(**kwargs)
+
+
+def get_model_provider_func(args: argparse.Namespace) -> Callable[..., Any]:
+    """Return fn(pre_process=True, post_process=True, vp_stage=None) -> model of this rank.
+
+    The model maps (input_ids [1, T], position_ids, attention_mask=None, packed_seq_params=...) to logits
+    [1, T, V / tp];
+    the columns of padding vocabulary hold -1e9. `--custom-model-provider-path` replaces it.
+    """
+    if args.custom_model_provider_path:
+        return load_function(args.custom_model_provider_path)
+
+    def provide(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+        return build_gpt(args, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+
+    return provide
+
+
+def build_gpt(
+    args: argparse.Namespace, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> GPTModel:
+    """Return the GPT of the flags, with the embedding and the output layer where asked for."""
+    config = transformer_config(args)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        vp_stage=vp_stage,
+    )
+    if args.use_rope_scaling:
+        _scale_rope(model.rotary_pos_emb, args)
+    if post_process and args.vocab_size < args.padded_vocab_size:
+        mask_padded_vocab(model.output_layer, args.vocab_size)
+    return model
+
+
+def _scale_rope(rotary: Any, args: argparse.Namespace) -> None:
+    """Scale the frequencies as Llama 3.1 does; GPTModel itself takes the factor alone, models differ in all four."""
+    rotary.inv_freq = rotary._apply_scaling(
+        rotary.inv_freq,
+        factor=args.rope_scaling_factor,
+        low_freq_factor=args.rope_scaling_low_freq_factor,
+        high_freq_factor=args.rope_scaling_high_freq_factor,
+        original_max_position_embeddings=args.rope_scaling_original_max_position_embeddings,
+    )
+
+
+def mask_padded_vocab(output_layer: torch.nn.Module, vocab_size: int) -> None:
+    """Let the logits of padding vocabulary be -1e9: no probability, no gradient, and still finite in an entropy.
+
+    The padding rows exist so that the vocabulary divides by TP; the engine does not have them, and with them in the
+    softmax the trainer's log-probs would differ from the engine's.
+    """
+    from megatron.core import parallel_state
+
+    def mask(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = output
+        first_padding = max(vocab_size - parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1], 0)
+        if first_padding < logits.shape[-1]:
+            logits[..., first_padding:] = -1e9 if logits.dtype != torch.float16 else -6e4
+        return logits, bias
+
+    output_layer.register_forward_hook(mask)
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the bare model inside Megatron's wrappers (data parallel, 16 bit)."""
+    while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
+        module = module.module
+    return module
