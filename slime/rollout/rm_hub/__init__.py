@@ -1,0 +1,136 @@
+"""Rewards: which function scores a sample, by hook path or by name.
+
+The table `RM_TYPES` is the whole list of built-in names. It does not know groups or normalisation
+(`slime.rollout.rewards`) nor when a sample is scored (`slime.rollout.sglang_rollout`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
+from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
+from slime.rollout.rm_hub.remote import remote_rm
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+__all__ = [
+    "RM_TYPES",
+    "async_rm",
+    "batched_async_rm",
+    "compute_gpqa_reward",
+    "compute_score_dapo",
+    "extract_boxed_answer",
+    "f1_score",
+    "get_deepscaler_rule_based_reward",
+    "grade_answer_verl",
+    "remote_rm",
+    "rm_needs_label",
+]
+
+Reward = float | dict[str, Any]
+Grader = Callable[[Namespace, str, Sample], Awaitable[Reward]]
+BOXED_PREFIX = "boxed_"
+
+
+async def _math(args: Namespace, response: str, sample: Sample) -> Reward:
+    # In a thread: sympy may take its two seconds, and the event loop feeds the engines meanwhile.
+    return int(await asyncio.to_thread(grade_answer_verl, response, sample.label))
+
+
+async def _deepscaler(args: Namespace, response: str, sample: Sample) -> Reward:
+    return await asyncio.to_thread(get_deepscaler_rule_based_reward, response, sample.label)
+
+
+async def _dapo(args: Namespace, response: str, sample: Sample) -> Reward:
+    return compute_score_dapo(response, sample.label)
+
+
+async def _f1(args: Namespace, response: str, sample: Sample) -> Reward:
+    return f1_score(response, sample.label)[0]
+
+
+async def _gpqa(args: Namespace, response: str, sample: Sample) -> Reward:
+    return compute_gpqa_reward(response, sample.label, sample.metadata)
+
+
+async def _random(args: Namespace, response: str, sample: Sample) -> Reward:
+    return random.randint(0, 1)
+
+
+async def _remote(args: Namespace, response: str, sample: Sample) -> Reward:
+    return await remote_rm(args, sample)
+
+
+def _on_boxed_answer(grade: Grader) -> Grader:
+    """Grade the content of the response's last box ("" without one) in place of the response."""
+
+    async def graded(args: Namespace, response: str, sample: Sample) -> Reward:
+        return await grade(args, extract_boxed_answer(response) or "", sample)
+
+    return graded
+
+
+_PLAIN: dict[str, Grader] = {
+    "remote_rm": _remote,
+    "math": _math,
+    "deepscaler": _deepscaler,
+    "dapo": _dapo,
+    "f1": _f1,
+    "gpqa": _gpqa,
+    "random": _random,
+}
+# math and deepscaler look for the box themselves: unboxing first would leave them nothing to find.
+_BOXED: dict[str, Grader] = {"math": _math, "deepscaler": _deepscaler} | {
+    name: _on_boxed_answer(_PLAIN[name]) for name in ("dapo", "f1", "gpqa")
+}
+RM_TYPES: dict[str, Grader] = _PLAIN | {BOXED_PREFIX + name: grade for name, grade in _BOXED.items()}
+_NEED_LABEL = frozenset({"math", "deepscaler", "dapo", "f1"})
+
+
+def rm_needs_label(rm_type: str | None) -> bool:
+    """Whether samples without a label cannot be scored by this reward (gpqa may find its answer in the metadata)."""
+    return (rm_type or "").strip().removeprefix(BOXED_PREFIX) in _NEED_LABEL
+
+
+async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
+    """Score one sample: by its own hook, else by `--custom-rm-path`, else by the name in its metadata or `--rm-type`.
+
+    Raises:
+        NotImplementedError: no reward is named, or the name is not built in.
+    """
+    path = sample.custom_rm_path or args.custom_rm_path
+    if path is not None:
+        return await _call(load_function(path), args, sample, **kwargs)
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    rm_type = (metadata.get("rm_type") or args.rm_type or "").strip()
+    if not rm_type:
+        raise NotImplementedError(
+            "Rule-based RM type is not specified. Give --rm-type, --custom-rm-path, or rm_type in the metadata."
+        )
+    if rm_type not in RM_TYPES:
+        raise NotImplementedError(
+            f"Rule-based RM for {rm_type} is not implemented. Built in are: {', '.join(sorted(RM_TYPES))}."
+        )
+    return await RM_TYPES[rm_type](args, sample.response, sample)
+
+
+async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
+    """Score several samples: one call of `--custom-rm-path` with the list when given, else each by `async_rm`."""
+    if args.custom_rm_path is not None:
+        return list(await _call(load_function(args.custom_rm_path), args, samples, **kwargs))
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+
+async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a user's reward function, which may be a coroutine function or a plain one."""
+    result = function(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result

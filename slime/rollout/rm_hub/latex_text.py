@@ -1,0 +1,155 @@
+"""Normal forms of a maths answer, as strings: one that stays LaTeX, one that a computer algebra system can read.
+
+Pure string work; it knows neither rewards nor sympy.
+"""
+
+from __future__ import annotations
+
+import re
+
+UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|dollar|cent|unit"
+UNIT_PATTERN = re.compile(rf"(?<![a-z\\])(?:{UNITS})(?:es|s)? *(?:\^ *\d+)?(?![a-z])")
+LARGE_NUMBERS = {"trillion": 12, "billion": 9, "million": 6}
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
+PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+SYMBOLS = {
+    r"\cdot": "*",
+    r"\times": "*",
+    r"\div": "/",
+    r"\pi": "pi",
+    r"\infty": "oo",
+    r"\cup": "U",
+    "×": "*",
+    "·": "*",
+    "−": "-",
+    "π": "pi",
+    "∞": "oo",
+    "√": "sqrt",
+}
+DECORATION = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\$", "$", r"^{\circ}", r"^\circ", r"\%", "%")
+
+
+def normalize_latex(answer: str) -> str:
+    """The LaTeX normal form: two answers that differ only in how they are written become equal strings.
+
+    Example:
+        >>> normalize_latex("0.5"), normalize_latex(r"\\dfrac12"), normalize_latex("x = 5")
+        ('\\\\frac{1}{2}', '\\\\frac{1}{2}', '5')
+    """
+    text = answer.strip()
+    if wrapped := re.fullmatch(r"\\text\{(.+?)\}", text):
+        text = wrapped.group(1).strip()
+    text = text.replace("\n", "").replace("\\\\", "\\")
+    text = re.sub(r"\\[td]frac", r"\\frac", text)
+    text = _remove_all(text, DECORATION)
+    text = text.split(r"\text{ ", 1)[0]  # a unit set as text after the number
+    text = re.sub(r"(^|[ {])\.(?=\d)", r"\g<1>0.", text)
+    left, equals, right = text.partition("=")
+    if equals and "=" not in right and len(left.strip()) <= 2:
+        text = right
+    text = re.sub(r"\\sqrt\s*([^{\s\[])", r"\\sqrt{\1}", text).replace(" ", "")
+    text = _brace_fractions(text)
+    if text == "0.5":
+        return r"\frac{1}{2}"
+    return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", text)
+
+
+def to_expression(answer: str) -> str:
+    """The algebra form: lower-case plain text with `+ - * / ^ ( )`, without units, thousands separators and markup.
+
+    A fraction of two plain numbers stays `a/b`; larger parts are put in parentheses.
+
+    Example:
+        >>> to_expression(r"2\\sqrt{2}"), to_expression("1,000 cm"), to_expression(r"\\frac{x+1}{2}")
+        ('2sqrt(2)', '1000', '(x+1)/2')
+    """
+    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{(.*?)\}", r"\1", answer.strip())
+    text = re.sub(r"\\[td]frac", r"\\frac", _remove_all(text, DECORATION))
+    text = text.replace(" or ", " , ").replace(" and ", " , ")
+    for word, exponent in LARGE_NUMBERS.items():
+        text = re.sub(rf"\s*\b{word}\b", f"*10^{exponent}", text)
+    text = UNIT_PATTERN.sub("", text)
+    text = re.sub(r"^[a-zA-Z]\s*=\s*", "", text.strip())
+    for symbol, plain in SYMBOLS.items():
+        text = text.replace(symbol, plain)
+    text = _plain_roots(_plain_fractions(_brace_fractions(text)))
+    text = re.sub(r"(\d) +(\d+/\d+)", r"\1+\2", text)  # a mixed number
+    text = text.replace(" ", "").replace("{", "(").replace("}", ")").lower()
+    text = THOUSANDS.sub("", text)
+    if re.fullmatch(r"-?\d+\.0*", text):
+        text = text.split(".")[0]
+    return text[1:-1] if re.fullmatch(r"\((-?\d+)\)", text) else text
+
+
+def split_tuple(expression: str) -> tuple[str, list[str], str]:
+    """Opening bracket, elements, closing bracket; no brackets and one element when it is no tuple or interval.
+
+    Example:
+        >>> split_tuple("(1,f(2,3)]")
+        ('(', ['1', 'f(2,3)'], ']')
+    """
+    if len(expression) < 3 or expression[0] not in "([" or expression[-1] not in ")]":
+        return "", [expression], ""
+    parts, depth, start = [], 0, 1
+    for i, character in enumerate(expression[1:-1], start=1):
+        depth += (character in "([") - (character in ")]")
+        if depth < 0:
+            return "", [expression], ""  # (1,2)(3,4): the outer brackets are no pair
+        if character == "," and depth == 0:
+            parts.append(expression[start:i])
+            start = i + 1
+    if not parts:
+        return "", [expression], ""
+    return expression[0], [*parts, expression[start:-1]], expression[-1]
+
+
+def _remove_all(text: str, pieces: tuple[str, ...]) -> str:
+    for piece in pieces:
+        text = text.replace(piece, "")
+    return text
+
+
+def _brace_fractions(text: str) -> str:
+    r"""`\frac12` and `\frac1{23}` to `\frac{1}{2}` and `\frac{1}{23}`."""
+    text = re.sub(r"\\frac\s*([^{\s\\])", r"\\frac{\1}", text)
+    return re.sub(r"(\\frac\{[^{}]*\})\s*([^{\s\\])", r"\1{\2}", text)
+
+
+def _braced(text: str, start: int) -> tuple[str, int] | None:
+    """The content of the brace pair that opens at `start` and the index after it."""
+    if start >= len(text) or text[start] != "{":
+        return None
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[start + 1 : i], i + 1
+    return None
+
+
+def _part(content: str) -> str:
+    inner = _plain_fractions(content).strip()
+    return inner if PLAIN_NUMBER.fullmatch(inner) or len(inner) == 1 else f"({inner})"
+
+
+def _plain_fractions(text: str) -> str:
+    position = text.find(r"\frac{")
+    if position < 0:
+        return text
+    numerator = _braced(text, position + len(r"\frac"))
+    denominator = _braced(text, numerator[1]) if numerator else None
+    if numerator is None or denominator is None:
+        return text
+    before, after = text[:position], text[denominator[1] :]
+    fraction = f"{_part(numerator[0])}/{_part(denominator[0])}"
+    if before.strip() and before.rstrip()[-1].isdigit():
+        fraction = f" {fraction}"  # a mixed number, as in 1\frac{1}{2}
+    elif after.strip() and after.strip()[0] not in "+-=,)]}":
+        fraction = f"({fraction})"
+    return before + fraction + _plain_fractions(after)
+
+
+def _plain_roots(text: str) -> str:
+    text = re.sub(r"\\sqrt\s*\[(\d+)\]\s*\{([^{}]*)\}", r"((\2)^(1/\1))", text)
+    text = re.sub(r"\\sqrt\s*([^{\s\[])", r"sqrt(\1)", text)
+    return text.replace(r"\sqrt", "sqrt")

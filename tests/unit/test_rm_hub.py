@@ -1,0 +1,284 @@
+"""Every built-in reward against the table of observed scores, and the dispatch between hooks and names.
+
+Three rows of the table differ from upstream on purpose: they score right answers (math with label 0, boxed_math,
+boxed_deepscaler).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from argparse import Namespace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from slime.rollout import rm_hub
+from slime.rollout.rm_hub import async_rm, batched_async_rm, remote, remote_rm, rm_needs_label
+from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
+from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
+from slime.utils.types import Sample
+
+TABLE = [
+    ("math", "so \\boxed{42}", "42", {}, 1),
+    ("math", "\\boxed{1} then \\boxed{42}", "42", {}, 1),
+    ("math", "42", "42", {}, 0),
+    ("math", "\\boxed{0.5}", "\\frac{1}{2}", {}, 1),
+    ("math", "\\boxed{\\frac12}", "0.5", {}, 1),
+    ("math", "\\boxed{\\frac{2}{4}}", "\\frac{1}{2}", {}, 0),
+    ("math", "\\boxed{x+1}", "1+x", {}, 1),
+    ("math", "\\boxed{1,000}", "1000", {}, 1),
+    ("math", "\\boxed{42}", "\\boxed{42}", {}, 1),
+    ("math", "\\boxed{42.0}", "42", {}, 1),
+    ("math", "\\boxed{42 cm}", "42", {}, 1),
+    ("math", "\\boxed{(1,2)}", "(1, 2)", {}, 1),
+    ("math", "\\boxed{(1,2)}", "[1,2]", {}, 0),
+    ("math", "\\boxed{50\\%}", "50", {}, 1),
+    ("math", "\\boxed{\\text{yes}}", "Yes", {}, 1),
+    ("math", "\\boxed 42", "42", {}, 0),
+    ("math", "\\fbox{42}", "42", {}, 0),
+    ("math", "\\boxed{42}", "", {}, 0),
+    ("math", "\\boxed{42}", 42, {}, 1),
+    ("math", "\\boxed{0}", 0, {}, 0),
+    ("math", "\\boxed{2\\sqrt{2}}", "\\sqrt{8}", {}, 1),
+    ("math", "\\boxed{x=5}", "5", {}, 1),
+    ("math", "\\boxed{42", "42", {}, 0),
+    ("math", "\\boxed{2^{10}}", "1024", {}, 0),
+    ("math", "\\boxed{1/2}", "0.5", {}, 1),
+    ("math", "\\boxed{90^\\circ}", "90", {}, 1),
+    ("deepscaler", "\\boxed{42}", "42", {}, 0),
+    ("deepscaler", "x</think>\\boxed{42}", "42", {}, 1),
+    ("deepscaler", "x</think>\\boxed{42}", 42, {}, 1),
+    ("deepscaler", "###Response\\boxed{42}", "42", {}, 1),
+    ("deepscaler", "\\boxed{42}</think>nothing", "42", {}, 0),
+    ("deepscaler", "</think>\\boxed{1}</think>\\boxed{2}", "2", {}, 1),
+    ("deepscaler", "</think>\\boxed{42}", "", {}, 0),
+    ("dapo", "Answer: 42", "42", {}, {"score": 1.0, "acc": True, "pred": "42"}),
+    ("dapo", "Answer: 42\nAnswer: 43", "43", {}, {"score": 1.0, "acc": True, "pred": "43"}),
+    ("dapo", "answer: $42$", "42", {}, {"score": 1.0, "acc": True, "pred": "42"}),
+    ("dapo", "Answer: \\boxed{42}", "42", {}, {"score": 1.0, "acc": True, "pred": "42"}),
+    ("dapo", "\\boxed{42}", "42", {}, {"score": -1.0, "acc": False, "pred": "[INVALID]"}),
+    ("dapo", "Answer: 42.0", "42", {}, {"score": -1.0, "acc": False, "pred": "42.0"}),
+    ("dapo", "Answer: 1,234", "1234", {}, {"score": 1.0, "acc": True, "pred": "1234"}),
+    ("dapo", "Answer: 42" + " " * 400, "42", {}, {"score": -1.0, "acc": False, "pred": "[INVALID]"}),
+    ("dapo", "Answer: x = 42 units", "42", {}, {"score": 1.0, "acc": True, "pred": "42"}),
+    ("f1", "the brown fox", "a quick brown fox", {}, 0.8),
+    ("f1", "yes", "no", {}, 0),
+    ("f1", "Yes.", "yes", {}, 1.0),
+    ("f1", "", "abc", {}, 0),
+    ("f1", "yes it is", "yes", {}, 0),
+    ("gpqa", "The answer is C.", "C", {}, 1.0),
+    ("gpqa", "The answer is C.", "D", {}, 0.0),
+    ("gpqa", "Answer: C", 2, {"choices": ["a", "b", "c", "d"]}, 1.0),
+    ("gpqa", "Definitely paris.", "Paris", {"choices": ["London", "Paris", "Berlin"], "correct_answer": "Paris"}, 1.0),
+    ("gpqa", "random text", "some answer", {}, 0.0),
+    ("gpqa", "Answer: A", "x", {"correct_letter": "a"}, 1.0),
+    ("gpqa", "<think>Answer: A</think> final answer B", "B", {}, 1.0),
+    ("gpqa", "I pick (K)", "K", {}, 1.0),
+    ("boxed_gpqa", "blah \\boxed{C}", "C", {}, 1.0),
+    ("boxed_gpqa", "C", "C", {}, 0.0),
+    ("boxed_f1", "x \\boxed{quick fox}", "quick fox", {}, 1.0),
+    ("boxed_math", "\\boxed{42}", "42", {}, 0),
+    ("boxed_deepscaler", "</think>\\boxed{42}", "42", {}, 0),
+    (None, "\\boxed{42}", "42", {"rm_type": "math"}, 1),
+]
+RIGHT_HERE = [
+    ("math", "\\boxed{0}", 0, {}, 1),
+    ("boxed_math", "\\boxed{42}", "42", {}, 1),
+    ("boxed_math", "\\boxed{41}", "42", {}, 0),
+    ("boxed_deepscaler", "</think>\\boxed{42}", "42", {}, 1),
+]
+OVERTURNED = {(row[0], row[1], row[2]) for row in RIGHT_HERE}
+
+
+def score(rm_type: str | None, response: str, label: Any, metadata: dict) -> Any:
+    args = Namespace(custom_rm_path=None, rm_type=rm_type, rm_url=None)
+    return asyncio.run(async_rm(args, Sample(prompt="p", response=response, label=label, metadata=metadata)))
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "response", "label", "metadata", "expected"),
+    [row for row in TABLE if row[:3] not in OVERTURNED] + RIGHT_HERE,
+)
+def test_the_observed_scores(rm_type: str | None, response: str, label: Any, metadata: dict, expected: Any):
+    assert score(rm_type, response, label, metadata) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("rm_type", "message"), [(None, "not specified"), ("nosuch", "nosuch is not implemented")])
+def test_an_unknown_name_is_an_error_that_says_so(rm_type: str | None, message: str):
+    with pytest.raises(NotImplementedError, match=message):
+        score(rm_type, "x", "y", {})
+
+
+def test_random_is_zero_or_one():
+    assert {score("random", "x", None, {}) for _ in range(64)} == {0, 1}
+
+
+def test_a_name_in_the_metadata_wins_and_spaces_are_stripped():
+    assert score("f1", "\\boxed{42}", "42", {"rm_type": " math "}) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "expected"),
+    [
+        ("(1/2, 3]", "(0.5,3]", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("x^2+2x+1", "(x+1)^3", False),
+        ("a+b+c", "c+b+a", False),  # more than two unknown letters never reach sympy
+        (r"\frac{\pi}{2}", "pi/2", True),
+        (r"\frac{x+1}{2}", "(x+1)/2", True),
+        (r"\sqrt[3]{8}", "2", False),  # an integer is only equal to an integer
+        (r"1\frac{1}{2}", "3/2", True),
+        ("3.50", "3.5", True),
+        ("__import__('os')", "x", False),
+        ("", "x", False),
+    ],
+)
+def test_algebra(given: str, truth: str, expected: bool):
+    assert grade_answer_sympy(given, truth) is expected
+
+
+def test_latex_forms_that_mean_the_same_are_equal_strings():
+    assert grade_answer_mathd(r"\dfrac{1}{2}", r"\frac12") and grade_answer_mathd(r"\left(1, 2\right)", "(1,2)")
+
+
+def test_the_boxed_answer_is_the_last_with_balanced_braces():
+    assert extract_answer(r"\boxed{1} \boxed{\frac{1}{2}} end") == r"\frac{1}{2}"
+    assert extract_answer("none") is None
+
+
+def test_a_sympy_check_that_takes_too_long_counts_as_wrong_and_is_logged(caplog: pytest.LogCaptureFixture):
+    assert is_symbolically_equal("x+1", "1+x")  # the child is up
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert not is_symbolically_equal("(x+y)**(9**9**9)", "x", limit_s=0.3)
+    assert time.monotonic() - began < 2.0
+    assert "counted as wrong" in caplog.text
+    assert is_symbolically_equal("x+1", "1+x")  # the next check gets a new child
+
+
+def test_a_slow_check_does_not_stop_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    def slow(response: str, label: Any) -> bool:
+        time.sleep(0.3)
+        return True
+
+    monkeypatch.setattr(rm_hub, "grade_answer_verl", slow)
+
+    async def ticks_while_grading() -> int:
+        args = Namespace(custom_rm_path=None, rm_type="math")
+        task, ticks = asyncio.ensure_future(async_rm(args, Sample(response="x", label="y"))), 0
+        while not task.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(ticks_while_grading()) > 5
+
+
+@pytest.mark.parametrize("label", [None, "4.5", "four"])
+def test_dapo_names_a_label_that_is_no_whole_number(label: Any):
+    if label == "4.5":
+        assert score("dapo", "Answer: 4", label, {})["acc"]  # int(float("4.5")) is 4
+        return
+    with pytest.raises(ValueError, match="whole number"):
+        score("dapo", "Answer: 4", label, {})
+
+
+def test_deepscaler_refuses_a_label_of_another_type():
+    with pytest.raises(TypeError, match="text or a number"):
+        score("deepscaler", "</think>x", ["42"], {})
+
+
+def test_which_rewards_need_a_label():
+    assert all(rm_needs_label(name) for name in ("math", "boxed_math", "deepscaler", "dapo", "f1", " boxed_f1"))
+    assert not any(rm_needs_label(name) for name in (None, "", "random", "remote_rm", "gpqa", "nosuch"))
+
+
+REWARD_FILE = """
+async def one(args, sample, **kwargs):
+    return 10.0 + len(sample.response)
+
+def plain(args, sample, **kwargs):
+    return 20.0
+
+async def batch(args, samples, **kwargs):
+    return [float(i) for i, _ in enumerate(samples)]
+"""
+
+
+def test_custom_rewards_by_sample_by_flag_and_in_a_batch(tmp_path):
+    path = tmp_path / "my_reward.py"
+    path.write_text(REWARD_FILE)
+    args = Namespace(custom_rm_path=f"{path}:one", rm_type="random")
+    assert asyncio.run(async_rm(args, Sample(response="abc"))) == 13.0
+    assert asyncio.run(async_rm(args, Sample(response="abc", custom_rm_path=f"{path}:plain"))) == 20.0
+    batch_args = Namespace(custom_rm_path=f"{path}:batch", rm_type=None)
+    assert asyncio.run(batched_async_rm(batch_args, [Sample(), Sample()])) == [0.0, 1.0]
+    by_name = Namespace(custom_rm_path=None, rm_type="f1")
+    samples = [Sample(response="fox", label="fox"), Sample(response="dog", label="fox")]
+    assert asyncio.run(batched_async_rm(by_name, samples)) == [1.0, 0.0]
+
+
+class RewardService(BaseHTTPRequestHandler):
+    """Answers with the statuses it was given, then with 200 and the length of the response as reward."""
+
+    statuses: list[int] = []
+    requests: list[dict] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(body)
+        status = self.statuses.pop(0) if self.statuses else 200
+        answer = json.dumps({"score": len(body["response"])} if status == 200 else {"why": "bad label"}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *ignored: object) -> None: ...
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote, "backoff_s", lambda attempt: 0.0)
+    RewardService.statuses, RewardService.requests = [], []
+    server = HTTPServer(("127.0.0.1", 0), RewardService)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Namespace(rm_url=f"http://127.0.0.1:{server.server_port}/")
+    server.shutdown()
+    server.server_close()
+
+
+async def ask(args: Namespace, **kwargs: Any) -> Any:
+    try:
+        return await remote_rm(args, Sample(prompt="p", response="abc", label="l"), **kwargs)
+    finally:
+        await remote._session().close()
+
+
+def test_the_service_gets_three_fields_and_its_json_is_the_reward(service: Namespace):
+    assert asyncio.run(ask(service)) == {"score": 3}
+    assert RewardService.requests == [{"prompt": "p", "response": "abc", "label": "l"}]
+
+
+def test_a_server_error_is_tried_again(service: Namespace):
+    RewardService.statuses = [500, 503]
+    assert asyncio.run(ask(service)) == {"score": 3}
+    assert len(RewardService.requests) == 3
+
+
+def test_a_refused_request_fails_at_once_with_the_text(service: Namespace):
+    RewardService.statuses = [400]
+    with pytest.raises(RuntimeError, match="bad label"):
+        asyncio.run(ask(service))
+    assert len(RewardService.requests) == 1
+
+
+def test_a_service_that_stays_down_is_named(service: Namespace):
+    RewardService.statuses = [500] * 2
+    with pytest.raises(RuntimeError, match="--rm-url"):
+        asyncio.run(ask(service, max_retries=2))
