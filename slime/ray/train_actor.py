@@ -23,7 +23,11 @@ class TrainRayActor(RayActor):
 
     def init(self, master_addr: str, master_port: int) -> dict[str, Any]:
         """Build the trainer of this rank; returns what `MegatronTrainActor.init` does, and its parallel layout."""
-        # Imported here: the driver imports this module, and must not load torch.distributed and megatron for it.
+        # Imported here: the driver imports this module, and must not load torch.distributed and megatron for it. The
+        # patches come first: some work only on a megatron that is not yet imported.
+        from slime.backends.megatron_utils import megatron_patch
+
+        megatron_patch.apply(self.args.accelerator)
         from slime.backends.megatron_utils.actor import MegatronTrainActor
 
         self._actor = MegatronTrainActor(
