@@ -1,0 +1,234 @@
+"""MegatronTrainActor: one rank of the trainer, as a plain class (slime.ray wraps it in a Ray actor).
+
+A rollout's training on one rank: fetch the share -> reference log-probs -> old log-probs, unless the loss gives them
+-> advantages -> hook -> one update per train step. It knows the order of these and whose weights are in the model; how
+each is done is in the modules that it calls. Engines are reached only through the weight updater.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from slime.backends.megatron_utils import initialize
+from slime.backends.megatron_utils.arguments import model_shape
+from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
+from slime.backends.megatron_utils.data import MicroBatches, to_tensors
+from slime.backends.megatron_utils.hf_export import save_hf
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+from slime.backends.megatron_utils.metrics import column_means, perf_metrics
+from slime.backends.megatron_utils.model.forward_only import compute_log_probs
+from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
+from slime.backends.megatron_utils.model.train_step import train_one_step
+from slime.backends.megatron_utils.update_weight import build_weight_updater
+from slime.observability.timer import Timer, timer
+from slime.utils import accelerator
+from slime.utils.checkpoint_paths import classify_checkpoint
+from slime.utils.data import process_rollout_data
+from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.misc import load_function
+from slime.utils.tensor_backper import TensorBackuper
+
+logger = logging.getLogger(__name__)
+
+MetricRecord = tuple[dict[str, float], str]
+REFERENCE = "ref"
+
+
+class MegatronTrainActor:
+    """One rank of the trainer.
+
+    Args:
+        args: the run's flags.
+        rank: among `world_size` trainer ranks.
+        world_size: trainer ranks.
+        master_addr: where rank 0 is reached,
+        master_port: and its free port.
+        local_rank: which of its process's visible devices this rank uses.
+    """
+
+    state: TrainState
+
+    def __init__(
+        self, args: Any, *, rank: int, world_size: int, master_addr: str, master_port: int, local_rank: int = 0
+    ) -> None:
+        self.args = args
+        self._where = {
+            "rank": rank,
+            "world_size": world_size,
+            "master_addr": master_addr,
+            "master_port": master_port,
+            "local_rank": local_rank,
+        }
+        self._updater: Any = None
+
+    def init(self) -> dict[str, int]:
+        """Join the other ranks, build the model and load its weights (every rank calls it).
+
+        Returns:
+            "start_rollout_id": the first rollout to do, 0 unless a run is resumed.
+        """
+        initialize.init(self.args, **self._where)
+        init_gloo_group()
+        self.state = setup_model_and_optimizer(self.args)
+        self._weights = TensorBackuper(self._named_weights)
+        if self._needs_reference:
+            self._load(CheckpointSource(self.args.ref_load, self.args.ref_ckpt_step, False, False))
+            self._weights.backup(REFERENCE)
+        iteration = self._load(self._initial_source())
+        resumed = iteration is not None and not self.args.finetune
+        Timer().start("train_wait")
+        return {"start_rollout_id": iteration + 1 if resumed else 0}
+
+    def parallel_config(self) -> dict[str, int]:
+        """Sizes of the parallel layout and this rank's place in it."""
+        return {
+            "dp_size": parallel_state.get_data_parallel_world_size(),
+            "dp_rank": parallel_state.get_data_parallel_rank(),
+            "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+            "cp_size": parallel_state.get_context_parallel_world_size(),
+        }
+
+    def train(self, rollout_id: int, refs: list[Any]) -> list[MetricRecord]:
+        """Train on one rollout.
+
+        Args:
+            rollout_id: which.
+            refs: one Box of training data per data-parallel rank.
+
+        Returns:
+            metric records over all ranks, except the times, which are this rank's.
+        """
+        if Timer().is_running("train_wait"):
+            Timer().end("train_wait")
+        with timer("train"):
+            with timer("data_preprocess"):
+                layout = self.parallel_config()
+                data = process_rollout_data(self.args, refs, layout["dp_rank"], layout["dp_size"])
+            records = self.train_on(rollout_id, data)
+        seconds = Timer().log_dict()
+        Timer().reset()
+        Timer().start("train_wait")
+        perf = perf_metrics(self.args, seconds, data["total_lengths"])
+        return [({**perf, "rollout/step": rollout_id}, "rollout/step"), *records]
+
+    def train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
+        """Train on this rank's share of a rollout, given as plain lists (`train` without Ray and without times)."""
+        args = self.args
+        with timer("data_preprocess"):
+            to_tensors(rollout_data, accelerator.current_device())
+            pad_multiple = args.tensor_model_parallel_size * args.data_pad_size_multiplier
+            micro_batches = MicroBatches(rollout_data, pad_multiple)
+        if args.loss_type != "sft_loss" and args.compute_advantages_and_returns:
+            self._add_log_probs(micro_batches)
+            compute_advantages_and_returns(args, rollout_data)
+        if args.rollout_data_postprocess_path:
+            load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        rollout_metrics = {**column_means(micro_batches, group), "rollout/step": rollout_id}
+        records: list[MetricRecord] = [(rollout_metrics, "rollout/step")]
+        with timer("actor_train"):
+            for step_id in range(micro_batches.num_steps):
+                step = rollout_id * micro_batches.num_steps + step_id
+                metrics = train_one_step(args, self.state, micro_batches, rollout_id=rollout_id, step_id=step_id)
+                named = {f"train/{name}": value for name, value in metrics.items()}
+                records.append(({**named, "train/step": step}, "train/step"))
+            self._finish_parameter_gather()
+        return records
+
+    def save_model(self, rollout_id: int) -> None:
+        """Write the checkpoint of a rollout to --save, and the weights as a Hugging Face directory to --save-hf."""
+        args = self.args
+        if args.save:
+            save_checkpoint(
+                args.save,
+                rollout_id,
+                model=self.state.model,
+                optimizer=self.state.optimizer,
+                scheduler=self.state.scheduler,
+                save_optim=not args.no_save_optim,
+                model_shape=model_shape(args),
+            )
+        if args.save_hf:
+            save_hf(args, self.state.model, Path(args.save_hf.format(rollout_id=rollout_id)))
+
+    def connect_rollout_engines(self, engines: list[Any], parallel: dict[str, int]) -> None:
+        """Tell the weight updater which engines to keep in step, and how many devices each has."""
+        if self._updater is None:
+            self._updater = build_weight_updater(self.args, self.state.model, colocated=self.args.colocate)
+        self._updater.connect(engines, num_gpus_per_engine=parallel["num_gpus_per_engine"])
+
+    def update_weights(self) -> dict[str, float]:
+        """Send the weights to the engines; returns metrics."""
+        if self._updater is None:
+            raise RuntimeError("update_weights was called before connect_rollout_engines")
+        return self._updater.update()
+
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    # ---- which log-probs a rollout needs
+
+    @property
+    def _needs_reference(self) -> bool:
+        return self.args.use_kl_loss or self.args.kl_coef != 0
+
+    def _needs_old_log_probs(self, num_steps: int) -> bool:
+        """Whether they take a pass of their own: not where the loss's own forward pass gives the same numbers."""
+        args = self.args
+        same_as_in_loss = num_steps == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
+        return args.recompute_old_log_probs or args.use_rollout_logprobs or not same_as_in_loss
+
+    def _add_log_probs(self, micro_batches: MicroBatches) -> None:
+        data, model = micro_batches.rollout_data, self.state.model
+        if self._needs_reference:
+            with timer("ref_log_probs"), self._weights.swapped(REFERENCE):
+                data.update(compute_log_probs(self.args, model, micro_batches, store_prefix="ref_"))
+        if self._needs_old_log_probs(micro_batches.num_steps):
+            with timer("log_probs"):
+                data.update(compute_log_probs(self.args, model, micro_batches))
+
+    # ---- weights
+
+    def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for i, chunk in enumerate(self.state.model):
+            for name, parameter in chunk.named_parameters():
+                yield f"{i}.{name}", parameter.data
+
+    def _initial_source(self) -> CheckpointSource:
+        args = self.args
+        return CheckpointSource(args.load, args.ckpt_step, not args.no_load_optim, not args.no_load_rng)
+
+    def _load(self, source: CheckpointSource) -> int | None:
+        """Load weights, and what else `source` says; returns the Megatron checkpoint's iteration."""
+        state, iteration = self.state, None
+        if classify_checkpoint(source.path) == "megatron":
+            iteration = load_checkpoint(
+                source, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler
+            )
+        else:
+            load_hf_weights(self.args, state.model, source.path)
+        if not source.load_optimizer:
+            state.optimizer.reload_model_params()  # its fp32 copies are still those of the initial weights
+        logger.info("loaded %s (iteration %s)", source.path, iteration)
+        return iteration
+
+    def _finish_parameter_gather(self) -> None:
+        """Have the last update in the parameters now: --overlap-param-gather leaves it for the next forward pass.
+
+        Whatever reads them in between (checkpoint, weight sync, reference swap) would otherwise get a stale part.
+        """
+        for chunk in self.state.model:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)

@@ -1,0 +1,78 @@
+"""Losses by `--loss-type`, each `fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`, and their weight.
+
+A loss sums over its micro-batch; `loss_function` scales the sum so that gradients accumulated over micro-batches and
+averaged over data-parallel ranks (as Megatron does) are those of the mean over the whole train step, however it is
+split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.backends.megatron_utils.loss.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss.policy import policy_loss_function
+from slime.backends.megatron_utils.loss.reducers import pack_report
+from slime.backends.megatron_utils.loss.sft import sft_loss_function
+from slime.utils.misc import load_function
+
+__all__ = [
+    "compute_advantages_and_returns",
+    "get_log_probs_and_entropy",
+    "loss_function",
+    "policy_loss_function",
+    "sft_loss_function",
+]
+
+LOSS_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, dict[str, Any]]]] = {
+    "policy_loss": policy_loss_function,
+    "sft_loss": sft_loss_function,
+}
+
+
+def loss_function(
+    args: Any,
+    batch: dict[str, Any],
+    logits: torch.Tensor,
+    *,
+    num_microbatches: int,
+    global_batch_size: int,
+    dp_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The loss of one micro-batch in the form that Megatron's schedules take.
+
+    Args:
+        args: `loss_type`, `custom_loss_function_path`, `calculate_per_token_loss` and what the loss reads.
+        batch: a micro-batch of `data.MicroBatches`.
+        logits: [1, T, V/tp].
+        num_microbatches: of this rank in the train step; Megatron divides by it.
+        global_batch_size: rollouts of the train step over all ranks.
+        dp_size: data-parallel ranks; Megatron averages gradients over them.
+
+    Returns:
+        the scaled loss; the tokens that Megatron divides the step by (1 unless the loss is per token); the report that
+        `reducers.reduce_reports` takes.
+    """
+    sum_of_sample_mean = get_sum_of_sample_mean(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        batch["loss_masks"],
+        batch.get("rollout_mask_sums"),
+        args.calculate_per_token_loss,
+    )
+    if args.loss_type == "custom_loss":
+        function = load_function(args.custom_loss_function_path)
+    else:
+        function = LOSS_FUNCTIONS[args.loss_type]
+    loss, metrics = function(args, batch, logits, sum_of_sample_mean)
+    num_tokens = batch["full_loss_masks"].sum(dtype=torch.int32)
+    report = pack_report({"loss": loss, **metrics}, num_tokens)
+    if args.calculate_per_token_loss:
+        return loss, num_tokens, report
+    # 1 token: Megatron's division by tokens is then none, and only its division by micro-batches has to be undone
+    scaled = loss * (num_microbatches * dp_size / global_batch_size)
+    return scaled, torch.ones_like(num_tokens), report

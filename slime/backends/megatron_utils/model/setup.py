@@ -1,0 +1,67 @@
+"""The trained model of one rank: Megatron's GPT in its data-parallel wrapper, with optimizer and schedule.
+
+It builds and connects; it loads no weights and runs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+
+from slime.backends.megatron_utils.config_flags import config_kwargs
+from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
+from slime.backends.megatron_utils.model_provider import get_model_provider_func
+from slime.utils import accelerator
+
+
+@dataclass
+class TrainState:
+    """What a train step changes."""
+
+    model: list[DistributedDataParallel]
+    """Model chunks; one, as long as there is no pipeline parallelism."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def setup_model_and_optimizer(args: Any) -> TrainState:
+    """Build model, optimizer and schedule; `initialize.init` has run on every rank before."""
+    model = [wrap_model(args, build_model(args))]
+    optimizer_config = OptimizerConfig(**config_kwargs(OptimizerConfig, args))
+    optimizer = get_megatron_optimizer(optimizer_config, model)
+    connect(model, optimizer)
+    return TrainState(model, optimizer, make_scheduler(args, optimizer))
+
+
+def build_model(args: Any) -> torch.nn.Module:
+    """This rank's part of the model, on its device, in the precision of the flags."""
+    model = get_model_provider_func(args)(pre_process=True, post_process=True)
+    model = model.to(accelerator.current_device())
+    if args.bf16 or args.fp16:
+        model = Float16Module(get_model_config(model), model)
+    return model
+
+
+def wrap_model(args: Any, model: torch.nn.Module) -> DistributedDataParallel:
+    """Megatron's data-parallel wrapper, which also holds parameters and gradients in contiguous buffers."""
+    ddp_config = DistributedDataParallelConfig(**config_kwargs(DistributedDataParallelConfig, args))
+    return DistributedDataParallel(get_model_config(model), ddp_config, model)
+
+
+def connect(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Tell Megatron's schedules how to scale the loss, end the gradients' reduction and gather parameters."""
+    config = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp_config = model[0].ddp_config
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = model[0].no_sync
+    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+        config.param_sync_func = model[0].start_param_sync

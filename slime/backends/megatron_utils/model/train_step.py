@@ -1,0 +1,88 @@
+"""One optimizer update from the micro-batches of one train step.
+
+It knows nothing about which loss it runs (slime.backends.megatron_utils.loss) or where the metrics go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from slime.backends.megatron_utils.data import MicroBatches
+from slime.backends.megatron_utils.loss import loss_function
+from slime.backends.megatron_utils.loss.reducers import reduce_reports
+from slime.backends.megatron_utils.model.forward_only import run_model
+from slime.backends.megatron_utils.model.setup import TrainState
+from slime.utils.misc import load_function
+
+
+def train_one_step(
+    args: Any, state: TrainState, micro_batches: MicroBatches, *, rollout_id: int, step_id: int
+) -> dict[str, float]:
+    """Accumulate gradients over this rank's micro-batches, reduce them over ranks, and step optimizer and schedule.
+
+    Args:
+        args: what the loss reads, and `custom_megatron_before_train_step_hook_path`.
+        state: model, optimizer, schedule; changed.
+        micro_batches: this rank's share of the rollout.
+        rollout_id: given to the hook.
+        step_id: which of the rollout's train steps.
+
+    Returns:
+        metrics of the step over all ranks, the same on each: what the loss reports, `grad_norm` (before clipping), the
+        learning rate of each parameter group in this update (`lr-pg_<i>`) and `global_batch_size`.
+    """
+    for chunk in state.model:
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    if args.custom_megatron_before_train_step_hook_path:
+        hook = load_function(args.custom_megatron_before_train_step_hook_path)
+        hook(args, rollout_id, step_id, state.model, state.optimizer, state.scheduler)
+
+    global_batch_size = micro_batches.global_batch_sizes[step_id]
+    reports = _forward_backward(args, state.model, micro_batches, step_id)
+    rates = [group["lr"] for group in state.optimizer.param_groups]
+    updated, grad_norm, _ = state.optimizer.step()
+    if updated:  # not when a 16-bit gradient overflowed: Megatron then only lowers the loss scale
+        state.scheduler.step(increment=global_batch_size)
+    metrics = reduce_reports(
+        reports,
+        None if args.calculate_per_token_loss else global_batch_size,
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    return {
+        **metrics,
+        "grad_norm": float(grad_norm),
+        **{f"lr-pg_{i}": rate for i, rate in enumerate(rates)},
+        "global_batch_size": global_batch_size,
+    }
+
+
+def _forward_backward(
+    args: Any, model: list[torch.nn.Module], micro_batches: MicroBatches, step_id: int
+) -> list[dict[str, Any]]:
+    num_microbatches = micro_batches.num_microbatches[step_id]
+    scale = {
+        "num_microbatches": num_microbatches,
+        "global_batch_size": micro_batches.global_batch_sizes[step_id],
+        "dp_size": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    }
+
+    def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        return run_model(chunk, batch), partial(loss_function, args, batch, **scale)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=micro_batches.of_step(step_id),
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=1,
+        forward_only=False,
+    )
