@@ -24,7 +24,6 @@ from slime.ray.rollout.dp_split import split_train_data
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
-from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.arguments import publish_runtime
@@ -96,10 +95,6 @@ class RolloutManager(RayActor):
         start = time.monotonic()
         output = call_rollout_fn(self._generate, self.args, rollout_id, self._data_source, evaluation=False)
         rollout_time_s = time.monotonic() - start
-        if isinstance(self._data_source, RolloutDataSource):
-            self._data_source.snapshot(
-                rollout_id
-            )  # train_async saves this rollout after the next one drew its prompts
         samples = flatten(output.samples)
         self._dump(samples, str(rollout_id))
         self._log_rollout(rollout_id, samples, output.metrics, rollout_time_s)

@@ -1,0 +1,175 @@
+"""The schedules of train.py and train_async.py, on a fake run that writes down the verbs it is asked for.
+
+The order of the verbs is all that the two drivers decide, so the list of calls is their whole behaviour.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import train
+import train_async
+from slime.ray import driver
+from slime.ray.run import RunPlan, TrainingRun
+from slime.ray.utils import ActorFailure
+from slime.utils.errors import UsageError
+
+
+class FakeRun(TrainingRun):
+    """Real periods and plan, recorded verbs."""
+
+    calls: list[str]
+
+    def _start(self):
+        self.plan = RunPlan(
+            start_rollout_id=self.args.first, num_rollout=self.args.num_rollout, num_rollout_per_epoch=9
+        )
+        self.calls = self.args.calls
+
+    def finish(self, *, failed=False):
+        self.calls.append("finish")
+
+    def start_generate(self, rollout_id):
+        self.calls.append(f"start {rollout_id}")
+        return rollout_id
+
+    def wait_generated(self, pending):
+        self.calls.append(f"wait {pending}")
+        return [pending]
+
+    def drain(self, pending):
+        self.calls.append(f"drain {pending}")
+
+    def train_step(self, rollout_id, data):
+        assert data == [rollout_id]
+        self.calls.append(f"train {rollout_id}")
+
+    def save_if_due(self, rollout_id):
+        if self._save_is_due(rollout_id):
+            self.calls.append(f"save {rollout_id}")
+
+    def sync_weights(self):
+        self.calls.append("sync")
+
+    def _eval(self, rollout_id, *, step):
+        self.calls.append(f"eval {step}")
+
+
+def run_args(**changes):
+    defaults = {
+        "first": 0,
+        "num_rollout": 2,
+        "save": "somewhere",
+        "save_hf": None,
+        "save_interval": None,
+        "eval_interval": 1,
+        "skip_eval_before_train": False,
+        "update_weights_interval": 1,
+        "debug_train_only": False,
+        "colocate": False,
+        "calls": [],
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
+@pytest.fixture(params=[train, train_async])
+def driver_module(request, monkeypatch):
+    monkeypatch.setattr(request.param, "TrainingRun", FakeRun)
+    return request.param
+
+
+def calls_of(module, **changes):
+    args = run_args(**changes)
+    module.train(args)
+    return args.calls
+
+
+def test_the_synchronous_driver_trains_saves_syncs_and_evaluates_in_this_order(monkeypatch):
+    monkeypatch.setattr(train, "TrainingRun", FakeRun)
+    assert calls_of(train) == [
+        "eval 0",
+        *["start 0", "wait 0", "train 0", "sync", "eval 1"],
+        *["start 1", "wait 1", "train 1", "save 1", "sync", "eval 2"],
+        "finish",
+    ]
+
+
+def test_the_asynchronous_driver_generates_one_rollout_ahead_and_drains_before_each_sync(monkeypatch):
+    monkeypatch.setattr(train_async, "TrainingRun", FakeRun)
+    assert calls_of(train_async, num_rollout=3, eval_interval=None, save=None) == [
+        *["start 0", "wait 0", "start 1", "train 0", "drain 1", "sync"],
+        *["wait 1", "start 2", "train 1", "drain 2", "sync"],
+        *["wait 2", "train 2", "drain None", "sync"],
+        "finish",
+    ]
+
+
+def test_the_asynchronous_driver_syncs_every_interval_and_after_the_last_rollout(monkeypatch):
+    monkeypatch.setattr(train_async, "TrainingRun", FakeRun)
+    calls = calls_of(train_async, num_rollout=3, update_weights_interval=2, eval_interval=None, save=None)
+    assert [call for call in calls if call.split()[0] in ("train", "sync")] == [
+        *["train 0", "train 1", "sync", "train 2", "sync"]
+    ]
+
+
+def test_both_drivers_only_evaluate_when_no_rollout_is_asked_for(driver_module):
+    calls = calls_of(driver_module, num_rollout=0, skip_eval_before_train=True)
+    assert calls == ["eval 0", "finish"]
+
+
+def test_both_drivers_evaluate_before_training_unless_told_not_to(driver_module):
+    assert calls_of(driver_module)[0] == "eval 0"
+    assert calls_of(driver_module, skip_eval_before_train=True)[0] == "start 0"
+
+
+def test_a_resumed_run_goes_on_at_its_rollout_and_does_not_evaluate_again(driver_module):
+    calls = calls_of(driver_module, first=3, num_rollout=5)
+    assert calls[0] == "start 3"
+    assert [call for call in calls if call.startswith("train")] == ["train 3", "train 4"]
+
+
+def test_both_drivers_end_the_run_when_a_verb_fails(driver_module, monkeypatch):
+    monkeypatch.setattr(FakeRun, "train_step", lambda self, rollout_id, data: 1 / 0)
+    args = run_args()
+    with pytest.raises(ZeroDivisionError):
+        driver_module.train(args)
+    assert args.calls[-1] == "finish"
+
+
+def test_the_asynchronous_driver_refuses_colocated_engines():
+    with pytest.raises(UsageError, match="--colocate"):
+        train_async.check(run_args(colocate=True))
+
+
+@pytest.fixture
+def parsed(monkeypatch, tmp_path):
+    monkeypatch.setattr(driver, "parse_args", lambda: SimpleNamespace(output_dir=str(tmp_path)))
+    monkeypatch.setattr(driver.signal, "signal", lambda *_: None)
+    return tmp_path
+
+
+def drive_into(error: BaseException) -> int:
+    def schedule(args):
+        raise error
+
+    return driver.drive(schedule)
+
+
+def test_unusable_input_ends_with_status_2_and_one_line_per_problem(parsed, capsys):
+    assert drive_into(UsageError(["--a is wrong", "--b too"])) == 2
+    assert capsys.readouterr().err == "error: --a is wrong\nerror: --b too\n"
+
+
+def test_a_failing_actor_is_one_line_and_its_traceback_a_file(parsed, capsys):
+    assert drive_into(ActorFailure("training on rollout 3 failed: ValueError: no", "remote traceback")) == 1
+    path = parsed / "logs" / "error.txt"
+    expected = f"error: training on rollout 3 failed: ValueError: no\nfull traceback: {path}\n"
+    assert capsys.readouterr().err == expected
+    assert path.read_text().startswith("remote traceback")
+
+
+def test_ctrl_c_is_no_traceback(parsed, capsys):
+    assert drive_into(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "interrupted\n"
