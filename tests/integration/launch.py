@@ -1,0 +1,98 @@
+"""Running train.py in a process as a user would, on a tiny model, and reading what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEADLINE_S = 400
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its output directory and what it printed."""
+
+    output_dir: Path
+    status: int
+    printed: str
+
+    def records(self, step_key: str) -> list[dict[str, float]]:
+        """Records of metrics.jsonl of one family, merged by step, in order of the step."""
+        merged: dict[float, dict[str, float]] = {}
+        for line in (self.output_dir / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if record["step_key"] == step_key:
+                merged.setdefault(record[step_key], {}).update(record)
+        return [merged[step] for step in sorted(merged)]
+
+    def column(self, name: str, step_key: str = "train/step") -> list[float]:
+        """One metric over the steps that have it."""
+        return [record[name] for record in self.records(step_key) if name in record]
+
+
+def make_model(path: Path, *flags: Any) -> Path:
+    """A tiny Qwen3 in HF format. Large initial weights: with small ones every distribution is close to uniform."""
+    command = [
+        sys.executable,
+        ROOT / "tools/make_tiny_model.py",
+        "--output",
+        path,
+        "--layers",
+        2,
+        "--init-std",
+        0.1,
+        *flags,
+    ]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=120)
+    return path
+
+
+def write_prompts(path: Path, count: int = 16) -> Path:
+    """Prompts of different lengths, whose label is a digit."""
+    rows = [{"input": f"{i * 37 % 1000}+{i}=", "label": str(i % 10)} for i in range(count)]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def grpo_flags(model: Path, prompts: Path) -> list[Any]:
+    """A small GRPO run on CPU: 4 prompts x 4 samples a rollout, one train step, responses of at most 8 tokens."""
+    return [
+        "--accelerator", "cpu", "--actor-num-gpus-per-node", 1, "--hf-checkpoint", model, "--model-args-from-hf",
+        "--prompt-data", prompts, "--input-key", "input", "--label-key", "label",
+        "--custom-rm-path", f"{ROOT}/tests/integration/user_code.py:share_of_digits",
+        "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--global-batch-size", 16,
+        "--rollout-max-response-len", 8, "--rollout-temperature", 1.0,
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", 256, "--data-pad-size-multiplier", 8,
+        "--lr", 1e-3, "--adam-eps", 1e-5, "--recompute-old-log-probs",
+    ]  # fmt: skip
+
+
+def train(output_dir: Path, *flags: Any, script: str = "train.py", check: bool = True, **env: str) -> Run:
+    """Run a driver to its end; with `check` a failing run is an assertion with the end of what it printed."""
+    command = [sys.executable, str(ROOT / script), "--output-dir", str(output_dir), *map(str, flags)]
+    environment = {**os.environ, **env}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        timeout=DEADLINE_S,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if check:
+        assert done.returncode == 0, done.stdout[-4000:] + log_tails(output_dir)
+    return Run(output_dir, done.returncode, done.stdout)
+
+
+def log_tails(output_dir: Path) -> str:
+    """The last lines of every log of a run."""
+    logs = sorted((output_dir / "logs").glob("*")) if (output_dir / "logs").is_dir() else []
+    return "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)

@@ -1,0 +1,74 @@
+"""Engine and trainer hold the same weights and compute the same log-probs, before and after training.
+
+One run of three rollouts serves all these tests: the first is clean, the second has a trainer weight changed between
+the sync and the old-log-prob pass, the third between that pass and the train step. Evaluation dumps what the engine
+then answers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
+
+HOOKS = f"{ROOT}/tests/integration/user_code.py"
+
+
+@pytest.fixture(scope="module", params=["colocate", "separate"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    work: Path = tmp_path_factory.mktemp(request.param)
+    model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl")
+    placement = ["--colocate"] if request.param == "colocate" else ["--rollout-num-gpus", 1]
+    return train(
+        work / "out", *grpo_flags(model, prompts), *placement, "--num-rollout", 3,
+        "--custom-megatron-before-log-prob-hook-path", f"{HOOKS}:perturb_before_log_probs",
+        "--custom-megatron-before-train-step-hook-path", f"{HOOKS}:perturb_before_train_step",
+        "--eval-prompt-data", "digits", prompts, "--eval-interval", 3, "--n-samples-per-eval-prompt", 2,
+        "--save-hf", work / "out" / "hf-{rollout_id}", "--update-weight-buffer-size", 100_000,
+        "--save-debug-rollout-data", work / "out" / "dump" / "{rollout_id}.pt",
+    )  # fmt: skip
+
+
+def test_the_first_step_is_on_policy_and_the_engine_agrees_with_the_trainer(run: Run):
+    first = run.records("train/step")[0]
+    assert abs(first["train/ppo_kl"]) < 1e-6
+    assert first["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+def test_a_weight_changed_after_the_sync_shows_as_a_gap_to_the_engine(run: Run):
+    second = run.records("train/step")[1]
+    assert second["train/train_rollout_logprob_abs_diff"] > 1e-2
+    assert abs(second["train/ppo_kl"]) < 1e-6, "old and new log-probs come from the same changed weights"
+
+
+def test_a_weight_changed_after_the_old_log_probs_shows_as_ppo_kl(run: Run):
+    third = run.records("train/step")[2]
+    assert third["train/train_rollout_logprob_abs_diff"] < 1e-4, "the third rollout began with a fresh sync"
+    assert abs(third["train/ppo_kl"]) > 1e-3
+
+
+def test_after_three_steps_the_engine_answers_with_the_exported_weights(run: Run):
+    samples = torch.load(run.output_dir / "dump" / "eval_2.pt", weights_only=False)["samples"]
+    assert samples
+    engine = torch.cat([torch.tensor(sample["rollout_log_probs"]) for sample in samples])
+    exported = hf_log_probs(run.output_dir / "hf-2", samples)
+    assert (engine - exported).abs().max() < 1e-4
+    before = hf_log_probs(run.output_dir.parent / "model", samples)
+    assert (engine - before).abs().max() > 1e-2, "three steps at lr 1e-3 must have moved the engine"
+
+
+def hf_log_probs(path: Path, samples: list[dict]) -> torch.Tensor:
+    """What the HF model in `path` gives the response tokens, one sample at a time."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    with torch.no_grad():
+        for sample in samples:
+            tokens, response = torch.tensor(sample["tokens"]), sample["response_length"]
+            log_probs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+            found.append(log_probs.gather(1, tokens[1:, None])[-response:, 0])
+    return torch.cat(found)
