@@ -1,0 +1,128 @@
+"""Write a Megatron model as an HF checkpoint directory.
+
+Weights come from the model alone; config and tokenizer files are copied from --hf-checkpoint. The directory appears
+under its name only when it is complete. It knows nothing about Megatron's own checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import INDEX_FILE, SINGLE_FILE
+from slime.utils.errors import UsageError
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+SHARD_BYTES = 5 * 1024**3
+
+
+def save_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
+    """Export the model to `path` in the dtype of --hf-checkpoint's config; all ranks call it, rank 0 writes.
+
+    Raises:
+        UsageError: when `path` is --hf-checkpoint itself.
+    """
+    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+
+    check_output(path, args.hf_checkpoint)
+    writer = HfWriter(path, args.hf_checkpoint) if dist.get_rank() == 0 else None
+    for bucket in iter_hf_buckets(args, model, buffer_size=args.update_weight_buffer_size):
+        if writer is not None:
+            writer.add(bucket)
+    if writer is not None:
+        writer.finish()
+    dist.barrier()
+
+
+def check_output(path: str | Path, hf_checkpoint: str | Path) -> None:
+    """Raise UsageError when an export to `path` would overwrite the checkpoint that its config is copied from."""
+    if Path(path).resolve() == Path(hf_checkpoint).resolve():
+        raise UsageError(f"the HF export {path} would overwrite --hf-checkpoint; choose another directory.")
+
+
+def config_dtype(hf_config: dict[str, object]) -> torch.dtype | None:
+    """Return the dtype that a config.json names (`dtype`, before transformers 5 `torch_dtype`), or None."""
+    name = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return getattr(torch, str(name).removeprefix("torch.")) if name else None
+
+
+class HfWriter:
+    """Writes safetensors shards with an index beside copied assets, under a temporary name until `finish`.
+
+    Args:
+        path: the directory to make; an existing one is replaced at the end.
+        assets_from: an HF directory whose files other than weights are copied.
+        dtype: of the written tensors; None takes the config's.
+        shard_bytes: where a new shard starts.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        assets_from: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self._path = Path(path)
+        self._partial = self._path.with_name(self._path.name + ".partial")
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        copy_assets(assets_from, self._partial)
+        config = json.loads((Path(assets_from) / "config.json").read_text())
+        self._dtype = dtype or config_dtype(config)
+        self._shard_bytes = shard_bytes
+        self._shard: dict[str, torch.Tensor] = {}
+        self._size_of_shard = 0
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take copies of (name, tensor) pairs."""
+        for name, tensor in tensors:
+            stored = tensor.detach().to(device="cpu", dtype=self._dtype or tensor.dtype, copy=True).contiguous()
+            if self._shard and self._size_of_shard + stored.nbytes > self._shard_bytes:
+                self._flush()
+            self._shard[name] = stored
+            self._size_of_shard += stored.nbytes
+
+    def finish(self) -> None:
+        """Write what is left and the index, then give the directory its name."""
+        self._flush()
+        self._name_shards()
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._partial.rename(self._path)
+
+    def _flush(self) -> None:
+        if not self._shard:
+            return
+        save_file(self._shard, self._partial / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+        self._shards.append(list(self._shard))
+        self._total_bytes += self._size_of_shard
+        self._shard, self._size_of_shard = {}, 0
+
+    def _name_shards(self) -> None:
+        """Shards are called 1 of N, and N is known only now; one shard needs no index."""
+        num_shards = len(self._shards)
+        weight_map = {}
+        for i, names in enumerate(self._shards):
+            file = SINGLE_FILE if num_shards == 1 else f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
+            (self._partial / f"shard-{i}").rename(self._partial / file)
+            weight_map |= dict.fromkeys(names, file)
+        if num_shards > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def copy_assets(source: str | Path, target: Path) -> None:
+    """Copy the files of an HF directory that are not weights (config, tokenizer, chat template, generation config)."""
+    for file in sorted(Path(source).iterdir()):
+        if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
+            shutil.copy2(file, target / file.name)

@@ -1,0 +1,148 @@
+"""Tiny models and gloo worlds for the Megatron tests.
+
+A world is made of forked processes, each of which goes through `initialize.init` as a trainer does, so that the test
+process itself stays free of the stand-ins for CUDA. A test function runs on every rank and fails the test by
+raising.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from slime.backends.megatron_utils.arguments import add_megatron_arguments, derive_megatron, model_args_from_hf
+
+SLIME_DEFAULTS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": 1,
+    "custom_model_provider_path": None,
+    "distributed_timeout_minutes": 2,
+    "hf_checkpoint": None,
+    "load": None,
+    "lr": 1e-3,
+    "model_name": None,
+    "ref_ckpt_step": None,
+    "ref_load": None,
+    "save": None,
+    "seed": 1234,
+}
+
+
+def make_args(hf_path: Path | None = None, flags: str = "", **overrides: Any) -> argparse.Namespace:
+    """Flags of a CPU run of the HF model at `hf_path`, derived; `overrides` are set before deriving."""
+    import json
+
+    parser = add_megatron_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(flags.split())
+    values = SLIME_DEFAULTS | overrides
+    if hf_path is not None:
+        values = model_args_from_hf(json.loads((hf_path / "config.json").read_text())) | values
+        values["hf_checkpoint"] = str(hf_path)
+    vars(args).update(values)
+    args.actor_num_gpus_per_node = max(args.actor_num_gpus_per_node, args.tensor_model_parallel_size)
+    vars(args).update(derive_megatron(args))
+    return args
+
+
+def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, vocab: int = 100, **config: Any) -> Any:
+    """A random HF model of two layers, saved at `path`; norms and biases are random too: none can be forgotten."""
+    import transformers as hf
+
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+    settings = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "dtype": "float32",
+    }
+    if family == "qwen3":
+        settings["head_dim"] = 16
+    hf_config = getattr(hf, names[family] + "Config")(**(settings | config))
+    torch.manual_seed(0)
+    model = getattr(hf, names[family] + "ForCausalLM")(hf_config).to(hf_config.dtype).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            spread = torch.randn_like(param, dtype=torch.float32)
+            param.copy_(1 + 0.1 * spread if "norm" in name else 0.1 * spread)
+    model.save_pretrained(path)
+    return model
+
+
+def run_world(world_size: int, fn: Callable[..., None], args: argparse.Namespace, *more: Any) -> None:
+    """Run fn(args, *more) on every rank of a world of `world_size` initialised processes; raise if one fails."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    import megatron.core.distributed  # noqa: F401  (once here, instead of once in each child)
+
+    context = mp.get_context("fork")
+    errors = context.SimpleQueue()
+    children = [
+        context.Process(target=_child, args=(rank, world_size, port, errors, fn, args, more), daemon=True)
+        for rank in range(world_size)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(timeout=120)
+    alive = [child for child in children if child.is_alive()]
+    for child in alive:
+        child.kill()
+    if not errors.empty():
+        raise AssertionError(errors.get())
+    assert not alive, f"{fn.__name__} did not end on {len(alive)} of {world_size} ranks"
+    assert all(child.exitcode == 0 for child in children), [child.exitcode for child in children]
+
+
+def _child(rank: int, world_size: int, port: int, errors: Any, fn: Callable[..., None], args: Any, more: Any) -> None:
+    from slime.backends.megatron_utils import initialize
+
+    torch.set_num_threads(1)
+    try:
+        initialize.init(args, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port)
+        fn(args, *more)
+        torch.distributed.barrier()
+        initialize.shutdown()
+    except BaseException:  # noqa: BLE001  (a child's failure of any kind is the test's failure)
+        errors.put(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(1)
+    os._exit(0)
+
+
+def packed(lengths: list[int], max_seqlen: int | None = None) -> Any:
+    """Megatron's description of a pack of sequences of these lengths."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    longest = max_seqlen or max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def gather_vocab(logits: torch.Tensor) -> torch.Tensor:
+    """[1, T, V / tp] of every rank -> [1, T, V]."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)

@@ -1,0 +1,79 @@
+"""The Megatron model computes what the HF model computes, for every family, packed, and cut over two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.megatron_fakes import gather_vocab, make_args, make_hf_model, packed, run_world
+
+LENGTHS = [9, 3, 9, 1, 21, 3]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def token_ids(vocab: int) -> torch.Tensor:
+    return torch.randint(0, vocab, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(3))
+
+
+def reference_logits(hf_model, ids: torch.Tensor) -> torch.Tensor:
+    """Each sequence by itself through the HF model: [1, T, V]."""
+    with torch.no_grad():
+        return torch.cat([hf_model(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+
+
+def check_logits(args, ids, expected):
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = get_model_provider_func(args)()
+    load_hf_weights(args, [model], args.hf_checkpoint)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    with torch.no_grad():
+        logits = gather_vocab(model(ids, positions, None, packed_seq_params=packed(LENGTHS)))
+    vocab = expected.shape[-1]
+    assert (logits[..., :vocab] - expected).abs().max() < 1e-5
+    # Padding vocabulary takes no probability: the softmax over everything is the softmax over the real vocabulary.
+    assert logits.shape[-1] == args.padded_vocab_size
+    torch.testing.assert_close(logits.log_softmax(-1)[..., :vocab], expected.log_softmax(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "flags", "config"),
+    [
+        ("qwen3", False, "", {}),
+        ("qwen3", True, "--tensor-model-parallel-size 2 --sequence-parallel", {}),
+        ("qwen2", True, "", {}),
+        ("qwen2", False, "--tensor-model-parallel-size 2", {}),
+        ("llama", True, "", {"rope_parameters": LLAMA3_ROPE}),
+        ("llama", False, "--tensor-model-parallel-size 2 --sequence-parallel", {"rope_theta": 500000.0}),
+    ],
+)
+def test_logits_equal_those_of_the_hf_model(tmp_path, family, tied, flags, config):
+    hf_model = make_hf_model(tmp_path / "hf", family, tied=tied, **config)
+    args = make_args(tmp_path / "hf", flags)
+    ids = token_ids(100)
+    run_world(args.tensor_model_parallel_size, check_logits, args, ids, reference_logits(hf_model, ids))
+
+
+def check_rope_does_not_depend_on_max_seqlen(args):
+    """Megatron's own packed rotary embedding counts on through the pack when max_seqlen equals its length."""
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = get_model_provider_func(args)()
+    ids = token_ids(100)
+    with torch.no_grad():
+        tight = model(ids, None, None, packed_seq_params=packed(LENGTHS))
+        generous = model(ids, None, None, packed_seq_params=packed(LENGTHS, max_seqlen=sum(LENGTHS)))
+    assert torch.equal(tight, generous)
+
+
+def test_positions_start_again_in_each_sequence_whatever_max_seqlen_says(tmp_path):
+    make_hf_model(tmp_path / "hf")
+    run_world(1, check_rope_does_not_depend_on_max_seqlen, make_args(tmp_path / "hf"))
