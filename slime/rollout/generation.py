@@ -215,7 +215,7 @@ def _has_parameter(fn: Callable[..., Any], name: str) -> bool:
 
 def _share_rollout_id(origin: Sample, siblings: list[Sample]) -> None:
     """Make fan-out siblings one execution, members of the origin's group."""
-    given = {sibling.rollout_id for sibling in siblings} - {None}
+    given = {sibling.rollout_id for sibling in siblings if sibling.rollout_id is not None}
     if len(given) > 1:
         raise ValueError(f"a custom generate function returned siblings with different rollout_ids: {sorted(given)}")
     rollout_id = given.pop() if given else origin.index

@@ -129,7 +129,7 @@ def group_by(iterable: Iterable[T], key: Callable[[T], Hashable] | None = None) 
     """Lists of the items that share a key, in the order of first appearance. Without `key` items are their own key."""
     groups: dict[Hashable, list[T]] = {}
     for item in iterable:
-        groups.setdefault(key(item) if key else item, []).append(item)  # type: ignore[arg-type]
+        groups.setdefault(key(item) if key else item, []).append(item)
     return groups
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from slime.utils.misc import decode_int32_meta_array
 
@@ -95,6 +95,12 @@ class Status(Enum):
     FAILED = "failed"
 
 
+# Inside Sample these three names are class variables, which a type checker does not take for types.
+_Status: TypeAlias = Status
+_SpecInfo: TypeAlias = SpecInfo
+_PrefixCacheInfo: TypeAlias = PrefixCacheInfo
+
+
 @dataclass
 class Sample:
     """One prompt, one response, its reward and its mask.
@@ -147,7 +153,7 @@ class Sample:
     remove_sample: bool = False
     """True = loss mask all zero, the sample still counts in its group's statistics."""
     teacher_log_probs: list[float] | None = None
-    status: Status = Status.PENDING
+    status: _Status = _Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
@@ -155,8 +161,8 @@ class Sample:
     session_id: str | None = None
     non_generation_time: float = 0.0
     """Seconds spent outside the engine (tools, sandboxes)."""
-    spec_info: SpecInfo = field(default_factory=SpecInfo)
-    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: _SpecInfo = field(default_factory=_SpecInfo)
+    prefix_cache_info: _PrefixCacheInfo = field(default_factory=_PrefixCacheInfo)
 
     @property
     def loss_masks(self) -> list[int]:

@@ -1,0 +1,185 @@
+"""A scripted engine over real HTTP, and the flags that the rollout reads.
+
+The fake answers /generate with a number of tokens that the prompt's last letter scripts, so that a test knows every
+token, log-prob and finish reason in advance; it holds back the prompts in `held` until they are aborted, as an engine
+holds a long generation. Everything else (HTTP client, semaphore, tasks, abort) is the real code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+A = ord("a")
+
+
+class FakeEngine:
+    """Router and engine in one: answers a prompt whose last letter is "a" + n with n tokens 100, 101, ..."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.held: set[int] = set()  # last letters whose generation ends only by an abort
+        self.aborts = 0
+        self.fail_with: tuple[int, str] | None = None
+        self.running = self.most_running = 0
+        self._release: list[asyncio.Event] = []
+        self.url = ""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.fail_with:
+            return web.Response(status=self.fail_with[0], text=self.fail_with[1])
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        reason = "stop"
+        count = body["input_ids"][-1] - A
+        if body["input_ids"][-1] in self.held:
+            self._release.append(asyncio.Event())
+            await self._release[-1].wait()
+            reason, count = "abort", 0
+        else:
+            await asyncio.sleep(0.005)
+        self.running -= 1
+        if count >= body["sampling_params"]["max_new_tokens"]:
+            reason, count = "length", body["sampling_params"]["max_new_tokens"]
+        pairs = [[-0.5 - i, 100 + i, None] for i in range(count)]
+        meta = {"finish_reason": {"type": reason}, "output_token_logprobs": pairs, "completion_tokens": count}
+        meta |= {"weight_version": "7", "prompt_tokens": len(body["input_ids"]), "cached_tokens": 1}
+        return web.json_response({"text": "x" * count, "meta_info": meta})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborts += 1
+        for event in self._release:
+            event.set()
+        return web.json_response({})
+
+    async def workers(self, request: web.Request) -> web.Response:
+        worker = {"id": "0", "url": self.url, "worker_type": "regular", "is_healthy": True}
+        return web.json_response({"workers": [worker], "total": 1})
+
+    @contextmanager
+    def serve(self) -> Iterator[FakeEngine]:
+        app = web.Application()
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.abort)
+        app.router.add_get("/workers", self.workers)
+        with serve(app) as port:
+            self.url, self.port = f"http://127.0.0.1:{port}", port
+            yield self
+
+
+@contextmanager
+def serve(app: web.Application) -> Iterator[int]:
+    """Run an aiohttp application in a thread; yields its port."""
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    async def start() -> None:
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+
+    loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+class LetterTokenizer:
+    """One token per character, its code point: expected ids can be read off the prompt."""
+
+    chat_template = "chatml"
+    eos_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(character) for character in text]
+
+    def __call__(self, texts: list[str], add_special_tokens: bool = False) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages, tools=None, tokenize=False, add_generation_prompt=False, **kwargs) -> str:
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        text = f"[{len(tools)} tools]" + text if tools else text
+        return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+
+def rollout_args(**changes: Any) -> Namespace:
+    """Every flag that slime.rollout reads, with small values."""
+    flags: dict[str, Any] = {
+        "hf_checkpoint": "letters",
+        "trust_remote_code": False,
+        "sglang_router_ip": "127.0.0.1",
+        "sglang_router_port": 1,
+        "sglang_model_routers": None,
+        "sglang_server_concurrency": 64,
+        "sglang_router_request_timeout_secs": 30,
+        "sglang_enable_deterministic_inference": False,
+        "sglang_speculative_algorithm": None,
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
+        "rollout_batch_size": 2,
+        "over_sampling_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "rollout_max_response_len": 20,
+        "rollout_max_context_len": None,
+        "rollout_max_prompt_len": None,
+        "rollout_stop": None,
+        "rollout_stop_token_ids": None,
+        "rollout_skip_special_tokens": False,
+        "rollout_shuffle": False,
+        "rollout_seed": 42,
+        "rollout_sample_hook_path": [],
+        "rollout_sample_filter_path": None,
+        "rollout_all_samples_process_path": None,
+        "custom_generate_function_path": None,
+        "custom_rm_path": "tests.unit.rollout_fakes:reward_response_length",
+        "custom_reward_post_process_path": None,
+        "dynamic_sampling_filter_path": None,
+        "buffer_filter_path": None,
+        "group_rm": False,
+        "rm_type": None,
+        "reward_key": None,
+        "eval_reward_key": None,
+        "eval_max_prompt_len": None,
+        "eval_datasets": [],
+        "prompt_data": None,
+        "input_key": "input",
+        "label_key": None,
+        "tool_key": None,
+        "metadata_key": "metadata",
+        "apply_chat_template": False,
+        "apply_chat_template_kwargs": {},
+        "loss_mask_type": "qwen",
+        "save": None,
+        "load": None,
+    }
+    unknown = changes.keys() - flags.keys()
+    assert not unknown, f"no such flag in the fake: {unknown}"
+    return Namespace(**{**flags, **changes})
+
+
+async def reward_response_length(args: Namespace, sample: Any, **kwargs: Any) -> Any:
+    """A reward that a test can compute: the response length (of each sample of a list)."""
+    if isinstance(sample, list):
+        return [float(entry.response_length) for entry in sample]
+    return float(sample.response_length)

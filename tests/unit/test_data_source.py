@@ -1,0 +1,157 @@
+"""The data source never runs short, never loses a prompt, and resumes where it stopped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from slime.rollout import data_source
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
+from slime.utils.types import Sample
+from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_source, "load_tokenizer", lambda name, **kw: LetterTokenizer())
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"input": letter, "metadata": {"l": [letter]}}) + "\n" for letter in "abcde"))
+
+    def build(kind=RolloutDataSourceWithBuffer, **changes):
+        return kind(rollout_args(prompt_data=str(path), **changes))
+
+    return build
+
+
+def letters(groups):
+    return "".join(group[0].prompt for group in groups)
+
+
+def test_groups_are_independent_copies_with_increasing_numbers(make):
+    source = make(n_samples_per_prompt=3)
+    (first,), (second,) = source.get_samples(1), source.get_samples(1)
+    assert [s.index for s in first + second] == [0, 1, 2, 3, 4, 5]
+    assert {s.group_index for s in first} == {0} and {s.group_index for s in second} == {1}
+    first[0].metadata["l"].append("changed")
+    assert first[1].metadata == {"l": ["a"]}
+    assert source.dataset[0].metadata == {"l": ["a"]}
+
+
+def test_a_request_larger_than_the_file_wraps_and_is_served_in_full(make):
+    assert letters(make().get_samples(12)) == "abcdeabcdeab"
+
+
+def test_each_epoch_is_shuffled_anew_and_complete(make):
+    source = make(rollout_shuffle=True)
+    first, second = letters(source.get_samples(5)), letters(source.get_samples(5))
+    assert sorted(first) == sorted(second) == list("abcde")
+    assert first != second
+
+
+def test_the_buffer_is_served_first_in_its_order(make):
+    source = make(n_samples_per_prompt=1)
+    taken = source.get_samples(3)
+    source.add_samples([taken[2], taken[0]])
+    assert source.get_buffer_length() == 2
+    assert letters(source.get_samples(4)) == "cade"
+    assert source.get_buffer_length() == 0
+    assert len(source) == 5
+
+
+def test_the_buffer_filter_picks(make):
+    source = make(n_samples_per_prompt=1, buffer_filter_path=f"{__file__}:pop_last")
+    source.add_samples(source.get_samples(3))
+    assert letters(source.get_samples(1)) == "c"
+    assert letters(source.buffer) == "ab"
+
+
+def pop_last(args, rollout_id, buffer, num_samples):
+    assert rollout_id is None
+    return [buffer.pop() for _ in range(num_samples)]
+
+
+def too_many(args, rollout_id, buffer, num_samples):
+    return buffer + buffer
+
+
+def test_a_buffer_filter_that_returns_too_much_is_refused(make):
+    source = make(n_samples_per_prompt=1, buffer_filter_path=f"{__file__}:too_many")
+    source.add_samples(source.get_samples(1))
+    with pytest.raises(ValueError, match="returned 2 groups; at most 1"):
+        source.get_samples(1)
+
+
+def test_pop_first_takes_no_more_than_asked_or_there_is():
+    buffer = [[Sample(prompt="a")], [Sample(prompt="b")]]
+    assert letters(pop_first(rollout_args(), None, buffer, 1)) == "a"
+    assert letters(pop_first(rollout_args(), None, buffer, 5)) == "b"
+    assert buffer == []
+
+
+def test_a_group_of_the_wrong_size_is_refused(make):
+    with pytest.raises(ValueError, match="groups of 2 samples .* not 1"):
+        make(n_samples_per_prompt=2).add_samples([[Sample()]])
+    with pytest.raises(RuntimeError, match="cannot take back 1 groups"):
+        make(RolloutDataSource).add_samples([[Sample()]])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_resumed_source_goes_on_with_the_same_samples_and_buffer(make, tmp_path, shuffle):
+    flags = {"rollout_shuffle": shuffle, "save": str(tmp_path), "load": str(tmp_path)}
+    source = make(**flags)
+    source.add_samples(source.get_samples(7)[2:4])
+    source.update_metadata({"note": 1})
+    source.save(4)
+    expected = source.get_samples(6)
+    resumed = make(**flags)
+    resumed.load(4)
+    assert resumed.get_metadata() == {"note": 1}
+    assert resumed.get_samples(6) == expected
+    assert state_path(str(tmp_path), 4).name == "global_dataset_state_dict_4.pt"
+    assert [p.name for p in (tmp_path / "rollout").iterdir()] == ["global_dataset_state_dict_4.pt"], (
+        "no temporary left"
+    )
+
+
+def test_the_state_file_has_the_documented_keys(make, tmp_path):
+    source = make(save=str(tmp_path))
+    source.get_samples(6)
+    source.save(0)
+    state = torch.load(state_path(str(tmp_path), 0), weights_only=True)
+    expected = {"sample_offset": 1, "epoch_id": 1, "sample_group_index": 6, "sample_index": 12, "metadata": {}}
+    assert expected.items() <= state.items()
+
+
+def test_a_save_after_the_next_rollout_began_uses_the_snapshot(make, tmp_path):
+    source = make(save=str(tmp_path), load=str(tmp_path))
+    source.get_samples(2)
+    source.snapshot(0)
+    expected = source.get_samples(2)  # rollout 1, generated while rollout 0 trains
+    source.snapshot(1)
+    source.save(0)
+    resumed = make(save=str(tmp_path), load=str(tmp_path))
+    resumed.load(0)
+    assert resumed.get_samples(2) == expected
+
+
+def test_without_a_state_to_load_prompts_start_at_the_beginning(make, tmp_path, caplog):
+    source = make(load=str(tmp_path))
+    source.load(None)
+    source.load(-1)
+    assert not caplog.records
+    source.load(3)
+    assert "no data source state" in caplog.text
+    assert letters(source.get_samples(1)) == "a"
+
+
+def test_an_interrupted_save_leaves_the_old_state(make, tmp_path, monkeypatch):
+    source = make(save=str(tmp_path), load=str(tmp_path))
+    source.save(0)
+    before = state_path(str(tmp_path), 0).read_bytes()
+    source.get_samples(1)
+    monkeypatch.setattr(data_source.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        source.save(0)
+    assert state_path(str(tmp_path), 0).read_bytes() == before

@@ -1,0 +1,115 @@
+"""Evaluation against a scripted engine: own sampling, own grader, the same seeds at every evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from slime.rollout import generation
+from slime.rollout.eval import EvalDatasets
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.utils.errors import UsageError
+from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.types import Sample
+from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
+
+
+@pytest.fixture
+def evaluate(monkeypatch, tmp_path):
+    """Evaluate data sets given as name -> letters; returns (output, engine, args)."""
+    monkeypatch.setattr(generation, "load_tokenizer", lambda name, **kw: LetterTokenizer())
+
+    def build(sets, *, times=1, settings=None, **changes):
+        GenerateState.clear_instances()
+        EvalDatasets.clear_instances()
+        configs = []
+        for name, letters in sets.items():
+            path = tmp_path / f"{name}.jsonl"
+            path.write_text("".join(json.dumps({"input": f"p{letter}"}) + "\n" for letter in letters))
+            own = {"max_response_len": 9, "temperature": 0.5, **(settings or {})}
+            configs.append(EvalDatasetConfig(name=name, path=str(path), **own))
+        with FakeEngine().serve() as engine:
+            args = rollout_args(sglang_router_port=engine.port, eval_datasets=configs, **changes)
+            outputs = [generate_rollout(args, i, None, evaluation=True) for i in range(times)]
+        return outputs, engine, args
+
+    yield build
+    GenerateState.clear_instances()
+    EvalDatasets.clear_instances()
+
+
+async def grade_d(args, sample, **kwargs):
+    return float(sample.prompt == "pd")
+
+
+def test_every_prompt_is_answered_n_times_in_file_order_and_graded(evaluate):
+    (output,), engine, _ = evaluate({"a": "bd", "b": "z"}, settings={"n_samples_per_eval_prompt": 2})
+    assert list(output.data) == ["a", "b"]
+    assert output.data["a"]["rewards"] == [1.0, 1.0, 3.0, 3.0]
+    assert output.data["b"]["rewards"] == [9.0, 9.0]
+    assert output.data["b"]["truncated"] == [True, True]
+    assert [s.group_index for s in output.data["a"]["samples"]] == [0, 0, 1, 1]
+    (params,) = {json.dumps(r["sampling_params"], sort_keys=True) for r in engine.requests}
+    assert json.loads(params) == {
+        "temperature": 0.5,
+        "max_new_tokens": 9,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def test_a_data_set_is_graded_by_its_own_grader_whatever_training_uses(evaluate):
+    (output,), _, _ = evaluate(
+        {"a": "bd"}, settings={"custom_rm_path": f"{__file__}:grade_d"}, custom_rm_path="none:none", group_rm=True
+    )
+    assert output.data["a"]["rewards"] == [0.0, 1.0]
+
+
+def test_seeds_differ_between_samples_and_repeat_at_every_evaluation(evaluate):
+    settings = {"n_samples_per_eval_prompt": 3}
+    _, engine, _ = evaluate({"a": "bc"}, times=2, settings=settings, sglang_enable_deterministic_inference=True)
+    seeds = [r["sampling_params"]["sampling_seed"] for r in engine.requests]
+    assert sorted(seeds[:6]) == sorted(seeds[6:])
+    assert len(set(seeds)) == 2 * 3
+
+
+def test_the_file_is_read_once(evaluate, monkeypatch):
+    from slime.rollout import eval as eval_module
+
+    reads = []
+    real = eval_module.Dataset
+    monkeypatch.setattr(eval_module, "Dataset", lambda *a, **k: reads.append(a) or real(*a, **k))
+    evaluate({"a": "bc"}, times=2)
+    assert len(reads) == 1
+
+
+def test_group_rewards_cannot_grade_an_evaluation(evaluate):
+    with pytest.raises(UsageError, match="--group-rm .* give a a custom_rm_path"):
+        evaluate({"a": "b"}, group_rm=True)
+
+
+async def dict_reward(args, sample, **kwargs):
+    return {"score": 2, "acc": 1}
+
+
+def test_a_dict_reward_needs_a_key(evaluate):
+    settings = {"custom_rm_path": f"{__file__}:dict_reward"}
+    with pytest.raises(ValueError, match="--eval-reward-key"):
+        evaluate({"a": "b"}, settings=settings)
+    (output,), _, _ = evaluate({"a": "b"}, settings=settings, eval_reward_key="acc", reward_key="score")
+    assert output.data["a"]["rewards"] == [1.0]
+
+
+async def fan_out(args, sample, sampling_params, evaluation):
+    assert evaluation is True
+    done = [dataclasses.replace(sample, status=Sample.Status.COMPLETED, response_length=n) for n in (1, 2)]
+    return done
+
+
+def test_the_last_sibling_stands_for_a_fan_out_execution(evaluate):
+    settings = {"custom_generate_function_path": f"{__file__}:fan_out"}
+    (output,), _, _ = evaluate({"a": "bc"}, settings=settings)
+    assert output.data["a"]["rewards"] == [2.0, 2.0]

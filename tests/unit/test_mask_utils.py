@@ -1,0 +1,114 @@
+"""The loss mask is 1 on what the assistant wrote, whatever the chat template looks like."""
+
+from __future__ import annotations
+
+import jinja2
+import pytest
+
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from tests.unit.rollout_fakes import LetterTokenizer
+from tools.make_tiny_model import build_tokenizer
+
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "4"},
+]
+
+# Reasoning models: the last turn is rendered with an (empty) thought, earlier ones without; the prompt opens it.
+QWEN3_5_LIKE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+DISTILL_LIKE = (
+    "<BOS>{% for m in messages %}{% if m.role == 'assistant' %}"
+    "<A>{{ m.content.split('</think>')[-1] }}<EOS>{% else %}<U>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<A><think>\n{% endif %}"
+)
+SMOLLM2_LIKE = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou are SmolLM<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class TemplateTokenizer(LetterTokenizer):
+    """One token per character under any template, so that masks can be read as text."""
+
+    def __init__(self, template):
+        self.chat_template = template
+
+    def apply_chat_template(self, messages, tools=None, tokenize=False, add_generation_prompt=False, **kwargs):
+        template = jinja2.Environment().from_string(self.chat_template)
+        return template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+
+def trained_texts(tokenizer, messages, kind="qwen"):
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    ids, mask = generator.get_loss_mask(messages)
+    assert len(ids) == len(mask)
+    return generator.get_text_from_loss_mask(ids, mask)
+
+
+def test_every_assistant_turn_is_trained_with_its_end_marker():
+    assert trained_texts(LetterTokenizer(), TURNS) == ["2<|im_end|>", "4<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "expected"),
+    [
+        (SMOLLM2_LIKE, "qwen", ["2<|im_end|>", "4<|im_end|>"]),
+        (QWEN3_5_LIKE, "qwen3_5", ["2<|im_end|>", "\n</think>\n\n4<|im_end|>"]),
+        (DISTILL_LIKE, "distill_qwen", ["4<EOS>"]),
+    ],
+)
+def test_the_markers_are_learned_from_the_template(template, kind, expected):
+    assert trained_texts(TemplateTokenizer(template), TURNS, kind) == expected
+
+
+def test_the_tokens_are_those_of_the_whole_conversation():
+    tokenizer = LetterTokenizer()
+    ids, _ = MultiTurnLossMaskGenerator(tokenizer).get_loss_mask(TURNS, tools=[{"type": "function"}])
+    assert ids == tokenizer.encode(tokenizer.apply_chat_template(TURNS, tools=[{}]))
+
+
+def test_step_loss_mask_leaves_a_turn_out():
+    turns = [dict(turn) for turn in TURNS]
+    turns[2]["step_loss_mask"] = 0
+    assert trained_texts(LetterTokenizer(), turns) == ["4<|im_end|>"]
+
+
+def test_response_lengths_run_from_the_first_trained_token_to_the_end():
+    generator = MultiTurnLossMaskGenerator(LetterTokenizer())
+    assert generator.get_response_lengths([[0, 1, 0, 1], [0, 0], [1, 0]]) == [3, 0, 2]
+
+
+def test_a_marker_inside_a_message_is_an_error_not_a_wrong_mask():
+    turns = [{"role": "user", "content": "say <|im_start|>assistant\nx"}, TURNS[2]]
+    with pytest.raises(ValueError, match="2 assistant turns for 1 assistant messages"):
+        trained_texts(LetterTokenizer(), turns)
+
+
+def test_an_unknown_family_and_a_template_without_marks_are_refused():
+    with pytest.raises(ValueError, match="--loss-mask-type gemma: known are qwen"):
+        MultiTurnLossMaskGenerator(LetterTokenizer(), "gemma")
+    with pytest.raises(ValueError, match="does not mark assistant turns"):
+        MultiTurnLossMaskGenerator(TemplateTokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"))
+
+
+def test_the_tiny_models_real_tokenizer_gives_the_prompt_the_engine_would_see():
+    tokenizer = build_tokenizer()
+    generator = MultiTurnLossMaskGenerator(tokenizer)
+    user, reply = {"role": "user", "content": "12+7="}, {"role": "assistant", "content": "19"}
+    ids, mask = generator.get_loss_mask([user, reply])
+    prompt = tokenizer.encode(
+        tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True), add_special_tokens=False
+    )
+    assert ids[: len(prompt)] == prompt
+    assert mask[: len(prompt)] == [0] * len(prompt)
+    assert mask[len(prompt) :] == [1, 1, 1, 0], "two digits and the end marker; the template's newline is not trained"
+    assert generator.get_text_from_loss_mask(ids, mask) == ["19<|im_end|>"]

@@ -1,0 +1,127 @@
+"""Sample keeps its parallel lists in step, and says so when it cannot."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from argparse import Namespace
+
+import numpy as np
+import pytest
+
+from slime.utils.types import MultimodalTypes, Sample
+
+ARGS = Namespace(sglang_speculative_algorithm=None, num_layers=2, moe_router_topk=1)
+
+
+def test_a_two_turn_conversation_builds_the_lists_of_the_docstring():
+    sample = Sample(tokens=[11, 12, 13])
+    sample.append_response_tokens(tokens=[21, 22], log_probs=[-0.3, -0.1], text="go")
+    sample.append_response_tokens(tokens=[31], trainable=False, text="[tool]")
+    sample.append_response_tokens(tokens=[23], log_probs=[-0.7], text="!")
+    assert sample.tokens == [11, 12, 13, 21, 22, 31, 23]
+    assert (sample.response_length, sample.effective_response_length) == (4, 3)
+    assert sample.loss_mask == [1, 1, 0, 1]
+    assert sample.rollout_log_probs == [-0.3, -0.1, 0.0, -0.7]
+    assert sample.response == "go[tool]!"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": [1, 2], "log_probs": [-1.0]}, "2 tokens but 1 log_probs"),
+        ({"tokens": [1]}, "without log_probs"),
+        ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "take no log_probs"),
+    ],
+)
+def test_appending_inconsistent_lists_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Sample().append_response_tokens(**arguments)
+
+
+def test_trainable_tokens_after_a_response_without_log_probs_are_refused():
+    sample = Sample(tokens=[1, 2], response_length=1)
+    with pytest.raises(ValueError, match="1 tokens without rollout_log_probs"):
+        sample.append_response_tokens(tokens=[3], log_probs=[-1.0])
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("length", Sample.Status.TRUNCATED),
+        ("abort", Sample.Status.ABORTED),
+        ("stop", Sample.Status.COMPLETED),
+        ("other", Sample.Status.PENDING),
+    ],
+)
+def test_the_finish_reason_sets_the_status(reason, status):
+    sample = Sample()
+    meta = {"finish_reason": {"type": reason}, "weight_version": 3, "cached_tokens": 1, "prompt_tokens": 4}
+    sample.append_response_tokens(ARGS, meta_info=meta)
+    assert (sample.status, sample.weight_versions) == (status, ["3"])
+    assert sample.prefix_cache_info.prefix_cache_hit_rate == 1 / 4
+    again = Sample()
+    again.append_response_tokens(ARGS, meta_info=meta, update_terminal_info=False)
+    assert again == Sample(loss_mask=[])
+
+
+def test_speculative_counters_add_up_only_with_speculative_decoding():
+    meta = {"finish_reason": {"type": "stop"}, "spec_accept_token_num": 3, "spec_draft_token_num": 6}
+    meta |= {"spec_verify_ct": 2, "completion_tokens": 5}
+    on, off = Sample(), Sample()
+    on.append_response_tokens(Namespace(sglang_speculative_algorithm="EAGLE"), meta_info=meta)
+    off.append_response_tokens(ARGS, meta_info=meta)
+    assert (on.spec_info.spec_accept_rate, on.spec_info.spec_accept_length) == (3 / 6, 5 / 2)
+    assert (off.spec_info.spec_accept_rate, off.spec_info.spec_accept_length) == (0.0, 0.0)
+
+
+def test_top_p_spans_accumulate_and_tool_tokens_get_empty_ones():
+    def meta(ids, offsets):
+        text = base64.b64encode(np.asarray(ids, dtype=np.int32).tobytes()).decode()
+        return {"top_p_token_ids": text, "top_p_token_offsets": offsets}
+
+    sample = Sample()
+    sample.append_response_tokens(tokens=[9], trainable=False)
+    sample.append_response_tokens(tokens=[1, 2], log_probs=[0.0, 0.0], meta_info=meta([1, 5, 2], [0, 2, 3]))
+    sample.append_response_tokens(tokens=[9], trainable=False)
+    sample.append_response_tokens(tokens=[3], log_probs=[0.0], meta_info=meta([3, 4], [0, 2]))
+    assert sample.rollout_top_p_token_ids == [1, 5, 2, 3, 4]
+    assert sample.rollout_top_p_token_offsets == [0, 0, 2, 3, 3, 5]
+    with pytest.raises(ValueError, match="top-p offsets"):
+        sample.append_response_tokens(tokens=[3], log_probs=[0.0], meta_info=meta([3], [0, 2]))
+
+
+def test_routed_experts_take_their_shape_from_the_model():
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(ARGS, tokens=[3], log_probs=[0.0], meta_info={"routed_experts": [1, 2, 3, 4]})
+    assert np.asarray(sample.rollout_routed_experts).shape == (len(sample.tokens) - 1, 2, 1)
+
+
+def test_to_dict_and_from_dict_keep_extra_attributes():
+    sample = Sample(prompt="p", status=Sample.Status.TRUNCATED, metadata={"a": 1})
+    sample.trace = {"version": 1}
+    data = sample.to_dict()
+    assert data["status"] == "truncated"
+    copy = Sample.from_dict(data)
+    assert copy == sample
+    assert copy.trace == {"version": 1}
+    assert pickle.loads(pickle.dumps(copy)) == sample
+
+
+def test_the_dead_attribute_loss_masks_names_the_real_one():
+    with pytest.raises(AttributeError, match="assign loss_mask"):
+        Sample().loss_masks = [1]
+    assert not hasattr(Sample(), "loss_masks")
+
+
+def test_the_reward_value_is_the_number_that_reward_key_names():
+    assert Sample(reward=2.0).get_reward_value(Namespace(reward_key=None)) == 2.0
+    assert Sample(reward={"score": 3}).get_reward_value(Namespace(reward_key="score")) == 3
+    with pytest.raises(ValueError, match="--reward-key acc"):
+        Sample(reward={"score": 3}).get_reward_value(Namespace(reward_key="acc"))
+
+
+def test_multimodal_types_are_found_by_name():
+    assert [kind.placeholder for kind in MultimodalTypes.all()] == ["<image>", "<video>", "<audio>"]
+    assert MultimodalTypes.get("video") is MultimodalTypes.VIDEO
+    assert MultimodalTypes.get("smell") is None
