@@ -1,0 +1,106 @@
+"""train_async.py from start to end, and what is left of a run that is told to stop. Both without --colocate."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch import ROOT, Run, grpo_flags, log_tails, make_model, train, write_prompts
+
+pytestmark = pytest.mark.timeout(600)
+MARK = "SLIME_E2E_MARK"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    work = tmp_path_factory.mktemp("e2e")
+    return grpo_flags(make_model(work / "model"), write_prompts(work / "prompts.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def run(inputs: list[object], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("async") / "out"
+    return train(
+        out, *inputs, "--rollout-num-gpus", 1, "--num-rollout", 3, "--update-weights-interval", 2,
+        "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt", script="train_async.py",
+    )  # fmt: skip
+
+
+def test_the_first_step_is_on_policy_with_weights_that_came_over_gloo(run: Run):
+    first = run.records("train/step")[0]
+    assert first["train/train_rollout_logprob_abs_diff"] < 1e-4
+    assert abs(first["train/ppo_kl"]) < 1e-6
+
+
+def test_a_rollout_ahead_is_generated_by_weights_of_the_last_sync(run: Run):
+    import torch
+
+    samples = [torch.load(run.output_dir / "dump" / f"{i}.pt", weights_only=False)["samples"] for i in range(3)]
+    versions = [{version for sample in group for version in sample["weight_versions"]} for group in samples]
+    # Rollout 1 starts while 0 is trained, 2 while 1 is trained; the first sync after the initial one follows rollout 1.
+    assert versions == [{"1"}, {"1"}, {"1"}]
+    gaps = run.column("train/train_rollout_logprob_abs_diff")
+    assert gaps[1] > gaps[0] and gaps[2] > gaps[0], "rollouts that were generated ahead are one update old"
+
+
+def test_every_rollout_leaves_one_line_of_each_family(run: Run):
+    assert run.column("train/step") == [0, 1, 2]
+    rollouts = run.records("rollout/step")
+    assert [record["rollout/step"] for record in rollouts] == [0, 1, 2]
+    for record in rollouts:
+        assert record["rollout/raw_reward"] >= 0 and record["perf/rollout_time"] > 0
+    assert rollouts[1]["perf/update_weights_time"] > 0
+
+
+def test_colocated_engines_are_refused_before_anything_starts(inputs: list[object], tmp_path: Path):
+    run = train(tmp_path, *inputs, "--num-rollout", 1, "--colocate", script="train_async.py", check=False)
+    assert run.status == 2
+    assert "error: --colocate" in run.printed
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_nothing_is_left_running_after_sigterm(inputs: list[object], tmp_path: Path):
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    environment = {**os.environ, MARK: mark}
+    environment.pop("RAY_ADDRESS", None)
+    flags = [*inputs, "--rollout-num-gpus", 1, "--num-rollout", 100_000, "--output-dir", tmp_path]
+    printed = (tmp_path / "printed").open("w")
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *map(str, flags)], cwd=ROOT, env=environment, stdout=printed, stderr=printed
+    )
+    metrics = tmp_path / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text() or process.poll() is not None, 300)
+    assert process.poll() is None, (tmp_path / "printed").read_text()[-3000:] + log_tails(tmp_path)
+    assert len(marked(mark)) > 5, "Ray, the trainer, the manager, the engine and the router carry the mark"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(90) == 143, (tmp_path / "printed").read_text()[-3000:]
+    wait_until(lambda: not marked(mark), 20)
+    assert marked(mark) == []
+
+
+def wait_until(condition, deadline_s: float) -> None:
+    """Poll; the assertion that follows tells what did not happen."""
+    end = time.monotonic() + deadline_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the living processes whose environment carries the mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            alive = "State:\tZ" not in (entry / "status").read_text()
+            if alive and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_text().replace("\0", " ")[:150])
+        except OSError:  # it ended meanwhile
+            continue
+    return found
