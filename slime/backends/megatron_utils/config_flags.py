@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import textwrap
 import types
@@ -154,6 +155,7 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
+@functools.cache
 def field_docs(config: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, on one line, inherited fields included."""
     docs: dict[str, str] = {}
