@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,25 +33,37 @@ class SglangFlags:
 
 
 class ServerOption(NamedTuple):
-    """One SGLang option that is registered without importing SGLang; `kind` bool is a switch."""
+    """One SGLang option that is registered without importing SGLang.
+
+    `plain` are the values that are surely valid (`int` and `float`: every such number); any other value is left to the
+    installed SGLang, which then judges the whole command line.
+    """
 
     dest: str
     kind: type
     default: Any
     help: str
-    choices: tuple[str, ...] | None = None
+    plain: tuple[str, ...] = ()
 
     @property
     def option(self) -> str:
-        """Its name on SGLang's own command line."""
-        return "--" + self.dest.replace("_", "-")
+        """Its name on our command line."""
+        return "--sglang-" + self.dest.replace("_", "-")
+
+    def is_plain(self, text: str) -> bool:
+        """Whether this value needs no second opinion."""
+        if self.kind is str:
+            return text in self.plain
+        try:
+            self.kind(text)
+        except ValueError:
+            return False
+        return True
 
 
 # What runs of ours commonly set, and what slime itself reads. A test compares each row with the installed ServerArgs.
 COMMON = (
-    ServerOption(
-        "enable_deterministic_inference", bool, False, "honour sampling seeds; results do not depend on the batch"
-    ),
+    ServerOption("enable_deterministic_inference", bool, False, "honour sampling seeds, whatever the batch"),
     ServerOption("max_running_requests", int, None, "requests that run at the same time"),
     ServerOption("max_total_tokens", int, None, "tokens of the KV cache"),
     ServerOption("mem_fraction_static", float, None, "share of GPU memory for weights and KV cache"),
@@ -58,10 +71,11 @@ COMMON = (
     ServerOption("chunked_prefill_size", int, None, "tokens of one prefill chunk"),
     ServerOption("disable_radix_cache", bool, False, "no prefix cache"),
     ServerOption("disable_cuda_graph", bool, False, "no CUDA graphs"),
-    ServerOption("attention_backend", str, None, "attention kernels"),
-    ServerOption("dtype", str, "auto", "data type of weights and activations"),
-    ServerOption("log_level", str, "info", "log level of the engine"),
-    ServerOption("load_format", str, "auto", "how weights are read; dummy = random"),
+    ServerOption("attention_backend", str, None, "attention kernels", ("torch_native", "triton", "flashinfer", "fa3")),
+    ServerOption("dtype", str, "auto", "type of weights and activations", ("auto", "bfloat16", "float16", "float32")),
+    ServerOption("log_level", str, "info", "log level of the engine", ("debug", "info", "warning", "error")),
+    ServerOption("load_format", str, "auto", "how weights are read; dummy = random", ("auto", "safetensors", "dummy")),
+    ServerOption("speculative_algorithm", str, None, "speculative decoding"),
 )
 # dest -> what to use instead. slime sets these for every engine.
 OWNED = {
@@ -92,11 +106,17 @@ PREFIX, ROUTER_PREFIX = "sglang_", "router_"
 
 
 def needs_installed_options(tokens: Sequence[str], own_options: Sequence[str]) -> bool:
-    """Whether a command line has a flag that only the installed SGLang or its router can judge."""
-    known = {*own_options, *(f"--sglang-{entry.option[2:]}" for entry in COMMON)}
-    names = (token.split("=", 1)[0] for token in tokens)
-    foreign = {name for name in names if name.startswith(("--sglang-", "--no-sglang-", "--router-"))}
-    return any(name not in known and not explain_owned(name) for name in foreign)
+    """Whether a command line has a flag, or a value, that only the installed SGLang or its router can judge."""
+    common = {entry.option: entry for entry in COMMON}
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        name, equals, value = token.partition("=")
+        entry = common.get(name)
+        if entry and entry.kind is not bool and not entry.is_plain(value if equals else following):
+            return True
+        is_ours = name in own_options or name in common or explain_owned(name) is not None
+        if name.startswith(("--sglang-", "--no-sglang-", "--router-")) and not is_ours:
+            return True
+    return False
 
 
 def is_installed() -> bool:
@@ -108,10 +128,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `COMMON`, without importing SGLang."""
     group = parser.add_argument_group("SGLang engine", "every option of SGLang's server, with --sglang- in front")
     for entry in COMMON:
-        target = _Prefixed(group, owned=())
-        keywords: dict[str, Any] = {"default": entry.default, "help": entry.help, "dest": entry.dest}
-        keywords |= {"action": "store_true"} if entry.kind is bool else {"type": entry.kind}
-        target.add_argument(entry.option, **keywords)
+        kind: dict[str, Any] = {"action": "store_true"} if entry.kind is bool else {"type": entry.kind}
+        group.add_argument(entry.option, dest=PREFIX + entry.dest, default=entry.default, help=entry.help, **kind)
 
 
 def add_installed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +139,10 @@ def add_installed_arguments(parser: argparse.ArgumentParser) -> None:
         UsageError: one of them is not installed.
     """
     if not is_installed():
+        known = ", ".join(entry.option for entry in COMMON)
         raise UsageError(
-            "--sglang-* and --router-* flags need the packages sglang and sglang-router: bash scripts/setup_env.sh"
+            f"sglang or sglang-router is not installed, so of their flags only {known} are known; run "
+            "scripts/setup_env.sh, or leave the others out (--debug-train-only needs none)."
         )
     from slime.utils.accelerator import cuda_is_available
 
@@ -130,8 +150,10 @@ def add_installed_arguments(parser: argparse.ArgumentParser) -> None:
         from slime.backends.sglang_utils import cpu_standins
 
         cpu_standins.install()
-    from sglang.srt.server_args import ServerArgs
-    from sglang_router.router_args import RouterArgs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "Triton is not supported on current platform"
+        from sglang.srt.server_args import ServerArgs
+        from sglang_router.router_args import RouterArgs
 
     group = parser.add_argument_group("SGLang engine", "every option of SGLang's server, with --sglang- in front")
     ServerArgs.add_cli_args(_Prefixed(group, owned=OWNED))

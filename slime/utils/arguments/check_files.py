@@ -10,7 +10,7 @@ import argparse
 import json
 import string
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +94,17 @@ def uses_builtin_reward(args: argparse.Namespace, default_rollout: str) -> bool:
     return args.rollout_function_path == default_rollout and not args.debug_train_only and not has_hook
 
 
-def check_rm_type(rm_type: str | None, where: str, *, rm_url: str | None, known: Iterable[str]) -> Iterator[str]:
-    """A reward name exists (`boxed_` in front is allowed), and remote_rm has its address."""
+def check_rm_type(rm_type: str | None, where: str, *, rm_url: str | None, known: Collection[str]) -> Iterator[str]:
+    """A reward name exists, and remote_rm has its address."""
     if rm_type is None:
         return
-    names = sorted(known)
-    bare = rm_type.strip().removeprefix("boxed_")
-    if bare not in names:
-        near = nearest(bare, names)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}."
+    name = rm_type.strip()
+    if name not in known:
+        near = nearest(name, known)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}."
         yield f"{where} {rm_type} is no built-in reward: {hint}"
-    if bare == "remote_rm" and not rm_url:
-        yield f"{where} remote_rm needs --rm-url, the address of the reward service."
+    if name.removeprefix("boxed_") == "remote_rm" and not rm_url:
+        yield f"{where} {name} needs --rm-url, the address of the reward service."
 
 
 def check_train_data(
@@ -165,7 +164,7 @@ def check_eval_data(
     reads_reward: bool,
     rm_type: str | None,
     rm_url: str | None,
-    known: Iterable[str],
+    known: Collection[str],
     needs_label: Callable[[str], bool],
 ) -> Iterator[str]:
     """Every evaluation file can be read and has what its reward needs."""

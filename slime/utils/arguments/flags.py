@@ -68,9 +68,11 @@ def option_name(field: dataclasses.Field[Any]) -> str:
     return f"--disable-{name}" if field.default is True else f"--{name}"
 
 
-def group_title(flags_class: type) -> str:
-    """The title of a class of flags: the first line of its docstring."""
-    return (flags_class.__doc__ or flags_class.__name__).strip().splitlines()[0].rstrip(".")
+def group_title(flags_class: type) -> tuple[str, str | None]:
+    """(title, description) of a class of flags: the first sentence of its docstring, and the rest of that line."""
+    line = (flags_class.__doc__ or flags_class.__name__).strip().splitlines()[0]
+    title, _, description = line.partition(". ")
+    return title.rstrip("."), description or None
 
 
 def add_flags(group: argparse._ArgumentGroup | argparse.ArgumentParser, flags_class: type) -> None:

@@ -118,7 +118,7 @@ def build_parser(
     )
     classes = (*FLAG_CLASSES, sglang.SglangFlags)
     # Our groups are made first (order of --help) and filled last (our flags win over the user's and Megatron's).
-    groups = [parser.add_argument_group(group_title(flags_class)) for flags_class in classes]
+    groups = [parser.add_argument_group(*group_title(flags_class)) for flags_class in classes]
     if add_custom_arguments is not None:
         add_custom_arguments(parser)
     add_megatron_arguments(parser)
@@ -188,13 +188,13 @@ def _finish(args: Args, explicit: set[str], check: _Checker) -> None:
     own = list(defaults_of(SglangFlags))
     values.update(derive_sglang(args, explicit, own))
     values["eval_datasets"] = check.run(_eval_datasets, args) or []
-    values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
     fields = [field for flags_class in FLAG_CLASSES for field in dataclasses.fields(flags_class)]
     check.add(validate.collect(args, explicit, fields))
     check.add(megatron_problems(args.replace(load=given_load), hf_config))
     if not args.debug_train_only:
         check.add(sglang_problems(args, port_is_free=is_port_available))
     _check_environment(args, check, given_load=given_load, has_config=hf_config is not None)
+    values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
     del args.offload  # only a short form
 
 

@@ -1,0 +1,387 @@
+"""Whole command lines through `parse_args`: what they become, and what each wrong one says."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+from pathlib import Path
+
+import pytest
+
+from slime.utils.arguments import Args, parse_args, publish_runtime
+from slime.utils.errors import UsageError
+
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The flags of a run that works, by name; the files they point at are made."""
+    monkeypatch.chdir(tmp_path)
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text(json.dumps(HF_CONFIG))
+    (hf / "tokenizer.json").write_text("{}")
+    (hf / "model.safetensors").write_bytes(b"")
+    (tmp_path / "data.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{"input": "2+2=", "label": "4"}\n')
+    (tmp_path / "hooks.py").write_text(
+        "NUMBER = 3\nasync def reward(args, sample, **kwargs):\n    return 1.0\ndef one(args):\n    return None\n"
+    )
+    return {
+        "--accelerator": ["cpu"],
+        "--hf-checkpoint": ["hf"],
+        "--model-args-from-hf": [],
+        "--prompt-data": ["data.jsonl"],
+        "--label-key": ["label"],
+        "--rm-type": ["math"],
+        "--rollout-batch-size": ["4"],
+        "--n-samples-per-prompt": ["2"],
+        "--num-rollout": ["3"],
+        "--colocate": [],
+    }
+
+
+def line(base: dict[str, list[str]], changes: str = "", without: str = "") -> list[str]:
+    """The command line of `base` with flags changed or added ("--a 1 --b") and others left out."""
+    flags = {name: values for name, values in base.items() if name not in without.split()}
+    for part in (" " + changes).split(" --")[1:]:
+        name, *values = part.split()
+        flags["--" + name] = values
+    return [token for name, values in flags.items() for token in (name, *values)]
+
+
+def errors(argv: list[str]) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        parse_args(argv=argv)
+    return caught.value.messages
+
+
+def test_a_plain_line_derives_what_was_left_out(base: dict[str, list[str]]) -> None:
+    args = parse_args(argv=line(base))
+    assert args.global_batch_size == 4 * 2  # one train step per rollout
+    assert args.actor_num_gpus_per_node == 1  # on a CPU; 8 elsewhere
+    assert args.rollout_num_gpus == 1  # --colocate: the trainer's
+    assert (args.offload_train, args.offload_rollout) == (False, False)
+    assert args.over_sampling_batch_size == args.rollout_batch_size
+    assert args.eval_function_path == args.rollout_function_path
+    assert args.eps_clip_high == args.eps_clip == 0.2
+    assert args.hidden_size == HF_CONFIG["hidden_size"] and args.num_layers == HF_CONFIG["num_hidden_layers"]
+    assert args.lr == 1e-6 and args.micro_batch_size == 1 and args.clip_grad == 1.0  # slime's defaults, not Megatron's
+    assert args.output_dir.startswith("outputs/")
+    assert args.sglang_overrides == {} and args.eval_datasets == []
+    assert not (Path.cwd() / "outputs").exists(), "checking a directory leaves nothing behind"
+
+
+def test_initial_weights_come_from_the_hf_checkpoint_when_nothing_else_has_some(base: dict[str, list[str]]) -> None:
+    args = parse_args(argv=line(base, "--load out --save out --save-interval 1"))
+    assert (args.load, args.finetune, args.no_load_optim, args.start_rollout_id) == ("hf", True, True, 0)
+
+
+def test_a_megatron_checkpoint_under_load_is_resumed(base: dict[str, list[str]]) -> None:
+    Path("out/iter_0000004").mkdir(parents=True)
+    Path("out/latest_checkpointed_iteration.txt").write_text("4")
+    args = parse_args(argv=line(base, "--load out --save out --save-interval 1"))
+    assert (args.load, args.finetune, args.no_load_optim, args.start_rollout_id) == ("out", False, False, None)
+
+
+def test_ref_load_is_where_training_starts_without_load(base: dict[str, list[str]]) -> None:
+    Path("ref/iter_0000007").mkdir(parents=True)
+    Path("ref/latest_checkpointed_iteration.txt").write_text("7")
+    args = parse_args(argv=line(base, "--ref-load ref --ref-ckpt-step 7"))
+    assert (args.load, args.ckpt_step, args.finetune, args.start_rollout_id) == ("ref", 7, True, 0)
+
+
+def test_frozen_args_refuse_changes_also_after_pickling(base: dict[str, list[str]]) -> None:
+    args = parse_args(argv=line(base))
+    for copy in (args, pickle.loads(pickle.dumps(args)), args.replace(lr=1.0)):
+        with pytest.raises(AttributeError, match="args.lr cannot be set"):
+            copy.lr = 2.0
+        with pytest.raises(AttributeError, match="cannot be deleted"):
+            del copy.lr
+    assert args.replace(lr=1.0).lr == 1.0 and args.lr == 1e-6
+    assert pickle.loads(pickle.dumps(args)) == args
+    assert "_frozen" not in vars(args)
+
+
+def test_run_time_values_are_published_to_frozen_args() -> None:
+    args = Args(sglang_router_ip=None).freeze()
+    publish_runtime(args, sglang_router_ip="1.2.3.4", sglang_router_port=5, sglang_model_routers={"m": ("1.2.3.4", 5)})
+    assert (args.sglang_router_ip, args.sglang_router_port) == ("1.2.3.4", 5)
+    assert args.is_frozen
+
+
+def test_names_of_older_documents_still_work_and_say_the_current_one(
+    base: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = parse_args(argv=line(base, "--prompt-key input --reward-fn-path hooks.py:reward", without="--rm-type"))
+    assert args.input_key == "input" and args.custom_rm_path == "hooks.py:reward"
+    assert "--prompt-key is called --input-key now" in caplog.text
+    assert "--reward-fn-path is called --custom-rm-path now" in caplog.text
+
+
+def test_custom_arguments_are_parsed_and_slime_wins_where_names_clash(base: dict[str, list[str]]) -> None:
+    def add(parser):  # type: ignore[no-untyped-def]
+        parser.add_argument("--my-flag", type=int, default=1)
+        parser.add_argument("--lr", type=str, default="mine")
+        return parser
+
+    args = parse_args(add, argv=line(base, "--my-flag 5"))
+    assert args.my_flag == 5 and args.lr == 1e-6
+
+
+def test_evaluation_sets_take_their_settings_from_the_flags(base: dict[str, list[str]]) -> None:
+    changes = (
+        "--eval-interval 2 --eval-prompt-data add data.jsonl --n-samples-per-eval-prompt 3 --eval-temperature 0.5"
+    )
+    (dataset,) = parse_args(argv=line(base, changes)).eval_datasets
+    assert (dataset.name, dataset.path, dataset.label_key) == ("add", "data.jsonl", "label")
+    assert (dataset.n_samples_per_eval_prompt, dataset.temperature) == (3, 0.5)
+
+
+def test_a_single_eval_path_is_called_aime(base: dict[str, list[str]]) -> None:
+    args = parse_args(argv=line(base, "--eval-interval 1 --eval-prompt-data data.jsonl"))
+    assert args.eval_prompt_data == ["aime", "data.jsonl"]
+
+
+def test_explicit_model_flags_win_over_the_hf_config_and_are_compared_with_it(base: dict[str, list[str]]) -> None:
+    messages = errors(line(base, "--num-layers 3"))
+    assert any("--num-layers: the flags say 3, the HF config says 2" in message for message in messages)
+
+
+def test_supervised_fine_tuning_needs_no_engine_and_no_reward(base: dict[str, list[str]]) -> None:
+    changes = (
+        "--debug-train-only --loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout"
+    )
+    args = parse_args(argv=line(base, changes, without="--colocate --rm-type --label-key"))
+    assert args.rollout_num_gpus == 0
+
+
+WRONG = {
+    # Parsing
+    "--rollout-batch-sise 4": "unknown flag --rollout-batch-sise: did you mean --rollout-batch-size?",
+    "--rollout-batch 4": "unknown flag --rollout-batch",  # no abbreviations
+    "--zzzz=3": "unknown flag --zzzz: see --help",
+    "--seed abc": "--seed: invalid int value: 'abc'",
+    "--seed": "--seed: expected one argument",
+    "--seed 1 2": "'2' belongs to no flag",
+    "--loss-type ppo": "--loss-type: invalid choice: 'ppo'",
+    "--apply-chat-template-kwargs {": "is no JSON",
+    "--sglang-tp-size 2": "--sglang-tp-size is set by slime: use --rollout-num-gpus-per-engine",
+    # Required, ranges
+    "--rollout-batch-size 0": "--rollout-batch-size 0 must be at least 1",
+    "--lr -1": "--lr -1.0 must be at least 0",
+    "--rollout-temperature 0": "--rollout-temperature 0.0 must be > 0",
+    "--rollout-top-p 0.9": "--rollout-top-p 0.9 is not supported yet",
+    "--rollout-top-k 5": "--rollout-top-k 5 is not supported yet",
+    "--rollout-max-context-len 8 --rollout-max-prompt-len 8": "leaves no room for a response",
+    "--eps-clip-c 1": "--eps-clip-c 1.0 must be > 1",
+    # Batches
+    "--global-batch-size 3": "= 8 samples do not divide into steps of --global-batch-size 3",
+    "--num-steps-per-rollout 3": "= 8 samples do not divide into --num-steps-per-rollout 3",
+    "--num-steps-per-rollout 2 --global-batch-size 8": "make 4 a step, but --global-batch-size is 8",
+    "--over-sampling-batch-size 2": "--over-sampling-batch-size 2 must be at least --rollout-batch-size 4",
+    "--micro-batch-size 3": "--global-batch-size 8 does not divide into micro-batches",
+    "--actor-num-gpus-per-node 3": "3 data-parallel ranks x --micro-batch-size 1",
+    "--use-dynamic-batch-size": "--use-dynamic-batch-size needs --max-tokens-per-gpu",
+    "--use-dynamic-batch-size --max-tokens-per-gpu 9 --actor-num-gpus-per-node 9": "8 is too small: 9 data-parallel",
+    # Flags without effect
+    "--max-tokens-per-gpu 64": "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
+    "--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2": "--micro-batch-size 2 has no effect",
+    "--kl-loss-coef 0.1": "--kl-loss-coef has no effect without --use-kl-loss",
+    "--wandb-project p": "--wandb-project has no effect without --use-wandb",
+    "--disable-wandb-random-suffix": "--disable-wandb-random-suffix has no effect without --use-wandb",
+    "--tb-project-name p": "--tb-project-name has no effect without --use-tensorboard",
+    "--save-interval 1": "--save-interval has no effect without --save",
+    "--ref-ckpt-step 1": "--ref-ckpt-step has no effect without --ref-load",
+    "--eval-temperature 1": "--eval-temperature has no effect without --eval-prompt-data or --eval-config",
+    "--use-rollout-logprobs --recompute-old-log-probs": "--recompute-old-log-probs has no effect",
+    # Devices
+    "--offload": "--offload-train (or --offload) has no effect with --accelerator cpu",
+    "--offload-rollout": "--offload-rollout (or --offload) has no effect with --accelerator cpu",
+    "--rollout-num-gpus 2": "--colocate: --rollout-num-gpus 2 is more than the trainer's 1 GPUs (slots)",
+    "--rollout-num-gpus 0": "runs without engines of their own are not supported yet",
+    "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2": "--rollout-num-gpus 3 does not divide into engines",
+    "--rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 2": "is not supported with --accelerator cpu",
+    "--rollout-num-gpus-per-engine 16": "more than --num-gpus-per-node 8",
+    "--tensor-model-parallel-size 0": "--tensor-model-parallel-size 0 must be at least 1",
+    "--tensor-model-parallel-size 2": "do not divide by --tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2": "pipeline parallelism is not supported yet",
+    # Losses and rewards
+    "--loss-type custom_loss": "--loss-type custom_loss needs --custom-loss-function-path",
+    "--custom-loss-function-path hooks.py:one": "--custom-loss-function-path has no effect",
+    "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1": "would count the KL twice",
+    "--kl-coef 0.1": "--kl-coef 0.1 needs --ref-load",
+    "--use-kl-loss": "--use-kl-loss needs --ref-load",
+    "--rm-type mathe": "--rm-type mathe is no built-in reward: did you mean math?",
+    "--rm-type remote_rm": "--rm-type remote_rm needs --rm-url",
+    # Hooks
+    "--custom-rm-path hooks.py": "names a file but no function in it; write hooks.py:function",
+    "--custom-rm-path hooks.py:absent": "no attribute 'absent'",
+    "--custom-rm-path nowhere.mod.fn": "no module 'nowhere'",
+    "--custom-rm-path hooks.py:NUMBER": "it is a int, not a function",
+    "--custom-rm-path hooks.py:one": "--custom-rm-path hooks.py:one does not fit: it is called as (args, sample)",
+    "--rollout-sample-hook-path hooks.py:absent": "--rollout-sample-hook-path: cannot load",
+    "--custom-generate-function-path broken.py:fn": "loading it raised ValueError: at import",
+    # Evaluation
+    "--eval-interval 1": "--eval-interval 1 needs --eval-prompt-data or --eval-config",
+    "--eval-prompt-data a data.jsonl": "--eval-prompt-data has no effect without --eval-interval",
+    "--eval-interval 1 --eval-prompt-data a b c": "--eval-prompt-data takes NAME PATH pairs, not 3 values",
+    "--eval-interval 1 --eval-prompt-data a absent.jsonl": "set a: data file absent.jsonl does not",
+    "--eval-interval 1 --eval-config absent.yaml": "--eval-config absent.yaml: there is no such file",
+    "--eval-interval 1 --eval-config eval.yaml": "unknown key 'temprature'",
+    "--eval-interval 1 --eval-config eval.yaml --eval-prompt-data a data.jsonl": "has no effect with --eval-config",
+    "--eval-interval 1 --eval-config hook.yaml": "evaluation data set a: custom_rm_path: cannot load",
+    "--num-rollout 0": "--num-rollout 0 means evaluation only and needs --eval-interval",
+    # Files
+    "--prompt-data absent.jsonl": "--prompt-data: data file absent.jsonl does not exist",
+    "--prompt-data empty.jsonl": "empty.jsonl",
+    "--prompt-data malformed.jsonl": "malformed.jsonl:2: not valid JSON",
+    "--input-key question": "no key 'question' (--input-key); the keys are 'input', 'label'",
+    "--label-key answer": "no label under 'answer' (--label-key)",
+    "--hf-checkpoint absent": "--hf-checkpoint absent is no directory",
+    "--hf-checkpoint plain": "--hf-checkpoint plain is no HF checkpoint: it has no config.json",
+    "--hf-checkpoint mcore": "it is a Megatron checkpoint",
+    "--hf-checkpoint badjson": "config.json is not valid JSON",
+    "--hf-checkpoint notmodel": "names no model_type",
+    "--hf-checkpoint bare": "--hf-checkpoint bare has no tokenizer",
+    "--ref-load absent": "--ref-load absent does not exist",
+    "--load plain": "--load plain is no checkpoint",
+    "--save data.jsonl/out --save-interval 1": "--save data.jsonl/out cannot be written: Not a directory",
+    "--save out --save-interval 1 --save-hf out/hf": "--save-hf out/hf must contain {rollout_id}",
+    "--save-debug-rollout-data out/{rollout_id}{x}.pt": "must contain {rollout_id} and no other name",
+    # Engines
+    "--sglang-server-concurrency 0": "--sglang-server-concurrency 0 must be at least 1",
+    "--sglang-router-ip 1.2.3.4": "--sglang-router-ip 1.2.3.4 needs --sglang-router-port",
+}
+
+
+def make_wrong_files() -> None:
+    files = {
+        "empty.jsonl": "",
+        "malformed.jsonl": '{"input": "a", "label": "b"}\n{"input": \n',
+        "broken.py": "raise ValueError('at import')\n",
+        "eval.yaml": "datasets: [{name: a, path: data.jsonl, temprature: 1}]",
+        "hook.yaml": "datasets: [{name: a, path: data.jsonl, custom_rm_path: 'hooks.py:absent'}]",
+        "plain/readme.txt": "",
+        "mcore/latest_checkpointed_iteration.txt": "1",
+        "badjson/config.json": "{",
+        "notmodel/config.json": "{}",
+        "bare/config.json": json.dumps(HF_CONFIG),
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+
+
+@pytest.mark.parametrize("changes", WRONG)
+def test_a_wrong_line_says_what_is_wrong(base: dict[str, list[str]], changes: str) -> None:
+    make_wrong_files()
+    messages = errors(line(base, changes))
+    assert any(WRONG[changes] in message for message in messages), messages
+
+
+MISSING = {
+    "--rollout-batch-size": "--rollout-batch-size is required",
+    "--num-rollout": "--num-rollout or --num-epoch is required",
+    "--hf-checkpoint": "--hf-checkpoint is required",
+    "--prompt-data": "--prompt-data is required",
+    "--colocate": "--rollout-num-gpus is required without --colocate",
+    "--label-key": "compares with a label: name its field with --label-key (the fields are input, label)",
+    "--rm-type": "no reward is given",
+    "--model-args-from-hf": "--num-layers, --hidden-size, --num-attention-heads not given",
+}
+
+
+@pytest.mark.parametrize("flag", MISSING)
+def test_a_missing_flag_is_named(base: dict[str, list[str]], flag: str) -> None:
+    messages = errors(line(base, without=flag))
+    assert any(MISSING[flag] in message for message in messages), messages
+
+
+def test_all_problems_are_reported_at_once_and_follow_ups_are_not(base: dict[str, list[str]]) -> None:
+    changes = "--rollout-batch-sise 4 --seed x --lr y --rm-type nope --prompt-data absent.jsonl"
+    messages = errors(line(base, changes, without="--rollout-batch-size"))
+    for part in (
+        "did you mean --rollout-batch-size",
+        "--seed: invalid",
+        "--lr: invalid",
+        "nope is no",
+        "absent.jsonl",
+    ):
+        assert sum(part in message for message in messages) == 1, part
+    assert not any("--rollout-batch-size is required" in message for message in messages)
+
+
+def test_a_reward_named_by_every_data_row_needs_no_rm_type(base: dict[str, list[str]]) -> None:
+    Path("named.jsonl").write_text('{"input": "a", "label": "b", "metadata": {"rm_type": "math"}}\n')
+    assert parse_args(argv=line(base, "--prompt-data named.jsonl", without="--rm-type")).rm_type is None
+
+
+def test_weights_are_asked_of_the_hf_checkpoint_unless_engines_make_them_up(base: dict[str, list[str]]) -> None:
+    Path("hf/model.safetensors").unlink()
+    assert any("--hf-checkpoint hf has no weights" in sentence for sentence in errors(line(base)))
+    Path("ref").mkdir()
+    Path("ref/latest_checkpointed_iteration.txt").write_text("release")
+    Path("ref/release").mkdir()
+    parse_args(argv=line(base, "--ref-load ref --sglang-load-format dummy"))
+
+
+def test_a_taken_router_port_is_an_error_unless_a_router_is_said_to_be_there(base: dict[str, list[str]]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        messages = errors(line(base, f"--sglang-router-port {port}"))
+        assert any(f"--sglang-router-port {port} is taken" in message for message in messages)
+        parse_args(argv=line(base, f"--sglang-router-port {port} --sglang-router-ip 127.0.0.1"))
+
+
+def test_a_checkpoint_of_another_shape_is_refused(base: dict[str, list[str]]) -> None:
+    Path("ref/iter_0000001").mkdir(parents=True)
+    Path("ref/latest_checkpointed_iteration.txt").write_text("1")
+    Path("ref/iter_0000001/model_shape.json").write_text('{"hidden_size": 32}')
+    (message,) = errors(line(base, "--ref-load ref"))
+    assert message == "--ref-load ref holds a model with --hidden-size 32, the flags say 64."
+
+
+def test_a_save_directory_without_interval_is_warned_about(
+    base: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    parse_args(argv=line(base, "--save out"))
+    assert "--save out without --save-interval: no checkpoint is written" in caplog.text
+
+
+def test_sharing_a_gpu_without_offload_has_to_be_said(
+    base: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.utils.accelerator.cuda_is_available", lambda: True)
+    on_gpu = "--accelerator cuda --actor-num-gpus-per-node 1"
+    assert any("keeps trainer and engines in memory side by side" in m for m in errors(line(base, on_gpu)))
+    assert any(
+        "--offload-train (or --offload) is not supported yet" in m for m in errors(line(base, on_gpu + " --offload"))
+    )
+    args = parse_args(argv=line(base, on_gpu + " --no-offload-train --no-offload-rollout"))
+    assert args.accelerator == "cuda" and args.bf16
+
+
+def test_cuda_without_cuda_is_one_error(base: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.utils.accelerator.cuda_is_available", lambda: False)
+    (message,) = errors(line(base, "--accelerator cuda"))
+    assert "torch sees no CUDA device" in message
