@@ -361,13 +361,6 @@ def test_a_checkpoint_of_another_shape_is_refused(base: dict[str, list[str]]) ->
     assert message == "--ref-load ref holds a model with --hidden-size 32, the flags say 64."
 
 
-def test_a_save_directory_without_interval_is_warned_about(
-    base: dict[str, list[str]], caplog: pytest.LogCaptureFixture
-) -> None:
-    parse_args(argv=line(base, "--save out"))
-    assert "--save out without --save-interval: no checkpoint is written" in caplog.text
-
-
 def test_sharing_a_gpu_without_offload_has_to_be_said(
     base: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,8 +279,6 @@ def warnings(args: argparse.Namespace) -> Iterable[str]:
             "--n-samples-per-prompt 1: a group of one minus its mean is 0, so nothing is learned; use more, or "
             "--disable-rewards-normalization."
         )
-    if args.save and args.save_interval is None and args.num_rollout != 0:
-        yield f"--save {args.save} without --save-interval: no checkpoint is written."
 
 
 def collect(args: argparse.Namespace, explicit: set[str], fields: Sequence[dataclasses.Field[Any]]) -> list[str]:
