@@ -35,6 +35,7 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
         the exit status.
     """
     configure_logger()
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it reports each optional package that is not there
     signal.signal(signal.SIGTERM, _leave)
     output_dir: str | None = None
     try:

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -63,12 +63,13 @@ class TrainingRun:
     # ---- the verbs of the drivers
 
     def steps(self) -> Iterator[int]:
-        """The ids of the rollouts to do, with a progress bar over them."""
+        """The ids of the rollouts to do, with a progress bar over them (on a terminal; a log has a line a step)."""
         ids = range(self.plan.start_rollout_id, self.plan.num_rollout)
-        with progress_bar(len(ids), "rollouts") as bar:
+        with progress_bar(len(ids), "rollouts") if sys.stderr.isatty() else nullcontext() as bar:
             for rollout_id in ids:
                 yield rollout_id
-                bar.update(1)
+                if bar is not None:
+                    bar.update(1)
 
     def is_last(self, rollout_id: int) -> bool:
         """Whether no rollout follows this one."""
