@@ -60,7 +60,7 @@ class MegatronTrainActor:
         self, args: Any, *, rank: int, world_size: int, master_addr: str, master_port: int, local_rank: int = 0
     ) -> None:
         self.args = args
-        self._where = {
+        self._where: dict[str, Any] = {
             "rank": rank,
             "world_size": world_size,
             "master_addr": master_addr,
@@ -83,9 +83,8 @@ class MegatronTrainActor:
             self._load(CheckpointSource(self.args.ref_load, self.args.ref_ckpt_step, False, False))
             self._weights.backup(REFERENCE)
         iteration = self._load(self._initial_source())
-        resumed = iteration is not None and not self.args.finetune
         Timer().start("train_wait")
-        return {"start_rollout_id": iteration + 1 if resumed else 0}
+        return {"start_rollout_id": 0 if iteration is None or self.args.finetune else iteration + 1}
 
     def parallel_config(self) -> dict[str, int]:
         """Sizes of the parallel layout and this rank's place in it."""

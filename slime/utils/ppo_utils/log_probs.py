@@ -8,6 +8,7 @@ or masks: one row of logits, one target.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,9 @@ class _LogProbAndEntropy(torch.autograd.Function):
     """(logits [n, V/tp], targets [n]) -> (log_probs [n], entropy [n]), both float32."""
 
     @staticmethod
-    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: _Shard, with_entropy_grad: bool):
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: _Shard, with_entropy_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = logits.shape[0]
         log_probs, entropy, log_normaliser = (
             torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3)
@@ -61,7 +64,9 @@ class _LogProbAndEntropy(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor):
+    def backward(
+        ctx: Any, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
         logits, targets, log_normaliser, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         grad = torch.zeros_like(logits)

@@ -1,0 +1,107 @@
+"""Trainers without Ray: flags with every default, a rollout cut into shares, actors in forked gloo worlds.
+
+The data is random but fixed: responses of different lengths, masked tokens inside them, and one rollout that has two
+samples, so that every denominator of the loss differs from its neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from slime.utils.arguments.flags import defaults_of
+from slime.utils.arguments.parse import FLAG_CLASSES
+from tests.unit.megatron_fakes import make_args, run_world
+
+VOCAB = 100
+NUM_SAMPLES = 13
+NUM_ROLLOUTS = 12
+
+
+def trainer_args(hf_path: Path, flags: str = "", *, dp_size: int = 1, **overrides: Any) -> argparse.Namespace:
+    """Flags of a trainer for the HF model at `hf_path`; `flags` are Megatron's, `overrides` slime's."""
+    defaults = {name: value for group in FLAG_CLASSES for name, value in defaults_of(group).items()}
+    model_flags = make_args(hf_path, flags)
+    values = {
+        **defaults,
+        "accelerator": "cpu",
+        "actor_num_gpus_per_node": dp_size * model_flags.tensor_model_parallel_size,
+        "distributed_timeout_minutes": 2,
+        "eps_clip_high": 0.28,
+        "finetune": True,
+        "global_batch_size": NUM_ROLLOUTS,
+        "load": str(hf_path),
+        "log_probs_chunk_size": 7,
+        "max_tokens_per_gpu": 4096,
+        "no_load_optim": True,
+        "no_load_rng": True,
+        "num_rollout": 10,
+        "rollout_batch_size": NUM_ROLLOUTS,
+        "use_dynamic_batch_size": True,
+    }
+    args = make_args(hf_path, flags, **(values | overrides))
+    vars(args).update({name: value for name, value in overrides.items() if name not in vars(model_flags)})
+    return args
+
+
+def make_train_data() -> dict[str, Any]:
+    """A TrainData of `NUM_SAMPLES` samples; samples 4 and 5 are one rollout."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 9))] for _ in range(NUM_SAMPLES)]
+    responses = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(NUM_SAMPLES)]
+    loss_masks = [[int(rng.random() < 0.8) for _ in response] for response in responses]
+    loss_masks[3] = [0] * len(responses[3])  # nothing of it is trained
+    rollout_ids = [i - (i > 4) for i in range(NUM_SAMPLES)]
+    trained = {r: sum(sum(loss_masks[i]) for i in range(NUM_SAMPLES) if rollout_ids[i] == r) for r in rollout_ids}
+    return {
+        "tokens": [prompt + response for prompt, response in zip(prompts, responses, strict=True)],
+        "response_lengths": [len(response) for response in responses],
+        "loss_masks": loss_masks,
+        "rewards": [rng.gauss(0, 1) for _ in range(NUM_SAMPLES)],
+        "raw_reward": [float(i % 2) for i in range(NUM_SAMPLES)],
+        "truncated": [0] * NUM_SAMPLES,
+        "sample_indices": list(range(NUM_SAMPLES)),
+        "rollout_ids": rollout_ids,
+        "rollout_mask_sums": [trained[r] for r in rollout_ids],
+        "rollout_log_probs": [[-rng.uniform(3, 6) for _ in response] for response in responses],
+    }
+
+
+def train(
+    args: argparse.Namespace, check: Callable[..., None], *more: Any, num_rollouts: int = 1, dp_size: int = 1
+) -> None:
+    """Train `num_rollouts` times on one rollout in a world of TP x DP ranks, then check(actor, records, *more)."""
+    from slime.ray.rollout.dp_split import split_train_data
+
+    shares = split_train_data(args, make_train_data(), {"dp_size": dp_size, "cp_size": 1})
+    run_world(dp_size * args.tensor_model_parallel_size, _rank, args, shares, num_rollouts, check, more)
+
+
+def _rank(
+    args: argparse.Namespace,
+    shares: list[dict[str, Any]],
+    num_rollouts: int,
+    check: Callable[..., None],
+    more: tuple[Any, ...],
+) -> None:
+    from slime.backends.megatron_utils import actor as actor_module
+
+    actor = actor_module.MegatronTrainActor(args, rank=0, world_size=0, master_addr="", master_port=0)
+    with mock.patch.object(actor_module.initialize, "init"):  # run_world has done it
+        actor.init()
+    records = []
+    for rollout_id in range(num_rollouts):
+        share = shares[actor.parallel_config()["dp_rank"]]
+        records += actor.train_on(rollout_id, dict(share))
+    check(actor, records, *more)
+
+
+def parameters(actor: Any) -> dict[str, torch.Tensor]:
+    """This rank's parameters by name."""
+    return {name: parameter.detach().clone() for name, parameter in actor.state.model[0].module.named_parameters()}

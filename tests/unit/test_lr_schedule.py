@@ -1,0 +1,82 @@
+"""Learning rate and weight decay as Megatron makes them, from our flags."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
+from slime.utils.errors import UsageError
+
+
+def make_args(**changes):
+    values = {
+        "end_weight_decay": 0.1,
+        "global_batch_size": 8,
+        "lr": 1.0,
+        "lr_decay_iters": None,
+        "lr_decay_style": "constant",
+        "lr_warmup_fraction": None,
+        "lr_warmup_init": 0.0,
+        "lr_warmup_iters": 0,
+        "min_lr": 0.0,
+        "n_samples_per_prompt": 2,
+        "num_rollout": 5,
+        "rollout_batch_size": 8,
+        "start_weight_decay": 0.1,
+        "use_checkpoint_opt_param_scheduler": False,
+        "weight_decay_incr_style": "constant",
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def rates(num_steps, **changes):
+    """The rate of each of the first steps; a rollout of 16 samples is two steps of 8."""
+    optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0}, {"wd_mult": 0.0}])
+    scheduler = make_scheduler(make_args(**changes), optimizer)
+    found = []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=8)
+    return found
+
+
+def test_constant_stays_and_norms_are_not_decayed():
+    assert rates(12) == [1.0] * 12
+    optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0}, {"wd_mult": 0.0}])
+    make_scheduler(make_args(), optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_warm_up_is_linear_and_starts_at_its_initial_rate():
+    assert rates(6, lr_warmup_iters=4, lr_warmup_init=0.2) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert rates(3, lr_warmup_fraction=0.2) == pytest.approx([0.0, 0.5, 1.0])
+
+
+def test_linear_and_cosine_end_at_the_minimum_after_the_whole_run():
+    linear = rates(12, lr_decay_style="linear", min_lr=0.1)
+    assert linear == pytest.approx([0.1 + 0.9 * (1 - step / 10) for step in range(11)] + [0.1])
+    cosine = rates(11, lr_decay_style="cosine")
+    assert cosine == pytest.approx([(1 + math.cos(math.pi * step / 10)) / 2 for step in range(11)], abs=1e-9)
+    assert rates(5, lr_decay_style="linear", lr_decay_iters=4) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_a_decay_without_a_known_end_is_refused():
+    with pytest.raises(UsageError, match="--lr-decay-iters or --num-rollout"):
+        rates(1, num_rollout=None, lr_decay_style="cosine")
+    assert rates(2, num_rollout=None) == [1.0, 1.0]
+
+
+def test_a_resumed_run_may_be_longer_than_planned():
+    optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0}])
+    first = make_scheduler(make_args(lr_decay_style="linear"), optimizer)
+    first.step(increment=8 * 10)
+    second = make_scheduler(make_args(lr_decay_style="linear", num_rollout=10), optimizer)
+    second.load_state_dict(first.state_dict())
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
+
+
+def test_evaluation_only_has_no_steps_and_still_builds():
+    assert rates(1, num_rollout=0) == [1.0]
