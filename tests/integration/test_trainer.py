@@ -1,0 +1,150 @@
+"""What a trainer does around its steps: which log-prob passes run, on whose weights, hooks, and repeatability."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.trainer_world import parameters, train, trainer_args
+from tests.unit.megatron_fakes import make_hf_model
+
+HOOKS = str(Path(__file__).with_name("trainer_hooks.py"))
+
+
+@pytest.fixture(scope="module")
+def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf")
+    make_hf_model(path)
+    return path
+
+
+def calls() -> list[Any]:
+    """What the hooks recorded in this process; they were loaded from their file, not imported by name."""
+    from slime.utils.misc import load_function
+
+    return load_function(f"{HOOKS}:CALLS")
+
+
+def of(records: list[Any], key: str) -> list[dict[str, float]]:
+    return [metrics for metrics, step_key in records if step_key == key]
+
+
+def save(actor: Any, records: list[Any], path: Path) -> None:
+    torch.save((parameters(actor), records), path)
+
+
+def run(
+    hf_path: Path, out: Path, *, num_rollouts: int = 2, **changes: Any
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Train and return the weights and the records."""
+    args = trainer_args(hf_path, **({"lr": 1e-2} | changes))
+    train(args, save, out, num_rollouts=num_rollouts)
+    return torch.load(out)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_pass_for_old_log_probs_changes_no_bit_and_runs_only_when_needed(hf_path: Path, tmp_path: Path):
+    skipped, skipped_records = run(hf_path, tmp_path / "a")
+    again, _ = run(hf_path, tmp_path / "b")
+    forced, forced_records = run(hf_path, tmp_path / "c", recompute_old_log_probs=True)
+    assert same(skipped, again), "the same data give the same bits"
+    assert same(skipped, forced)
+    assert "rollout/log_probs" not in of(skipped_records, "rollout/step")[0]
+    assert "rollout/log_probs" in of(forced_records, "rollout/step")[0]
+    for left, right in zip(of(skipped_records, "train/step"), of(forced_records, "train/step"), strict=True):
+        assert left == right
+        assert right["train/ppo_kl"] == 0.0
+    two_steps = of(run(hf_path, tmp_path / "d", global_batch_size=6, num_rollouts=1)[1], "train/step")
+    assert [metrics["train/step"] for metrics in two_steps] == [0, 1]
+    assert two_steps[0]["train/ppo_kl"] == 0.0
+    assert abs(two_steps[1]["train/ppo_kl"]) > 1e-4
+
+
+def test_a_change_of_weights_shows_in_the_metric_that_watches_for_it(hf_path: Path, tmp_path: Path):
+    changes = {"recompute_old_log_probs": True, "num_rollouts": 1, "lr": 0.0}
+    clean = of(run(hf_path, tmp_path / "a", **changes)[1], "train/step")[0]
+    hook = f"{HOOKS}:perturb_before_log_probs"
+    before_pass = run(hf_path, tmp_path / "b", **changes, custom_megatron_before_log_prob_hook_path=hook)
+    hook = f"{HOOKS}:perturb_before_train_step"
+    after_pass = run(hf_path, tmp_path / "c", **changes, custom_megatron_before_train_step_hook_path=hook)
+    before, after = (of(records, "train/step")[0] for _, records in (before_pass, after_pass))
+    gap = "train/train_rollout_logprob_abs_diff"
+    assert abs(before[gap] - clean[gap]) > 1e-2
+    assert before["train/ppo_kl"] == 0.0
+    assert after[gap] == clean[gap]
+    assert abs(after["train/ppo_kl"]) > 1e-3
+
+
+def check_reference(actor: Any, records: list[Any], out: Path) -> None:
+    first, second = of(records, "train/step")
+    assert first["train/kl_loss"] == 0.0
+    assert second["train/kl_loss"] > 1e-4
+    assert calls() == ["ref_", "ref_"]
+    assert (
+        of(records, "rollout/step")[0]["rollout/ref_log_probs"]
+        == of(records, "rollout/step")[1]["rollout/ref_log_probs"]
+    )
+    save(actor, records, out)
+
+
+def test_the_reference_stays_and_looking_at_it_leaves_the_actor_alone(hf_path: Path, tmp_path: Path):
+    changes = {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "ref_load": str(hf_path), "lr": 1e-2}
+    hook = f"{HOOKS}:record_log_prob_pass"
+    args = trainer_args(hf_path, **changes, custom_megatron_before_log_prob_hook_path=hook)
+    train(args, check_reference, tmp_path / "with", num_rollouts=2)
+    assert same(torch.load(tmp_path / "with")[0], run(hf_path, tmp_path / "without")[0])
+
+
+def check_hooks(actor: Any, records: list[Any]) -> None:
+    seen = calls()
+    assert [call[:2] for call in seen if isinstance(call[1], int)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(call[2] == 0 for call in seen if isinstance(call[1], int)), "called after the gradients are cleared"
+    assert [call[3] for call in seen if isinstance(call[1], int)] == [0, 6, 12, 18]
+    columns = [call for call in seen if isinstance(call[1], list)]
+    assert [rollout_id for rollout_id, _ in columns] == [0, 1]
+    assert {"advantages", "returns", "log_probs", "tokens"} <= set(columns[0][1])
+    assert all(metrics["train/grad_norm"] == 0.0 for metrics in of(records, "train/step"))
+    assert of(records, "rollout/step")[0]["rollout/advantages"] == 0.0
+
+
+def test_hooks_are_called_with_their_arguments_at_their_time(hf_path: Path):
+    hooks = {
+        "rollout_data_postprocess_path": f"{HOOKS}:no_advantage",
+        "custom_megatron_before_train_step_hook_path": f"{HOOKS}:record_train_step",
+    }
+    train(trainer_args(hf_path, global_batch_size=6, **hooks), check_hooks, num_rollouts=2)
+
+
+def check_sft(actor: Any, records: list[Any]) -> None:
+    losses = [metrics["train/loss"] for metrics in of(records, "train/step")]
+    assert losses[-1] < losses[0] - 0.1
+    assert not any(name.startswith("rollout/advantages") for name in of(records, "rollout/step")[0])
+
+
+def test_sft_learns_and_computes_no_advantages(hf_path: Path):
+    train(trainer_args(hf_path, loss_type="sft_loss", lr=1e-2), check_sft, num_rollouts=4)
+
+
+def check_metric_names(actor: Any, records: list[Any]) -> None:
+    assert [key for _, key in records] == ["rollout/step", "train/step"]
+    names = {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff", "grad_norm"}
+    assert {f"train/{n}" for n in names | {"lr-pg_0", "lr-pg_1", "global_batch_size", "step"}} == set(records[1][0])
+    assert actor.parallel_config() == {
+        "dp_size": 2,
+        "dp_rank": torch.distributed.get_rank(),
+        "tp_size": 1,
+        "tp_rank": 0,
+        "cp_size": 1,
+    }
+    data = records[0][0]
+    assert data["rollout/raw_reward"] == pytest.approx(6 / 13), "the mean over both ranks' samples"
+
+
+def test_metrics_have_the_contracts_names_and_cover_all_ranks(hf_path: Path):
+    train(trainer_args(hf_path, dp_size=2), check_metric_names, dp_size=2)
