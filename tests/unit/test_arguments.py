@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import socket
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from slime.rollout.base_types import HOOKS
 from slime.utils.arguments import Args, parse_args, publish_runtime
+from slime.utils.arguments.parse import FLAG_CLASSES
 from slime.utils.errors import UsageError
 
 HF_CONFIG = {
@@ -248,6 +251,7 @@ WRONG = {
     "--eval-interval 1 --eval-config eval.yaml": "unknown key 'temprature'",
     "--eval-interval 1 --eval-config eval.yaml --eval-prompt-data a data.jsonl": "has no effect with --eval-config",
     "--eval-interval 1 --eval-config hook.yaml": "evaluation data set a: custom_rm_path: cannot load",
+    "--num-rollout 0 --eval-interval 1 --eval-prompt-data data.jsonl --skip-eval-before-train": "no effect with --num",
     "--num-rollout 0": "--num-rollout 0 means evaluation only and needs --eval-interval",
     # Files
     "--prompt-data absent.jsonl": "--prompt-data: data file absent.jsonl does not exist",
@@ -359,6 +363,22 @@ def test_a_checkpoint_of_another_shape_is_refused(base: dict[str, list[str]]) ->
     Path("ref/iter_0000001/model_shape.json").write_text('{"hidden_size": 32}')
     (message,) = errors(line(base, "--ref-load ref"))
     assert message == "--ref-load ref holds a model with --hidden-size 32, the flags say 64."
+
+
+def test_a_group_of_one_is_warned_about(base: dict[str, list[str]], caplog: pytest.LogCaptureFixture) -> None:
+    parse_args(argv=line(base, "--n-samples-per-prompt 1"))
+    assert "a group of one minus its mean is 0" in caplog.text
+
+
+def test_every_hook_flag_has_a_protocol_and_every_protocol_a_flag() -> None:
+    hooks = {f.name for c in FLAG_CLASSES for f in dataclasses.fields(c) if f.metadata["help"].startswith("hook")}
+    assert hooks == set(HOOKS)
+
+
+def test_flags_have_one_line_of_help_and_names_of_one_class_only() -> None:
+    fields = [field for flags_class in FLAG_CLASSES for field in dataclasses.fields(flags_class)]
+    assert len({field.name for field in fields}) == len(fields)
+    assert all(field.metadata["help"] and "\n" not in field.metadata["help"] for field in fields)
 
 
 def test_sharing_a_gpu_without_offload_has_to_be_said(

@@ -107,8 +107,8 @@ def build_parser(
 
     Help lists slime's groups first, then Megatron's, then SGLang's.
     """
+    import slime.backends.sglang_utils.arguments as sglang
     from slime.backends.megatron_utils.arguments import add_megatron_arguments
-    from slime.backends.sglang_utils import arguments as sglang
 
     parser = Parser(
         prog="train.py",

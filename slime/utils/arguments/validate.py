@@ -213,7 +213,7 @@ def check_eval(args: argparse.Namespace) -> Iterable[str]:
     if args.num_rollout == 0 and args.eval_interval is None:
         yield "--num-rollout 0 means evaluation only and needs --eval-interval."
     if args.num_rollout == 0 and args.skip_eval_before_train:
-        yield "--num-rollout 0 with --skip-eval-before-train leaves nothing to do."
+        yield "--skip-eval-before-train has no effect with --num-rollout 0, which only evaluates; leave one out."
 
 
 def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
