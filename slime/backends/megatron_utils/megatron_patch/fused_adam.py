@@ -47,10 +47,19 @@ class Adam(torch.optim.Optimizer):
             if params:
                 self._step_group(group, params)
 
-    def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+    def fill_state(self) -> None:
+        """Make the (zero) moments of parameters that were never updated, as if before their first step."""
+        for group in self.param_groups:
+            group.setdefault("step", 0)
+            self._fill(group["params"])
+
+    def _fill(self, params: list[torch.Tensor]) -> None:
         for param in params:
             if not self.state[param]:
                 self.state[param].update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+
+    def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        self._fill(params)
         grads: Any = [p.grad for p in params]
         exp_avgs = [self.state[p]["exp_avg"] for p in params]
         exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]

@@ -1,0 +1,193 @@
+"""Save and load Megatron checkpoints (torch_dist): weights, optimizer, schedule, random states.
+
+A checkpoint appears under its name only when it is complete, and the tracker file is written last, so that a run
+that is cut off leaves the previous one in force. Sharding is by global tensors: another tensor- or data-parallel
+size can load it. It knows nothing about HF directories, rollouts or data sources.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
+from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.backends.megatron_utils.model_provider import unwrap
+from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
+from slime.utils.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+# Optimizer state as one tensor per parameter, which any TP and DP size can load.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """What to load."""
+
+    path: str
+    """Checkpoint root (the directory with the tracker file)."""
+    step: int | None = None
+    """Iteration; None takes the one that the tracker names."""
+    load_optimizer: bool = True
+    """Also the optimizer's state and the schedule; a release checkpoint has none."""
+    load_rng: bool = True
+    """Also the random states; only a run with the same parallel layout can use them."""
+
+
+def save_checkpoint(
+    root: str | Path,
+    iteration: int | str,
+    *,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    save_optim: bool = True,
+    model_shape: dict[str, Any] | None = None,
+) -> Path:
+    """Write the checkpoint of `iteration` ("release": weights alone) and point the tracker at it; all ranks call it.
+
+    Args:
+        root: checkpoint root; made if absent.
+        model: this rank's modules, wrapped or bare.
+        optimizer: Megatron's; None, or save_optim False, leaves it and the schedule out.
+        model_shape: the numbers of `arguments.model_shape`, kept beside the tensors for checks at parse time.
+
+    Returns:
+        the directory of the checkpoint.
+    """
+    final = iteration_dir(root, iteration)
+    partial = final.with_name(f".{final.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    finish_param_gather(model[0])
+    state = _sharded_state(model, optimizer if save_optim else None, is_loading=False)
+    state |= {"iteration": iteration, "layout": _layout(), "rng_state": _rng_object()}
+    if scheduler is not None and save_optim:
+        state["opt_param_scheduler"] = scheduler.state_dict()
+    dist_checkpointing.save(state, str(partial))
+    if dist.get_rank() == 0:
+        (partial / MODEL_SHAPE_FILE).write_text(json.dumps(model_shape or {}, indent=2) + "\n")
+        _put_in_place(partial, final)
+        _write_tracker(Path(root), iteration)
+    dist.barrier()
+    return final
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """Rename the finished directory; one of the same name (of a repeated run) is deleted after that."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_tracker(root: Path, iteration: int | str) -> None:
+    partial = root / f".{TRACKER_FILE}.partial"
+    partial.write_text(f"{iteration}")
+    os.replace(partial, root / TRACKER_FILE)
+
+
+def load_checkpoint(
+    source: CheckpointSource, *, model: Sequence[torch.nn.Module], optimizer: Any = None, scheduler: Any = None
+) -> int | None:
+    """Load what `source` says into model, optimizer and schedule; all ranks call it.
+
+    Where the optimizer's state is not loaded, its fp32 weights are taken from the loaded model.
+
+    Returns:
+        the iteration of the checkpoint, None for a release.
+
+    Raises:
+        UsageError: no such checkpoint, or one without the optimizer state that is asked for.
+    """
+    directory, iteration = resolve_checkpoint_dir(source.path, source.step)
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    with_optimizer = source.load_optimizer and optimizer is not None and iteration is not None
+    if with_optimizer and "optimizer" not in common:
+        raise UsageError(f"{directory} holds no optimizer state; give --no-load-optim or --finetune.")
+    state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=True)
+    with_rng = source.load_rng and iteration is not None and common.get("layout") == _layout()
+    if with_rng:
+        state["rng_state"] = _rng_object()
+    elif source.load_rng and iteration is not None:
+        logger.warning("random states are not restored: %s was saved with layout %s", directory, common.get("layout"))
+    loaded = dist_checkpointing.load(state, str(directory))
+    unwrap(model[0]).load_state_dict(loaded["model"])
+    if with_optimizer:
+        optimizer.load_state_dict(loaded["optimizer"])
+        if scheduler is not None and "opt_param_scheduler" in loaded:
+            scheduler.num_steps = 0  # Megatron adds the saved position to the present one
+            scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    if with_rng:
+        _set_rng_state(loaded["rng_state"])
+    return iteration
+
+
+def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    (chunk,) = model  # one chunk, as long as there is no pipeline parallelism
+    state: dict[str, Any] = {"model": unwrap(chunk).sharded_state_dict()}  # type: ignore[operator]
+    if optimizer is not None:
+        _fill_optimizer_state(optimizer)
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
+        )
+    return state
+
+
+def _fill_optimizer_state(optimizer: Any) -> None:
+    """Let Adam have its moments before its first step, so that there is something to save or to load into."""
+    chained = vars(optimizer).get("chained_optimizers", [optimizer])
+    for inner in (part.optimizer for part in chained):
+        if isinstance(inner, Adam):
+            inner.fill_state()
+
+
+def _layout() -> dict[str, int]:
+    """The parallel sizes on which the meaning of per-rank random states depends."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def _rng_object() -> ShardedObject:
+    """This rank's random states, addressed by its place in the layout."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    layout = _layout()
+    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+    return ShardedObject("rng_state", state, (layout["dp"], layout["tp"]), place, replica_id=0)
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

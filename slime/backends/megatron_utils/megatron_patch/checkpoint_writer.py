@@ -1,0 +1,47 @@
+"""Write checkpoint shards in the process that calls save, instead of in forked helpers.
+
+Upstream (0.16.1): even a synchronous torch_dist save forks a writer for each file and keeps a queue manager process.
+A fork of a trainer that has gRPC and gloo threads can hang, a writer that dies leaves the save waiting for ever, and
+the manager outlives a rank that is killed. Files and their content stay the same. It can go when upstream has a
+writer without processes. Asynchronous saving is not supported with it.
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+
+class _NoCount:
+    """Stands for the queue by which a helper says that it is done."""
+
+    def get(self) -> None:
+        pass
+
+    def task_done(self) -> None:
+        pass
+
+
+def apply() -> None:
+    """Replace Megatron's multi-process writer by a loop."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+
+    writer = filesystem_async.FileSystemWriterAsync
+
+    def write_in_process(
+        transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any
+    ) -> None:
+        """Write every bucket; the results, or the first error, go into the queue as upstream's collector puts them."""
+        written: dict[int, Any] | Exception = {}
+        for i, bucket in enumerate(write_buckets):
+            results: queue.Queue[Any] = queue.Queue()
+            writer.write_preloaded_data(transforms, i, bucket, results, _NoCount(), use_fsync=True)
+            index, outcome = results.get_nowait()
+            if isinstance(outcome, Exception):
+                written = outcome
+                break
+            written[index] = outcome
+        global_results_queue.put(written)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write_in_process)
+    filesystem_async._get_write_results_queue = queue.Queue
