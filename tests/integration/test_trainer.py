@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.trainer_world import parameters, train, trainer_args
+from tests.integration.trainer_world import make_train_data, parameters, train, trainer_args
 from tests.unit.megatron_fakes import make_hf_model
 
 HOOKS = str(Path(__file__).with_name("trainer_hooks.py"))
@@ -99,6 +100,35 @@ def test_the_reference_stays_and_looking_at_it_leaves_the_actor_alone(hf_path: P
     args = trainer_args(hf_path, **changes, custom_megatron_before_log_prob_hook_path=hook)
     train(args, check_reference, tmp_path / "with", num_rollouts=2)
     assert same(torch.load(tmp_path / "with")[0], run(hf_path, tmp_path / "without")[0])
+
+
+def save_after_one(actor: Any, records: list[Any], out: Path) -> None:
+    """Save, then go on with one more rollout, whose records and weights are what a resumed run must repeat."""
+    actor.save_model(0)
+    save(actor, actor.train_on(1, share()), out)
+
+
+def check_resumed(actor: Any, records: list[Any], out: Path) -> None:
+    save(actor, actor.train_on(1, share()), out)
+
+
+def share() -> dict[str, Any]:
+    from slime.ray.rollout.dp_split import split_train_data
+
+    args = SimpleNamespace(global_batch_size=6, use_dynamic_batch_size=True, max_tokens_per_gpu=60, balance_data=False)
+    return split_train_data(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0]
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(hf_path: Path, tmp_path: Path):
+    schedule = "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1"
+    root = str(tmp_path / "ckpt")
+    train(trainer_args(hf_path, schedule, lr=1e-2, save=root), save_after_one, tmp_path / "straight")
+    resumed = {"load": root, "finetune": False, "no_load_optim": False, "no_load_rng": False}
+    train(trainer_args(hf_path, schedule, lr=1e-2, **resumed), check_resumed, tmp_path / "resumed", num_rollouts=0)
+    straight, again = (torch.load(tmp_path / name) for name in ("straight", "resumed"))
+    assert same(straight[0], again[0])
+    assert straight[1] == again[1]
+    assert of(again[1], "train/step")[0]["train/lr-pg_0"] > 0
 
 
 def check_hooks(actor: Any, records: list[Any]) -> None:

@@ -94,7 +94,10 @@ def _rank(
 
     actor = actor_module.MegatronTrainActor(args, rank=0, world_size=0, master_addr="", master_port=0)
     with mock.patch.object(actor_module.initialize, "init"):  # run_world has done it
-        actor.init()
+        started = actor.init()
+    assert started["start_rollout_id"] == int(
+        not args.finetune
+    )  # the checkpoints that are resumed here are of rollout 0
     records = []
     for rollout_id in range(num_rollouts):
         share = shares[actor.parallel_config()["dp_rank"]]

@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_chec
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
 from slime.backends.megatron_utils.hf_export import save_hf
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.metrics import column_means, perf_metrics
 from slime.backends.megatron_utils.model.forward_only import compute_log_probs
@@ -140,7 +141,8 @@ class MegatronTrainActor:
                 metrics = train_one_step(args, self.state, micro_batches, rollout_id=rollout_id, step_id=step_id)
                 named = {f"train/{name}": value for name, value in metrics.items()}
                 records.append(({**named, "train/step": step}, "train/step"))
-            self._finish_parameter_gather()
+            # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights
+            finish_param_gather(self.state.model[0])
         return records
 
     def save_model(self, rollout_id: int) -> None:
@@ -218,16 +220,6 @@ class MegatronTrainActor:
             )
         else:
             load_hf_weights(self.args, state.model, source.path)
-        if not source.load_optimizer:
             state.optimizer.reload_model_params()  # its fp32 copies are still those of the initial weights
         logger.info("loaded %s (iteration %s)", source.path, iteration)
         return iteration
-
-    def _finish_parameter_gather(self) -> None:
-        """Have the last update in the parameters now: --overlap-param-gather leaves it for the next forward pass.
-
-        Whatever reads them in between (checkpoint, weight sync, reference swap) would otherwise get a stale part.
-        """
-        for chunk in self.state.model:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
