@@ -13,6 +13,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import signal
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,21 +83,27 @@ def connect_ray(args: Any) -> bool:
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if address:
         try:
-            ray.init(address=address, **options)
+            _init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UsageError(
-                f"RAY_ADDRESS={address}: no Ray answers there ({error}); unset it or start one"
-            ) from error
-    elif args.accelerator == "cpu":
-        ray.init(address="local", resources={resource: float(asked)}, include_dashboard=False, **options)
+            raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({error}); unset it or start one") from None
     else:
-        ray.init(address="local", include_dashboard=False, **options)
+        # A Ray of our own finds the machine's GPUs by itself; slots it has to be told.
+        resources = {resource: float(asked)} if args.accelerator == "cpu" else None
+        _init(address="local", resources=resources, include_dashboard=False, **options)
     available = int(ray.cluster_resources().get(resource, 0))
     if available < asked:
         if not address:
             ray.shutdown()
         raise UsageError(slot_shortage(asked, available, resource, started_here=not address))
     return not address
+
+
+def _init(**options: Any) -> None:
+    """ray.init, which takes SIGTERM for itself, without that: ending a run is the driver's business."""
+    handler = signal.getsignal(signal.SIGTERM)
+    ray.init(**options)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def slot_shortage(asked: int, available: int, resource: str, *, started_here: bool) -> str:

@@ -6,6 +6,8 @@ tensor-parallel rank of it, maps the same memory and takes its own slice.
 
 from __future__ import annotations
 
+import torch.multiprocessing
+
 from slime.backends.megatron_utils.update_weight.base import Bucket, WeightUpdater
 from slime.backends.sglang_utils.weight_transfer import serialize_bucket
 
@@ -15,6 +17,8 @@ class TensorWeightUpdater(WeightUpdater):
 
     def open(self, num_gpus_per_engine: int) -> None:
         """Remember how many ranks of an engine each take the handle."""
+        # torch's default passes a file descriptor over a socket whose key the engine does not know.
+        torch.multiprocessing.set_sharing_strategy("file_system")
         self._ranks_per_engine = num_gpus_per_engine
 
     def send(self, bucket: Bucket, *, version: str) -> None:
