@@ -191,7 +191,7 @@ def _end_all_of(pid: int) -> None:
 def _end_all_on(number: signal.Signals) -> None:
     """Put the clean-up before whatever this process did on the signal so far."""
     previous = signal.getsignal(number)
-    if previous is None:  # installed by native code, which Python cannot call
+    if previous in (None, signal.SIG_IGN):  # native code's handler cannot be chained; an ignored signal stays ignored
         return
 
     def handle(received: int, frame: FrameType | None) -> None:

@@ -1,0 +1,76 @@
+"""Run one real SGLang server in this process: `python -m slime.backends.sglang_utils.launch_server FILE.json`.
+
+The file holds `{"accelerator": "cpu" | "cuda", "server_args": {ServerArgs field: value}}`. On CPU the stand-ins come
+first, and SGLang's scheduler and detokenizer are forked instead of spawned: they then share this process's imports,
+which halves the start. (With CUDA they are spawned, as SGLang does it; they re-execute this module as `__mp_main__`.)
+It does not choose arguments, ports or log files, and it does not watch its parent: whoever starts it does
+(`slime.utils.processes`).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def write_launch_file(path: Path, *, accelerator: str, server_args: dict[str, Any]) -> None:
+    """Write what `main` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"accelerator": accelerator, "server_args": server_args}, indent=2))
+
+
+def main(path: Path) -> None:
+    """Serve until told to stop; every child process ends with this one."""
+    launch = json.loads(path.read_text())
+    prepare(launch)
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = ServerArgs(**launch["server_args"])
+    if launch["accelerator"] == "cpu":
+        fork_children()
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def prepare(launch: dict[str, Any]) -> None:
+    """Install the stand-ins that a CPU server needs."""
+    if launch["accelerator"] != "cpu":
+        return
+    from slime.backends.sglang_utils import cpu_standins
+
+    if launch["server_args"].get("enable_deterministic_inference"):
+        cpu_standins.install_deterministic()
+    else:
+        cpu_standins.install()
+
+
+def fork_children() -> None:
+    """Make SGLang fork its processes. It asks for "spawn" because of CUDA, which cannot be used after a fork."""
+    import sglang.srt.entrypoints.engine as engine
+    import sglang.srt.managers.scheduler  # noqa: F401  (imported before the fork, so that no child imports it)
+
+    engine.mp = _Forking()
+
+
+class _Forking:
+    """Stands for `multiprocessing` in SGLang's engine module: a fork context that ignores the wish for "spawn"."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(multiprocessing.get_context("fork"), name)
+
+    def set_start_method(self, _method: str, force: bool = False) -> None:
+        """Stay with fork."""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+elif __name__ == "__mp_main__":
+    prepare(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,150 @@
+"""The router in front of the engines: a child process of whoever starts it, or one that runs already.
+
+It does not start engines, and does not choose which requests are sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.backends.sglang_utils import server_control
+from slime.ray.rollout.ports import PortBlock, is_free, reserve_block
+from slime.utils.errors import UsageError
+from slime.utils.processes import log_tail, registry
+from slime.utils.wait import WaitTimeout, wait
+
+logger = logging.getLogger(__name__)
+
+ROUTER_DEADLINE_S = 120.0
+MAX_STARTS = 3
+
+
+class RouterStartError(RuntimeError):
+    """The router did not answer; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class RouterAddress:
+    """Where requests go."""
+
+    ip: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """`http://ip:port`."""
+        return f"http://[{self.ip}]:{self.port}" if ":" in self.ip else f"http://{self.ip}:{self.port}"
+
+
+class Router:
+    """One router.
+
+    Args:
+        args: reads `sglang_router_ip`, `sglang_router_port`, `sglang_router_request_timeout_secs`, `router_overrides`.
+        host: address to listen on.
+        log_path: file for its output.
+    """
+
+    def __init__(self, args: Any, *, host: str, log_path: Path) -> None:
+        self._args = args
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._block: PortBlock | None = None
+        self.is_ours = not args.sglang_router_ip
+        self.address = RouterAddress(args.sglang_router_ip or host, args.sglang_router_port or 0)
+
+    def launch(self) -> None:
+        """Start the process without waiting for it; a router that runs already needs nothing."""
+        if not self.is_ours:
+            return
+        ip, port = self.address.ip, self._args.sglang_router_port
+        # Its metrics port has a fixed default that two routers would fight over.
+        self._block = reserve_block(ip, needed=(0, 1))
+        if port and not is_free(ip, port):
+            raise UsageError(f"port {port} on {ip} is taken: choose another --sglang-router-port, or leave it out")
+        self.address = RouterAddress(ip, port or self._block[0])
+        file = self._log_path.with_suffix(".json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(router_values(self._args, self.address, prometheus_port=self._block[1]), indent=2))
+        self._process = registry().start(
+            [sys.executable, "-m", "slime.backends.sglang_utils.launch_router", str(file)],
+            name="router",
+            log_path=self._log_path,
+        )
+
+    def wait_ready(self) -> None:
+        """Wait until the router answers; one whose free port was snatched away is started again on another.
+
+        Raises:
+            RouterStartError: it died (noticed at once) or did not answer in time.
+        """
+        for attempt in range(1, MAX_STARTS + 1):
+            try:
+                self._wait_answer()
+            except (RouterStartError, WaitTimeout) as error:
+                self.shutdown()
+                if attempt == MAX_STARTS or isinstance(error, WaitTimeout) or not self._port_was_taken():
+                    message = f"{error}; the last lines of its log {self._log_path}:\n{log_tail(self._log_path)}"
+                    raise RouterStartError(message) from None
+                logger.warning("the router's port %d was taken; starting it on another", self.address.port)
+                self.launch()
+            else:
+                break
+        if self._block is not None:
+            self._block.release()
+
+    def _wait_answer(self) -> None:
+        begin = time.monotonic()
+        what = f"the router {self.address.url} to answer"
+        wait(what, ROUTER_DEADLINE_S, lambda: _answers(self.address.url), check=self._check_alive)
+        logger.info("the router answers at %s after %.1f s", self.address.url, time.monotonic() - begin)
+
+    def _check_alive(self) -> None:
+        code = self._process.poll() if self._process is not None else None
+        if code is not None:
+            raise RouterStartError(f"the router ended with exit code {code} before it answered")
+
+    def _port_was_taken(self) -> bool:
+        return self.is_ours and not self._args.sglang_router_port and "in use" in log_tail(self._log_path)
+
+    def shutdown(self) -> None:
+        """End the process, if it is ours."""
+        if self._process is not None:
+            registry().end(self._process, grace_s=0.0)  # told to stop, it waits 180 s for requests to end
+            self._process = None
+        if self._block is not None:
+            self._block.release()
+
+
+def router_values(args: Any, address: RouterAddress, *, prometheus_port: int) -> dict[str, Any]:
+    """What the router's command line would hold: ours, overridden by the `--router-*` flags, then the addresses.
+
+    Args:
+        args: reads `sglang_router_request_timeout_secs`, `router_overrides`.
+        address: where it is to listen.
+        prometheus_port: of its metrics.
+    """
+    ours = {
+        "log_level": "warn",
+        "request_timeout_secs": args.sglang_router_request_timeout_secs,
+        # Engines are watched by whoever started them, and a busy CPU engine may answer late.
+        "disable_health_check": True,
+        "disable_circuit_breaker": True,
+    }
+    owned = {"host": address.ip, "port": address.port}
+    return ours | {"prometheus_port": prometheus_port} | dict(args.router_overrides) | owned
+
+
+def _answers(url: str) -> bool:
+    try:
+        server_control.list_workers_sync(url)
+    except server_control.HttpError:
+        return False
+    return True
