@@ -100,6 +100,7 @@ LAYOUTS = {
     "TP 2": ("--tensor-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "TP 2 with sequence parallelism": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
     "DP 2": ("", 2, {"max_tokens_per_gpu": 24}),
+    "DP 2, overlapped": ("--overlap-grad-reduce --overlap-param-gather", 2, {"max_tokens_per_gpu": 24}),
     "DP 2, balanced": ("", 2, {"max_tokens_per_gpu": 24, "balance_data": True}),
 }
 
@@ -148,7 +149,10 @@ def two_steps_with_everything(hf_path: Path, after: Path, temperature: float) ->
     return log
 
 
-@pytest.mark.parametrize(("flags", "dp_size"), [("", 1), ("--tensor-model-parallel-size 2", 2)])
+@pytest.mark.parametrize(
+    ("flags", "dp_size"),
+    [("", 1), ("--tensor-model-parallel-size 2", 2), ("--overlap-grad-reduce --overlap-param-gather", 2)],
+)
 def test_several_steps_with_kl_entropy_and_temperature_equal_the_references(hf_path, tmp_path, flags, dp_size):
     log = two_steps_with_everything(hf_path, tmp_path / "after", temperature=0.8)
     changes = {
