@@ -58,26 +58,29 @@ class HfWriter:
 
     Args:
         path: the directory to make; an existing one is replaced at the end.
-        assets_from: an HF directory whose files other than weights are copied.
-        dtype: of the written tensors; None takes the config's.
+        assets_from: an HF directory whose files other than weights are copied, and whose config says the dtype to
+            write; with None there are only weights, in the dtype that they come in.
+        dtypes: names of dtypes for single tensors that differ from the config's.
         shard_bytes: where a new shard starts.
     """
 
     def __init__(
         self,
         path: str | Path,
-        assets_from: str | Path,
+        assets_from: str | Path | None,
         *,
-        dtype: torch.dtype | None = None,
+        dtypes: dict[str, str] | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self._path = Path(path)
         self._partial = self._path.with_name(self._path.name + ".partial")
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
-        copy_assets(assets_from, self._partial)
-        config = json.loads((Path(assets_from) / "config.json").read_text())
-        self._dtype = dtype or config_dtype(config)
+        self._dtype: torch.dtype | None = None
+        if assets_from is not None:
+            copy_assets(assets_from, self._partial)
+            self._dtype = config_dtype(json.loads((Path(assets_from) / "config.json").read_text()))
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}
         self._shard_bytes = shard_bytes
         self._shard: dict[str, torch.Tensor] = {}
         self._size_of_shard = 0
@@ -87,7 +90,8 @@ class HfWriter:
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take copies of (name, tensor) pairs."""
         for name, tensor in tensors:
-            stored = tensor.detach().to(device="cpu", dtype=self._dtype or tensor.dtype, copy=True).contiguous()
+            dtype = self._dtypes.get(name, self._dtype or tensor.dtype)
+            stored = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
             if self._shard and self._size_of_shard + stored.nbytes > self._shard_bytes:
                 self._flush()
             self._shard[name] = stored

@@ -17,6 +17,8 @@ from slime.utils.errors import UsageError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 class SafetensorsReader:
     """Tensors of one HF checkpoint by name.
@@ -49,6 +51,10 @@ class SafetensorsReader:
         if name not in self._file_of:
             raise UsageError(f"{self._root} has no tensor {name}; is it the checkpoint of another model?")
         return self._file(self._file_of[name]).get_tensor(name)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of every tensor, from the files' headers."""
+        return {name: _DTYPES[self._file(file).get_slice(name).get_dtype()] for name, file in self._file_of.items()}
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

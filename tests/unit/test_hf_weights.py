@@ -1,0 +1,216 @@
+"""Weights travel HF -> Megatron -> HF unchanged, whole or cut over ranks, through files and through buckets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+
+from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, remove_padding
+from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, GateUp, Qkv, TensorShape, family_of
+from slime.utils.errors import UsageError
+from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
+from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = TensorShape(num_attention_heads=4, num_query_groups=2, kv_channels=3, vocab_size=5, padded_vocab_size=8)
+
+
+def run_tool(tool, *argv: str) -> None:
+    """Run a tool's main in a forked process (the stand-ins for CUDA would stay in this one); it must return 0."""
+    child = mp.get_context("fork").Process(target=lambda: os._exit(tool.main(argv)))
+    child.start()
+    child.join(timeout=120)
+    assert child.exitcode == 0
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_bytes(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert got[name].dtype == expected[name].dtype, name
+        assert torch.equal(got[name], expected[name]), name
+
+
+def test_a_group_holds_its_queries_then_its_key_then_its_value():
+    # 2 groups of 2 query heads with 3 channels: rows of q are 0..11, of k 100..105, of v 200..205.
+    q, k, v = torch.arange(12.0), 100 + torch.arange(6.0), 200 + torch.arange(6.0)
+    param = Qkv().to_megatron([q, k, v], SHAPE)
+    first_group = [*range(6), 100, 101, 102, 200, 201, 202]
+    assert param[:12].tolist() == first_group
+    for back, original in zip(Qkv().to_hf(param, SHAPE), (q, k, v), strict=True):
+        assert torch.equal(back, original)
+
+
+def test_each_rank_of_a_gated_mlp_has_matching_rows_of_gate_and_up():
+    param = GateUp().to_megatron([torch.arange(4.0), 10 + torch.arange(4.0)], SHAPE)
+    parts = GateUp().split(param, 2, 0)
+    assert [part.tolist() for part in parts] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+    assert torch.equal(GateUp().join(parts, 0), param)
+
+
+def test_padding_vocabulary_is_zero_when_loaded_and_gone_when_exported():
+    rule, (hf_name,) = FAMILIES["llama"].find("module.module.embedding.word_embeddings.weight")
+    assert hf_name == "model.embed_tokens.weight"
+    padded = rule.layout.to_megatron([torch.ones(5, 2)], SHAPE)
+    assert padded.sum(1).tolist() == [2] * 5 + [0] * 3
+    assert rule.layout.to_hf(padded, SHAPE)[0].shape == (5, 2)
+    assert remove_padding("module.output_layer.weight", padded, 5).shape == (5, 2)
+    assert remove_padding("decoder.final_layernorm.weight", padded, 5) is padded
+
+
+def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
+    assert family_of("Qwen3Config").model_type == "qwen3"
+    assert family_of("Qwen2.5-0.5B-Instruct").model_type == "qwen2"
+    assert family_of("llama3.2-3B").model_type == "llama"
+    for other in ("qwen3_moe", "Qwen3-30B-A3B", "qwen3_next", "glm4", "qwen3_5"):
+        with pytest.raises(UsageError, match="llama"):
+            family_of(other)
+
+
+def test_a_parameter_that_no_rule_names_is_an_error(tmp_path):
+    make_hf_model(tmp_path / "hf", "llama")
+    args = make_args(tmp_path / "hf")
+    with pytest.raises(KeyError, match="q_layernorm"):
+        convert_to_hf(args, "llama", "module.decoder.layers.0.self_attention.q_layernorm.weight", torch.ones(16))
+    ((name, _),) = convert_to_hf(args, "llama", "module.decoder.layers.11.mlp.linear_fc2.weight", torch.ones(2, 2))
+    assert name == "model.layers.11.mlp.down_proj.weight"
+
+
+def export(args, out, buffer_size):
+    from slime.backends.megatron_utils.hf_export import save_hf
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = [get_model_provider_func(args)()]
+    load_hf_weights(args, model, args.hf_checkpoint)
+    buckets = list(iter_hf_buckets(args, model, buffer_size=buffer_size))
+    assert len(buckets) > 2
+    assert all(sum(tensor.nbytes for _, tensor in bucket) <= buffer_size for bucket in buckets)
+    assert_same_bytes(dict(pair for bucket in buckets for pair in bucket), tensors_of(Path(args.hf_checkpoint)))
+    with pytest.raises(UsageError, match="overwrite"):
+        save_hf(args, model, args.hf_checkpoint)
+    save_hf(args, model, out)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False)])
+def test_an_exported_model_is_the_loaded_one(tmp_path, family, tied, tp):
+    make_hf_model(tmp_path / "hf", family, tied=tied)
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    args = make_args(tmp_path / "hf", f"--tensor-model-parallel-size {tp}", update_weight_buffer_size=20_000)
+    run_world(tp, export, args, tmp_path / "out", 20_000)
+    assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
+    names = {file.name for file in (tmp_path / "hf").iterdir()}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == names >= {"tokenizer.json", "config.json"}
+
+
+def load_wrong_shape(args, path):
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = [get_model_provider_func(args)()]
+    with pytest.raises(UsageError, match="down_proj"):
+        load_hf_weights(args, model, path)
+
+
+def test_loading_a_model_of_another_shape_names_the_tensor(tmp_path):
+    make_hf_model(tmp_path / "hf")
+    make_hf_model(tmp_path / "wide", intermediate_size=64)
+    tensors = tensors_of(tmp_path / "hf")
+    wide = {n: t for n, t in tensors_of(tmp_path / "wide").items() if "down_proj" in n}
+    save_file(tensors | wide, tmp_path / "wide" / "model.safetensors")
+    run_world(1, load_wrong_shape, make_args(tmp_path / "hf"), tmp_path / "wide")
+
+
+def test_hf_to_torch_dist_to_hf_is_byte_equal_and_does_not_read_the_origins_tensors(tmp_path):
+    make_hf_model(tmp_path / "hf", "qwen2", dtype="bfloat16")
+    original = tensors_of(tmp_path / "hf")
+    original["model.norm.weight"] = original["model.norm.weight"].float() + 1e-5  # not a bfloat16 number
+    save_file(original, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    run_tool(convert_hf_to_torch_dist, "--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    back = ["--input-dir", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf", "--chunk-size", "20000"]
+    run_tool(convert_torch_dist_to_hf, *back, "--output-dir", f"{tmp_path}/back")
+    assert_same_bytes(tensors_of(tmp_path / "back"), original)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == original.keys()
+    assert len(set(index["weight_map"].values())) > 2
+    assert convert_torch_dist_to_hf.main([*back, "--output-dir", f"{tmp_path}/back"]) == 2  # exists, no --force
+
+
+def convert_with_one_parameter_changed(args, name, root):
+    from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = [get_model_provider_func(args)()]
+    load_checkpoint(CheckpointSource(str(root)), model=model)
+    with torch.no_grad():
+        dict(model[0].named_parameters())[name].add_(1.0)
+    save_checkpoint(root, 5, model=model)
+
+
+@pytest.mark.parametrize(
+    ("megatron_name", "hf_names"),
+    [
+        (
+            "decoder.layers.1.self_attention.linear_qkv.weight",
+            {f"model.layers.1.self_attn.{n}_proj.weight" for n in "qkv"},
+        ),
+        ("decoder.layers.0.pre_mlp_layernorm.weight", {"model.layers.0.post_attention_layernorm.weight"}),
+    ],
+)
+def test_a_changed_megatron_parameter_changes_exactly_its_hf_tensors(tmp_path, megatron_name, hf_names):
+    make_hf_model(tmp_path / "hf", tied=True)
+    original = tensors_of(tmp_path / "hf")
+    run_tool(convert_hf_to_torch_dist, "--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist")
+    run_world(1, convert_with_one_parameter_changed, make_args(tmp_path / "hf"), megatron_name, tmp_path / "dist")
+    back = ["--input-dir", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf"]
+    run_tool(convert_torch_dist_to_hf, *back, "--output-dir", f"{tmp_path}/back")
+    converted = tensors_of(tmp_path / "back")
+    assert converted.keys() == original.keys()
+    assert {name for name in original if not torch.equal(original[name], converted[name])} == hf_names
+
+
+def test_conversion_under_torchrun_with_megatrons_flags_gives_the_same_checkpoint(tmp_path):
+    make_hf_model(tmp_path / "hf", "llama")
+    flags = (
+        "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention "
+        "--num-query-groups 2 --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear "
+        "--untie-embeddings-and-output-weights"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["tools/convert_hf_to_torch_dist.py", "--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist"]
+    done = subprocess.run([*command, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    back = ["--input-dir", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf"]
+    run_tool(convert_torch_dist_to_hf, *back, "--output-dir", f"{tmp_path}/back")
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
+
+
+def test_flags_that_disagree_with_the_hf_config_are_all_named(tmp_path, capsys):
+    make_hf_model(tmp_path / "hf", "llama")
+    flags = "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm"
+    argv = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", *flags.split()]
+    assert convert_hf_to_torch_dist.main(argv) == 2
+    said = capsys.readouterr().err
+    for flag in (
+        "--num-layers",
+        "--num-query-groups",
+        "--disable-bias-linear",
+        "--untie-embeddings-and-output-weights",
+    ):
+        assert flag in said
+    assert "--hidden-size" not in said
+    assert not (tmp_path / "dist").exists()
