@@ -146,7 +146,7 @@ def load_checkpoint(
 
 def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     (chunk,) = model  # one chunk, as long as there is no pipeline parallelism
-    state: dict[str, Any] = {"model": unwrap(chunk).sharded_state_dict()}  # type: ignore[operator]
+    state: dict[str, Any] = {"model": unwrap(chunk).sharded_state_dict()}
     if optimizer is not None:
         _fill_optimizer_state(optimizer)
         state["optimizer"] = optimizer.sharded_state_dict(

@@ -163,9 +163,10 @@ def field_docs(config: type) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
         statements = body.body if isinstance(body, ast.ClassDef) else []
         for before, after in zip(statements, statements[1:], strict=False):
-            is_field = isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
-            if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                docs[before.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
+            if not (isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                docs[before.target.id] = " ".join(str(after.value.value).split())
     return docs
 
 

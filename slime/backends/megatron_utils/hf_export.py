@@ -115,7 +115,7 @@ class HfWriter:
     def _name_shards(self) -> None:
         """Shards are called 1 of N, and N is known only now; one shard needs no index."""
         num_shards = len(self._shards)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(self._shards):
             file = SINGLE_FILE if num_shards == 1 else f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
             (self._partial / f"shard-{i}").rename(self._partial / file)

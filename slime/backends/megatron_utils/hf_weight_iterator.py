@@ -60,7 +60,7 @@ def gather_param(param: torch.Tensor, layout: Layout) -> torch.Tensor:
         return param.detach()
     parts = [torch.empty_like(param) for _ in range(group.size())]
     dist.all_gather(parts, param.detach().contiguous(), group=group)
-    return layout.join(parts, param.partition_dim)  # type: ignore[attr-defined]
+    return layout.join(parts, param.partition_dim)
 
 
 def finish_param_gather(module: torch.nn.Module) -> None:
@@ -71,4 +71,4 @@ def finish_param_gather(module: torch.nn.Module) -> None:
     """
     ddp_config = getattr(module, "ddp_config", None)
     if ddp_config is not None and ddp_config.overlap_param_gather:
-        module.start_param_sync(force_sync=True)  # type: ignore[operator]
+        module.start_param_sync(force_sync=True)

@@ -32,16 +32,17 @@ def apply() -> None:
         transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any
     ) -> None:
         """Write every bucket; the results, or the first error, go into the queue as upstream's collector puts them."""
-        written: dict[int, Any] | Exception = {}
+        written: dict[int, Any] = {}
+        error: Exception | None = None
         for i, bucket in enumerate(write_buckets):
             results: queue.Queue[Any] = queue.Queue()
             writer.write_preloaded_data(transforms, i, bucket, results, _NoCount(), use_fsync=True)
             index, outcome = results.get_nowait()
             if isinstance(outcome, Exception):
-                written = outcome
+                error = outcome
                 break
             written[index] = outcome
-        global_results_queue.put(written)
+        global_results_queue.put(error or written)
 
     writer.write_preloaded_data_multiproc = staticmethod(write_in_process)
     filesystem_async._get_write_results_queue = queue.Queue

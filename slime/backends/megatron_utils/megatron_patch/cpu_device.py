@@ -78,7 +78,7 @@ def _set_cuda_names(names: str, make: Callable[[], Any]) -> None:
 
 
 def _replace_torch_cuda() -> None:
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+    torch.cuda.current_device = lambda: _CPU
     nothing = "set_device synchronize empty_cache reset_peak_memory_stats nvtx.range_push nvtx.range_pop"
     _set_cuda_names(nothing, lambda: lambda *_, **__: None)
     _set_cuda_names("manual_seed manual_seed_all", lambda: lambda seed: torch.default_generator.manual_seed(seed))

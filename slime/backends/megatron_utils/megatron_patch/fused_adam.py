@@ -36,7 +36,7 @@ class Adam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every parameter that has a gradient; `closure` is not supported."""
         if closure is not None:
             raise ValueError("this Adam takes no closure: Megatron computes gradients before the step.")

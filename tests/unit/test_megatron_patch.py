@@ -1,0 +1,97 @@
+"""The run-time patches: Adam's maths, attention by equal lengths, and life beside the engine's stand-ins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.backends.megatron_utils.megatron_patch.packed_rope import packed_positions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(("decoupled", "reference"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
+def test_adam_equals_torchs_and_counts_steps_in_the_group(decoupled, reference):
+    start = [torch.randn(7, 3), torch.randn(5)]
+    ours, theirs = ([torch.nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    a, b = Adam(ours, **options, adam_w_mode=decoupled), reference(theirs, **options)
+    for _ in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-7, rtol=1e-6)
+    assert a.param_groups[0]["step"] == 5
+    assert set(a.state[ours[0]]) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_adam_counts_a_step_on_a_rank_whose_share_of_a_group_is_empty():
+    adam = Adam([torch.nn.Parameter(torch.empty(0))], lr=1.0)
+    adam.step()
+    assert adam.param_groups[0]["step"] == 1
+
+
+def test_positions_start_at_zero_in_each_sequence():
+    cu_seqlens = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    assert packed_positions(cu_seqlens, 5).tolist() == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [4, 1, 7, 4, 0, 1, 4], [12]])
+def test_attention_by_equal_lengths_is_attention_sequence_by_sequence(lengths):
+    from slime.backends.megatron_utils.model.varlen_attention import attend_packed
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(lengths), 4, 8, generator=generator, requires_grad=True)
+    k, v = (torch.randn(sum(lengths), 2, 8, generator=generator) for _ in range(2))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    got = attend_packed(q, k, v, cu_seqlens, scale=0.3)
+    expected = []
+    for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        q1, k1, v1 = (x.transpose(0, 1) for x in parts)
+        scores = q1 @ k1.repeat_interleave(2, 0).transpose(1, 2) * 0.3
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = F.softmax(scores.masked_fill(future, -torch.inf), -1)
+        expected.append((weights @ v1.repeat_interleave(2, 0)).transpose(0, 1))
+    expected = torch.cat(expected)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    grads = [torch.autograd.grad(out.square().sum(), q)[0] for out in (got, expected)]
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+
+
+BESIDE_THE_ENGINE = """
+import sys, torch
+def trainer():
+    from slime.utils import accelerator
+    from slime.backends.megatron_utils import megatron_patch
+    accelerator.activate("cpu")
+    megatron_patch.apply("cpu")
+    megatron_patch.apply("cpu")
+    from slime.backends.megatron_utils.model import spec
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.zeros(2).cuda().sum() == 0
+def engine():
+    from slime.backends.sglang_utils import cpu_standins
+    cpu_standins.install()
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    bucket = FlattenedTensorBucket(named_tensors=[("a", torch.ones(3))])
+    assert bucket.get_flattened_tensor().numel()
+for step in sys.argv[1:]:
+    globals()[step]()
+"""
+
+
+@pytest.mark.parametrize("order", [("trainer", "engine"), ("engine", "trainer")])
+def test_the_stand_ins_of_trainer_and_engine_live_in_one_process(order):
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_THE_ENGINE, *order], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
