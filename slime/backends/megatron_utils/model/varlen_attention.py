@@ -111,11 +111,13 @@ def attend_packed(
         else:
             row = (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
             where = row.to(query.device)
-            q, k, v = (x[where].unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))
+            q, k, v = (
+                x.index_select(0, where).unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value)
+            )
         rows.append(row)
         outs.append(_sdpa(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
-    back = torch.argsort(torch.cat(rows)).to(query.device)
-    return torch.cat(outs)[back]
+    # index_copy and index_select have gradients without a scatter of duplicates, which is slow on the CPU.
+    return torch.zeros_like(query).index_copy(0, torch.cat(rows).to(query.device), torch.cat(outs))
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float) -> torch.Tensor:
