@@ -80,6 +80,8 @@ def connect_ray(args: Any) -> bool:
     address = os.environ.get("RAY_ADDRESS")
     # Ray otherwise warns once for every actor that takes no GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray runs workers at nice 15 by default: on a busy machine trainers and engines would starve.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if address:
         try:
