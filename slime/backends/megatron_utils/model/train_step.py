@@ -55,12 +55,10 @@ def train_one_step(
         None if args.calculate_per_token_loss else global_batch_size,
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    return {
-        **metrics,
-        "grad_norm": float(grad_norm),
-        **{f"lr-pg_{i}": rate for i, rate in enumerate(rates)},
-        "global_batch_size": global_batch_size,
-    }
+    if grad_norm is not None:  # an overflowed gradient has none
+        metrics["grad_norm"] = float(grad_norm)
+    metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(rates)}
+    return metrics | {"global_batch_size": global_batch_size}
 
 
 def _forward_backward(
