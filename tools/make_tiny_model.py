@@ -70,7 +70,9 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         initializer_range=args.init_std,
         rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        # With a padding id transformers would make its embedding zero, and a policy that samples the token would get
+        # a gradient thousands of times the usual one through the first normalisation. The tokenizer has one anyway.
+        pad_token_id=None,
         bos_token_id=None,
     )
 
