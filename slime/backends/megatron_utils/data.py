@@ -133,12 +133,6 @@ class MicroBatches:
         start = sum(self.num_microbatches[:step_id])
         return (self._micro_batch(i) for i in range(start, start + self.num_microbatches[step_id]))
 
-    def tokens_of_step(self, step_id: int) -> list[int]:
-        """Length of every sample that this rank trains on in a step."""
-        start = sum(self.num_microbatches[:step_id])
-        groups = self.indices[start : start + self.num_microbatches[step_id]]
-        return [self.rollout_data["total_lengths"][i] for samples in groups for i in samples]
-
     def scatter(self, per_micro_batch: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """One tensor per sample in the order of the share, from one list per micro-batch in the order of `all()`."""
         by_sample = {
