@@ -64,7 +64,8 @@ if [ -z "$SFT_FROM" ]; then
         --num-rollout "$num_rollout" --rollout-batch-size $((STEPS_PER_ROLLOUT * BATCH)) --global-batch-size "$BATCH" \
         --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
         --lr 1e-3 --lr-decay-style constant --weight-decay 0 \
-        --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf"
+        --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf-{rollout_id}"
+    ln -s "hf-$((num_rollout - 1))" "$OUTPUT/sft/hf"
 fi
 
 phase "evaluation, GRPO ($GRPO_STEPS steps), evaluation"
@@ -79,7 +80,8 @@ rm -rf "$OUTPUT/grpo"
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --lr 2e-4 --lr-decay-style constant --weight-decay 0 \
     --eval-config "$source_dir/data/eval.yaml" --eval-interval 20 \
-    --save "$OUTPUT/grpo" --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf" $GRPO_FLAGS
+    --save "$OUTPUT/grpo" --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf-{rollout_id}" $GRPO_FLAGS
+ln -s "hf-$((GRPO_STEPS - 1))" "$OUTPUT/grpo/hf"
 
 phase "the same prompt before and after"
 "$PYTHON" examples/tiny_cpu/ask.py --model "after SFT=$source_dir/sft/hf" --model "after GRPO=$OUTPUT/grpo/hf"

@@ -24,6 +24,7 @@ COLUMNS = {
     "perf/rollout_time": ("generate", "{:.1f}s"),
     "perf/actor_train_time": ("train", "{:.1f}s"),
 }
+SHORTEST_STEP_S = 0.05
 DULL_WHEN_ZERO = ("rollout/truncated_ratio", "train/kl_loss")
 
 
@@ -80,9 +81,13 @@ class ConsoleSink:
             for name, (short, form) in COLUMNS.items()
             if name in values and (values[name] or name not in DULL_WHEN_ZERO)
         ]
+        if not parts:
+            return  # for example the weight sync before the first rollout
         now = time.monotonic()
         elapsed, self._last_line_at = now - self._last_line_at, now
-        self._write(f"step {values[step_key]:4.0f} | " + "  ".join(parts) + f"  | {elapsed:.1f}s")
+        if elapsed >= SHORTEST_STEP_S:  # the train steps of one rollout are logged together
+            parts.append(f"| {elapsed:.1f}s")
+        self._write(f"step {values[step_key]:4.0f} | " + "  ".join(parts))
 
     def _write_eval(self, metrics: Mapping[str, float]) -> None:
         scores = [

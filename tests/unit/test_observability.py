@@ -131,6 +131,14 @@ def test_a_generation_without_a_train_step_gets_its_own_line():
     assert [line.split(" | ")[1].strip() for line in lines] == ["reward 0.000", "reward 0.500"]
 
 
+def test_a_record_without_anything_to_show_gives_no_line():
+    lines: list[str] = []
+    sink = ConsoleSink(lines.append)
+    sink.write({"rollout/step": 0, "perf/update_weights_time": 1.0}, "rollout/step")
+    sink.write({"eval/step": 0, "eval/a": 0.5}, "eval/step")
+    assert lines == ["eval    0 | a 0.500"]
+
+
 def test_tensorboard_gets_the_scalars_at_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tb"))
