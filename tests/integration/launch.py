@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DEADLINE_S = 400
+DEADLINE_S = 600
 
 
 @dataclass(frozen=True)

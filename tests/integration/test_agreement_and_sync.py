@@ -1,6 +1,6 @@
 """Engine and trainer hold the same weights and compute the same log-probs, before and after training.
 
-One run of three rollouts serves all these tests: the first is clean, the second has a trainer weight changed between
+A run of three rollouts serves all these tests, colocated and with a TP 2 trainer beside the engine: the first is clean, the second has a trainer weight changed between
 the sync and the old-log-prob pass, the third between that pass and the train step. Evaluation dumps what the engine
 then answers.
 """
@@ -14,6 +14,7 @@ import torch
 
 from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
 
+pytestmark = pytest.mark.timeout(1200)
 HOOKS = f"{ROOT}/tests/integration/user_code.py"
 
 
@@ -21,13 +22,17 @@ HOOKS = f"{ROOT}/tests/integration/user_code.py"
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     work: Path = tmp_path_factory.mktemp(request.param)
     model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl")
-    placement = ["--colocate"] if request.param == "colocate" else ["--rollout-num-gpus", 1]
+    placement = {
+        "colocate": ["--colocate"],
+        "separate": ["--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, "--rollout-num-gpus", 1],
+    }[request.param]
     return train(
         work / "out", *grpo_flags(model, prompts), *placement, "--num-rollout", 3,
         "--custom-megatron-before-log-prob-hook-path", f"{HOOKS}:perturb_before_log_probs",
         "--custom-megatron-before-train-step-hook-path", f"{HOOKS}:perturb_before_train_step",
         "--eval-prompt-data", "digits", prompts, "--eval-interval", 3, "--n-samples-per-eval-prompt", 2,
-        "--save-hf", work / "out" / "hf-{rollout_id}", "--update-weight-buffer-size", 100_000,
+        "--save", work / "out", "--save-hf", work / "out" / "hf-{rollout_id}",
+        "--update-weight-buffer-size", 100_000,
         "--save-debug-rollout-data", work / "out" / "dump" / "{rollout_id}.pt",
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.integration.launch import Run, grpo_flags, make_model, train, write_prompts
 
+pytestmark = pytest.mark.timeout(1200)
 STOP_AFTER, TOTAL = 2, 4
 EXACT_COLUMNS = ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/entropy_loss")
 
