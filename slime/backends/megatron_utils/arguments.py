@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.hf_config import (
     flag_of,
     model_args_from_hf,
 )
+from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.errors import UsageError
 
@@ -49,6 +50,38 @@ SHAPE_KEYS = [
     "untie_embeddings_and_output_weights",
     "vocab_size",
 ]
+AT_LEAST: dict[int, tuple[str, ...]] = {
+    1: (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "ffn_hidden_size",
+        "vocab_size",
+        "make_vocab_size_divisible_by",
+        "padded_vocab_size",
+        "seq_length",
+        "max_position_embeddings",
+        "lr_decay_iters",
+        "recompute_num_layers",
+        "bucket_size",
+    ),
+    0: (
+        "kv_channels",
+        "lr_warmup_iters",
+        "lr_warmup_init",
+        "min_lr",
+        "weight_decay",
+        "start_weight_decay",
+        "end_weight_decay",
+        "ckpt_step",
+        "hidden_dropout",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "init_method_std",
+    ),
+}
 NOT_SUPPORTED_YET = {
     "pipeline_model_parallel_size": "pipeline parallelism",
     "context_parallel_size": "context parallelism",
@@ -220,8 +253,10 @@ def megatron_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | N
     problems += [
         f"{flag_of(name)} {vars(args)[name]}: {what} is not supported yet; use 1."
         for name, what in NOT_SUPPORTED_YET.items()
-        if vars(args)[name] > 1
+        if vars(args)[name] != 1
     ]
+    problems += _range_problems(args)
+    problems += _family_problems(args.model_name)
     problems += _precision_problems(args)
     problems += _schedule_problems(args)
     if args.custom_model_provider_path:
@@ -236,6 +271,24 @@ def megatron_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | N
     for flag, path, step in (("--load", args.load, args.ckpt_step), ("--ref-load", args.ref_load, args.ref_ckpt_step)):
         problems += checkpoint_shape_problems(args, flag, path, step)
     return problems
+
+
+def _range_problems(args: argparse.Namespace) -> list[str]:
+    given = {name: (least, vars(args)[name]) for least, names in AT_LEAST.items() for name in names}
+    return [
+        f"{flag_of(name)} {value} must be at least {least}."
+        for name, (least, value) in given.items()
+        if value is not None and value < least
+    ]
+
+
+def _family_problems(model_name: str | None) -> list[str]:
+    try:
+        if model_name is not None:
+            family_of(model_name)
+    except UsageError as error:
+        return [f"--model-name {model_name}: {message}" for message in error.messages]
+    return []
 
 
 def _precision_problems(args: argparse.Namespace) -> list[str]:
@@ -372,6 +425,6 @@ def derive_megatron(args: argparse.Namespace) -> dict[str, Any]:
     if args.num_attention_heads and args.hidden_size:
         derived |= _derived_shape(args)
         if derived["vocab_size"] and not args.padded_vocab_size:
-            multiple = args.make_vocab_size_divisible_by * tp
+            multiple = max(1, args.make_vocab_size_divisible_by) * tp
             derived["padded_vocab_size"] = -(-derived["vocab_size"] // multiple) * multiple
     return derived
