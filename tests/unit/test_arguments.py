@@ -186,6 +186,7 @@ WRONG = {
     "--seed 1 2": "'2' belongs to no flag",
     "--loss-type ppo": "--loss-type: invalid choice: 'ppo'",
     "--apply-chat-template-kwargs {": "is no JSON",
+    "--apply-chat-template-kwargs 3": "'3' is no JSON object",
     "--sglang-tp-size 2": "--sglang-tp-size is set by slime: use --rollout-num-gpus-per-engine",
     # Required, ranges
     "--rollout-batch-size 0": "--rollout-batch-size 0 must be at least 1",
@@ -193,6 +194,10 @@ WRONG = {
     "--rollout-temperature 0": "--rollout-temperature 0.0 must be > 0",
     "--rollout-top-p 0.9": "--rollout-top-p 0.9 is not supported yet",
     "--rollout-top-k 5": "--rollout-top-k 5 is not supported yet",
+    "--log-probs-chunk-size 0": "--log-probs-chunk-size 0 must be -1 (one chunk) or at least 1",
+    "--make-vocab-size-divisible-by 0": "--make-vocab-size-divisible-by 0 must be at least 1",
+    "--weight-decay -1": "--weight-decay -1.0 must be at least 0",
+    "--model-name gpt9": "--model-name gpt9: no weight rules for 'gpt9'",
     "--rollout-max-context-len 8 --rollout-max-prompt-len 8": "leaves no room for a response",
     "--eps-clip-c 1": "--eps-clip-c 1.0 must be > 1",
     # Batches
@@ -272,6 +277,7 @@ WRONG = {
     "--save-debug-rollout-data out/{rollout_id}{x}.pt": "must contain {rollout_id} and no other name",
     # Engines
     "--sglang-server-concurrency 0": "--sglang-server-concurrency 0 must be at least 1",
+    "--sglang-router-port 70000": "--sglang-router-port 70000 is no port",
     "--sglang-router-ip 1.2.3.4": "--sglang-router-ip 1.2.3.4 needs --sglang-router-port",
 }
 
@@ -363,6 +369,19 @@ def test_a_checkpoint_of_another_shape_is_refused(base: dict[str, list[str]]) ->
     Path("ref/iter_0000001/model_shape.json").write_text('{"hidden_size": 32}')
     (message,) = errors(line(base, "--ref-load ref"))
     assert message == "--ref-load ref holds a model with --hidden-size 32, the flags say 64."
+
+
+def test_a_load_path_without_a_checkpoint_is_warned_about_unless_it_is_where_the_run_saves(
+    base: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    parse_args(argv=line(base, "--load absent --save absent"))
+    assert "absent" not in caplog.text
+    parse_args(argv=line(base, "--load absent --save out"))
+    assert "--load absent has no checkpoint: training starts from hf." in caplog.text
+
+
+def test_a_line_without_flags_says_what_is_required() -> None:
+    assert any("--hf-checkpoint is required" in message for message in errors([]))
 
 
 def test_a_group_of_one_is_warned_about(base: dict[str, list[str]], caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ OWN = ["--sglang-router-ip", "--sglang-router-port", "--sglang-server-concurrenc
 @pytest.mark.parametrize(
     ("line", "needs"),
     [
+        ("", False),
         ("--seed 1", False),
         ("--sglang-router-port 30000", False),
         ("--sglang-max-running-requests 4 --sglang-disable-radix-cache --sglang-dtype=float32", False),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class SglangFlags:
     sglang_router_port: int | None = flag(
         None, "port of that router, or of the one that slime starts (default: a free one)"
     )
-    sglang_router_request_timeout_secs: int = flag(14400, "seconds the router waits for one request")
-    sglang_server_concurrency: int = flag(512, "requests in flight per engine")
+    sglang_router_request_timeout_secs: int = flag(14400, "seconds the router waits for one request", at_least=1)
+    sglang_server_concurrency: int = flag(512, "requests in flight per engine", at_least=1)
 
 
 class ServerOption(NamedTuple):
@@ -85,6 +86,7 @@ OWNED = {
     "random_seed": "it follows from --seed",
     "enable_memory_saver": "it follows from --offload-rollout",
     "tp_size": "use --rollout-num-gpus-per-engine",
+    "host": "engines listen on their node's address",
     "port": "slime finds free ports",
     "nnodes": "it follows from --rollout-num-gpus-per-engine",
     "node_rank": "slime places the engines",
@@ -108,7 +110,7 @@ PREFIX, ROUTER_PREFIX = "sglang_", "router_"
 def needs_installed_options(tokens: Sequence[str], own_options: Sequence[str]) -> bool:
     """Whether a command line has a flag, or a value, that only the installed SGLang or its router can judge."""
     common = {entry.option: entry for entry in COMMON}
-    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+    for token, following in itertools.zip_longest(tokens, tokens[1:], fillvalue=""):
         name, equals, value = token.partition("=")
         entry = common.get(name)
         if entry and entry.kind is not bool and not entry.is_plain(value if equals else following):
@@ -251,17 +253,12 @@ _SIZE_ALIASES = {
 def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], bool]) -> list[str]:
     """Sentences about engine and router flags that cannot work."""
     problems = []
-    if args.sglang_server_concurrency < 1:
-        problems.append(f"--sglang-server-concurrency {args.sglang_server_concurrency} must be at least 1.")
     if args.sglang_router_ip and args.sglang_router_port is None:
         problems.append(f"--sglang-router-ip {args.sglang_router_ip} needs --sglang-router-port too.")
-    if args.sglang_router_port is not None and not args.sglang_router_ip and not port_is_free(args.sglang_router_port):
-        problems.append(
-            f"--sglang-router-port {args.sglang_router_port} is taken on this host; choose another, leave the flag "
-            "out (slime "
-            "finds a free one), or add --sglang-router-ip to use a router that already runs there."
-        )
-    if args.rollout_num_gpus_per_engine % args.sglang_pp_size:
+    router_port, prometheus_port = args.sglang_router_port, args.router_overrides.get("prometheus_port")
+    problems += port_problems("--sglang-router-port", None if args.sglang_router_ip else router_port, port_is_free)
+    problems += port_problems("--router-prometheus-port", prometheus_port, port_is_free)
+    if args.sglang_pp_size < 1 or args.rollout_num_gpus_per_engine % args.sglang_pp_size:
         problems.append(
             f"--sglang-pp-size {args.sglang_pp_size} does not divide --rollout-num-gpus-per-engine "
             f"{args.rollout_num_gpus_per_engine}."
@@ -269,3 +266,15 @@ def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], b
     if args.sglang_dp_size > 1 and not args.sglang_overrides.get("enable_dp_attention"):
         problems.append(f"--sglang-dp-size {args.sglang_dp_size} needs --sglang-enable-dp-attention.")
     return problems
+
+
+def port_problems(option: str, port: int | None, port_is_free: Callable[[int], bool]) -> list[str]:
+    """Sentences about a port that a process of ours is to listen on."""
+    if port is None:
+        return []
+    if not 0 < port < 65536:
+        return [f"{option} {port} is no port; choose one from 1 to 65535."]
+    if port_is_free(port):
+        return []
+    reuse = ", or add --sglang-router-ip to use a router that runs there" if option == "--sglang-router-port" else ""
+    return [f"{option} {port} is taken on this host; choose another, or leave it out (slime finds a free one){reuse}."]

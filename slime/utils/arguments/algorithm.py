@@ -55,7 +55,7 @@ class AlgorithmFlags:
     recompute_old_log_probs: bool = flag(
         False, "always compute old log-probs in a pass of their own, even where the first train step's are the same"
     )
-    seed: int = flag(1234, "seed of weights and engines")
+    seed: int = flag(1234, "seed of weights and engines", at_least=0)
     lr: float = flag(1e-6, "learning rate", at_least=0)
     clip_grad: float = flag(1.0, "gradient norm limit", at_least=0)
 

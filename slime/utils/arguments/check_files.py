@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import string
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -211,13 +212,15 @@ def check_output_dirs(outputs: dict[str, str | None]) -> Iterator[str]:
 
 def why_not_writable(directory: Path) -> str | None:
     """Why files cannot be made in `directory` (which need not exist), found by trying; None when they can."""
-    missing = [part for part in (directory, *directory.parents) if not part.exists()]
+    missing = [part for part in (directory, *directory.parents) if not os.path.lexists(part)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".write-test-"):
             pass
     except OSError as error:
         return f"{error.strerror or error} ({error.filename or directory})"
+    except ValueError as error:  # a null byte
+        return str(error)
     finally:
         for part in missing:  # innermost first; only what did not exist before
             if part.is_dir() and not any(part.iterdir()):

@@ -92,7 +92,7 @@ def defaults_of(flags_class: type) -> dict[str, Any]:
 def _argparse_keywords(meta: Mapping[str, Any], hint: Any, default: Any) -> dict[str, Any]:
     keywords: dict[str, Any] = {"default": default}
     if meta["is_json"]:
-        return keywords | {"type": json_value}
+        return keywords | {"type": json_object if isinstance(default, dict) else json_value}
     kinds = _scalar_kinds(hint)
     if kinds == [bool] and default is None:
         return keywords | {"action": argparse.BooleanOptionalAction}
@@ -117,6 +117,23 @@ def json_value(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error.msg} at column {error.colno}") from error
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """As `json_value`, for a flag whose value is an object."""
+    value = json_value(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as in '{{\"key\": 1}}'")
+    return value
+
+
+_METAVARS = {
+    "json_value": "JSON",
+    "json_object": "JSON",
+    "loads": "JSON",
+    "nullable_str": "STR",
+    "human_readable_int": "INT",
+}
+
+
 class HelpFormatter(argparse.HelpFormatter):
     """Help with one column of flags as wide as the terminal allows, types as placeholders, and defaults shown."""
 
@@ -125,7 +142,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         name = getattr(action.type, "__name__", "str")
-        return {"json_value": "JSON", "nullable_str": "STR", "loads": "JSON"}.get(name, name).upper()
+        return _METAVARS.get(name, name.upper())
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help

@@ -78,12 +78,12 @@ def parse_args(
         raise SystemExit(0)
     args = Args()
     line_problems = parser.parse_all(tokens, args, explain_unknown=_explain_unknown)
-    check = _Checker()
+    given_load, check = args.load, _Checker()
     check.run(_finish, args, parser.explicit(tokens), check)
     problems = line_problems + _not_follow_ups(check.problems, line_problems)
     if problems:
         raise UsageError(list(dict.fromkeys(problems)))
-    for warning in validate.warnings(args):
+    for warning in validate.warnings(args, given_load=given_load):
         logger.warning("%s", warning)
     return args.freeze()
 
@@ -188,7 +188,7 @@ def _finish(args: Args, explicit: set[str], check: _Checker) -> None:
     own = list(defaults_of(SglangFlags))
     values.update(derive_sglang(args, explicit, own))
     values["eval_datasets"] = check.run(_eval_datasets, args) or []
-    fields = [field for flags_class in FLAG_CLASSES for field in dataclasses.fields(flags_class)]
+    fields = [field for flags_class in (*FLAG_CLASSES, SglangFlags) for field in dataclasses.fields(flags_class)]
     check.add(validate.collect(args, explicit, fields))
     check.add(megatron_problems(args.replace(load=given_load), hf_config))
     if not args.debug_train_only:

@@ -27,7 +27,9 @@ class RolloutFlags:
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", nargs="+")
     rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the returned text")
     rollout_shuffle: bool = flag(False, "shuffle the prompts in every epoch")
-    rollout_seed: int = flag(42, "seed of the shuffle, and of sampling with --sglang-enable-deterministic-inference")
+    rollout_seed: int = flag(
+        42, "seed of the shuffle, and of sampling with --sglang-enable-deterministic-inference", at_least=0
+    )
     over_sampling_batch_size: int | None = flag(
         None, "prompts asked for at once (default: --rollout-batch-size)", at_least=1
     )

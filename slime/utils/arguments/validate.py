@@ -87,6 +87,8 @@ def check_batch(args: argparse.Namespace) -> Iterable[str]:
 
 def check_micro_batches(args: argparse.Namespace) -> Iterable[str]:
     """Every data-parallel rank gets the same number of micro-batches."""
+    if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size < 1:
+        yield f"--log-probs-chunk-size {args.log_probs_chunk_size} must be -1 (one chunk) or at least 1."
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch."
     world = args.actor_num_nodes * args.actor_num_gpus_per_node
@@ -251,7 +253,7 @@ def check_range(
     """No given number is smaller than makes sense."""
     for field in fields:
         value, least = vars(args)[field.name], field.metadata["at_least"]
-        if field.name in explicit and least is not None and value < least:
+        if field.name in explicit and None not in (value, least) and value < least:
             yield f"{option_name(field)} {value} must be at least {least}."
 
 
@@ -267,8 +269,14 @@ def check_has_effect(
         yield f"--micro-batch-size {args.micro_batch_size} has no effect with --use-dynamic-batch-size; leave one out."
 
 
-def warnings(args: argparse.Namespace) -> Iterable[str]:
-    """What works but is seldom meant."""
+def warnings(args: argparse.Namespace, *, given_load: str | None) -> Iterable[str]:
+    """What works but is seldom meant.
+
+    Args:
+        given_load: --load before derivation.
+    """
+    if given_load not in (None, args.load, args.save):
+        yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
     if (
         args.n_samples_per_prompt == 1
         and args.rewards_normalization
