@@ -1,8 +1,8 @@
 """Engine and trainer hold the same weights and compute the same log-probs, before and after training.
 
-A run of three rollouts serves all these tests, colocated and with a TP 2 trainer beside the engine: the first is clean, the second has a trainer weight changed between
-the sync and the old-log-prob pass, the third between that pass and the train step. Evaluation dumps what the engine
-then answers.
+A run of three rollouts serves all these tests, colocated and with a TP 2 trainer beside the engine: the first rollout
+is clean, the second has a trainer weight changed between the sync and the old-log-prob pass, the third between that
+pass and the train step. Evaluation dumps what the engine then answers.
 """
 
 from __future__ import annotations
