@@ -1,0 +1,147 @@
+"""The HTTP calls to engines and router, against a scripted server that refuses and becomes ready as real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeVar
+
+import pytest
+
+from slime.backends.sglang_utils import server_control
+from slime.utils import http_utils
+from slime.utils.wait import WaitTimeout
+
+T = TypeVar("T")
+
+
+class Script:
+    """A server that answers each path with its next scripted (status, body), the last one for ever."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[tuple[int, Any]]] = {}
+        self.requests: list[tuple[str, Any]] = []
+        script = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                script.requests.append((self.path, json.loads(self.rfile.read(length) or b"null")))
+                queue = script.answers[self.path]
+                status, body = queue.pop(0) if len(queue) > 1 else queue[0]
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_POST = do_GET
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    running = Script()
+    yield running
+    running.server.shutdown()
+    running.server.server_close()
+
+
+def run(request: Coroutine[Any, Any, T]) -> T:
+    async def and_close() -> T:
+        try:
+            return await request
+        finally:
+            await http_utils.close_http_client()
+
+    return asyncio.run(and_close())
+
+
+def workers(*healthy: bool) -> dict[str, Any]:
+    return {"workers": [{"url": f"http://w{i}", "is_healthy": state} for i, state in enumerate(healthy)]}
+
+
+def test_only_healthy_workers_are_listed(script: Script) -> None:
+    script.answers["/workers"] = [(200, workers(True, False, True))]
+    assert run(server_control.list_workers(script.url)) == ["http://w0", "http://w2"]
+    assert server_control.list_workers_sync(script.url) == ["http://w0", "http://w2"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_registering_waits_until_the_router_uses_the_worker(script: Script, blocking: bool) -> None:
+    script.answers["/workers"] = [(202, {}), (200, workers()), (200, workers(False)), (200, workers(True))]
+    if blocking:
+        server_control.register_worker_sync(script.url, "http://w0", deadline_s=10)
+    else:
+        run(server_control.register_worker(script.url, "http://w0", deadline_s=10))
+    assert script.requests[0] == ("/workers", {"url": "http://w0", "worker_type": "regular"})
+    assert len(script.requests) == 4
+
+
+def test_a_worker_the_router_never_accepts_is_named(script: Script) -> None:
+    script.answers["/workers"] = [(202, {}), (200, workers(False))]
+    with pytest.raises(WaitTimeout, match="to accept http://w0"):
+        server_control.register_worker_sync(script.url, "http://w0", deadline_s=0.05)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_refused_flush_is_tried_again(script: Script, blocking: bool) -> None:
+    script.answers["/flush_cache"] = [(400, "busy"), (400, "busy"), (200, "flushed")]
+    if blocking:
+        server_control.flush_cache_sync(script.url, 10)
+    else:
+        run(server_control.flush_cache(script.url, 10))
+    assert len(script.requests) == 3
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_flush_that_fails_otherwise_is_an_error_at_once(script: Script, blocking: bool) -> None:
+    script.answers["/flush_cache"] = [(404, "no such path")]
+    with pytest.raises(http_utils.HttpError, match="404"):
+        if blocking:
+            server_control.flush_cache_sync(script.url, 10)
+        else:
+            run(server_control.flush_cache(script.url, 10))
+
+
+def test_pause_abort_and_resume_send_what_sglang_expects(script: Script) -> None:
+    for path in ("/pause_generation", "/abort_request", "/continue_generation"):
+        script.answers[path] = [(200, {})]
+    server_control.pause_sync(script.url, "retract")
+    server_control.abort_all_sync(script.url)
+    server_control.resume_sync(script.url)
+    run(server_control.pause(script.url))
+    expected = [("/pause_generation", {"mode": "retract"}), ("/abort_request", {"abort_all": True})]
+    expected += [("/continue_generation", {}), ("/pause_generation", {"mode": "abort"})]
+    assert script.requests == expected
+
+
+def test_the_requests_of_all_data_parallel_ranks_are_counted(script: Script) -> None:
+    loads = [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_running_reqs": 0, "num_waiting_reqs": 4}]
+    script.answers["/v1/loads?include=core"] = [(200, {"loads": loads})]
+    assert run(server_control.num_running(script.url)) == 2 + 1 + 0 + 4
+
+
+def test_a_server_that_is_not_there_is_not_healthy(script: Script) -> None:
+    script.answers["/health"] = [(503, "starting"), (200, "")]
+    assert [server_control.is_healthy_sync(script.url) for _ in range(2)] == [False, True]
+    assert not server_control.is_healthy_sync("http://127.0.0.1:1")
+
+
+def test_the_module_needs_neither_sglang_nor_torch() -> None:
+    code = (
+        "import sys; import slime.backends.sglang_utils.server_control; "
+        "assert not {'torch', 'sglang', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

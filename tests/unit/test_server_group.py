@@ -1,0 +1,97 @@
+"""How an engine actor deals with a snatched port, and how many threads an engine gets; no server is started."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils.sglang_engine import EngineStartError
+from slime.ray.rollout.router import RouterAddress, router_values
+from slime.ray.rollout.server_group import EngineActor, threads_per_engine
+
+
+class FakeEngine(EngineActor):
+    """Starts as the script says; the rest, ports included, is real."""
+
+    def __init__(self, log_path: Path, *outcomes: Exception | None) -> None:
+        args = Namespace(
+            accelerator="cpu",
+            sglang_overrides={},
+            rollout_num_gpus_per_engine=1,
+            seed=0,
+            trust_remote_code=False,
+            hf_checkpoint="/models/m",
+        )
+        super().__init__(args, rank=0, host="127.0.0.1", log_path=str(log_path), num_threads=1)
+        self.outcomes = list(outcomes)
+        self.ports: list[int] = []
+
+    def start(self, deadline_s: float) -> str:
+        self.ports.append(self._server_kwargs["port"])
+        outcome = self.outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        return self.url
+
+
+def test_a_snatched_port_leads_to_a_start_on_others(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path / "log", EngineStartError("taken", True), None)
+    url = engine.launch(10)
+    assert len(set(engine.ports)) == 2 and url == f"http://127.0.0.1:{engine.ports[1]}"
+
+
+def test_any_other_failure_is_final(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path / "log", EngineStartError("no such model"), None)
+    with pytest.raises(EngineStartError, match="no such model"):
+        engine.launch(10)
+    assert len(engine.ports) == 1
+
+
+def test_it_gives_up_after_three_snatched_ports(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path / "log", *[EngineStartError(f"taken {i}", True) for i in range(9)])
+    with pytest.raises(EngineStartError, match="taken 2"):
+        engine.launch(10)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "cores", "engines", "threads"),
+    [(1000, 8, 1, 1), (10**9, 8, 1, 8), (10**9, 8, 3, 2), (10**9, 2, 4, 1)],
+)
+def test_a_large_model_gets_its_share_of_the_cores_and_a_small_one_one(
+    tmp_path: Path, num_bytes: int, cores: int, engines: int, threads: int
+) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(num_bytes)  # sparse
+    assert threads_per_engine(tmp_path, cores, engines) == threads
+
+
+def test_router_flags_override_ours_but_not_the_address() -> None:
+    overrides: dict[str, Any] = {"policy": "round_robin", "disable_circuit_breaker": False, "port": 1}
+    args = Namespace(sglang_router_request_timeout_secs=77, router_overrides=overrides)
+    values = router_values(args, RouterAddress("127.0.0.1", 15000), prometheus_port=15001)
+    expected = {"policy": "round_robin", "disable_circuit_breaker": False, "port": 15000, "request_timeout_secs": 77}
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_the_values_are_fields_of_the_installed_router() -> None:
+    import dataclasses
+
+    from sglang_router.router_args import RouterArgs
+
+    args = Namespace(sglang_router_request_timeout_secs=77, router_overrides={})
+    values = router_values(args, RouterAddress("127.0.0.1", 15000), prometheus_port=15001)
+    assert set(values) <= {field.name for field in dataclasses.fields(RouterArgs)}
+
+
+def test_an_address_of_ip_version_6_is_bracketed() -> None:
+    assert RouterAddress("::1", 80).url == "http://[::1]:80"
+
+
+def test_the_start_error_survives_the_pickling_that_ray_does() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(EngineStartError("engine 0 ended", True)))
+    assert str(error) == "engine 0 ended" and error.port_taken
