@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import pickle
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import slime
 from slime.rollout.base_types import HOOKS
 from slime.utils.arguments import Args, parse_args, publish_runtime
 from slime.utils.arguments.parse import FLAG_CLASSES
@@ -417,3 +422,41 @@ def test_cuda_without_cuda_is_one_error(base: dict[str, list[str]], monkeypatch:
     monkeypatch.setattr("slime.utils.accelerator.cuda_is_available", lambda: False)
     (message,) = errors(line(base, "--accelerator cuda"))
     assert "torch sees no CUDA device" in message
+
+
+WITHOUT_SGLANG = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("sglang", "sglang_router", "ray"):
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Absent())
+from slime.backends.sglang_utils import arguments
+arguments.is_installed = lambda: False
+from slime.utils.arguments import parse_args
+args = parse_args()
+assert args.sglang_dtype == "float32" and args.sglang_enable_deterministic_inference is False
+"""
+
+
+def test_a_train_only_run_is_parsed_without_sglang_and_ray(base: dict[str, list[str]]) -> None:
+    sft = "--debug-train-only --loss-type sft_loss --sglang-dtype float32"
+    sft += " --rollout-function-path slime.rollout.sft_rollout.generate_rollout"
+    command = [sys.executable, "-c", WITHOUT_SGLANG, *line(base, sft, without="--colocate")]
+    root = str(Path(slime.__file__).parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_directory_that_cannot_be_written_is_found_by_trying(
+    base: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(**keywords: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(keywords["dir"]))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", read_only)
+    messages = errors(line(base, "--save some/where"))
+    assert messages == [
+        "--save some/where cannot be written: Read-only file system (some/where); choose another directory."
+    ]
+    assert not Path("some").exists()
