@@ -157,6 +157,14 @@ def _total_requests(answer: dict[str, Any]) -> int:
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])
 
 
+def freeze_gc_sync(worker_url: str) -> None:
+    """Have Python's garbage collector leave alone what a server holds now.
+
+    On CPU a flush of the cache runs a full collection: half a second over SGLang's imports, 6 ms without them.
+    """
+    http_utils.post_sync(f"{worker_url}/freeze_gc", {}, timeout_s=CONTROL_TIMEOUT_S)
+
+
 def is_healthy_sync(worker_url: str, *, timeout_s: float = 2.0) -> bool:
     """Whether GET /health answers 200 in time."""
     try:

@@ -111,6 +111,7 @@ class SGLangEngine:
         except (EngineStartError, WaitTimeout) as error:
             self.shutdown()
             raise self._start_error(error, log_begin) from None
+        server_control.freeze_gc_sync(self.url)
         logger.info("engine %d is healthy at %s after %.1f s", self.rank, self.url, time.monotonic() - begin)
         return self.url
 
