@@ -96,12 +96,17 @@ class WeightUpdater(ABC):
         if self.is_source:
             self.fleet.call("pause", "abort", what="pausing generation")
             self.fleet.call("flush_cache", what="flushing the prefix cache")
+        paused = time.monotonic()
         self._send_all(iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size))
+        sent = time.monotonic()
         if self.is_source:
             self.fleet.call("continue_generation", what="continuing generation")
             self._compare_version(str(self.weight_version))
         self._barrier()
-        return {"perf/update_weights_time": time.monotonic() - start}
+        end = time.monotonic()
+        stages = (self.weight_version, paused - start, sent - paused, end - sent)
+        logger.info("weight sync %d: pause and flush %.3f s, send %.3f s, continue and compare %.3f s", *stages)
+        return {"perf/update_weights_time": end - start}
 
     def close(self) -> None:
         """Let go of the engines; they are ended by whoever started them."""
