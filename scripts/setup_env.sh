@@ -33,7 +33,9 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+usable() { [ "$("$1" -c 'import sys, venv, ensurepip; print(sys.version_info >= (3, 11))' 2>/dev/null)" = True ]; }
+
+version_of() { if command -v "$1" >/dev/null 2>&1; then "$1" --version 2>&1 | head -n 1; else echo "not there"; fi; }
 
 # Prints the interpreter to use. python3.11 goes first: the pins were tried with it most.
 find_python() {
@@ -41,7 +43,7 @@ find_python() {
     remedy="install Python 3.11 or newer with its venv module (on Debian: apt-get install python3 python3-venv),"
     remedy="$remedy or name one: PYTHON=/path/to/python3.11 bash scripts/setup_env.sh"
     if [ -n "${PYTHON:-}" ]; then
-        usable "$PYTHON" || fail "PYTHON=$PYTHON ($("$PYTHON" --version 2>&1 || true)) is not a Python >= 3.11 with venv: $remedy"
+        usable "$PYTHON" || fail "PYTHON=$PYTHON ($(version_of "$PYTHON")) is not a Python >= 3.11 with venv: $remedy"
         echo "$PYTHON"
         return
     fi
@@ -51,7 +53,7 @@ find_python() {
             return
         fi
     done
-    fail "no Python >= 3.11 with venv found; python3 is $(python3 --version 2>&1 || true): $remedy"
+    fail "no Python >= 3.11 with venv found; python3 is $(version_of python3): $remedy"
 }
 
 pick_device() {
@@ -70,14 +72,17 @@ make_venv() {
         say "$venv was made in another folder, and cannot be moved"
         rm -rf "$venv"
     fi
-    if [ -x "$venv/bin/python" ] && usable "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    if [ -x "$venv/bin/python" ] && [ ! -e "$venv/.making" ] && usable "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         return
     fi
     local python
     python="$(find_python)" || exit 2
     say "making $venv with $("$python" --version 2>&1)"
     rm -rf "$venv"
+    mkdir "$venv"
+    touch "$venv/.making" # a cut before the last line leaves it, and the next run starts over
     "$python" -m venv "$venv"
+    rm "$venv/.making"
 }
 
 # pip writes INSTALLER once all files of a package are there: metadata without it is a package that a cut left incomplete.
@@ -105,7 +110,7 @@ stage() {
     say "$name: done in $((SECONDS - since)) s"
 }
 
-pip_install() { "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-input "$@" </dev/null; }
+pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$@" </dev/null; }
 install_torch() { pip_install "$(grep '^torch==' "$root/requirements-cpu.txt")" -c "$root/requirements-cpu.txt"; }
 
 install_stages() {
@@ -124,7 +129,11 @@ install_stages() {
 
 work_done=""
 take_lock
-[ -z "$fresh" ] || { say "removing $venv"; rm -rf "$venv"; }
+if [ "$fresh" ]; then
+    python="$(find_python)" || exit 2 # before anything is removed
+    say "removing $venv"
+    rm -rf "$venv"
+fi
 make_venv
 if [ -z "$device" ]; then device="$(cat "$venv/.device" 2>/dev/null || pick_device)"; fi
 printf '%s' "$device" >"$venv/.device"
