@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.multiprocessing
 
 from slime.backends.megatron_utils.update_weight.base import Bucket, WeightUpdater
-from slime.backends.sglang_utils.weight_transfer import serialize_bucket
+from slime.backends.sglang_utils.weight_transfer import serialize_bucket_for
 
 
 class TensorWeightUpdater(WeightUpdater):
@@ -23,12 +23,12 @@ class TensorWeightUpdater(WeightUpdater):
 
     def send(self, bucket: Bucket, *, version: str) -> None:
         """Flatten, hand over, and wait: the memory may be reused once every engine has answered."""
-        handle = serialize_bucket([(name, tensor.detach().cpu()) for name, tensor in bucket])
-        self.fleet.call(
+        tensors = [(name, tensor.detach().cpu()) for name, tensor in bucket]
+        ranks = self._ranks_per_engine
+        handles = serialize_bucket_for(tensors, ranks * len(self.fleet))  # every receiver needs its own
+        keywords = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": version}
+        calls = self.fleet.start_each(
             "update_weights_from_tensor",
-            [handle] * self._ranks_per_engine,
-            what=f"the load of weights {version}",
-            load_format="flattened_bucket",
-            flush_cache=False,
-            weight_version=version,
+            [((handles[first : first + ranks],), keywords) for first in range(0, len(handles), ranks)],
         )
+        self.fleet.wait(calls, f"the load of weights {version}")
