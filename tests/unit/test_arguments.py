@@ -43,6 +43,7 @@ HF_CONFIG = {
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The flags of a run that works, by name; the files they point at are made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     hf = tmp_path / "hf"
     hf.mkdir()
     (hf / "config.json").write_text(json.dumps(HF_CONFIG))
@@ -260,6 +261,9 @@ WRONG = {
     "--eval-interval 1 --eval-config absent.yaml": "--eval-config absent.yaml: there is no such file",
     "--eval-interval 1 --eval-config eval.yaml": "unknown key 'temprature'",
     "--eval-interval 1 --eval-config eval.yaml --eval-prompt-data a data.jsonl": "has no effect with --eval-config",
+    "--eval-interval 1 --eval-config named.yaml --custom-rm-path hooks.py:reward": "rm_type math has no effect",
+    "--eval-interval 1 --eval-config named.yaml --label-key x": "set a: rm_type math compares with a label",
+    "--use-tensorboard": "--use-tensorboard needs --tb-project-name",
     "--eval-interval 1 --eval-config hook.yaml": "evaluation data set a: custom_rm_path: cannot load",
     "--num-rollout 0 --eval-interval 1 --eval-prompt-data data.jsonl --skip-eval-before-train": "no effect with --num",
     "--num-rollout 0": "--num-rollout 0 means evaluation only and needs --eval-interval",
@@ -294,6 +298,7 @@ def make_wrong_files() -> None:
         "broken.py": "raise ValueError('at import')\n",
         "eval.yaml": "datasets: [{name: a, path: data.jsonl, temprature: 1}]",
         "hook.yaml": "datasets: [{name: a, path: data.jsonl, custom_rm_path: 'hooks.py:absent'}]",
+        "named.yaml": "datasets: [{name: a, path: data.jsonl, rm_type: math, label_key: null}]",
         "plain/readme.txt": "",
         "mcore/latest_checkpointed_iteration.txt": "1",
         "badjson/config.json": "{",

@@ -1,10 +1,8 @@
-"""The `--sglang-*` and `--router-*` flags: every option of the installed SGLang server and router, minus what slime
-sets itself.
+"""The `--sglang-*` and `--router-*` flags: the options of the installed packages, minus what slime sets itself.
 
 Importing SGLang takes seconds, so it is put off: a command line that uses only the flags of `COMMON` never pays for
-it. Any other flag
-(and `--help`) registers the real options of the installed version. It knows nothing about placement, ports or how an
-engine is started.
+it. Any other flag (and `--help`) registers the real options of the installed version. It knows nothing about
+placement, free ports or how an engine is started.
 """
 
 from __future__ import annotations
@@ -164,8 +162,7 @@ def add_installed_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Prefixed:
-    """Stands where SGLang expects a parser: `--x` becomes `--sglang-x` (attribute sglang_x), owned options are left
-    out."""
+    """Stands where SGLang expects a parser: `--x` becomes `--sglang-x`, and owned options are left out."""
 
     def __init__(self, group: argparse._ArgumentGroup, *, owned: Any) -> None:
         self._group = group
@@ -213,8 +210,7 @@ def explain_owned(name: str) -> str | None:
 
 
 def derive_sglang(args: argparse.Namespace, explicit: set[str], own: Sequence[str]) -> dict[str, Any]:
-    """What follows from the parsed flags: the explicit server and router options, and the sizes under both of their
-    names.
+    """What follows from the parsed flags.
 
     Args:
         args: the parsed flags.

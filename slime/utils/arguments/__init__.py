@@ -1,10 +1,9 @@
-"""The command line: `parse_args()` turns it into checked, frozen `Args`; every flag is a field of a dataclass in this
-package.
+"""The command line: `parse_args()` turns it into checked, frozen `Args`.
 
-Groups of flags (one file each): cluster, data, rollout, eval, algorithm (checkpoints, losses, rewards), train,
-weight_sync, observability,
-debug. What follows from flags is in derive.py, what cannot work in validate.py, check_files.py and check_hooks.py;
-parse.py puts it together.
+Every flag is a field of a dataclass in this package: cluster, data, rollout, eval, algorithm (checkpoints, losses,
+rewards), train, weight_sync, observability, debug. What follows from flags is in derive.py; what cannot work is in
+validate.py (values), check_files.py (files and directories) and check_hooks.py; parse.py puts it together. Nothing
+here starts anything.
 """
 
 from slime.utils.arguments.args import Args, publish_runtime

@@ -1,5 +1,7 @@
-"""Flags of the algorithm: checkpoints, optimizer defaults that differ from Megatron's, losses, advantages, rewards.
-Declarations only."""
+"""Flags of checkpoints, losses, advantages and rewards, and optimizer defaults that differ from Megatron's.
+
+Declarations only.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks of what flags point at: checkpoints, data files, output directories. Reads small files and every data row,
-opens no tensors.
+"""Checks of what flags point at: checkpoints, data files, rewards by name, output directories.
 
-Each function returns sentences; none of them leaves anything behind on disk.
+It reads small files and every data row, and opens no tensors. Each function returns sentences; none of them leaves
+anything behind on disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import string
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,7 @@ def check_eval_data(
     *,
     reads_reward: bool,
     rm_type: str | None,
+    custom_rm_path: str | None,
     rm_url: str | None,
     known: Collection[str],
     needs_label: Callable[[str], bool],
@@ -172,6 +173,11 @@ def check_eval_data(
     for dataset in datasets:
         where = f"evaluation data set {dataset.name}"
         yield from check_rm_type(dataset.rm_type, f"{where}: rm_type", rm_url=rm_url, known=known)
+        if dataset.rm_type and custom_rm_path and not dataset.custom_rm_path:
+            yield (
+                f"{where}: rm_type {dataset.rm_type} has no effect: --custom-rm-path {custom_rm_path} goes first; "
+                "give the data set a custom_rm_path."
+            )
         grader = None if dataset.custom_rm_path or not reads_reward else dataset.rm_type or rm_type
         if grader and dataset.label_key is None and needs_label(grader):
             yield (
@@ -186,6 +192,14 @@ def check_eval_data(
             )
         except UsageError as error:
             yield from (f"{where}: {message}" for message in error.messages)
+
+
+def check_tensorboard(
+    use_tensorboard: bool, tb_project_name: str | None, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """TensorBoard has a directory."""
+    if use_tensorboard and not tb_project_name and not environment.get("TENSORBOARD_DIR"):
+        yield "--use-tensorboard needs --tb-project-name, or the environment variable TENSORBOARD_DIR."
 
 
 def check_template(option: str, template: str | None) -> Iterator[str]:

@@ -1,5 +1,7 @@
-"""Flags that say how many devices the trainer and the engines get. Declarations only: rules are in derive.py and
-validate.py."""
+"""Flags that say how many devices the trainer and the engines get.
+
+Declarations only: the rules are in derive.py and validate.py.
+"""
 
 from __future__ import annotations
 

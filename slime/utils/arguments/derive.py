@@ -1,5 +1,4 @@
-"""Values that follow from other flags: small pure functions over plain values, and `derive_flags`, which applies them
-in order.
+"""Values that follow from other flags: small pure functions, and `derive_flags`, which applies them.
 
 Nothing here reads a file or judges a value: where the input is inconsistent a function passes it through, and
 validate.py says why it is wrong.
@@ -111,8 +110,7 @@ def checkpoint_source(
 
 
 def samples_per_step(given: int | None, *, num_steps: int | None, num_samples: int) -> int:
-    """The global batch size: as given, else a rollout's samples split evenly over its train steps (one step by
-    default)."""
+    """The global batch size: as given, else a rollout's samples split evenly over its train steps (default: one)."""
     return given if given is not None else num_samples // max(1, num_steps or 1)
 
 

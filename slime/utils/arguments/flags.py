@@ -1,11 +1,8 @@
-"""Turns a dataclass of flags into a group of command-line options, and holds the parser that the whole command line
-shares.
+"""Turns a dataclass of flags into a group of command-line options, and holds the parser of the whole command line.
 
 A field is one flag: its name is the attribute of `args`, its annotation the type, `flag(...)` the default and the help
-line. The parser differs
-from argparse's in that it never exits: every problem of a command line becomes a sentence, and all of them are
-returned together.
-It knows nothing about which flags exist, nor about what a value means.
+line. The parser differs from argparse's in that it never exits: every problem of a command line becomes a sentence,
+and all of them are returned together. It knows neither which flags exist nor what a value means.
 """
 
 from __future__ import annotations
@@ -157,8 +154,7 @@ class _ParseStopped(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations that reports all problems of a command line instead of exiting at the
-    first."""
+    """An ArgumentParser without abbreviations that reports all problems instead of exiting at the first."""
 
     def __init__(self, **keywords: Any) -> None:
         # "resolve": a flag that is added again takes the place of the earlier one, so what is added last (slime's own)
@@ -182,8 +178,9 @@ class Parser(argparse.ArgumentParser):
     def parse_all(
         self, tokens: Sequence[str], namespace: argparse.Namespace, *, explain_unknown: Callable[[str], str | None]
     ) -> list[str]:
-        """Parse into `namespace`; return one sentence per problem (unknown flags, missing values, wrong types, stray
-        values).
+        """Parse into `namespace` and return one sentence per problem.
+
+        Problems are unknown flags, missing values, wrong types and stray values; what is right is parsed all the same.
 
         Args:
             explain_unknown: gives the sentence for an unknown flag that deserves another than "did you mean".

@@ -1,9 +1,8 @@
-"""From the command line to checked, frozen `Args`: the composition root of slime's, Megatron's and SGLang's flags.
+"""From the command line to checked, frozen `Args`: where slime's, Megatron's and SGLang's flags come together.
 
 Order: parse -> derive -> validate -> freeze. Problems of all stages are collected and raised together, before anything
-starts. This is the
-one module of `slime.utils` that imports upwards, inside functions: the backends' `arguments` modules, the hook
-Protocols and the reward names.
+starts. This is the one module of `slime.utils` that imports upwards, inside functions: the backends' `arguments`
+modules, the hook Protocols and the reward names.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -102,10 +102,10 @@ def with_current_names(tokens: Sequence[str]) -> list[str]:
 def build_parser(
     tokens: Sequence[str], add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None
 ) -> Parser:
-    """The parser of a command line; SGLang's own options are in it only where `tokens` needs them (importing it takes
-    seconds).
+    """The parser of a command line.
 
-    Help lists slime's groups first, then Megatron's, then SGLang's.
+    Help lists slime's groups first, then Megatron's, then SGLang's. SGLang's own options are there only where `tokens`
+    needs them, for importing it takes seconds.
     """
     import slime.backends.sglang_utils.arguments as sglang
     from slime.backends.megatron_utils.arguments import add_megatron_arguments
@@ -233,11 +233,13 @@ def _check_environment(args: Args, check: _Checker, *, given_load: str | None, h
             args.eval_datasets,
             reads_reward=reads_reward,
             rm_type=args.rm_type,
+            custom_rm_path=args.custom_rm_path,
             rm_url=args.rm_url,
             known=RM_TYPES,
             needs_label=rm_needs_label,
         )
     )
+    check.add(check_files.check_tensorboard(args.use_tensorboard, args.tb_project_name, os.environ))
     for option, template in (("--save-hf", args.save_hf), ("--save-debug-rollout-data", args.save_debug_rollout_data)):
         check.add(check_files.check_template(option, template))
     check.add(check_files.check_output_dirs(_outputs(args)))

@@ -1,8 +1,6 @@
-"""Checks of flag values against each other: one small function per rule, each returning the sentences of what is
-wrong.
+"""Checks of flag values against each other: one small function per rule, each returning what is wrong.
 
-A check reads `args` after derivation and nothing else; files, ports and hooks are judged in `check_files` and
-`check_hooks`. Every sentence
+A check reads `args` after derivation and nothing else; files, ports and hooks are judged elsewhere. Every sentence
 names the value, the flag and the remedy. All checks always run, so that one error lists everything.
 """
 
