@@ -282,8 +282,9 @@ WRONG = {
     "--ref-load absent": "--ref-load absent does not exist",
     "--load plain": "--load plain is no checkpoint",
     "--save data.jsonl/out --save-interval 1": "--save data.jsonl/out cannot be written: Not a directory",
-    "--save out --save-interval 1 --save-hf out/hf": "--save-hf out/hf must contain {rollout_id}",
-    "--save-debug-rollout-data out/{rollout_id}{x}.pt": "must contain {rollout_id} and no other name",
+    "--save out --save-hf out/{id}": "--save-hf out/{id}: only {rollout_id} can be filled in, not {id}",
+    "--save out --save-hf out/{": "--save-hf out/{: ",
+    "--save-debug-rollout-data out/all.pt": "--save-debug-rollout-data out/all.pt must contain {rollout_id}",
     # Engines
     "--sglang-server-concurrency 0": "--sglang-server-concurrency 0 must be at least 1",
     "--sglang-router-port 70000": "--sglang-router-port 70000 is no port",

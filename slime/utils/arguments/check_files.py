@@ -202,8 +202,12 @@ def check_tensorboard(
         yield "--use-tensorboard needs --tb-project-name, or the environment variable TENSORBOARD_DIR."
 
 
-def check_template(option: str, template: str | None) -> Iterator[str]:
-    """A path template has {rollout_id} and nothing else to fill in, or each rollout would overwrite the last."""
+def check_template(option: str, template: str | None, *, needs_id: bool) -> Iterator[str]:
+    """A path template has nothing to fill in but {rollout_id}.
+
+    Args:
+        needs_id: without it each rollout would overwrite the file of the one before.
+    """
     if template is None:
         return
     try:
@@ -211,10 +215,10 @@ def check_template(option: str, template: str | None) -> Iterator[str]:
     except ValueError as error:
         yield f"{option} {template}: {error}."
         return
-    if names != {"rollout_id"}:
-        yield (
-            f"{option} {template} must contain {{rollout_id}} and no other name in braces, as in dump/{{rollout_id}}."
-        )
+    if names - {"rollout_id"}:
+        yield f"{option} {template}: only {{rollout_id}} can be filled in, not {{{min(names - {'rollout_id'})}}}."
+    if needs_id and "rollout_id" not in names:
+        yield f"{option} {template} must contain {{rollout_id}}, as in dump/{{rollout_id}}.pt."
 
 
 def check_output_dirs(outputs: dict[str, str | None]) -> Iterator[str]:

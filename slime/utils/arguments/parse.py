@@ -240,8 +240,10 @@ def _check_environment(args: Args, check: _Checker, *, given_load: str | None, h
         )
     )
     check.add(check_files.check_tensorboard(args.use_tensorboard, args.tb_project_name, os.environ))
-    for option, template in (("--save-hf", args.save_hf), ("--save-debug-rollout-data", args.save_debug_rollout_data)):
-        check.add(check_files.check_template(option, template))
+    check.add(check_files.check_template("--save-hf", args.save_hf, needs_id=False))
+    check.add(
+        check_files.check_template("--save-debug-rollout-data", args.save_debug_rollout_data, needs_id=True),
+    )
     check.add(check_files.check_output_dirs(_outputs(args)))
 
 
