@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.backends.sglang_utils import weight_transfer
 from slime.observability.logging_utils import configure_logger
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import redirect_output
@@ -40,6 +41,8 @@ class TrainRayActor(RayActor):
             local_rank=0,
         )
         started = self._actor.init()
+        if not self.args.debug_train_only:
+            weight_transfer.preload()  # the engines are still starting: nobody waits for it
         return {**started, "parallel_config": self._actor.parallel_config()}
 
     def train(self, rollout_id: int, refs: list[Any]) -> list[tuple[dict[str, float], str]]:

@@ -67,6 +67,13 @@ def init_process_group(
     )
 
 
+def preload() -> None:
+    """Import now what the first sync would otherwise wait for (1 to 2 s)."""
+    _prepare()
+    import sglang.srt.utils.common
+    import sglang.srt.weight_sync.tensor_bucket  # noqa: F401
+
+
 @functools.cache
 def _prepare() -> None:
     from slime.backends.sglang_utils import cpu_standins
