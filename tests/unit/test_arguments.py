@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
 import slime
 from slime.rollout.base_types import HOOKS
 from slime.utils.arguments import Args, parse_args, publish_runtime
-from slime.utils.arguments.parse import FLAG_CLASSES
+from slime.utils.arguments.parse import FLAG_CLASSES, build_parser
 from slime.utils.errors import UsageError
 
 HF_CONFIG = {
@@ -265,6 +266,8 @@ WRONG = {
     "--eval-interval 1 --eval-config named.yaml --label-key x": "set a: rm_type math compares with a label",
     "--use-tensorboard": "--use-tensorboard needs --tb-project-name",
     "--eval-interval 1 --eval-config hook.yaml": "evaluation data set a: custom_rm_path: cannot load",
+    "--eval-interval 1 --debug-train-only": "--eval-interval 1 has no effect with --debug-train-only",
+    "--debug-train-only": "--debug-train-only starts no engines, which the default rollout needs",
     "--num-rollout 0 --eval-interval 1 --eval-prompt-data data.jsonl --skip-eval-before-train": "no effect with --num",
     "--num-rollout 0": "--num-rollout 0 means evaluation only and needs --eval-interval",
     # Files
@@ -466,3 +469,17 @@ def test_a_directory_that_cannot_be_written_is_found_by_trying(
         "--save some/where cannot be written: Read-only file system (some/where); choose another directory."
     ]
     assert not Path("some").exists()
+
+
+def test_random_flags_end_in_args_or_in_sentences(base: dict[str, list[str]]) -> None:
+    options = build_parser([]).options()
+    names = sorted(name for name, action in options.items() if action.dest != "help")
+    random = Random(0)
+    values = ("0", "-1", "2", "x", "", "{}", "a.b", "data.jsonl", "hf")
+    for _ in range(60):
+        chosen = random.sample(names, k=random.randint(1, 4))
+        tail = [t for n in chosen for t in ([n] if options[n].nargs == 0 else [n, random.choice(values)])]
+        try:
+            assert parse_args(argv=line(base) + tail).is_frozen
+        except UsageError as error:
+            assert all(isinstance(message, str) and message for message in error.messages), tail

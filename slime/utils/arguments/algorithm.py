@@ -22,11 +22,11 @@ class CheckpointFlags:
         None, "iteration of --ref-load (default: its newest)", needs="ref_load", at_least=0
     )
     save: str | None = flag(None, "checkpoint root to write: after the last rollout, and as --save-interval says")
-    save_interval: int | None = flag(None, "save every N rollouts and after the last", needs="save", at_least=1)
-    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints", needs="save")
-    save_hf: str | None = flag(
-        None, "HF directory written at each save; {rollout_id} in it keeps every one", needs="save"
+    save_interval: int | None = flag(
+        None, "save every N rollouts and after the last", needs=("save", "save_hf"), at_least=1
     )
+    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints", needs="save")
+    save_hf: str | None = flag(None, "HF directory written at each save; {rollout_id} in it keeps every one")
 
 
 @dataclass

@@ -221,7 +221,7 @@ def _check_environment(args: Args, check: _Checker, *, given_load: str | None, h
     )
     for dataset in args.eval_datasets:
         for name in ("custom_rm_path", "custom_generate_function_path"):
-            if path := getattr(dataset, name):
+            if path := vars(dataset)[name]:
                 check.add(
                     check_hook(f"evaluation data set {dataset.name}: {name}", path, HOOKS[name], signature_problem)
                 )

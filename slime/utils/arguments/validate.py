@@ -203,6 +203,8 @@ def check_eval(args: argparse.Namespace) -> Iterable[str]:
     """Evaluation has data when it is asked for."""
     if args.eval_interval is not None and not (args.eval_prompt_data or args.eval_config):
         yield f"--eval-interval {args.eval_interval} needs --eval-prompt-data or --eval-config."
+    if args.eval_interval is not None and args.debug_train_only:
+        yield f"--eval-interval {args.eval_interval} has no effect with --debug-train-only, which starts no engines."
     if args.eval_config and args.eval_prompt_data:
         yield "--eval-prompt-data has no effect with --eval-config; list all data sets in one of them."
     if len(args.eval_prompt_data or []) > 1 and len(args.eval_prompt_data) % 2:
