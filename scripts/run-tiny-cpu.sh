@@ -7,7 +7,7 @@
 #   OUTPUT      directory of everything that is made               (outputs/tiny-cpu)
 #   SEED        seed of model, demonstrations and sampling         (0)
 #   SFT_STEPS   train steps on demonstrations                      (400)
-#   GRPO_STEPS  GRPO steps                                         (60)
+#   GRPO_STEPS  GRPO steps                                         (70)
 #   RM          the reward's flags; RM="--rm-type random" is the control that must not learn
 #   SFT_FROM    OUTPUT of an earlier run: start from its SFT model and data instead of making them
 #   GRPO_FLAGS  more flags for the GRPO run
@@ -20,7 +20,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUTPUT="${OUTPUT:-outputs/tiny-cpu}"
 SEED="${SEED:-0}"
 SFT_STEPS="${SFT_STEPS:-400}"
-GRPO_STEPS="${GRPO_STEPS:-60}"
+GRPO_STEPS="${GRPO_STEPS:-70}"
 RM="${RM:---custom-rm-path examples.tiny_cpu.reward:exact_match}"
 SFT_FROM="${SFT_FROM:-}"
 GRPO_FLAGS="${GRPO_FLAGS:-}"
@@ -64,24 +64,23 @@ if [ -z "$SFT_FROM" ]; then
         --num-rollout "$num_rollout" --rollout-batch-size $((STEPS_PER_ROLLOUT * BATCH)) --global-batch-size "$BATCH" \
         --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
         --lr 1e-3 --lr-decay-style constant --weight-decay 0 \
-        --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf-{rollout_id}"
-    ln -s "hf-$((num_rollout - 1))" "$OUTPUT/sft/hf"
+        --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf"
 fi
 
 phase "evaluation, GRPO ($GRPO_STEPS steps), evaluation"
 rm -rf "$OUTPUT/grpo"
+eval_interval=$((GRPO_STEPS % 2 == 0 ? GRPO_STEPS / 2 : GRPO_STEPS))
 # shellcheck disable=SC2086  # RM and GRPO_FLAGS hold several words
 "$PYTHON" train.py --accelerator cpu --colocate --seed "$SEED" --rollout-seed "$SEED" \
     --hf-checkpoint "$source_dir/sft/hf" --model-args-from-hf --ref-load "$source_dir/sft" \
     --prompt-data "$source_dir/data/train.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle \
     $RM --advantage-estimator grpo \
-    --num-rollout "$GRPO_STEPS" --rollout-batch-size 32 --n-samples-per-prompt 16 --global-batch-size 512 \
-    --rollout-max-response-len 4 --rollout-temperature 1 \
+    --num-rollout "$GRPO_STEPS" --rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 512 \
+    --rollout-max-response-len 5 --rollout-temperature 1 --sglang-enable-deterministic-inference \
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --lr 2e-4 --lr-decay-style constant --weight-decay 0 \
-    --eval-config "$source_dir/data/eval.yaml" --eval-interval 20 \
-    --save "$OUTPUT/grpo" --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf-{rollout_id}" $GRPO_FLAGS
-ln -s "hf-$((GRPO_STEPS - 1))" "$OUTPUT/grpo/hf"
+    --eval-config "$source_dir/data/eval.yaml" --eval-interval "$eval_interval" \
+    --save "$OUTPUT/grpo" --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf" $GRPO_FLAGS
 
 phase "the same prompt before and after"
 "$PYTHON" examples/tiny_cpu/ask.py --model "after SFT=$source_dir/sft/hf" --model "after GRPO=$OUTPUT/grpo/hf"

@@ -32,7 +32,7 @@ def answers(model_path: str, question: str, *, num_answers: int, seed: int) -> C
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=4,
+        max_new_tokens=5,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )

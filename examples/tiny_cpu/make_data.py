@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 Problem = tuple[int, int]
+# Three digits and the end of the turn, and one more: an engine calls a response that fills its limit truncated.
+MAX_RESPONSE_TOKENS = 5
 HELD_OUT_SEED = 20260801  # fixed: every seed of a run is evaluated on the same problems
 SLIPS = (-10, -1, 1, 10)
 GRADER = "examples.tiny_cpu.reward:exact_match"
@@ -59,7 +61,7 @@ def eval_config(eval_path: Path, samples_per_problem: int) -> str:
     temperature: 1.0
     top_p: 1.0
     n_samples_per_eval_prompt: {samples_per_problem}
-    max_response_len: 4
+    max_response_len: {MAX_RESPONSE_TOKENS}
   datasets:
     - name: addition
       path: {json.dumps(str(eval_path))}

@@ -77,7 +77,7 @@ class ConsoleSink:
         self._shown_rollout = max(self._shown_rollout, self._held.get("rollout/step", -1.0))
         self._held = {}
         parts = [
-            f"{short} {form.format(values[name])}"
+            f"{short} {form.format(values[name]).replace('-0.0000', '0.0000')}"
             for name, (short, form) in COLUMNS.items()
             if name in values and (values[name] or name not in DULL_WHEN_ZERO)
         ]

