@@ -155,9 +155,9 @@ def address_key(address: str) -> tuple[int, int, str]:
 
 
 def _gpu_ids(group: Any, num_bundles: int) -> list[int]:
-    probe = ray.remote(_first_gpu_id).options(max_retries=0)
+    probe = ray.remote(_first_gpu_id)
     refs = [
-        probe.options(scheduling_strategy=in_bundle(group, i), **slot_options("cuda", 0.01)).remote()
+        probe.options(max_retries=0, scheduling_strategy=in_bundle(group, i), **slot_options("cuda", 0.01)).remote()
         for i in range(num_bundles)
     ]
     return get(refs, "the GPU id of every placement bundle", PLACEMENT_DEADLINE_S)
