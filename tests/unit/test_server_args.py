@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -61,8 +63,14 @@ def test_a_gpu_engine_keeps_sglangs_own_choices() -> None:
 
 
 def test_the_default_dictionaries_are_not_shared() -> None:
-    device_defaults("cuda")["dtype"] = "changed"
-    assert "dtype" not in device_defaults("cuda")
+    device_defaults("cuda", Path("/m"))["dtype"] = "changed"
+    assert "dtype" not in device_defaults("cuda", Path("/m"))
+
+
+@pytest.mark.parametrize(("vocab_size", "requests"), [(128, 512), (2**16, 2**24 // 2**16), (2**30, 1)])
+def test_a_large_vocabulary_bounds_the_batch_of_a_cpu_engine(tmp_path: Path, vocab_size: int, requests: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    assert device_defaults("cpu", tmp_path)["max_running_requests"] == requests
 
 
 def test_the_environment_of_a_cpu_server_hides_gpus_and_sets_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:

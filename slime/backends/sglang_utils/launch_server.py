@@ -9,6 +9,7 @@ It does not choose arguments, ports or log files, and it does not watch its pare
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -41,15 +42,16 @@ def main(path: Path) -> None:
 
 
 def prepare(launch: dict[str, Any]) -> None:
-    """Install the stand-ins that a CPU server needs."""
+    """Install what a CPU server needs: the stand-ins, then the faster attention."""
     if launch["accelerator"] != "cpu":
         return
-    from slime.backends.sglang_utils import cpu_standins
+    from slime.backends.sglang_utils import cpu_attention, cpu_standins
 
     if launch["server_args"].get("enable_deterministic_inference"):
         cpu_standins.install_deterministic()
     else:
         cpu_standins.install()
+    cpu_attention.install()
 
 
 def fork_children() -> None:
@@ -58,6 +60,8 @@ def fork_children() -> None:
     import sglang.srt.managers.scheduler  # noqa: F401  (imported before the fork, so that no child imports it)
 
     engine.mp = _Forking()
+    gc.collect()
+    gc.freeze()  # what was imported stays; no later collection looks at it, or copies its pages into a child
 
 
 class _Forking:

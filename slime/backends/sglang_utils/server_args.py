@@ -7,24 +7,32 @@ parse time, and by `ServerArgs` itself when the server starts.
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.cpu_standins import CPU_ATTENTION_BACKEND
 
-# Measured with 512 requests of 8 + 6 tokens on two cores (the figures are in benchmarks/RESULTS.md).
+# Chosen with 512 requests of 8 + 6 tokens to a model of 0.8 M parameters on two cores: 2.0 s of CPU time with
+# SGLang's own values and attention, 1.0 s with these and `cpu_attention`.
 CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": CPU_ATTENTION_BACKEND,
     "dtype": "float32",  # bfloat16 is slower on CPU, and its log-probs are worse
     "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,  # there is no GPU whose work the scheduler could overlap with
     "sleep_on_idle": True,  # an idle scheduler burns a whole core otherwise
-    "max_running_requests": 512,  # a decode step costs the same Python for one request as for hundreds
+    "chunked_prefill_size": 8192,  # a burst of short prompts is one prefill
     "max_total_tokens": 65536,
-    # SGLang takes it from the GPU's memory; with max_total_tokens it only decides whether the start is refused.
+    # SGLang derives it from the chunk size for GPUs, down to below zero; with max_total_tokens it bounds nothing.
     "mem_fraction_static": 0.9,
     "log_level": "warning",
     "log_level_http": "warning",
 }
+# A decode step costs almost the same Python for one request as for hundreds, so many run at once; but seeded
+# sampling makes several float64 copies of [requests, vocabulary].
+MAX_RUNNING_REQUESTS = 512
+MAX_SAMPLED_LOGITS = 2**24
 CUDA_DEFAULTS: dict[str, Any] = {
     "log_level_http": "warning",  # one line a request otherwise
 }
@@ -58,14 +66,17 @@ def build_server_args(
     }
     if overrides.get("enable_dp_attention"):
         owned["dist_init_addr"] = f"{host}:{dist_init_port}"
-    return device_defaults(args.accelerator) | overrides | owned
+    return device_defaults(args.accelerator, Path(model_path)) | overrides | owned
 
 
-def device_defaults(accelerator: str) -> dict[str, Any]:
-    """What an engine runs with unless a flag says otherwise."""
-    if accelerator == "cpu":
-        return {"device": "cpu", **CPU_DEFAULTS}
-    return dict(CUDA_DEFAULTS)
+def device_defaults(accelerator: str, model_path: Path) -> dict[str, Any]:
+    """What an engine runs with unless a flag says otherwise; on CPU the batch depends on the model's vocabulary."""
+    if accelerator != "cpu":
+        return dict(CUDA_DEFAULTS)
+    config = model_path / "config.json"
+    vocab_size = json.loads(config.read_text()).get("vocab_size", 1) if config.is_file() else 1
+    requests = max(1, min(MAX_RUNNING_REQUESTS, MAX_SAMPLED_LOGITS // vocab_size))
+    return {"device": "cpu", "max_running_requests": requests, **CPU_DEFAULTS}
 
 
 def server_environment(accelerator: str, *, num_threads: int | None = None) -> dict[str, str]:
@@ -82,6 +93,8 @@ def server_environment(accelerator: str, *, num_threads: int | None = None) -> d
     env["HF_HUB_OFFLINE"] = "1"
     # GET /health answers at once; /health_generate stays the thorough check.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+    # The client closes idle connections, never the server: its default of 5 s races with the router's next request.
+    env["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"
     if accelerator == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["CUDA_VISIBLE_DEVICES"] = ""  # --accelerator cpu on a machine with CUDA
