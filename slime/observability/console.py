@@ -64,6 +64,8 @@ class ConsoleSink:
         step = metrics["rollout/step"]
         if step <= self._shown_rollout:
             return  # what the trainer measures after its step (perf/*) is only in metrics.jsonl
+        if self._shown_rollout < 0 and not self._held:
+            self._last_line_at = time.monotonic()  # the first step's time is without the start of the engines
         if self._held and self._held["rollout/step"] != step:
             self._flush()
         self._held.update(metrics)

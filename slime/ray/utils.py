@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -32,11 +32,7 @@ class ActorFailure(RuntimeError):
         super().__init__(message)
 
 
-@overload
-def get(refs: ray.ObjectRef, what: str, deadline_s: float) -> Any: ...
-@overload
-def get(refs: Sequence[ray.ObjectRef], what: str, deadline_s: float) -> list[Any]: ...
-def get(refs: Any, what: str, deadline_s: float) -> Any:
+def get(refs: ray.ObjectRef | Sequence[ray.ObjectRef], what: str, deadline_s: float) -> Any:
     """Wait for one reference or all of several.
 
     Args:

@@ -43,7 +43,7 @@ def test_a_rollout_ahead_is_generated_by_weights_of_the_last_sync(run: Run):
 
     samples = [torch.load(run.output_dir / "dump" / f"{i}.pt", weights_only=False)["samples"] for i in range(3)]
     versions = [{version for sample in group for version in sample["weight_versions"]} for group in samples]
-    # Rollout 1 starts while 0 is trained, 2 while 1 is trained; the first sync after the initial one follows rollout 1.
+    # Rollout 1 starts while 0 is trained, 2 while 1 is trained; the first sync but the initial one follows rollout 1.
     assert versions == [{"1"}, {"1"}, {"1"}]
     gaps = run.column("train/train_rollout_logprob_abs_diff")
     assert gaps[1] > gaps[0] and gaps[2] > gaps[0], "rollouts that were generated ahead are one update old"

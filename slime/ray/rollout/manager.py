@@ -135,7 +135,7 @@ class RolloutManager(RayActor):
         if self.args.custom_convert_samples_to_train_data_path:
             return load_function(self.args.custom_convert_samples_to_train_data_path)(self.args, samples)
         raw_rewards, rewards = post_process_rewards(self.args, samples)
-        return samples_to_train_data(samples, raw_rewards, rewards)
+        return dict(samples_to_train_data(samples, raw_rewards, rewards))
 
     def _log_rollout(
         self, rollout_id: int, samples: list[Sample], extra: dict[str, float] | None, rollout_time_s: float

@@ -4,12 +4,13 @@ How a bucket travels is the subclass's business; which tensors there are and the
 
 Nothing may be lost on the way without notice. Three checks, none of which reads a weight:
 1. Every bucket but the last is sent as version "v.i" and the last one as "v". SGLang sets a version only after it has
-   loaded the bucket, and the version is read back after each one (one small GET). A bucket that never reached an engine
-   leaves its version behind.
-2. The names sent, over all buckets, must be the names of the HF checkpoint that the engines were started from. A bucket
+   loaded the bucket, and the version is read back after each one (one small GET). A bucket that never reached an
+   engine leaves its version behind.
+2. The names sent, over all buckets, must be those of the HF checkpoint that the engines were started from. A bucket
    that never reached the sender, or a parameter without a conversion rule, is missing there.
 3. The bytes sent must be those of the first sync: a later one cannot quietly shrink.
-What they cannot see, an engine that loads a tensor into the wrong place, shows in `train/train_rollout_logprob_abs_diff`.
+What they cannot see, an engine that loads a tensor into the wrong place, shows in
+`train/train_rollout_logprob_abs_diff`.
 
 Wait graph of `update`, on every trainer rank:
     consumes     the model's current parameters
@@ -104,8 +105,9 @@ class WeightUpdater(ABC):
             self._compare_version(str(self.weight_version))
         self._barrier()
         end = time.monotonic()
-        stages = (self.weight_version, paused - start, sent - paused, end - sent)
-        logger.info("weight sync %d: pause and flush %.3f s, send %.3f s, continue and compare %.3f s", *stages)
+        if self.is_source:
+            stages = (self.weight_version, paused - start, sent - paused, end - sent)
+            logger.info("weight sync %d: pause and flush %.3f s, send %.3f s, continue and compare %.3f s", *stages)
         return {"perf/update_weights_time": end - start}
 
     def close(self) -> None:
@@ -121,7 +123,7 @@ class WeightUpdater(ABC):
         """Send one bucket to every engine and wait until each has loaded it (source rank only)."""
 
     def _send_all(self, buckets: Iterable[Bucket]) -> None:
-        """Send every bucket; the version that is the sync's own goes with the last, so one bucket is always held back."""
+        """Send every bucket; the sync's own version goes with the last one, so one is always held back."""
         names: list[str] = []
         num_bytes, index = 0, 0
         held: Bucket | None = None
