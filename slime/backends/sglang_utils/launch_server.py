@@ -42,7 +42,9 @@ def main(path: Path) -> None:
 
 
 def prepare(launch: dict[str, Any]) -> None:
-    """Install what a CPU server needs: the stand-ins, then the faster attention."""
+    """Hide what a server does not need, and install what one on CPU does: the stand-ins, then the faster attention."""
+    # SGLang's tensor dumper imports Megatron where it finds it, to name tensors of a trainer: more than a second.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if launch["accelerator"] != "cpu":
         return
     from slime.backends.sglang_utils import cpu_attention, cpu_standins
