@@ -26,7 +26,7 @@ mkdir -p "$OUTPUT"
 
 [ -f "$OUTPUT/model/model.safetensors" ] || "$PYTHON" tools/convert_gguf_to_hf.py --output "$OUTPUT/model"
 [ -f "$OUTPUT/data/train.jsonl" ] || "$PYTHON" tools/prepare_reasoning_gym.py --output "$OUTPUT/data" --task chain_sum \
-    --config min_terms=2 max_terms=3 min_digits=1 max_digits=2
+    --instruction "Answer with the number only." --config min_terms=2 max_terms=2 min_digits=1 max_digits=2
 
 if [ "$ACCELERATOR" = cuda ]; then
     NUM_ROLLOUT="${NUM_ROLLOUT:-200}"
@@ -54,7 +54,7 @@ fi
 "$PYTHON" train.py --accelerator "$ACCELERATOR" --actor-num-gpus-per-node 1 --seed "$SEED" --rollout-seed "$SEED" \
     "${MODEL_ARGS[@]}" --hf-checkpoint "$OUTPUT/model" \
     --prompt-data "$OUTPUT/data/train.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle \
-    --rm-type math --advantage-estimator grpo \
+    --custom-rm-path examples.reasoning_gym.reward:last_number --advantage-estimator grpo \
     --num-rollout "$NUM_ROLLOUT" "${SIZE_ARGS[@]}" --rollout-temperature 1 --use-dynamic-batch-size \
     --lr 5e-6 --lr-decay-style constant --weight-decay 0 \
     --save "$OUTPUT/grpo" --save-interval "$NUM_ROLLOUT" --no-save-optim --save-hf "$OUTPUT/grpo/hf" \

@@ -42,6 +42,8 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32") -> int:
     source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
     tokenizer = AutoTokenizer.from_pretrained(**source, clean_up_tokenization_spaces=False)
     config = AutoConfig.from_pretrained(**source)
+    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06, and would not equal --norm-epsilon 1e-5.
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=getattr(torch, dtype))
     # The end of a chat turn ends generation; the GGUF's tokenizer has the start marker in both places.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)

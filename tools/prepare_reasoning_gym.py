@@ -3,8 +3,8 @@ r"""Write arithmetic tasks of the package reasoning_gym as JSON lines with promp
     python tools/prepare_reasoning_gym.py --output data/chain_sum --task chain_sum --config min_terms=2 max_terms=3
 
 `train.jsonl` and `eval.jsonl` hold {"prompt": message list, "label": answer, "metadata": {"rm_type", "task"}}; no
-question is in both. The answer is asked for in \boxed{}, so the rewards `math` and `boxed_*` can grade it. It knows
-nothing of models.
+question is in both. By default the answer is asked for in \boxed{}, so the rewards `math` and `boxed_*` can grade it.
+It knows nothing of models.
 
 Only the module of the task is imported: the package's own `__init__` imports every task, and with them packages that
 have to be compiled (install reasoning_gym with `pip install --no-deps reasoning_gym`).
@@ -32,7 +32,7 @@ TASKS = {
     "lcm": ("LCMConfig", "LCMDataset"),
     "products": ("ProductsConfig", "ProductsDataset"),
 }
-INSTRUCTION = "Put only the final answer inside \\boxed{}."
+DEFAULT_INSTRUCTION = "Put only the final answer inside \\boxed{}."
 
 
 def import_task_module(task: str) -> types.ModuleType:
@@ -69,10 +69,10 @@ def make_questions(task: str, *, count: int, seed: int, config: dict[str, Any]) 
     return [{"question": question, "answer": answer} for question, answer in found.items()]
 
 
-def to_row(question: dict[str, str], *, task: str, rm_type: str) -> dict[str, Any]:
+def to_row(question: dict[str, str], *, task: str, rm_type: str, instruction: str) -> dict[str, Any]:
     """One line of the output."""
     return {
-        "prompt": [{"role": "user", "content": f"{question['question'].strip()}\n{INSTRUCTION}"}],
+        "prompt": [{"role": "user", "content": f"{question['question'].strip()}\n{instruction}".strip()}],
         "label": question["answer"],
         "metadata": {"rm_type": rm_type, "task": task},
     }
@@ -95,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-eval", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rm-type", default="math", help="reward named in each row's metadata")
+    parser.add_argument("--instruction", default=DEFAULT_INSTRUCTION, help="line added to each question")
     parser.add_argument("--config", nargs="*", default=[], metavar="KEY=VALUE", help="fields of the task's config")
     return parser
 
@@ -111,7 +112,7 @@ def main() -> None:
     parts = {"eval": questions[: args.num_eval], "train": questions[args.num_eval :]}
     for name, part in parts.items():
         path = args.output / f"{name}.jsonl"
-        rows = (to_row(question, task=args.task, rm_type=args.rm_type) for question in part)
+        rows = (to_row(q, task=args.task, rm_type=args.rm_type, instruction=args.instruction) for q in part)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{path}: {len(part)} rows")
 

@@ -44,7 +44,7 @@ def select_panels(series: Mapping[str, dict[float, float]]) -> dict[str, Series]
     return {
         "reward": pick("rollout/raw_reward"),
         "evaluation": pick(*sorted(accuracies)),
-        "response length (tokens)": pick("rollout/response_len/mean", "rollout/response_lengths"),
+        "response length (tokens)": pick("rollout/response_len/mean"),
         "step time (s)": pick("perf/step_time", "perf/rollout_time", "perf/actor_train_time"),
     }
 

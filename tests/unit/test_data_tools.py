@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from examples.reasoning_gym.reward import last_number
+from slime.utils.types import Sample
 from tools import convert_gguf_to_hf, prepare_reasoning_gym
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +47,21 @@ def test_rows_have_a_chat_prompt_a_label_and_a_grader_and_no_question_is_in_both
 def test_a_task_that_is_not_offered_is_refused(tmp_path: Path):
     run = prepare(tmp_path, "--task", "sudoku")
     assert run.returncode == 2 and "sudoku" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("The answer is 84.", 1.0),
+        ("84 or 85", 0.0),
+        ("1,084", 0.0),
+        ("-84", 0.0),
+        ("84.0<|im_end|>", 1.0),
+        ("none", 0.0),
+    ],
+)
+def test_the_last_number_of_a_response_is_compared_as_a_number(response: str, expected: float):
+    assert asyncio.run(last_number(Namespace(), Sample(response=response, label="84"))) == expected
 
 
 def test_config_values_are_json_where_they_can_be():
