@@ -1,6 +1,6 @@
 """Packages slime: a small base for the code that needs no accelerator, and extras for the rest.
 
-It knows nothing about how an environment is made: scripts/setup_env.sh does that, with the pins of the requirement files.
+It knows nothing about how an environment is made: scripts/setup_env.sh does that, with the pins of requirements*.txt.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Imports point one way: slime.ray -> (megatron_utils | rollout) -> sglang_utils -> observability -> utils (docs/architecture.md)."""
+"""Imports point one way: ray -> (megatron_utils | rollout) -> sglang_utils -> observability -> utils."""
 
 from __future__ import annotations
 
