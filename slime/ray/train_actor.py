@@ -11,6 +11,7 @@ from slime.backends.sglang_utils import weight_transfer
 from slime.observability.logging_utils import configure_logger
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import redirect_output
+from slime.utils import accelerator
 
 
 class TrainRayActor(RayActor):
@@ -47,7 +48,10 @@ class TrainRayActor(RayActor):
 
     def train(self, rollout_id: int, refs: list[Any]) -> list[tuple[dict[str, float], str]]:
         """Train on this rank's share of the rollout; returns metric records (of use on rank 0)."""
-        return self._actor.train(rollout_id, refs)
+        records = self._actor.train(rollout_id, refs)
+        if self.args.colocate:
+            accelerator.empty_cache()  # what torch keeps for the next step, the engines need now
+        return records
 
     def save_model(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,29 @@ class RolloutManager(RayActor):
         self._parallel_config: dict[str, int] = {}
 
     def start(self) -> None:
-        """Load the hooks, open the data source, and start the engines and their router (if the run has any)."""
+        """Start the engines and their router (if the run has any) and, meanwhile, open the data source and the hooks."""
+        # The thread is the one that reads data: a child process started in it would end with it.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data-source") as thread:
+            loading = thread.submit(self._load_user_code)
+            if self._placements:
+                self._start_servers()
+            loading.result()
+
+    def _load_user_code(self) -> None:
         self._data_source = load_function(self.args.data_source_path)(self.args)
         self._generate = load_function(self.args.rollout_function_path)
         self._evaluate = load_function(self.args.eval_function_path)
-        if self._placements:
-            self._servers = start_rollout_servers(self.args, engine_placements=self._placements)
-            router = self._servers.router
-            publish_runtime(
-                self.args,
-                sglang_router_ip=router.ip,
-                sglang_router_port=router.port,
-                sglang_model_routers={self.args.model_name or "default": (router.ip, router.port)},
-            )
-            init_http_client(self.args)
+
+    def _start_servers(self) -> None:
+        self._servers = start_rollout_servers(self.args, engine_placements=self._placements)
+        router = self._servers.router
+        publish_runtime(
+            self.args,
+            sglang_router_ip=router.ip,
+            sglang_router_port=router.port,
+            sglang_model_routers={self.args.model_name or "default": (router.ip, router.port)},
+        )
+        init_http_client(self.args)
 
     def get_num_rollout_per_epoch(self) -> int:
         """Rollouts that go once through the data set (at least 1)."""

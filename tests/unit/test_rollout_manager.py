@@ -1,0 +1,170 @@
+"""RolloutManager.generate and eval without Ray, engines or a data file: a scripted rollout function gives the samples.
+
+`ray.put` is replaced by the identity, so that a Box holds the share itself.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.observability import logging_utils
+from slime.ray.rollout import manager as manager_module
+from slime.ray.rollout.manager import RolloutManager
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.utils.types import Sample
+
+seen: dict[str, Any] = {}
+
+
+def make_samples() -> list[list[Sample]]:
+    """Two groups of two; rewards 0 and 1 in each, so that normalised rewards are -1/sqrt(2) and 1/sqrt(2)."""
+    return [
+        [
+            Sample(
+                group_index=group,
+                index=2 * group + i,
+                tokens=[1, 2, 3 + i],
+                response_length=1,
+                reward=float(i),
+                status=Sample.Status.COMPLETED,
+            )
+            for i in range(2)
+        ]
+        for group in range(2)
+    ]
+
+
+def log_nothing(rollout_id, args, samples, extra, rollout_time):
+    seen["log"] = (rollout_id, len(samples), extra)
+    return True
+
+
+def log_no_evaluation(rollout_id, args, data, extra):
+    seen["eval log"] = (rollout_id, sorted(data), extra)
+    return True
+
+
+def halve_rewards(args, samples):
+    return [sample.reward for sample in samples], [sample.reward / 2 for sample in samples]
+
+
+def convert_with_a_column(args, samples):
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [1] * len(samples),
+        "rewards": [5.0] * len(samples),
+        "rollout_ids": list(range(len(samples))),
+        "mine": [sample.index * 10 for sample in samples],
+    }
+
+
+@pytest.fixture
+def manager(monkeypatch, tmp_path) -> RolloutManager:
+    """A manager as it is after `start`, except that nothing runs."""
+    monkeypatch.setattr(manager_module.ray, "put", lambda value: value)
+    monkeypatch.setattr(manager_module, "load_function", lambda path: globals()[path])
+    monkeypatch.setattr("slime.rollout.rewards.load_function", lambda path: globals()[path])
+    logging_utils.init_tracking(SimpleNamespace(), primary=False)
+    logging_utils.take_pending()
+    bare = RolloutManager.__new__(RolloutManager)
+    bare.args = SimpleNamespace(
+        global_batch_size=4,
+        use_dynamic_batch_size=False,
+        micro_batch_size=2,
+        max_tokens_per_gpu=None,
+        balance_data=False,
+        save_debug_rollout_data=None,
+        custom_convert_samples_to_train_data_path=None,
+        custom_reward_post_process_path=None,
+        custom_rollout_log_function_path=None,
+        custom_eval_rollout_log_function_path=None,
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=True,
+        reward_key=None,
+        eval_reward_key=None,
+        log_passrate=False,
+        rollout_num_gpus=1,
+        n_samples_per_prompt=2,
+        n_samples_per_eval_prompt=1,
+        wandb_always_use_train_step=False,
+    )
+    bare._data_source = None
+    bare._parallel_config = {"dp_size": 2, "cp_size": 1}
+    bare._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(
+        make_samples(), {"rollout/mine": 3.0}
+    )
+    bare._evaluate = lambda args, rollout_id, data_source, evaluation: RolloutFnEvalOutput(
+        {"digits": {"rewards": [1.0, 0.0], "truncated": [False, True], "samples": make_samples()[0]}},
+        {"eval/mine": 4.0},
+    )
+    return bare
+
+
+def test_a_rollout_becomes_one_share_for_each_rank_with_rewards_normalised_by_group(manager):
+    boxes, _ = manager.generate(7)
+    shares = [box.inner for box in boxes]
+    assert sorted(i for share in shares for i in share["partition"]) == [0, 1, 2, 3]
+    for share in shares:
+        for position, reward in zip(share["partition"], share["rewards"], strict=True):
+            assert reward == pytest.approx((1 if position % 2 else -1) * 0.5**0.5, abs=1e-5)
+
+
+def test_the_records_carry_the_rollout_and_what_its_function_reported(manager):
+    _, [(metrics, step_key)] = manager.generate(7)
+    assert step_key == "rollout/step" and metrics["rollout/step"] == 7
+    assert metrics["rollout/mine"] == 3.0
+    assert metrics["rollout/response_len/mean"] == 1
+    assert metrics["perf/rollout_time"] >= 0
+
+
+def test_the_dump_holds_every_sample_under_the_template(manager, tmp_path):
+    manager.args.save_debug_rollout_data = str(tmp_path / "dumps" / "{rollout_id}.pt")
+    manager.generate(7)
+    manager.eval(7, step=8)
+    dump = torch.load(tmp_path / "dumps" / "7.pt", weights_only=False)
+    assert [Sample.from_dict(sample).index for sample in dump["samples"]] == [0, 1, 2, 3]
+    assert len(torch.load(tmp_path / "dumps" / "eval_7.pt", weights_only=False)["samples"]) == 2
+
+
+def test_an_evaluation_is_logged_at_the_number_of_rollouts_trained(manager):
+    [(metrics, step_key)] = manager.eval(7, step=8)
+    assert (step_key, metrics["eval/step"]) == ("eval/step", 8)
+    assert metrics["eval/digits"] == 0.5
+    assert metrics["eval/digits-truncated_ratio"] == 0.5
+    assert metrics["eval/mine"] == 4.0
+
+
+def test_log_hooks_that_return_true_replace_the_default_records(manager):
+    manager.args.custom_rollout_log_function_path = "log_nothing"
+    manager.args.custom_eval_rollout_log_function_path = "log_no_evaluation"
+    assert manager.generate(7)[1] == []
+    assert manager.eval(7, step=8) == []
+    assert seen["log"] == (7, 4, {"rollout/mine": 3.0})
+    assert seen["eval log"] == (7, ["digits"], {"eval/mine": 4.0})
+
+
+def test_a_custom_reward_post_process_gives_the_training_rewards(manager):
+    manager.args.custom_reward_post_process_path = "halve_rewards"
+    boxes, _ = manager.generate(7)
+    for share in (box.inner for box in boxes):
+        assert share["rewards"] == [reward / 2 for reward in share["raw_reward"]]
+
+
+def test_a_custom_converter_replaces_the_columns_and_its_own_travel(manager):
+    manager.args.custom_convert_samples_to_train_data_path = "convert_with_a_column"
+    boxes, _ = manager.generate(7)
+    for share in (box.inner for box in boxes):
+        assert share["mine"] == [10 * i for i in share["partition"]]
+        assert set(share["rewards"]) == {5.0}
+
+
+def test_a_small_data_set_is_at_least_one_rollout_an_epoch(manager):
+    manager.args.rollout_batch_size = 4
+    for prompts, rollouts in ((3, 1), (4, 1), (11, 2)):
+        manager._data_source = range(prompts)
+        assert manager.get_num_rollout_per_epoch() == rollouts
