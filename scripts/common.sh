@@ -5,7 +5,7 @@
 #   slime_ray_start NUM_SLOTS            start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
 #                                        GPUs count); sets RAY_ADDRESS and SLIME_RAY_DASHBOARD. It ends with the script.
 #   slime_ray_stop                       end that Ray head, and nothing else.
-#   slime_submit COMMAND...              run a command as a Ray job on it, from the repository root, until it ends; its status is returned.
+#   slime_submit COMMAND...              run a command as a Ray job on it, from the repository root, until it ends; fails when it fails.
 #
 # Nothing here ends a process that this script did not start: other Rays and engines on the machine are left alone.
 
@@ -40,8 +40,9 @@ slime_ray_start() {
     resources="{}"
     [ "$num_slots" -eq 0 ] || resources="{\"slime_slot\": $num_slots}"
     SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
-    # --block under setsid: every process of this Ray is then a child in a session of its own, which can be ended as a whole.
-    setsid "$PYTHON" -m ray.scripts.scripts start --head --block --disable-usage-stats \
+    # All processes of this Ray stay in the session that setsid makes, which can be ended as a whole. Not --block: it ends Ray when any of
+    # its parts ends, and the client server, which nothing here uses, gives up when a busy machine starts the rest slowly.
+    setsid "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
         --node-ip-address 127.0.0.1 --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
         --dashboard-agent-listen-port "${ports[2]}" --ray-client-server-port "${ports[3]}" \
         --resources "$resources" --temp-dir "$SLIME_RAY_DIR" </dev/null >"$SLIME_RAY_DIR/head.log" 2>&1 &
@@ -50,11 +51,15 @@ slime_ray_start() {
     trap slime_ray_stop EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
+    if ! wait "$SLIME_RAY_PID"; then
+        slime_say "Ray did not start; the end of its log:"
+        tail -n 20 "$SLIME_RAY_DIR/head.log" >&2
+        return 1
+    fi
     deadline=$((SECONDS + 120))
-    until slime_ray_is_up; do
-        if ! kill -0 "$SLIME_RAY_PID" 2>/dev/null || [ "$SECONDS" -gt "$deadline" ]; then
-            slime_say "Ray did not start within 120 s; the end of its log:"
-            tail -n 20 "$SLIME_RAY_DIR/head.log" >&2
+    until slime_ray_is_up "${ports[2]}"; do
+        if [ "$SECONDS" -gt "$deadline" ]; then
+            slime_say "waited 120 s for Ray's job server at $SLIME_RAY_DASHBOARD; its logs: $SLIME_RAY_DIR/session_latest/logs"
             return 1
         fi
         sleep 0.5
@@ -62,25 +67,27 @@ slime_ray_start() {
     slime_say "Ray head at $RAY_ADDRESS, dashboard $SLIME_RAY_DASHBOARD, resources $resources"
 }
 
-# The job server answers last, so its answer means that the rest is there.
+# A job needs both: the head's job server takes it, and the node's agent starts it. On a busy machine the agent comes seconds later,
+# and a job submitted before that is lost with a closed connection.
 slime_ray_is_up() {
-    "$PYTHON" -c 'import sys, urllib.request
+    "$PYTHON" -c 'import http.client, sys, urllib.request
 try:
-    urllib.request.urlopen(sys.argv[1] + "/api/jobs/", timeout=5).read()
-except OSError:
-    sys.exit(1)' "$SLIME_RAY_DASHBOARD"
+    for url in sys.argv[1:]:
+        urllib.request.urlopen(url, timeout=5).read()
+except (OSError, http.client.HTTPException):
+    sys.exit(1)' "$SLIME_RAY_DASHBOARD/api/jobs/" "http://127.0.0.1:$1/api/local_raylet_healthz"
 }
 
 slime_ray_stop() {
     [ -n "$SLIME_RAY_PID" ] || return 0
-    local pid="$SLIME_RAY_PID" _
+    local session="$SLIME_RAY_PID" _
     SLIME_RAY_PID=""
-    kill -TERM "$pid" 2>/dev/null || true
+    pkill -TERM -s "$session" 2>/dev/null || true
     for _ in $(seq 100); do
-        kill -0 "$pid" 2>/dev/null || break
+        pgrep -s "$session" >/dev/null || break
         sleep 0.1
     done
-    pkill -KILL -s "$pid" 2>/dev/null || true # what is left of the session that setsid made, found by its id
+    pkill -KILL -s "$session" 2>/dev/null || true
     rm -rf "$SLIME_RAY_DIR"
     unset RAY_ADDRESS SLIME_RAY_DASHBOARD
 }
@@ -90,7 +97,7 @@ slime_submit() {
     local environment
     environment="$("$PYTHON" -c 'import json, os, sys
 print(json.dumps({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"], "PYTHONUNBUFFERED": "1"}}))')"
-    # The job starts in the Ray head's folder, not ours: hence the cd.
+    # The job starts in the Ray head's folder, not ours: hence env -C.
     "$PYTHON" -m ray.scripts.scripts job submit --address "$SLIME_RAY_DASHBOARD" --runtime-env-json "$environment" \
-        -- bash -c 'cd "$1" && shift && exec "$@"' slime-job "$SLIME_ROOT" "$@"
+        -- env -C "$SLIME_ROOT" "$@"
 }
