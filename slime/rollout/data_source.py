@@ -21,7 +21,6 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 Group = list[Sample]
-_SNAPSHOTS_KEPT = 4  # more than any driver runs ahead
 
 
 class DataSource(ABC):
@@ -67,7 +66,6 @@ class RolloutDataSource(DataSource):
         self.sample_index = 0
         self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
-        self._snapshots: dict[int, dict[str, Any]] = {}
         self.dataset = Dataset(
             args.prompt_data,
             load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code),
@@ -148,14 +146,8 @@ class RolloutDataSource(DataSource):
         self.metadata = dict(state["metadata"])
         self._order_epoch()
 
-    def snapshot(self, rollout_id: int) -> None:
-        """Remember the place as it is after this rollout, for a `save` that comes when the next one already runs."""
-        self._snapshots[rollout_id] = self.state_dict()
-        for old in sorted(self._snapshots)[:-_SNAPSHOTS_KEPT]:
-            del self._snapshots[old]
-
     def save(self, rollout_id: int) -> None:
-        """Write the state after this rollout (its snapshot if there is one) under --save; complete or not at all."""
+        """Write the state, as it is now, as that after this rollout under --save; complete or not at all."""
         if self.args.save is None:
             return
         import torch  # a second of import that only a saving process pays
@@ -164,7 +156,7 @@ class RolloutDataSource(DataSource):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".tmp{os.getpid()}")
         with temporary.open("wb") as file:
-            torch.save(self._snapshots.get(rollout_id) or self.state_dict(), file)
+            torch.save(self.state_dict(), file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

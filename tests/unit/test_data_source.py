@@ -124,18 +124,6 @@ def test_the_state_file_has_the_documented_keys(make, tmp_path):
     assert expected.items() <= state.items()
 
 
-def test_a_save_after_the_next_rollout_began_uses_the_snapshot(make, tmp_path):
-    source = make(save=str(tmp_path), load=str(tmp_path))
-    source.get_samples(2)
-    source.snapshot(0)
-    expected = source.get_samples(2)  # rollout 1, generated while rollout 0 trains
-    source.snapshot(1)
-    source.save(0)
-    resumed = make(save=str(tmp_path), load=str(tmp_path))
-    resumed.load(0)
-    assert resumed.get_samples(2) == expected
-
-
 def test_without_a_state_to_load_prompts_start_at_the_beginning(make, tmp_path, caplog):
     source = make(load=str(tmp_path))
     source.load(None)

@@ -114,6 +114,30 @@ def test_the_asynchronous_driver_syncs_every_interval_and_after_the_last_rollout
     ]
 
 
+def test_the_data_source_is_saved_before_a_rollout_ahead_draws_its_prompts():
+    """The manager runs its calls in order, so what counts is the order in which they are made."""
+    asked = []
+
+    class Method:
+        def __init__(self, name):
+            self.name = name
+
+        def remote(self, *values):
+            asked.append((self.name, *values))
+
+    run = TrainingRun(run_args())
+    run.plan = RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=1)
+    run._manager = SimpleNamespace(generate=Method("generate"), save=Method("save"))
+    run.start_generate(0)
+    run.start_generate(1)
+    assert asked == [("generate", 0), ("generate", 1), ("save", 1)], "an interval of None saves after the last only"
+    run.args.save_interval = 1
+    asked.clear()
+    run.start_generate(0)
+    run.start_generate(1)
+    assert asked == [("generate", 0), ("save", 0), ("generate", 1), ("save", 1)]
+
+
 def test_both_drivers_only_evaluate_when_no_rollout_is_asked_for(driver_module):
     calls = calls_of(driver_module, num_rollout=0, skip_eval_before_train=True)
     assert calls == ["eval 0", "finish"]

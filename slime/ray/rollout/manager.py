@@ -60,7 +60,7 @@ class RolloutManager(RayActor):
         self._parallel_config: dict[str, int] = {}
 
     def start(self) -> None:
-        """Start the engines and their router (if the run has any) and, meanwhile, open the data source and the hooks."""
+        """Start the engines and their router (if the run has any); meanwhile open the data source and the hooks."""
         # The thread is the one that reads data: a child process started in it would end with it.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data-source") as thread:
             loading = thread.submit(self._load_user_code)
