@@ -110,10 +110,6 @@ class WeightUpdater(ABC):
             logger.info("weight sync %d: pause and flush %.3f s, send %.3f s, continue and compare %.3f s", *stages)
         return {"perf/update_weights_time": end - start}
 
-    def close(self) -> None:
-        """Let go of the engines; they are ended by whoever started them."""
-        self._fleet = None
-
     @abstractmethod
     def open(self, num_gpus_per_engine: int) -> None:
         """Prepare the transport (source rank only)."""

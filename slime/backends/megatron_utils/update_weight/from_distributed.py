@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import socket
 
-import ray.util
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.update_weight.base import Bucket, WeightUpdater
 from slime.backends.sglang_utils.weight_transfer import init_process_group
 from slime.utils.accelerator import process_group_backend
+from slime.utils.misc import get_current_node_ip
 
 GROUP_NAME = "slime-pp_0"
 
@@ -38,6 +38,7 @@ class DistributedWeightUpdater(WeightUpdater):
             world_size=world_size,
             rank=0,
             group_name=GROUP_NAME,
+            timeout_s=self.deadline_s,
         )
         self.fleet.wait(joining, "the engines' process group")
 
@@ -59,15 +60,8 @@ class DistributedWeightUpdater(WeightUpdater):
         for work in sending:
             work.wait()
 
-    def close(self) -> None:
-        """Leave the group on both ends."""
-        if self.is_source and self._fleet is not None:
-            self.fleet.call("destroy_weights_update_group", GROUP_NAME, what="leaving the process group")
-            dist.destroy_process_group(self._group)
-        super().close()
-
 
 def _free_address() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return get_current_node_ip(), probe.getsockname()[1]
