@@ -25,8 +25,8 @@ slime_env "--$ACCELERATOR"
 mkdir -p "$OUTPUT"
 
 [ -f "$OUTPUT/model/model.safetensors" ] || "$PYTHON" tools/convert_gguf_to_hf.py --output "$OUTPUT/model"
-[ -f "$OUTPUT/data/train.jsonl" ] || "$PYTHON" tools/prepare_reasoning_gym.py --output "$OUTPUT/data" --task chain_sum \
-    --instruction "Answer with the number only." --config min_terms=2 max_terms=2 min_digits=1 max_digits=2
+[ -f "$OUTPUT/data/train.jsonl" ] || "$PYTHON" tools/prepare_reasoning_gym.py --output "$OUTPUT/data" --task chain_sum --num-train 3000 \
+    --instruction "Answer with the number only." --config min_terms=2 max_terms=3 min_digits=1 max_digits=1
 
 if [ "$ACCELERATOR" = cuda ]; then
     NUM_ROLLOUT="${NUM_ROLLOUT:-200}"
