@@ -77,6 +77,7 @@ def test_the_environment_of_a_cpu_server_hides_gpus_and_sets_its_threads(monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     env = server_environment("cpu", num_threads=3)
     assert (env["CUDA_VISIBLE_DEVICES"], env["OMP_NUM_THREADS"], env["SGLANG_USE_CPU_ENGINE"]) == ("", "3", "1")
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_the_environment_of_a_gpu_server_agrees_with_the_trainers_nccl() -> None:

@@ -98,6 +98,8 @@ def server_environment(accelerator: str, *, num_threads: int | None = None) -> d
     if accelerator == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["CUDA_VISIBLE_DEVICES"] = ""  # --accelerator cpu on a machine with CUDA
+        # Threads that wait must sleep: when they spin for a core that others use, two take three times as long as one.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if num_threads is not None:
             env["OMP_NUM_THREADS"] = str(num_threads)
     else:
