@@ -98,6 +98,8 @@ class RayTrainGroup:
 def trainer_env(accelerator: str, world_size: int) -> dict[str, str]:
     """Environment of a trainer rank: its share of the cores, and what NCCL needs to reach an engine."""
     if accelerator == "cpu":
-        return actor_env({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size))})
+        num_threads = max(1, (os.cpu_count() or 1) // world_size)
+        # Threads that wait must sleep: spinning, they take the core that an engine or another rank needs.
+        return actor_env({"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"})
     # SGLang sets the first in its own process; the two ends of a communicator must agree or NCCL fails.
     return actor_env({"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})

@@ -185,7 +185,9 @@ def _request_sync(method: str, url: str, *, body: bytes | None, timeout_s: float
     while True:
         try:
             headers = {"Content-Type": "application/json"} if body is not None else None
-            answer = requests.request(method, url, data=body, headers=headers, timeout=timeout_s)
+            with requests.Session() as session:
+                session.trust_env = False  # engines are reached directly, as aiohttp does: never through HTTP_PROXY
+                answer = session.request(method, url, data=body, headers=headers, timeout=timeout_s)
         except requests.RequestException as error:
             delay = attempts.next_delay(None, f"{type(error).__name__}: {error}", cause=error)
         else:

@@ -104,3 +104,13 @@ def test_the_client_is_sized_to_the_engines(monkeypatch):
 def test_the_error_survives_pickling():
     error = pickle.loads(pickle.dumps(HttpError("message", status=500)))
     assert (str(error), error.status) == ("message", 500)
+
+
+def test_engines_are_reached_directly_even_when_a_proxy_is_configured(server, monkeypatch):
+    url, _, _ = server
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert post_sync(f"{url}/echo", {"a": 1})["got"] == {"a": 1}
+    assert async_utils.run(get(f"{url}/text")) == "plain"
