@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The quick start: a tiny model learns two-digit addition by GRPO through the whole real stack, without a GPU.
 #
-#   usage: bash scripts/run-tiny-cpu.sh        about 8 minutes on two cores (the first run installs the environment before)
+#   usage: bash scripts/run-tiny-cpu.sh        about 5 minutes on two idle cores (the first run installs the environment before)
 #
 # Environment variables:
 #   OUTPUT      directory of everything that is made               (outputs/tiny-cpu)
