@@ -1,0 +1,49 @@
+"""A bucket of weights that never reaches a real engine is noticed; the next complete sync makes it whole again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file
+
+from slime.backends.megatron_utils.update_weight import base
+from slime.backends.megatron_utils.update_weight.from_tensor import TensorWeightUpdater
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+
+class LossyUpdater(TensorWeightUpdater):
+    """Drops the bucket of one version on its way."""
+
+    lose = ""
+
+    def send(self, bucket: base.Bucket, *, version: str) -> None:
+        if version != self.lose:
+            super().send(bucket, version=version)
+
+
+@pytest.fixture
+def updater(engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> LossyUpdater:
+    weights = list(load_file(tiny_models[1] / "model.safetensors").items())
+    buckets = [weights[i::3] for i in range(3)]
+    monkeypatch.setattr(base, "iter_hf_buckets", lambda args, model, *, buffer_size: iter(buckets))
+    args = SimpleNamespace(
+        update_weight_buffer_size=1, distributed_timeout_minutes=1.0, hf_checkpoint=str(tiny_models[1])
+    )
+    made = LossyUpdater(args, model=[])
+    made.connect([engine], num_gpus_per_engine=1)
+    return made
+
+
+@pytest.mark.parametrize("lost", ["1.0", "1.1", "1"])
+def test_a_bucket_that_never_arrives_is_noticed(updater: LossyUpdater, lost: str, engine: SGLangEngine):
+    updater.lose = lost
+    with pytest.raises(base.WeightSyncError, match="a bucket of weights was lost"):
+        updater.update()
+    engine.continue_generation()  # the failed sync leaves the engine paused: it must not serve half of the weights
+
+
+def test_a_complete_sync_leaves_the_engine_at_its_version(updater: LossyUpdater, engine: SGLangEngine):
+    updater.update()
+    assert engine.get_weight_version() == "1"
