@@ -6,6 +6,8 @@ would flip a rare token), and the old log-probs come from the trainer.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from tests.integration.launch import Run, grpo_flags, make_model, train, write_prompts
 
 pytestmark = pytest.mark.timeout(1200)
-STOP_AFTER, TOTAL = 2, 4
+SAVE_EVERY, TOTAL = 2, 4
 EXACT_COLUMNS = ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/entropy_loss")
 
 
@@ -31,13 +33,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
             "--sglang-enable-deterministic-inference", "--sglang-max-running-requests", 1,
             "--sglang-disable-radix-cache", "--lr-decay-style", "cosine",
             "--lr-decay-iters", TOTAL, "--lr-warmup-iters", 1,
-            "--save", out, "--load", out, "--save-interval", STOP_AFTER, "--save-hf", out / "hf-{rollout_id}",
+            "--save", out, "--load", out, "--save-interval", SAVE_EVERY, "--save-hf", out / "hf-{rollout_id}",
             "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt",
         )  # fmt: skip
 
     straight = launch(work / "straight", TOTAL)
-    launch(work / "resumed", STOP_AFTER)
+    leave_as_if_killed(straight.output_dir, work / "resumed", last_saved=SAVE_EVERY - 1)
     return straight, launch(work / "resumed", TOTAL)
+
+
+def leave_as_if_killed(finished: Path, stopped: Path, *, last_saved: int) -> None:
+    """What a run has on disk when it is killed after its checkpoint of rollout `last_saved`."""
+    name = f"iter_{last_saved:07d}"
+    shutil.copytree(finished / name, stopped / name)
+    (stopped / "latest_checkpointed_iteration.txt").write_text(str(last_saved))
+    (stopped / "rollout").mkdir()
+    for state in (finished / "rollout").glob(f"*_{last_saved}.pt"):
+        shutil.copy(state, stopped / "rollout")
+    for rollout_id in range(last_saved + 1):
+        (stopped / "dump").mkdir(exist_ok=True)
+        shutil.copy(finished / "dump" / f"{rollout_id}.pt", stopped / "dump")
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    kept = [record for record in records if record[record["step_key"]] <= last_saved]
+    (stopped / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
 
 
 def samples(run: Run, rollout_id: int) -> list[dict]:
