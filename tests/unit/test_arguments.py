@@ -239,6 +239,7 @@ WRONG = {
     "--tensor-model-parallel-size 2": "do not divide by --tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size 2": "pipeline parallelism is not supported yet",
     # Losses and rewards
+    "--disable-compute-advantages-and-returns": "leaves --loss-type policy_loss without advantages",
     "--loss-type custom_loss": "--loss-type custom_loss needs --custom-loss-function-path",
     "--custom-loss-function-path hooks.py:one": "--custom-loss-function-path has no effect",
     "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1": "would count the KL twice",

@@ -175,6 +175,12 @@ def check_loss(args: argparse.Namespace) -> Iterable[str]:
             f"--custom-loss-function-path has no effect with --loss-type {args.loss_type}; use --loss-type "
             "custom_loss."
         )
+    fills_advantages = args.compute_advantages_and_returns or args.rollout_data_postprocess_path
+    if args.loss_type == "policy_loss" and not fills_advantages:
+        yield (
+            "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; use another "
+            "loss, or fill them in a --rollout-data-postprocess-path hook."
+        )
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c} must be > 1."
     if args.use_rollout_logprobs and args.recompute_old_log_probs:
