@@ -1,0 +1,306 @@
+"""The options that a package adds to a parser, written down so that they can be added again without importing it.
+
+A package such as SGLang registers its options with argparse, and to be asked it has to be imported, which takes
+seconds. `capture` asks it once; `cached_table` keeps the answer in a JSON file, by version; `OptionTable.add_to` adds
+the options to a parser. What only the package can do, such as its own types and actions, is left to it: the package
+is asked again (so imported) when such an option is on the command line, and not before.
+
+It knows argparse and no package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Fill = Callable[[argparse.ArgumentParser], Any]
+_BUILT_IN_ACTION = "argparse:"
+_DEFAULT_GROUPS = 2  # argparse makes "positional arguments" and "options" itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option, as plain values.
+
+    Attributes:
+        names: option strings, without the `--no-...` ones that argparse adds itself.
+        dest, default, nargs, choices, const, required, help, metavar: as in argparse.
+        action: import path of the action class, such as "argparse:_StoreTrueAction".
+        type: import path of the function that reads a value, such as "builtins:int"; None for plain text.
+        group: title of the option's group; None for none of its own.
+        group_description: the line below that title.
+    """
+
+    names: tuple[str, ...]
+    dest: str
+    default: Any = None
+    nargs: int | str | None = None
+    choices: list[Any] | None = None
+    const: Any = None
+    action: str = "argparse:_StoreAction"
+    type: str | None = None
+    help: str | None = None
+    required: bool = False
+    metavar: str | None = None
+    group: str | None = None
+    group_description: str | None = None
+
+    @property
+    def takes_value(self) -> bool:
+        """Whether values follow it on a command line."""
+        return self.nargs != 0
+
+
+class OptionTable:
+    """Options in the order of their registration, and the way back to whoever registered them."""
+
+    def __init__(self, options: list[Option], live: Callable[[], Mapping[str, argparse.Action]]) -> None:
+        """`live` asks the package again: option string -> its real argparse action."""
+        self.options = options
+        self._live = functools.cache(live)
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options to a parser; an option string that it already has keeps the meaning it has there."""
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for option in self.options:
+            free = [name for name in option.names if name not in parser._option_string_actions]
+            if not free:
+                continue
+            if option.group is not None and option.group not in groups:
+                groups[option.group] = parser.add_argument_group(option.group, option.group_description)
+            target = parser if option.group is None else groups[option.group]
+            target.add_argument(*free, dest=option.dest, **self._keywords(option))
+
+    def _keywords(self, option: Option) -> dict[str, Any]:
+        values = {name: vars(option)[name] for name in ("default", "nargs", "choices", "const", "required", "metavar")}
+        values |= {"help": option.help, "type": self._type_of(option)}
+        if not option.action.startswith(_BUILT_IN_ACTION):
+            return values | {"action": functools.partial(_LazyAction, live=self._live)}
+        action = _load(option.action)
+        accepted = _parameters(action)
+        return {name: value for name, value in values.items() if name in accepted} | {"action": action}
+
+    def _type_of(self, option: Option) -> Callable[[str], Any] | None:
+        if option.type is None:
+            return None
+        if option.type.partition(":")[0].partition(".")[0] in sys.stdlib_module_names:
+            return _load(option.type)
+        return _LazyType(option, self._live)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The options as JSON values; what equals the default of `Option` is left out."""
+        blank = dataclasses.asdict(Option(names=(), dest=""))
+        rows = [dataclasses.asdict(option) for option in self.options]
+        return [{k: _encoded(v) for k, v in row.items() if v is not blank[k]} for row in rows]
+
+
+def options_from_json(rows: list[dict[str, Any]]) -> list[Option]:
+    """The inverse of `OptionTable.to_json`.
+
+    Raises:
+        TypeError, KeyError, AttributeError: the rows are no options.
+    """
+    decoded = ({name: _decoded(value) for name, value in row.items()} for row in rows)
+    return [Option(**{**row, "names": tuple(row["names"])}) for row in decoded]
+
+
+class _LazyType:
+    """Reads a value as the package does; imports it for that."""
+
+    def __init__(self, option: Option, live: Callable[[], Mapping[str, argparse.Action]]) -> None:
+        self._name, self._live = option.names[0], live
+        last = str(option.type).rpartition(":")[2].rpartition(".")[2]
+        self.__name__ = last if last.isidentifier() else "value"  # "<lambda>"; argparse puts it into errors
+
+    def __call__(self, text: str) -> Any:
+        kind = self._live()[self._name].type
+        return kind(text) if callable(kind) else text
+
+
+class _LazyAction(argparse.Action):
+    """Stands for an action class of the package; imports it to do what that does."""
+
+    def __init__(self, *args: Any, live: Callable[[], Mapping[str, argparse.Action]], **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._live = live
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """As argparse's."""
+        self._live()[option_string or self.option_strings[0]](parser, namespace, values, option_string)
+
+
+def capture(fill: Fill) -> OptionTable:
+    """Record the options that `fill` adds to the parser it is given.
+
+    Raises:
+        TypeError: an option cannot be written down: it is positional, excludes others, or its default, choices or
+            constant are no plain values.
+    """
+    parser = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
+    fill(parser)
+    if parser._mutually_exclusive_groups:
+        raise TypeError("options that exclude each other cannot be put into a table")
+    options = []
+    for number, group in enumerate(parser._action_groups):
+        title = None if number < _DEFAULT_GROUPS else group.title
+        options += [_option_of(action, title, group.description) for action in group._group_actions]
+    return OptionTable(options, lambda: parser._option_string_actions)
+
+
+def _option_of(action: argparse.Action, group: str | None, description: str | None) -> Option:
+    names = tuple(action.option_strings)
+    if not names:
+        raise TypeError(f"positional argument {action.dest} cannot be put into a table")
+    if isinstance(action, argparse.BooleanOptionalAction):
+        names = tuple(name for name in names if not name.startswith("--no-"))
+    try:
+        for value in (action.default, action.const, action.choices):
+            _encoded(value)
+    except TypeError as error:
+        raise TypeError(f"option {names[0]} cannot be put into a table: {error}") from error
+    choices = action.choices
+    return Option(
+        names=names,
+        dest=action.dest,
+        default=action.default,
+        nargs=action.nargs,
+        choices=None if choices is None else sorted(choices) if isinstance(choices, set) else list(choices),
+        const=action.const,
+        action=_path_of(type(action)),
+        type=None if action.type is None else _path_of(action.type),
+        help=action.help,
+        required=action.required,
+        metavar=action.metavar if isinstance(action.metavar, str) else None,
+        group=group,
+        group_description=None if group is None else description,
+    )
+
+
+def _path_of(thing: Any) -> str:
+    """The import path of a class or function; a name to show for what has none (a lambda, a partial)."""
+    return f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', '<unnamed>')}"
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+@functools.cache
+def _parameters(action: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(action).parameters)
+
+
+def _encoded(value: Any) -> Any:
+    """A plain value as JSON has it; tuples and sets, which it lacks, are marked."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encoded(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _encoded(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return {"(tuple)": [_encoded(item) for item in value]}
+    if isinstance(value, set | frozenset):
+        return {"(set)": [_encoded(item) for item in sorted(value)]}
+    raise TypeError(f"{value!r} is no plain value")
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    decoded = {key: _decoded(item) for key, item in value.items()}
+    if set(decoded) == {"(tuple)"}:
+        return tuple(decoded["(tuple)"])
+    return set(decoded["(set)"]) if set(decoded) == {"(set)"} else decoded
+
+
+def cached_table(name: str, key: Mapping[str, str], build: Callable[[], OptionTable]) -> OptionTable:
+    """The table that `build` makes, from a file if an earlier run made it for the same key.
+
+    The file depends on the source of `build`'s module too. A cache that cannot be read or written costs time only.
+
+    Args:
+        name: of the table, for the file name.
+        key: what the table depends on, usually package -> version.
+        build: calls `capture`; a module-level function.
+    """
+    full_key = dict(key) | {"code": _code_hash(build)}
+    directory = cache_dir()
+    if directory is None:
+        return build()
+    digest = hashlib.sha256(json.dumps(full_key, sort_keys=True).encode()).hexdigest()[:16]
+    path = directory / f"options-{name}-{digest}.json"
+    options = _read(path, full_key)
+    if options is not None:
+        return OptionTable(options, lambda: build()._live())
+    table = build()
+    _write(path, {"key": full_key, "options": table.to_json()})
+    return table
+
+
+def cache_dir() -> Path | None:
+    """Where tables are kept: $SLIME_CACHE_DIR, $XDG_CACHE_HOME/slime or ~/.cache/slime; None without a home."""
+    if given := os.environ.get("SLIME_CACHE_DIR"):
+        return Path(given)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "slime"
+    try:
+        return Path.home() / ".cache" / "slime"
+    except RuntimeError:
+        return None
+
+
+def _code_hash(build: Callable[[], OptionTable]) -> str:
+    digest = hashlib.sha256(sys.version.encode())
+    for source in (__file__, inspect.getsourcefile(build)):
+        if source is not None:
+            digest.update(Path(source).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _read(path: Path, key: Mapping[str, str]) -> list[Option] | None:
+    try:
+        content = json.loads(path.read_text())
+        if content["key"] != key:
+            raise ValueError("it is another table")
+        return options_from_json(content["options"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("the cached options in %s cannot be used and are made again: %s", path, error)
+        return None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write under another name first, so that no process ever reads half a file."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        logger.debug("the options are not cached in %s, so each start takes longer: %s", path, error)
