@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from slime.observability.logging_utils import configure_logger
 from slime.ray.utils import ActorFailure
-from slime.utils.arguments import parse_args
+from slime.utils.arguments import CommandLine, accept
+from slime.utils.arguments.problems import collected
 from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,15 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
     signal.signal(signal.SIGTERM, _leave)
     output_dir: str | None = None
     try:
-        args = parse_args()
-        output_dir = args.output_dir
+        checked = CommandLine().check(sys.argv[1:])
         if check is not None:
-            check(args)
+            collected(checked.problems.wrong, check, checked.args)
+        if checked.args.dry_run:
+            from slime.ray.dry_run import dry_run  # a run needs none of what it imports
+
+            return dry_run(checked)
+        args = accept(checked)
+        output_dir = args.output_dir
         train(args)
     except UsageError as error:
         for message in error.messages:

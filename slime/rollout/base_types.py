@@ -201,6 +201,43 @@ class CustomAdvantage(Protocol):
     def __call__(self, args: Namespace, rollout_data: dict[str, Any]) -> None: ...
 
 
+class TisFunction(Protocol):
+    """--custom-tis-function-path: correct the policy loss for the difference between engine and trainer.
+
+    Lists are per sample, of response length. Returns the loss, the loss masks to use, and per-token metrics.
+    """
+
+    def __call__(
+        self,
+        *,
+        args: Namespace,
+        pg_loss: torch.Tensor,
+        train_log_probs: list[torch.Tensor],
+        rollout_log_probs: list[torch.Tensor],
+        loss_masks: list[torch.Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+    ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]: ...
+
+
+class PgLossReducer(Protocol):
+    """--custom-pg-loss-reducer-function-path: make the function that reduces the policy loss to a number."""
+
+    def __call__(
+        self,
+        total_lengths: list[int],
+        response_lengths: list[int],
+        loss_masks: list[torch.Tensor],
+        calculate_per_token_loss: bool,
+    ) -> Callable[[torch.Tensor], torch.Tensor]: ...
+
+
+class PostWrite(Protocol):
+    """--custom-update-weight-post-write-path: on every rank, once the files of a weight version are written."""
+
+    def __call__(self, args: Namespace, version_dir: str, rollout_engines: list[Any]) -> None: ...
+
+
 HOOKS: dict[str, type] = {
     "rollout_function_path": RolloutFn,
     "eval_function_path": RolloutFn,
@@ -223,6 +260,9 @@ HOOKS: dict[str, type] = {
     "rollout_data_postprocess_path": RolloutDataPostprocess,
     "custom_loss_function_path": CustomLoss,
     "custom_advantage_function_path": CustomAdvantage,
+    "custom_tis_function_path": TisFunction,
+    "custom_pg_loss_reducer_function_path": PgLossReducer,
+    "custom_update_weight_post_write_path": PostWrite,
 }
 """Attribute of the flag (its name with underscores) -> the Protocol of its function."""
 

@@ -7,6 +7,6 @@ here starts anything.
 """
 
 from slime.utils.arguments.args import Args, publish_runtime
-from slime.utils.arguments.parse import parse_args
+from slime.utils.arguments.parse import Checked, CommandLine, accept, parse_args
 
-__all__ = ["Args", "parse_args", "publish_runtime"]
+__all__ = ["Args", "Checked", "CommandLine", "accept", "parse_args", "publish_runtime"]

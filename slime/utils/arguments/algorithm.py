@@ -9,6 +9,14 @@ from dataclasses import dataclass
 
 from slime.utils.arguments.flags import flag
 
+ESTIMATOR_TOPICS = {
+    "grpo": "",
+    **dict.fromkeys(
+        ("gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "rloo", "remax", "opo"),
+        "algorithms",
+    ),
+}
+
 
 @dataclass
 class CheckpointFlags:
@@ -26,6 +34,7 @@ class CheckpointFlags:
         None, "save every N rollouts and after the last", needs=("save", "save_hf"), at_least=1
     )
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints", needs="save")
+    async_save: bool = flag(False, "write checkpoints while training goes on", later="fault tolerance")
     save_hf: str | None = flag(None, "HF directory written at each save; {rollout_id} in it keeps every one")
 
 
@@ -33,7 +42,12 @@ class CheckpointFlags:
 class AlgorithmFlags:
     """Algorithm."""
 
-    advantage_estimator: str = flag("grpo", "how advantages are made from rewards", choices=("grpo",))
+    advantage_estimator: str = flag(
+        "grpo",
+        "how advantages are made from rewards",
+        choices=tuple(ESTIMATOR_TOPICS),
+        later_choices={name: topic for name, topic in ESTIMATOR_TOPICS.items() if topic},
+    )
     loss_type: str = flag("policy_loss", "which loss", choices=("policy_loss", "sft_loss", "custom_loss"))
     custom_loss_function_path: str | None = flag(
         None, "hook: fn(args, batch, logits, sum_of_sample_mean), with --loss-type custom_loss"
@@ -48,20 +62,89 @@ class AlgorithmFlags:
     use_kl_loss: bool = flag(False, "add the KL from the reference to the loss; needs --ref-load")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss", needs="use_kl_loss", at_least=0)
     kl_loss_type: str = flag(
-        "k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"), needs=("use_kl_loss", "kl_coef")
+        "k1",
+        "KL estimator",
+        choices=("k1", "k2", "k3", "low_var_kl", "abs", "mse"),
+        needs=("use_kl_loss", "kl_coef"),
+        later_choices={"abs": "algorithms", "mse": "algorithms"},
     )
+    use_unbiased_kl: bool = flag(False, "weight the KL with the importance ratio", later="algorithms")
+    kl_ctrl: str = flag(
+        "fixed",
+        "how --kl-coef changes",
+        choices=("fixed", "adaptive"),
+        later_choices={"adaptive": "algorithms"},
+    )
+    kl_target: float | None = flag(None, "KL that --kl-ctrl adaptive steers to", later="algorithms")
+    kl_horizon: int | None = flag(None, "samples over which it does", later="algorithms")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", at_least=0)
     calculate_per_token_loss: bool = flag(False, "mean over the tokens of a step instead of over its samples")
+    loss_agg_mode: str = flag(
+        "seq-mean-token-mean",
+        "how the losses of tokens become one number",
+        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+        later_choices=dict.fromkeys(("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"), "algorithms"),
+    )
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None,
+        "hook: fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer",
+        later="algorithms",
+    )
+    gamma: float = flag(1.0, "discount", later="algorithms")
+    lambd: float = flag(1.0, "lambda of GAE", later="algorithms")
+    value_clip: float = flag(0.2, "clip range of the value loss", later="algorithms", at_least=0)
+    num_critic_only_steps: int = flag(0, "first rollouts that train only the critic", later="algorithms", at_least=0)
+    normalize_advantages: bool = flag(False, "whiten the advantages over all ranks", later="algorithms")
+    ppo_epochs: int = flag(1, "passes over one rollout", later="algorithms", at_least=1)
+    shuffle_mini_batches: bool = flag(False, "reshuffle the samples of each pass", later="algorithms")
+    pf_ppo_reweight: str | None = flag(
+        None,
+        "resample responses by reward (policy filtration)",
+        choices=("pow", "max_min", "max_random"),
+        later="algorithms",
+    )
+    pf_ppo_weight_pow: float = flag(2.0, "exponent of --pf-ppo-reweight pow", later="algorithms")
     compute_advantages_and_returns: bool = flag(True, "skip old and reference log-probs and advantages")
     grpo_std_normalization: bool = flag(True, "do not divide by the group's standard deviation (Dr.GRPO)")
     rewards_normalization: bool = flag(True, "do not subtract the group's mean either")
     use_rollout_logprobs: bool = flag(False, "take the engine's log-probs as the old ones")
+    use_rollout_entropy: bool = flag(False, "also compute the entropy in the log-prob passes", later="algorithms")
+    use_tis: bool = flag(False, "weight the loss with the ratio of trainer to engine (TIS)", later="algorithms")
+    tis_clip: float = flag(2.0, "upper bound of that ratio", later="algorithms")
+    tis_clip_low: float = flag(0, "lower bound of that ratio", later="algorithms")
+    custom_tis_function_path: str | None = flag(
+        None,
+        "hook: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)",
+        later="algorithms",
+    )
+    get_mismatch_metrics: bool = flag(False, "log how trainer and engine differ", later="algorithms")
+    use_opsm: bool = flag(False, "leave out samples far from the policy (OPSM)", later="algorithms")
+    opsm_delta: float = flag(1e-4, "KL above which a sample is left out", later="algorithms")
+    keep_old_actor: bool = flag(
+        False, "keep the weights that generated the data and take old log-probs from them", later="algorithms"
+    )
+    ref_update_interval: int | None = flag(
+        None, "copy the actor to the reference every N rollouts", later="algorithms", at_least=1
+    )
+    reset_optimizer_states: bool = flag(False, "forget Adam's moments before each rollout", later="algorithms")
+    use_stateless_adam: bool = flag(False, "Adam without moments between steps", later="algorithms")
     recompute_old_log_probs: bool = flag(
         False, "always compute old log-probs in a pass of their own, even where the first train step's are the same"
     )
     seed: int = flag(1234, "seed of weights and engines", at_least=0)
     lr: float = flag(1e-6, "learning rate", at_least=0)
     clip_grad: float = flag(1.0, "gradient norm limit", at_least=0)
+
+
+@dataclass
+class DistillationFlags:
+    """On-policy distillation."""
+
+    use_opd: bool = flag(False, "penalise the distance from a teacher", later="algorithms")
+    opd_type: str | None = flag(None, "where the teacher runs", choices=("sglang", "megatron"), later="algorithms")
+    opd_kl_coef: float = flag(1.0, "weight of the penalty", later="algorithms")
+    opd_teacher_load: str | None = flag(None, "the teacher's checkpoint", later="algorithms")
+    opd_teacher_ckpt_step: int | None = flag(None, "iteration of it", later="algorithms")
 
 
 @dataclass
@@ -76,3 +159,11 @@ class RewardFlags:
     rm_url: str | None = flag(None, "address of the remote_rm service")
     custom_reward_post_process_path: str | None = flag(None, "hook: fn(args, samples) -> (raw_rewards, rewards)")
     custom_convert_samples_to_train_data_path: str | None = flag(None, "hook: fn(args, samples) -> train data")
+    overlong_buffer_len: int | None = flag(
+        None, "last tokens of --rollout-max-response-len in which a penalty grows", later="rollout", at_least=1
+    )
+    overlong_penalty_factor: float = flag(1.0, "the penalty at the full length", later="rollout")
+    reward_model_path: str | None = flag(None, "a classifying model that an engine serves as reward", later="rollout")
+    reward_model_num_gpus: int | None = flag(None, "GPUs (slots) of the reward model", later="rollout", at_least=1)
+    code_sandbox_url: str | None = flag(None, "service that runs code for --rm-type code", later="rollout")
+    code_sandbox_concurrency: int = flag(64, "requests to it in flight", later="rollout", at_least=1)

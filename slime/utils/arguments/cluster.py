@@ -30,4 +30,27 @@ class ClusterFlags:
     offload: bool = flag(False, "short for --offload-train --offload-rollout")
     offload_train: bool | None = flag(None, "release the trainer's GPU memory while engines generate")
     offload_rollout: bool | None = flag(None, "release the engines' GPU memory while the trainer works")
+    distributed_backend: str | None = flag(
+        None, "the trainer's collectives (default: nccl; with --accelerator cpu gloo)", choices=("nccl", "gloo")
+    )
     distributed_timeout_minutes: int = flag(10, "time limit of a collective operation", at_least=1)
+
+
+@dataclass
+class FaultToleranceFlags:
+    """Fault tolerance."""
+
+    use_fault_tolerance: bool = flag(False, "watch the engines and replace dead ones", later="fault tolerance")
+    rollout_health_check_interval: float = flag(
+        30.0, "seconds between two health checks of an engine", later="fault tolerance"
+    )
+    rollout_health_check_timeout: float = flag(
+        30.0, "seconds after which a health check has failed", later="fault tolerance"
+    )
+    rollout_health_check_first_wait: float = flag(
+        0, "seconds without checks after the engines were resumed", later="fault tolerance"
+    )
+    resume: str | None = flag(None, "auto, never, or the checkpoint directory to go on from", later="fault tolerance")
+    max_group_retries: int = flag(
+        3, "times that a group whose generation crashed is tried again", at_least=0, later="rollout"
+    )

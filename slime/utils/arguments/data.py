@@ -25,7 +25,7 @@ class DataFlags:
         "hook: class cls(args) with get_samples, add_samples, save, load, __len__",
     )
     loss_mask_type: str = flag(
-        "qwen", "chat family for the loss mask of demonstrations", choices=("qwen", "qwen3", "distill_qwen")
+        "qwen", "chat family for the loss mask of demonstrations", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen")
     )
     num_rollout: int | None = flag(None, "number of rollouts; 0 = evaluation only", at_least=0)
     num_epoch: int | None = flag(None, "passes over the prompts, where --num-rollout is not given", at_least=1)
@@ -42,5 +42,17 @@ class DataFlags:
     use_dynamic_batch_size: bool = flag(False, "fill micro-batches up to --max-tokens-per-gpu tokens")
     max_tokens_per_gpu: int | None = flag(
         None, "token budget of a micro-batch", needs="use_dynamic_batch_size", at_least=1
+    )
+    rollout_global_dataset: bool = flag(
+        True,
+        "the data source makes its own prompts: no --prompt-data",
+        option="--disable-rollout-global-dataset",
+        later="rollout",
+    )
+    multimodal_keys: dict[str, str] | None = flag(
+        None, "JSON: modality (image, video, audio) -> field of a data row", is_json=True, later="rollout"
+    )
+    balance_by_flops: bool = flag(
+        False, "form micro-batches by their work instead of their tokens", later="parallelism"
     )
     balance_data: bool = flag(False, "give each data-parallel rank about the same work")

@@ -1,4 +1,4 @@
-"""Flags for running a part of the system. Declarations only."""
+"""Flags for running a part of the system, for looking inside, and for asking instead of running. Declarations only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,47 @@ from slime.utils.arguments.flags import flag
 
 
 @dataclass
+class AskFlags:
+    """Instead of a run. Nothing is started."""
+
+    dry_run: bool = flag(False, "check everything, print the plan of the run, and end with status 0 or 2")
+    dry_run_json: str | None = flag(None, "also write the plan to this JSON file", needs="dry_run")
+
+
+@dataclass
 class DebugFlags:
     """Debug."""
 
     debug_train_only: bool = flag(False, "start no engines (supervised fine-tuning, replay)")
+    debug_rollout_only: bool = flag(False, "start no trainers", later="algorithms")
     save_debug_rollout_data: str | None = flag(None, "template with {rollout_id}: file that gets a rollout's samples")
+    load_debug_rollout_data: str | None = flag(
+        None, "template with {rollout_id}: train on these samples instead of generating", later="algorithms"
+    )
+    load_debug_rollout_data_subsample: float | None = flag(
+        None, "share of the samples to take, half from each end", later="algorithms"
+    )
+    load_forge_rollout_data: str | None = flag(
+        None, "as --load-debug-rollout-data, with live engines (slime.rollout.forge_load)", later="rollout"
+    )
+    save_debug_train_data: str | None = flag(
+        None, "template with {rollout_id}: file that gets the trainer's inputs", later="algorithms"
+    )
+    dump_details: str | None = flag(None, "directory of both kinds of dump and the tokenizer", later="algorithms")
+    memory_recorder: str = flag("torch", "what records memory", choices=("torch", "memray"), later="algorithms")
+    record_memory_history: bool = flag(False, "record every allocation of the trainer", later="algorithms")
+    memory_snapshot_dir: str = flag(".", "directory of memory snapshots", later="algorithms")
+    memory_snapshot_num_steps: int | None = flag(None, "rollouts before a snapshot", later="algorithms", at_least=1)
+
+
+@dataclass
+class CiFlags:
+    """Checks during a run, for tests of slime itself."""
+
+    ci_test: bool = flag(False, "turn them on", later="algorithms")
+    ci_disable_kl_checker: bool = flag(False, "do not check the KL", later="algorithms")
+    ci_train_rollout_logprob_abs_diff_threshold: float = flag(
+        0.1, "largest difference of log-probs between trainer and engine", later="algorithms"
+    )
+    ci_save_grad_norm: str | None = flag(None, "template of files that get the gradient norms", later="algorithms")
+    ci_load_grad_norm: str | None = flag(None, "template of files to compare them with", later="algorithms")

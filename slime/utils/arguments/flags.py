@@ -28,6 +28,8 @@ def flag(
     option: str | None = None,
     at_least: float | None = None,
     needs: str | Sequence[str] = (),
+    later: str | None = None,
+    later_choices: Mapping[Any, str] = types.MappingProxyType({}),
 ) -> Any:
     """One flag, as a dataclass field.
 
@@ -41,6 +43,8 @@ def flag(
         option: the option's name where it is not `--<field-name>`.
         at_least: smallest value that makes sense.
         needs: attributes of which one must be set for this flag to have an effect.
+        later: topic of the work that will build what the flag asks for. Until then only its default is accepted.
+        later_choices: the same for some of the values: value -> topic.
     """
     metadata = {
         "help": help,
@@ -51,6 +55,8 @@ def flag(
         "option": option,
         "at_least": at_least,
         "needs": (needs,) if isinstance(needs, str) else tuple(needs),
+        "later": later,
+        "later_choices": dict(later_choices),
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -89,8 +95,8 @@ def defaults_of(flags_class: type) -> dict[str, Any]:
 def _argparse_keywords(meta: Mapping[str, Any], hint: Any, default: Any) -> dict[str, Any]:
     keywords: dict[str, Any] = {"default": default}
     if meta["is_json"]:
-        return keywords | {"type": json_object if isinstance(default, dict) else json_value}
-    kinds = _scalar_kinds(hint)
+        return keywords | {"type": json_object if dict in _kinds_of(hint) else json_value}
+    kinds = _kinds_of(hint)
     if kinds == [bool] and default is None:
         return keywords | {"action": argparse.BooleanOptionalAction}
     if kinds == [bool]:
@@ -99,11 +105,11 @@ def _argparse_keywords(meta: Mapping[str, Any], hint: Any, default: Any) -> dict
     return keywords | {"action": "append"} if meta["repeatable"] else keywords
 
 
-def _scalar_kinds(hint: Any) -> list[type]:
-    """The scalar types inside `int`, `int | None`, `list[str] | None`, ..."""
+def _kinds_of(hint: Any) -> list[type]:
+    """The types of one value inside `int`, `int | None`, `list[str] | None`, `dict[str, Any]`, ..."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) in (typing.Union, list):
-        return [kind for part in typing.get_args(hint) if part is not type(None) for kind in _scalar_kinds(part)]
-    return [hint]
+        return [kind for part in typing.get_args(hint) if part is not type(None) for kind in _kinds_of(part)]
+    return [typing.get_origin(hint) or hint]
 
 
 def json_value(text: str) -> Any:

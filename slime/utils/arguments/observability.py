@@ -35,3 +35,4 @@ class ObservabilityFlags:
     tb_experiment_name: str | None = flag(
         None, "name of the run in TensorBoard (default: the time)", needs="use_tensorboard"
     )
+    dashboard_port: int | None = flag(None, "port of a live page of the run", later="dashboard")

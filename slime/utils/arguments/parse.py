@@ -1,8 +1,8 @@
 """From the command line to checked, frozen `Args`: where slime's, Megatron's and SGLang's flags come together.
 
-Order: parse -> derive -> validate -> freeze. Problems of all stages are collected and raised together, before anything
-starts. This is the one module of `slime.utils` that imports upwards, inside functions: the backends' `arguments`
-modules, the hook Protocols and the reward names.
+Order: parse -> derive -> validate -> freeze. Problems of all stages are collected and reported together, before
+anything starts. This is the one module of `slime.utils` that imports upwards, inside functions: the backends'
+`arguments` modules, the hook Protocols and the reward names.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from slime.utils.arguments import check_files, derive, validate
-from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, RewardFlags
+from slime.utils.arguments import check_files, derive, later, validate
+from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_hooks import check_hook, check_hooks
-from slime.utils.arguments.cluster import ClusterFlags
+from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
 from slime.utils.arguments.data import DataFlags
-from slime.utils.arguments.debug import DebugFlags
+from slime.utils.arguments.debug import AskFlags, CiFlags, DebugFlags
 from slime.utils.arguments.eval import EvalFlags
 from slime.utils.arguments.flags import Parser, add_flags, defaults_of, group_title
 from slime.utils.arguments.observability import ObservabilityFlags
-from slime.utils.arguments.rollout import RolloutFlags
-from slime.utils.arguments.train import TrainFlags
+from slime.utils.arguments.problems import Problems, collected, without_repeats
+from slime.utils.arguments.rollout import RolloutBufferFlags, RolloutFlags
+from slime.utils.arguments.train import ModelPartFlags, TrainFlags
 from slime.utils.arguments.weight_sync import WeightSyncFlags
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.errors import UsageError
@@ -35,20 +37,25 @@ from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_config
 from slime.utils.misc import is_port_available
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 FLAG_CLASSES: tuple[type, ...] = (
+    AskFlags,
     ClusterFlags,
     CheckpointFlags,
     DataFlags,
     RolloutFlags,
+    RolloutBufferFlags,
     RewardFlags,
     AlgorithmFlags,
+    DistillationFlags,
     EvalFlags,
     TrainFlags,
+    ModelPartFlags,
     WeightSyncFlags,
+    FaultToleranceFlags,
     ObservabilityFlags,
     DebugFlags,
+    CiFlags,
 )
 OLDER_NAMES = {
     "--prompt-key": "--input-key",
@@ -56,6 +63,23 @@ OLDER_NAMES = {
     "--reward-fn-path": "--custom-rm-path",
 }
 _HELP = ("-h", "--help")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A command line after all checks.
+
+    Attributes:
+        args: frozen; where `problems` is not empty they are only good for a plan.
+        problems: why a run would be refused.
+        explicit: the attributes whose flags were given.
+        given_load: --load as it was given (`args.load` is what the trainer starts from).
+    """
+
+    args: Args
+    problems: Problems
+    explicit: frozenset[str]
+    given_load: str | None
 
 
 def parse_args(
@@ -71,21 +95,51 @@ def parse_args(
         UsageError: with every problem that was found.
         SystemExit: after printing --help (status 0).
     """
-    tokens = with_current_names(sys.argv[1:] if argv is None else argv)
-    parser = build_parser(tokens, add_custom_arguments)
-    if any(token in _HELP for token in tokens):
-        parser.print_help()
-        raise SystemExit(0)
-    args = Args()
-    line_problems = parser.parse_all(tokens, args, explain_unknown=_explain_unknown)
-    given_load, check = args.load, _Checker()
-    check.run(_finish, args, parser.explicit(tokens), check)
-    problems = line_problems + _not_follow_ups(check.problems, line_problems)
-    if problems:
-        raise UsageError(list(dict.fromkeys(problems)))
-    for warning in validate.warnings(args, given_load=given_load):
+    return accept(CommandLine(add_custom_arguments).check(sys.argv[1:] if argv is None else argv))
+
+
+def accept(checked: Checked) -> Args:
+    """The args of a command line without problems; logs what works but is seldom meant.
+
+    Raises:
+        UsageError: with every problem of the command line.
+    """
+    if sentences := checked.problems.all():
+        raise UsageError(sentences)
+    for warning in validate.warnings(checked.args, given_load=checked.given_load):
         logger.warning("%s", warning)
-    return args.freeze()
+    return checked.args
+
+
+class CommandLine:
+    """Checks command lines.
+
+    Args:
+        add_custom_arguments: as for `parse_args`.
+    """
+
+    def __init__(self, add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> None:
+        self._add_custom_arguments = add_custom_arguments
+
+    def check(self, argv: Sequence[str]) -> Checked:
+        """Parse, derive and validate one command line (without the program's name); starts nothing.
+
+        Raises:
+            SystemExit: after printing --help (status 0).
+        """
+        tokens = with_current_names(argv)
+        parser = build_parser(tokens, self._add_custom_arguments)
+        if any(token in _HELP for token in tokens):
+            parser.print_help()
+            raise SystemExit(0)
+        args, problems = Args(), Problems()
+        line_problems = parser.parse_all(tokens, args, explain_unknown=_explain_unknown)
+        given_load, explicit = args.load, parser.explicit(tokens)
+        _finish(args, explicit, problems)
+        for kind in (problems.wrong, problems.environment, problems.unsupported):
+            kind[:] = without_repeats(kind, line_problems)
+        problems.wrong[:0] = line_problems
+        return Checked(args.freeze(), problems, frozenset(explicit), given_load)
 
 
 def with_current_names(tokens: Sequence[str]) -> list[str]:
@@ -139,63 +193,46 @@ def _explain_unknown(name: str) -> str | None:
     return explain_owned(name)
 
 
-class _Checker:
-    """Collects the sentences of checks that return them and of code that raises them."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def add(self, sentences: Iterable[str]) -> None:
-        """Keep these sentences."""
-        self.problems.extend(sentences)
-
-    def run(self, function: Callable[..., T], *args: Any, **keywords: Any) -> T | None:
-        """Call a function; keep what its UsageError says and return None then."""
-        try:
-            return function(*args, **keywords)
-        except UsageError as error:
-            self.add(error.messages)
-            return None
-
-
-def _not_follow_ups(problems: list[str], line_problems: list[str]) -> list[str]:
-    """Drop what is only wrong because a flag could not be parsed: sentences about a flag that an earlier one names."""
-    named = {word.strip(":,.?") for line in line_problems for word in line.split() if word.startswith("--")}
-    return [problem for problem in problems if not named & {word.strip(":,.?") for word in problem.split()}]
-
-
-def _finish(args: Args, explicit: set[str], check: _Checker) -> None:
-    """Derive and validate, in place; problems go to `check`."""
+def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
+    """Derive and validate, in place; what is wrong goes to `problems`."""
     from slime.backends.megatron_utils.arguments import derive_megatron, megatron_problems, model_args_from_hf
     from slime.backends.sglang_utils.arguments import SglangFlags, derive_sglang, sglang_problems
-    from slime.utils import accelerator
 
-    values = vars(args)
-    given_load = args.load
-    # An impossible --accelerator is reported, and the rest of the line is then checked as for a CPU.
-    args.accelerator = check.run(accelerator.resolve, args.accelerator) or "cpu"
+    values, given_load = vars(args), args.load
+    args.accelerator = _accelerator(args, problems)
     if trainer_problems := list(validate.check_trainer(args)):
-        check.add(trainer_problems)
+        problems.wrong += trainer_problems
         args.tensor_model_parallel_size = 1
     hf_config, hf_problems = check_files.read_hf_config(args.hf_checkpoint)
-    check.add(hf_problems)
+    problems.environment += hf_problems
     if args.model_args_from_hf and hf_config is not None:
-        from_hf = check.run(model_args_from_hf, hf_config) or {}
+        from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
         values.update({name: value for name, value in from_hf.items() if name not in explicit})
     now = time.strftime("%Y%m%d-%H%M%S")
     values.update(derive.derive_flags(args, explicit, kind_of=classify_checkpoint, now=now))
-    values.update(check.run(derive_megatron, args) or {})
+    values.update(collected(problems.wrong, derive_megatron, args) or {})
     own = list(defaults_of(SglangFlags))
     values.update(derive_sglang(args, explicit, own))
-    values["eval_datasets"] = check.run(_eval_datasets, args) or []
-    fields = [field for flags_class in (*FLAG_CLASSES, SglangFlags) for field in dataclasses.fields(flags_class)]
-    check.add(validate.collect(args, explicit, fields))
-    check.add(megatron_problems(args.replace(load=given_load), hf_config))
+    values["eval_datasets"] = collected(problems.wrong, _eval_datasets, args) or []
+    classes = (*FLAG_CLASSES, SglangFlags)
+    fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]
+    problems.wrong += validate.collect(args, explicit, fields)
+    problems.unsupported += later.unsupported_uses(args, explicit, classes)
+    problems.wrong += megatron_problems(args.replace(load=given_load), hf_config)
     if not args.debug_train_only:
-        check.add(sglang_problems(args, port_is_free=is_port_available))
-    _check_environment(args, check, given_load=given_load, has_config=hf_config is not None)
+        problems.wrong += sglang_problems(args, port_is_free=is_port_available)
+    _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
     values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
     del args.offload  # only a short form
+
+
+def _accelerator(args: argparse.Namespace, problems: Problems) -> str:
+    """The device to run, or only to plan, on. A plan for GPUs can be made without one."""
+    from slime.utils import accelerator
+
+    if args.dry_run and args.accelerator != "auto":
+        return str(args.accelerator)
+    return collected(problems.environment, accelerator.resolve, args.accelerator) or str(args.accelerator)
 
 
 def _eval_datasets(args: argparse.Namespace) -> list[EvalDatasetConfig]:
@@ -205,7 +242,7 @@ def _eval_datasets(args: argparse.Namespace) -> list[EvalDatasetConfig]:
     return build_eval_dataset_configs(args, derive.raw_eval_datasets(args.eval_prompt_data))
 
 
-def _check_environment(args: Args, check: _Checker, *, given_load: str | None, has_config: bool) -> None:
+def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:
     """Everything that the flags point at: checkpoints, hooks, data, rewards, directories."""
     from slime.rollout.base_types import HOOKS, signature_problem
     from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
@@ -213,22 +250,22 @@ def _check_environment(args: Args, check: _Checker, *, given_load: str | None, h
     if has_config:
         reads_weights = not args.debug_train_only and args.sglang_load_format != "dummy"
         needs_weights = reads_weights or args.load == args.hf_checkpoint
-        check.add(check_files.check_hf_files(args.hf_checkpoint, needs_weights=needs_weights))
-    check.add(check_files.check_checkpoints(load=given_load, ref_load=args.ref_load, save=args.save))
+        problems.extend(check_files.check_hf_files(args.hf_checkpoint, needs_weights=needs_weights))
+    problems.extend(check_files.check_checkpoints(load=given_load, ref_load=args.ref_load, save=args.save))
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
-    check.add(
+    problems.extend(
         check_hooks(vars(args), defaults | {"eval_function_path": validate.DEFAULT_ROLLOUT}, HOOKS, signature_problem)
     )
     for dataset in args.eval_datasets:
         for name in ("custom_rm_path", "custom_generate_function_path"):
             if path := vars(dataset)[name]:
-                check.add(
+                problems.extend(
                     check_hook(f"evaluation data set {dataset.name}: {name}", path, HOOKS[name], signature_problem)
                 )
     reads_reward = check_files.uses_builtin_reward(args, validate.DEFAULT_ROLLOUT)
-    check.add(check_files.check_rm_type(args.rm_type, "--rm-type", rm_url=args.rm_url, known=RM_TYPES))
-    check.add(check_files.check_train_data(args, reads_reward=reads_reward, needs_label=rm_needs_label))
-    check.add(
+    problems.extend(check_files.check_rm_type(args.rm_type, "--rm-type", rm_url=args.rm_url, known=RM_TYPES))
+    problems.extend(check_files.check_train_data(args, reads_reward=reads_reward, needs_label=rm_needs_label))
+    problems.extend(
         check_files.check_eval_data(
             args.eval_datasets,
             reads_reward=reads_reward,
@@ -239,12 +276,12 @@ def _check_environment(args: Args, check: _Checker, *, given_load: str | None, h
             needs_label=rm_needs_label,
         )
     )
-    check.add(check_files.check_tensorboard(args.use_tensorboard, args.tb_project_name, os.environ))
-    check.add(check_files.check_template("--save-hf", args.save_hf, needs_id=False))
-    check.add(
+    problems.extend(check_files.check_tensorboard(args.use_tensorboard, args.tb_project_name, os.environ))
+    problems.extend(check_files.check_template("--save-hf", args.save_hf, needs_id=False))
+    problems.extend(
         check_files.check_template("--save-debug-rollout-data", args.save_debug_rollout_data, needs_id=True),
     )
-    check.add(check_files.check_output_dirs(_outputs(args)))
+    problems.extend(check_files.check_output_dirs(_outputs(args)))
 
 
 def _outputs(args: Args) -> dict[str, str | None]:

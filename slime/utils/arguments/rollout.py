@@ -58,3 +58,47 @@ class RolloutFlags:
     custom_eval_rollout_log_function_path: str | None = flag(
         None, "hook: fn(rollout_id, args, data, extra_metrics); true = no default log"
     )
+    partial_rollout: bool = flag(
+        False, "keep unfinished groups when a rollout ends and go on with them in the next", later="rollout"
+    )
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, "do not train on tokens that older weights generated", later="rollout"
+    )
+    rollout_external_engine_addrs: list[str] | None = flag(
+        None, "host:port of SGLang servers that run already", nargs="+", later="rollout"
+    )
+    rollout_data_transport: str = flag(
+        "object-store",
+        "how training data reaches the trainers",
+        choices=("object-store", "nixl"),
+        later_choices={"nixl": "several GPUs"},
+    )
+    rollout_fire_temperature: float | None = flag(
+        None, "temperature of the first token only (FIRE sampling)", later="rollout"
+    )
+    max_turns: int | None = flag(None, "most turns of a multi-turn generate function", later="rollout", at_least=1)
+    max_dynamic_sampling_rounds: int | None = flag(
+        None, "give up after this many batches without enough accepted groups", later="rollout", at_least=1
+    )
+    on_sample_error: str = flag(
+        "fail",
+        "when generating or scoring a sample raises",
+        choices=("fail", "drop", "retry"),
+        later_choices={"drop": "rollout", "retry": "rollout"},
+    )
+    async_buffer_size: int = flag(1, "rollouts that train_async.py may be ahead", later="rollout", at_least=1)
+    max_weight_staleness: int | None = flag(
+        None, "weight versions that a trained token may be old", later="rollout", at_least=0
+    )
+    use_distributed_post: bool = flag(False, "send requests through a Ray actor on every node", later="rollout")
+    http_proxy: str | None = flag(None, "proxy for requests to reward services", later="rollout")
+
+
+@dataclass
+class RolloutBufferFlags:
+    """Rollout buffer. The server of slime_plugins.rollout_buffer."""
+
+    rollout_buffer_url: str | None = flag(None, "address of the buffer server", later="rollout")
+    fetch_trajectory_retry_times: int = flag(-1, "times to ask it for data; -1 = until it has some", later="rollout")
+    min_batch_collection_ratio: float = flag(1, "share of a batch that is enough to go on", later="rollout")
+    rollout_task_type: str = flag("math", "generator that the buffer server runs", later="rollout")

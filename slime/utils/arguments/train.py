@@ -13,6 +13,27 @@ class TrainFlags:
 
     model_args_from_hf: bool = flag(False, "take every Megatron model flag that is not given from the HF config")
     log_probs_chunk_size: int = flag(-1, "tokens per chunk when log-probs and entropy are computed; -1 = one chunk")
+    only_train_params_name_list: list[str] | None = flag(
+        None, "regular expressions of the parameters to train; all others are frozen", nargs="*", later="algorithms"
+    )
+    freeze_params_name_list: list[str] | None = flag(
+        None, "regular expressions of the parameters to freeze", nargs="*", later="algorithms"
+    )
+    freeze_indexer: bool = flag(False, "freeze the indexer of sparse attention", later="model families")
+    qwen_gdn_backend: str = flag(
+        "fla",
+        "kernels of Qwen's gated delta net",
+        choices=("fla", "flashqla"),
+        later="model families",
+    )
+    allgather_cp: bool = flag(
+        False, "contiguous context-parallel shares instead of zigzag ones, for sparse attention", later="parallelism"
+    )
+    megatron_config_path: str | None = flag(None, "YAML file with argument overrides per role (actor, critic)")
+    custom_config_path: str | None = flag(
+        None, "YAML file of flags (as if given here) and of attributes of your own for hooks"
+    )
+    train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     data_pad_size_multiplier: int = flag(
         128, "packed tokens of a micro-batch are padded to a multiple of this x tensor parallel size", at_least=1
     )
@@ -27,3 +48,33 @@ class TrainFlags:
         None,
         "hook: fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), before each train step",
     )
+    megatron_deepgemm_forward_layers: list[int] | None = flag(
+        None, "layers whose forward pass uses SGLang's fp8 DeepGEMM", nargs="+", later="model families"
+    )
+    megatron_deepgemm_forward_modules: list[str] | None = flag(
+        None, "suffixes of the modules that do", nargs="+", later="model families"
+    )
+    megatron_deepgemm_moe_forward_layers: list[int] | None = flag(
+        None, "the same for the layers of grouped experts", nargs="+", later="model families"
+    )
+    megatron_deepgemm_moe_forward_modules: list[str] | None = flag(
+        None, "suffixes of the expert modules that do (default: mlp.experts)", nargs="+", later="model families"
+    )
+
+
+@dataclass
+class ModelPartFlags:
+    """Multi-token prediction, routing replay and LoRA."""
+
+    mtp_num_layers: int | None = flag(None, "multi-token prediction layers", later="parallelism", at_least=0)
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of their loss", later="parallelism")
+    enable_mtp_training: bool = flag(False, "train them", later="parallelism")
+    use_routing_replay: bool = flag(
+        False, "replay the expert routing of the old-log-prob pass in training (R2)", later="parallelism"
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, "replay the engine's expert routing in training (R3)", later="parallelism"
+    )
+    lora_rank: int | None = flag(None, "rank of LoRA adapters to train instead of the weights", later="LoRA")
+    lora_alpha: float | None = flag(None, "scale of the adapters", later="LoRA")
+    lora_target_modules: list[str] | None = flag(None, "modules that get adapters", nargs="+", later="LoRA")

@@ -16,5 +16,41 @@ class WeightSyncFlags:
         1, "train_async.py: sync the weights every N rollouts (train.py: every rollout)", at_least=1
     )
     update_weight_transport: str = flag(
-        "nccl", "how weights travel without --colocate: the device's collective (NCCL, on CPU gloo)", choices=("nccl",)
+        "nccl",
+        "how weights travel without --colocate: the device's collective (NCCL, on CPU gloo)",
+        choices=("nccl", "disk"),
+        later_choices={"disk": "several GPUs"},
+    )
+    update_weight_mode: str = flag(
+        "full",
+        "full = every weight in each sync, delta = the changed bytes (disk only)",
+        choices=("full", "delta"),
+        later_choices={"delta": "several GPUs"},
+    )
+    update_weight_disk_dir: str | None = flag(
+        None, "shared directory of --update-weight-transport disk", later="several GPUs"
+    )
+    update_weight_disk_keep_files: bool = flag(
+        False, "keep each version's directory after the engines have read it", later="several GPUs"
+    )
+    update_weight_delta_encoding: str = flag(
+        "xor", "encoding of changed bytes", choices=("xor", "overwrite"), later="several GPUs"
+    )
+    update_weight_delta_checksum: str = flag(
+        "xxh3-128",
+        "checksum of each tensor in a delta",
+        choices=("xxh3-128", "blake3", "adler32"),
+        later="several GPUs",
+    )
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None, "directory on the engines' hosts that deltas are applied to", later="several GPUs"
+    )
+    custom_update_weight_post_write_path: str | None = flag(
+        None, "hook: fn(args, version_dir, rollout_engines), after the files are written", later="several GPUs"
+    )
+    check_weight_update_equal: bool = flag(
+        False, "compare the engines' weights with the trainer's after the first sync", later="one GPU"
+    )
+    release_train: bool = flag(
+        False, "end the trainers while engines generate, start them again", later="several GPUs"
     )
