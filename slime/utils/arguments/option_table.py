@@ -1,9 +1,10 @@
 """The options that a package adds to a parser, written down so that they can be added again without importing it.
 
 A package such as SGLang registers its options with argparse, and to be asked it has to be imported, which takes
-seconds. `capture` asks it once; `cached_table` keeps the answer in a JSON file, by version; `OptionTable.add_to` adds
-the options to a parser. What only the package can do, such as its own types and actions, is left to it: the package
-is asked again (so imported) when such an option is on the command line, and not before.
+seconds. `capture` asks it once (`capture_elsewhere`: in another process); `cached_table` keeps the answer in a JSON
+file, by version; `OptionTable.add_to` adds the options to a parser. What only the package can do, such as its own
+types and actions, is left to it: the package is asked again (so imported) when such an option is on the command line,
+and not before. Types and actions of the standard library and of slime itself are used as they are.
 
 It knows argparse and no package.
 """
@@ -11,6 +12,7 @@ It knows argparse and no package.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -19,16 +21,19 @@ import inspect
 import json
 import logging
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.utils.errors import UsageError
+
 logger = logging.getLogger(__name__)
 
 Fill = Callable[[argparse.ArgumentParser], Any]
-_BUILT_IN_ACTION = "argparse:"
+_DIRECT = sys.stdlib_module_names | {__name__.partition(".")[0]}  # top-level packages that cost nothing to import
 _DEFAULT_GROUPS = 2  # argparse makes "positional arguments" and "options" itself
 
 
@@ -40,6 +45,7 @@ class Option:
         names: option strings, without the `--no-...` ones that argparse adds itself.
         dest, default, nargs, choices, const, required, help, metavar: as in argparse.
         action: import path of the action class, such as "argparse:_StoreTrueAction".
+        extra: what an action class of slime's takes besides, name -> value.
         type: import path of the function that reads a value, such as "builtins:int"; None for plain text.
         group: title of the option's group; None for none of its own.
         group_description: the line below that title.
@@ -52,6 +58,7 @@ class Option:
     choices: list[Any] | None = None
     const: Any = None
     action: str = "argparse:_StoreAction"
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     type: str | None = None
     help: str | None = None
     required: bool = False
@@ -88,24 +95,29 @@ class OptionTable:
     def _keywords(self, option: Option) -> dict[str, Any]:
         values = {name: vars(option)[name] for name in ("default", "nargs", "choices", "const", "required", "metavar")}
         values |= {"help": option.help, "type": self._type_of(option)}
-        if not option.action.startswith(_BUILT_IN_ACTION):
+        if not _is_direct(option.action):
             return values | {"action": functools.partial(_LazyAction, live=self._live)}
         action = _load(option.action)
-        accepted = _parameters(action)
-        return {name: value for name, value in values.items() if name in accepted} | {"action": action}
+        known = inspect.signature(action).parameters
+        accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        accepted = {name: value for name, value in values.items() if accepts_all or name in known}
+        return accepted | option.extra | {"action": action}
 
     def _type_of(self, option: Option) -> Callable[[str], Any] | None:
         if option.type is None:
             return None
-        if option.type.partition(":")[0].partition(".")[0] in sys.stdlib_module_names:
+        if _is_direct(option.type):
             return _load(option.type)
         return _LazyType(option, self._live)
 
     def to_json(self) -> list[dict[str, Any]]:
         """The options as JSON values; what equals the default of `Option` is left out."""
-        blank = dataclasses.asdict(Option(names=(), dest=""))
+        blank = {name: (type(value), value) for name, value in dataclasses.asdict(Option((), "")).items()}
         rows = [dataclasses.asdict(option) for option in self.options]
-        return [{k: _encoded(v) for k, v in row.items() if v is not blank[k]} for row in rows]
+        return [
+            {name: _encoded(value) for name, value in row.items() if (type(value), value) != blank[name]}
+            for row in rows
+        ]
 
 
 def options_from_json(rows: list[dict[str, Any]]) -> list[Option]:
@@ -167,6 +179,33 @@ def capture(fill: Fill) -> OptionTable:
     return OptionTable(options, lambda: parser._option_string_actions)
 
 
+def capture_elsewhere(fill: Fill) -> OptionTable:
+    """As `capture`, in a process of its own: this one imports the package only to read a value that needs it.
+
+    Args:
+        fill: a module-level function.
+
+    Raises:
+        UsageError: that process failed, so the package cannot be imported.
+    """
+    module, name = fill.__module__, fill.__qualname__
+    program = (
+        f"import json; from {__name__} import capture; from {module} import {name}; "
+        f"print('\\n' + json.dumps(capture({name}).to_json()))"
+    )
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    command, environment = [sys.executable, "-c", program], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UsageError(
+            f"the flags of an installed package cannot be read, for importing it fails: {reason}; repair the "
+            "installation with scripts/setup_env.sh."
+        )
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return OptionTable(options_from_json(rows), lambda: capture(fill)._live())
+
+
 def _option_of(action: argparse.Action, group: str | None, description: str | None) -> Option:
     names = tuple(action.option_strings)
     if not names:
@@ -174,7 +213,7 @@ def _option_of(action: argparse.Action, group: str | None, description: str | No
     if isinstance(action, argparse.BooleanOptionalAction):
         names = tuple(name for name in names if not name.startswith("--no-"))
     try:
-        for value in (action.default, action.const, action.choices):
+        for value in (action.default, action.const, action.choices, _extra_of(action)):
             _encoded(value)
     except TypeError as error:
         raise TypeError(f"option {names[0]} cannot be put into a table: {error}") from error
@@ -187,6 +226,7 @@ def _option_of(action: argparse.Action, group: str | None, description: str | No
         choices=None if choices is None else sorted(choices) if isinstance(choices, set) else list(choices),
         const=action.const,
         action=_path_of(type(action)),
+        extra=_extra_of(action),
         type=None if action.type is None else _path_of(action.type),
         help=action.help,
         required=action.required,
@@ -201,14 +241,27 @@ def _path_of(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', '<unnamed>')}"
 
 
+def _is_direct(path: str) -> bool:
+    """Whether an import path names something of the standard library or of slime, and not a lambda in it."""
+    module, _, name = path.partition(":")
+    return module.partition(".")[0] in _DIRECT and "<" not in name
+
+
 def _load(path: str) -> Any:
     module, _, name = path.partition(":")
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
-@functools.cache
-def _parameters(action: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(action).parameters)
+def _extra_of(action: argparse.Action) -> dict[str, Any]:
+    """What an action keeps of its own keywords; for classes of slime's, which keep each under its name."""
+    if not _is_direct(_path_of(type(action))):
+        return {}
+    common = inspect.signature(argparse.Action).parameters
+    return {
+        name: vars(action)[name]
+        for name, parameter in inspect.signature(type(action)).parameters.items()
+        if name not in common and parameter.kind is not parameter.VAR_KEYWORD
+    }
 
 
 def _encoded(value: Any) -> Any:
@@ -302,5 +355,6 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(content))
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         logger.debug("the options are not cached in %s, so each start takes longer: %s", path, error)

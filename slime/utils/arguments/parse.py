@@ -119,7 +119,7 @@ class CommandLine:
     """
 
     def __init__(self, add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> None:
-        self._add_custom_arguments = add_custom_arguments
+        self._parser = build_parser(add_custom_arguments)
 
     def check(self, argv: Sequence[str]) -> Checked:
         """Parse, derive and validate one command line (without the program's name); starts nothing.
@@ -128,12 +128,15 @@ class CommandLine:
             SystemExit: after printing --help (status 0).
         """
         tokens = with_current_names(argv)
-        parser = build_parser(tokens, self._add_custom_arguments)
+        parser = self._parser
         if any(token in _HELP for token in tokens):
             parser.print_help()
             raise SystemExit(0)
+        from slime.backends.sglang_utils.arguments import explain_unknown, set_aside
+
         args, problems = Args(), Problems()
-        line_problems = parser.parse_all(tokens, args, explain_unknown=_explain_unknown)
+        tokens = set_aside(tokens, parser.options())
+        line_problems = parser.parse_all(tokens, args, explain_unknown=explain_unknown)
         given_load, explicit = args.load, parser.explicit(tokens)
         _finish(args, explicit, problems)
         for kind in (problems.wrong, problems.environment, problems.unsupported):
@@ -153,14 +156,8 @@ def with_current_names(tokens: Sequence[str]) -> list[str]:
     return current
 
 
-def build_parser(
-    tokens: Sequence[str], add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None
-) -> Parser:
-    """The parser of a command line.
-
-    Help lists slime's groups first, then Megatron's, then SGLang's. SGLang's own options are there only where `tokens`
-    needs them, for importing it takes seconds.
-    """
+def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> Parser:
+    """The parser of a command line; help lists slime's groups first, then Megatron's, then SGLang's."""
     import slime.backends.sglang_utils.arguments as sglang
     from slime.backends.megatron_utils.arguments import add_megatron_arguments
 
@@ -178,19 +175,8 @@ def build_parser(
     add_megatron_arguments(parser)
     for group, flags_class in zip(groups, classes, strict=True):
         add_flags(group, flags_class)
-    own = [name for name in parser.options() if name.startswith(("--sglang-", "--router-"))]
-    wants_all = any(token in _HELP for token in tokens) and sglang.is_installed()
-    if wants_all or sglang.needs_installed_options(tokens, own):
-        sglang.add_installed_arguments(parser)
-    else:
-        sglang.add_common_arguments(parser)
+    sglang.add_sglang_arguments(parser)
     return parser
-
-
-def _explain_unknown(name: str) -> str | None:
-    from slime.backends.sglang_utils.arguments import explain_owned
-
-    return explain_owned(name)
 
 
 def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
@@ -220,7 +206,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     problems.unsupported += later.unsupported_uses(args, explicit, classes)
     problems.wrong += megatron_problems(args.replace(load=given_load), hf_config)
     if not args.debug_train_only:
-        problems.wrong += sglang_problems(args, port_is_free=is_port_available)
+        problems.extend(sglang_problems(args, port_is_free=is_port_available))
     _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
     values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
     del args.offload  # only a short form
