@@ -1,18 +1,22 @@
 """Which data sets an evaluation uses and how each is sampled and graded.
 
-Every field is resolved as data set > `defaults` of the file > flags. It reads no data and knows nothing of rollouts.
+Every field is resolved as data set > `defaults` of the file > flags; `null` counts as not given. It reads no data and
+knows nothing of rollouts.
 """
 
 from __future__ import annotations
 
-import difflib
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from slime.utils.errors import UsageError
+from slime.utils.yaml_config import LocatedYaml, load_yaml, validate
+
+FLAG = "--eval-config"
 
 # field -> flags that supply it, the first one that is not None wins
 _FROM_ARGS: dict[str, tuple[str, ...]] = {
@@ -70,6 +74,12 @@ class EvalDatasetConfig:
                 f"evaluation data set {self.name}: n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}; "
                 "it must be at least 1"
             )
+        least, most = self.min_new_tokens, self.max_response_len
+        if least is not None and most is not None and least > most:
+            raise UsageError(
+                f"evaluation data set {self.name}: min_new_tokens {least} is more than max_response_len {most}; "
+                "lower it"
+            )
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
@@ -84,17 +94,107 @@ class EvalDatasetConfig:
         return {**metadata, **rm_type, **self.metadata_overrides}
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class _NotBuilt(BaseModel):
+    """Settings that upstream accepts (and mostly ignores); here they are refused by name."""
+
+    multimodal_keys: Any = None
+    app_service: Any = None
+    eval_task_timeout: Any = None
+    min_eval_samples: Any = None
+    eval_early_stop_remaining: Any = None
+    eval_early_stop_idle_timeout: Any = None
+    message_processor: Any = None
+    reward_model: Any = None
+    remote_environment: Any = None
+
+
+class _Settings(_NotBuilt):
+    """What `defaults` and every data set of a file may have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    input_key: str | None = None
+    label_key: str | None = None
+    tool_key: str | None = None
+    metadata_key: str | None = None
+    apply_chat_template: bool | None = None
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    n_samples_per_eval_prompt: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    max_response_len: int | None = Field(None, ge=1)
+    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    stop_token_ids: list[int] | None = None
+    min_new_tokens: int | None = Field(None, ge=0)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] | None = None
+
+
+class _Dataset(_Settings):
+    name: str | None = Field(None, min_length=1)  # its key, unless it says otherwise
+    path: str = Field(min_length=1)
+
+
+class _NamedDataset(_Dataset):
+    name: str = Field(min_length=1)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    defaults: _Settings | None = None
+
+
+class _ListFile(_File):
+    datasets: list[_NamedDataset] = Field(min_length=1)
+
+
+class _MappingFile(_File):
+    datasets: dict[Annotated[str, Field(min_length=1)], _Dataset] = Field(min_length=1)
+
+
+class EvalConfig(NamedTuple):
+    """What an evaluation config says, before flags fill the gaps.
+
+    Attributes:
+        datasets: one mapping per data set with `name`, `path` and what else it sets.
+        defaults: settings for all of them.
+        unsupported: sentences about settings that are known but not built; they are left out of the others.
+    """
+
+    datasets: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    unsupported: list[str]
+
+
 def pick_from_args(args: Namespace, names: tuple[str, ...]) -> Any:
     """The value of the first of these flags that is not None; None when all are."""
     return next((value for value in (getattr(args, name) for name in names) if value is not None), None)
 
 
 def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
-    """The `datasets` entry as a list of mappings: a list with names, or a mapping from name to settings."""
+    """The `datasets` entry as a list of mappings: a list with names, or a mapping from name to settings.
+
+    Raises:
+        UsageError: it is neither.
+    """
     if isinstance(config, Mapping):
-        config = [{"name": name, **(settings or {})} for name, settings in config.items()]
+        config = [
+            {"name": name, **settings} if isinstance(settings, Mapping) else settings
+            for name, settings in config.items()
+        ]
     if not isinstance(config, list) or not config or not all(isinstance(entry, Mapping) for entry in config):
-        raise UsageError("--eval-config: 'datasets' must be a list of mappings with 'name', or a mapping by name")
+        raise UsageError(f"{FLAG}: datasets must be a list of mappings with 'name', or a mapping by name.")
     return [dict(entry) for entry in config]
 
 
@@ -106,57 +206,63 @@ def build_eval_dataset_configs(
     Args:
         args: the flags of `_FROM_ARGS`.
         raw: one mapping per data set, with at least `name` and `path`.
-        defaults: settings for all data sets of the file.
+        defaults: settings for all data sets.
 
     Raises:
-        UsageError: an unknown key (with the nearest known ones), a missing name or path, a name used twice.
+        UsageError: an unknown key (with the nearest known ones), a missing name or path, a value of the wrong type, a
+            name used twice.
     """
-    defaults = dict(defaults or {})
-    known = [f.name for f in fields(EvalDatasetConfig)]
-    _check_keys(defaults, [name for name in known if name not in ("name", "path")], where="defaults")
-    configs = []
-    for entry in raw:
-        _check_keys(entry, known, where=f"data set {entry.get('name', '?')}")
-        if "name" not in entry or "path" not in entry:
-            raise UsageError(f"--eval-config: data set {dict(entry)!r} needs both 'name' and 'path'")
-        flags = {name: pick_from_args(args, sources) for name, sources in _FROM_ARGS.items()}
-        given = {name: value for name, value in flags.items() if value is not None}
-        configs.append(EvalDatasetConfig(**{**given, **defaults, **entry}))
-    names = [config.name for config in configs]
-    if len(set(names)) < len(names):
-        raise UsageError(f"evaluation data sets must have different names, not {', '.join(names)}")
-    return configs
+    if not raw:
+        return []
+    given = LocatedYaml("", "evaluation data sets", {"datasets": list(raw), "defaults": dict(defaults or {})})
+    checked = _checked(given, ())
+    if checked.unsupported:
+        raise UsageError(checked.unsupported)
+    flags = {name: pick_from_args(args, sources) for name, sources in _FROM_ARGS.items()}
+    from_flags = {name: value for name, value in flags.items() if value is not None}
+    return [EvalDatasetConfig(**{**from_flags, **checked.defaults, **entry}) for entry in checked.datasets]
 
 
-def _check_keys(given: Mapping[str, Any], known: list[str], *, where: str) -> None:
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
-            raise UsageError(f"--eval-config, {where}: unknown key {key!r}; {hint}")
-
-
-def load_eval_config(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Read an --eval-config file (YAML or JSON).
-
-    Returns:
-        (data sets as mappings, defaults), both as written.
+def load_eval_config(path: str) -> EvalConfig:
+    """Read an --eval-config file (YAML or JSON; `defaults` and `datasets` at the root or under `eval`).
 
     Raises:
-        UsageError: the file is missing, malformed or has keys other than `defaults` and `datasets` (under `eval:` or
-            at the root).
+        FileUnusable: it is not there or cannot be read.
+        UsageError: with one sentence and line per problem.
     """
-    import yaml
+    located = load_yaml(path, FLAG, interpolates=True)
+    under_eval = isinstance(located.value, dict) and "eval" in located.value
+    if under_eval and len(located.value) > 1:
+        other = next(key for key in located.value if key != "eval")
+        raise UsageError(located.sentence((other,), "has no effect beside 'eval'; move it there."))
+    return _checked(located, ("eval",) if under_eval else ())
 
-    if not Path(path).is_file():
-        raise UsageError(f"--eval-config {path}: there is no such file")
-    try:
-        config = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise UsageError(f"--eval-config {path} is not valid YAML: {error}") from error
-    if isinstance(config, Mapping) and "eval" in config:
-        config = config["eval"]
-    if not isinstance(config, Mapping) or "datasets" not in config:
-        raise UsageError(f"--eval-config {path} needs a 'datasets' entry at the root or under 'eval'")
-    _check_keys(config, ["defaults", "datasets"], where=str(path))
-    return ensure_dataset_list(config["datasets"]), dict(config.get("defaults") or {})
+
+def _checked(located: LocatedYaml, at: tuple[str, ...]) -> EvalConfig:
+    """The part of a file at `at`, checked and without what is null."""
+    part = located.value["eval"] if at else located.value
+    if isinstance(part, dict) and isinstance(part.get("datasets"), dict):
+        file: Any = validate(_MappingFile, located, at)
+        entries = [(key, {"name": key, **_given(entry)}) for key, entry in file.datasets.items()]
+    else:
+        file = validate(_ListFile, located, at)
+        entries = [(number, _given(entry)) for number, entry in enumerate(file.datasets)]
+    datasets = [entry for _, entry in entries]
+    defaults = _given(file.defaults) if file.defaults else {}
+    for number, (key, entry) in enumerate(entries):
+        if entry["name"] in [other["name"] for other in datasets[:number]]:
+            text = f"the name {entry['name']!r} is there twice; results are reported by it."
+            raise UsageError(located.sentence((*at, "datasets", key), text))
+    parts = [((*at, "defaults"), defaults), *(((*at, "datasets", key), entry) for key, entry in entries)]
+    unsupported = [
+        located.sentence((*where, key), "is not supported yet; leave it out.")
+        for where, settings in parts
+        for key in _NotBuilt.model_fields
+        if settings.pop(key, None) is not None
+    ]
+    return EvalConfig(datasets, defaults, unsupported)
+
+
+def _given(settings: _Settings) -> dict[str, Any]:
+    """What is set, as plain values."""
+    return settings.model_dump(exclude_none=True)

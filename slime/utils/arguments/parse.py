@@ -27,7 +27,7 @@ from slime.utils.arguments.debug import AskFlags, CiFlags, DebugFlags
 from slime.utils.arguments.eval import EvalFlags
 from slime.utils.arguments.flags import Parser, add_flags, defaults_of, group_title
 from slime.utils.arguments.observability import ObservabilityFlags
-from slime.utils.arguments.problems import Problems, collected, without_repeats
+from slime.utils.arguments.problems import Problems, collected, read_file, without_repeats
 from slime.utils.arguments.rollout import RolloutBufferFlags, RolloutFlags
 from slime.utils.arguments.train import ModelPartFlags, TrainFlags
 from slime.utils.arguments.weight_sync import WeightSyncFlags
@@ -199,7 +199,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     values.update(collected(problems.wrong, derive_megatron, args) or {})
     own = list(defaults_of(SglangFlags))
     values.update(derive_sglang(args, explicit, own))
-    values["eval_datasets"] = collected(problems.wrong, _eval_datasets, args) or []
+    values["eval_datasets"] = _eval_datasets(args, problems)
     classes = (*FLAG_CLASSES, SglangFlags)
     fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]
     problems.wrong += validate.collect(args, explicit, fields)
@@ -221,11 +221,15 @@ def _accelerator(args: argparse.Namespace, problems: Problems) -> str:
     return collected(problems.environment, accelerator.resolve, args.accelerator) or str(args.accelerator)
 
 
-def _eval_datasets(args: argparse.Namespace) -> list[EvalDatasetConfig]:
+def _eval_datasets(args: argparse.Namespace, problems: Problems) -> list[EvalDatasetConfig]:
+    raw, defaults = derive.raw_eval_datasets(args.eval_prompt_data), {}
     if args.eval_config:
-        raw, defaults = load_eval_config(args.eval_config)
-        return build_eval_dataset_configs(args, raw, defaults)
-    return build_eval_dataset_configs(args, derive.raw_eval_datasets(args.eval_prompt_data))
+        config = read_file(problems, load_eval_config, args.eval_config)
+        if config is None:
+            return []
+        raw, defaults = config.datasets, config.defaults
+        problems.unsupported += config.unsupported
+    return collected(problems.wrong, build_eval_dataset_configs, args, raw, defaults) or []
 
 
 def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:

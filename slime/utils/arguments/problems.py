@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slime.utils.errors import UsageError
+from slime.utils.yaml_config import FileUnusable
 
 T = TypeVar("T")
 
@@ -37,6 +38,21 @@ class Problems:
         self.wrong += other.wrong
         self.environment += other.environment
         self.unsupported += other.unsupported
+
+
+def read_file(problems: Problems, function: Callable[..., T], *args: Any) -> T | None:
+    """Call a function that reads a file of settings; None where it cannot.
+
+    A file that is not there says nothing about the command line, so that goes to `problems.environment`; what is
+    wrong in it goes to `problems.wrong`.
+    """
+    try:
+        return function(*args)
+    except FileUnusable as error:
+        problems.environment += error.messages
+    except UsageError as error:
+        problems.wrong += error.messages
+    return None
 
 
 def collected(kind: list[str], function: Callable[..., T], *args: Any, **keywords: Any) -> T | None:
