@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.hf_config import (
     config_mismatches,
     flag_of,
     model_args_from_hf,
+    unsupported_model,
 )
 from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
@@ -267,7 +268,7 @@ def megatron_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | N
         return [*problems, f"{flags} not given; give the model's flags (scripts/models/*.sh) or --model-args-from-hf."]
     problems += _model_problems(args) + _parallel_problems(args)
     if hf_config is not None:
-        problems += config_mismatches(args, hf_config)
+        problems += config_mismatches(args, hf_config) + unsupported_model(hf_config)
     for flag, path, step in (("--load", args.load, args.ckpt_step), ("--ref-load", args.ref_load, args.ref_ckpt_step)):
         problems += checkpoint_shape_problems(args, flag, path, step)
     return problems

@@ -11,14 +11,44 @@ from typing import Any
 from slime.utils.errors import UsageError
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-"""`model_type`s for which there is a rule table (weights) and a translation of the config (here)."""
+"""`model_type`s that can be trained: those with a rule table for their weights."""
+
+# What transformers takes where a config.json does not say, by model_type; a type in this table has a translation.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "glm4": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
+}
+DERIVABLE_MODEL_TYPES = tuple(DEFAULTS)
+"""`model_type`s whose Megatron flags follow from the config."""
+
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 FLAG_OF = {
     "layernorm_epsilon": "--norm-epsilon",
     "add_bias_linear": "--disable-bias-linear",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    "num_moe_experts": "--num-experts",
 }
-# A wrong value of these makes another model; the others (vocabulary, positions) are limits that a user may widen.
+# A wrong value of these makes another model; the others (vocabulary, positions) are limits that a user may widen, or
+# change the training and not the model (the load-balancing loss).
 CROSS_CHECKED = [
     "num_layers",
     "hidden_size",
@@ -28,17 +58,27 @@ CROSS_CHECKED = [
     "kv_channels",
     "layernorm_epsilon",
     "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
     "normalization",
     "swiglu",
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
     "untie_embeddings_and_output_weights",
     "use_rope_scaling",
     "rope_scaling_factor",
     "rope_scaling_low_freq_factor",
     "rope_scaling_high_freq_factor",
     "rope_scaling_original_max_position_embeddings",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
 ]
 
 
@@ -47,55 +87,93 @@ def flag_of(attribute: str) -> str:
     return FLAG_OF.get(attribute, "--" + attribute.replace("_", "-"))
 
 
+def moe_layer_pattern(moe_layer_freq: int | list[int], num_layers: int) -> list[int]:
+    """Return 1 for each layer with experts and 0 for each dense one; a number N means every Nth layer, from layer 0."""
+    if isinstance(moe_layer_freq, int):
+        return [int(layer % moe_layer_freq == 0) for layer in range(num_layers)]
+    return list(moe_layer_freq)
+
+
 def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Megatron model flags that build this HF model: {attribute: value}.
 
     Raises:
-        UsageError: for a model_type without a rule table, or a feature of the config that our model does not have.
+        UsageError: for a model_type without a translation, a feature of the config that Megatron's model does not
+            have, or a config in which numbers are missing.
     """
     model_type = hf_config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in DEFAULTS:
         raise UsageError(
-            f"model_type {model_type!r} of the HF config is not supported; only {', '.join(SUPPORTED_MODEL_TYPES)}."
+            f"model_type {model_type!r} of the HF config: its Megatron flags cannot be derived, only those of "
+            f"{', '.join(DERIVABLE_MODEL_TYPES)}; give them yourself (as scripts/models/*.sh) instead of "
+            "--model-args-from-hf."
         )
-    if problems := _unsupported_features(hf_config):
+    hf = DEFAULTS[model_type] | dict(hf_config)
+    if problems := _size_problems(hf) or _underivable_features(hf):
         raise UsageError(problems)
-    heads = hf_config["num_attention_heads"]
+    heads = hf["num_attention_heads"]
     values = {
-        "num_layers": hf_config["num_hidden_layers"],
-        "hidden_size": hf_config["hidden_size"],
-        "ffn_hidden_size": hf_config["intermediate_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
         "num_attention_heads": heads,
         "group_query_attention": True,
-        "num_query_groups": hf_config.get("num_key_value_heads") or heads,
-        "kv_channels": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-        "vocab_size": hf_config["vocab_size"],
-        "max_position_embeddings": hf_config.get("max_position_embeddings", 4096),
-        "layernorm_epsilon": hf_config.get("rms_norm_eps", 1e-6),
+        "num_query_groups": hf["num_key_value_heads"] or heads,
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "vocab_size": hf["vocab_size"],
+        "max_position_embeddings": hf.get("max_position_embeddings", 4096),
+        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
         "normalization": "RMSNorm",
         "swiglu": True,
         "add_bias_linear": False,
-        "add_qkv_bias": model_type == "qwen2",
-        "qk_layernorm": model_type == "qwen3",
-        "untie_embeddings_and_output_weights": not hf_config.get("tie_word_embeddings", False),
+        "add_qkv_bias": model_type == "qwen2" or (model_type == "glm4" and hf["attention_bias"]),
+        "qk_layernorm": model_type in ("qwen3", "qwen3_moe"),
+        "post_self_attn_layernorm": model_type == "glm4",
+        "post_mlp_layernorm": model_type == "glm4",
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
         "position_embedding_type": "rope",
     }
-    return values | _rope_args(hf_config)
+    return values | _rope_args(hf) | _moe_args(hf)
 
 
-def _rope_of(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _size_problems(hf: Mapping[str, Any]) -> list[str]:
+    """One sentence for each size that is missing or no size."""
+    names = _SIZES + (_MOE_SIZES if hf["model_type"] == "qwen3_moe" else ())
+    problems = []
+    for name in names:
+        value = _num_experts(hf) if name == "num_experts" else hf.get(name)
+        if value is None:
+            problems.append(f"the HF config has no {name}; is it the whole config.json of the model?")
+        elif not isinstance(value, int) or value < 1:
+            problems.append(f"the HF config says {name} = {value!r}, which is no whole number above 0.")
+    return problems
+
+
+def _num_experts(hf: Mapping[str, Any]) -> Any:
+    """The number of experts; transformers >= 5 writes another name than the configs on the hub have."""
+    return hf.get("num_local_experts", hf["num_experts"])
+
+
+def _rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings, as transformers >= 5 writes them (`rope_parameters`) or as older versions did."""
-    rope = dict(hf_config.get("rope_scaling") or {}) | dict(hf_config.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
+    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
+        if rope.get(name) is None:
+            rope[name] = default if hf.get(name) is None else hf[name]
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     return rope
 
 
-def _rope_args(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = _rope_of(hf_config)
+def _rope_args(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rope = _rope_of(hf)
     base = float(rope["rope_theta"])
-    values: dict[str, Any] = {"rotary_base": int(base) if base.is_integer() else base}
-    values["use_rope_scaling"] = rope["rope_type"] == "llama3"
+    values: dict[str, Any] = {
+        "rotary_base": int(base) if base.is_integer() else base,
+        "rotary_percent": float(rope["partial_rotary_factor"]),
+        # GLM rotates channels 2i and 2i + 1 together; the others rotate i and i + half.
+        "rotary_interleaved": hf["model_type"] == "glm4",
+        "use_rope_scaling": rope["rope_type"] == "llama3",
+    }
     if values["use_rope_scaling"]:
         values["rope_scaling_factor"] = float(rope["factor"])
         values["rope_scaling_low_freq_factor"] = float(rope["low_freq_factor"])
@@ -104,16 +182,39 @@ def _rope_args(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _unsupported_features(hf_config: Mapping[str, Any]) -> list[str]:
-    rope = _rope_of(hf_config)
+def _moe_args(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if hf["model_type"] != "qwen3_moe":
+        return {"num_moe_experts": None, "moe_ffn_hidden_size": None}
+    step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
+    pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])]
+    return {
+        "num_moe_experts": _num_experts(hf),
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_layer_freq": 1 if all(pattern) else pattern,
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_score_function": "softmax",
+        # HF: softmax over all experts, the best k, divided by their sum. That is a softmax over the best k alone,
+        # which is what Megatron computes without pre-softmax; with it, the k are not divided by their sum.
+        "moe_router_pre_softmax": not hf["norm_topk_prob"],
+        # transformers adds the load-balancing loss only when it is told to return the router's logits.
+        "moe_aux_loss_coeff": hf.get("router_aux_loss_coef", 0.001) if hf.get("output_router_logits") else 0.0,
+    }
+
+
+def _underivable_features(hf: Mapping[str, Any]) -> list[str]:
+    """One sentence for each feature that no Megatron flag expresses."""
+    rope, model_type = _rope_of(hf), hf["model_type"]
+    partial, kind = rope["partial_rotary_factor"], rope["rope_type"]
+    missing = [name for name in _LLAMA3_ROPE if rope.get(name) is None] if kind == "llama3" else []
     found = {
-        f"rotary embedding of type {rope['rope_type']!r}": rope["rope_type"] not in ("default", "llama3"),
-        f"partial_rotary_factor {rope.get('partial_rotary_factor')}": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        f"hidden_act {hf_config.get('hidden_act')!r}": hf_config.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(hf_config.get("attention_bias")),
-        "mlp_bias": bool(hf_config.get("mlp_bias")),
-        "use_sliding_window": bool(hf_config.get("use_sliding_window")),
-        "quantization_config": bool(hf_config.get("quantization_config")),
+        f"rotary embedding of type {kind!r}": kind not in ("default", "llama3"),
+        f"rotary embedding of type 'llama3' without {', '.join(missing)}": bool(missing),
+        f"partial_rotary_factor {partial}": partial != 1.0 and model_type != "glm4",
+        f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
+        # Where transformers reads it, but for GLM, the output projection has a bias, too.
+        "attention_bias": bool(hf.get("attention_bias")) and model_type != "glm4",
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "use_sliding_window": bool(hf.get("use_sliding_window")),
     }
     return [
         f"the HF config has {name}, which our model of this family does not have."
@@ -122,20 +223,34 @@ def _unsupported_features(hf_config: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def unsupported_model(hf_config: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for everything in the HF config for which a model cannot be trained yet."""
+    model_type = hf_config.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        known = ", ".join(SUPPORTED_MODEL_TYPES)
+        return [f"model_type {model_type!r} of the HF config is not supported yet (model families); use {known}."]
+    if hf_config.get("quantization_config"):
+        return ["quantization_config of the HF config is not supported yet (model families); use unquantized weights."]
+    return []
+
+
 def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each model flag that disagrees with the HF config (all of them, not the first)."""
+    """Return one sentence for each model flag that disagrees with the HF config (all of them, not the first).
+
+    A config of a type without a translation is compared with nothing; see `unsupported_model`.
+    """
+    if hf_config.get("model_type") not in DERIVABLE_MODEL_TYPES:
+        return []
     try:
         expected = model_args_from_hf(hf_config)
     except UsageError as error:
         return error.messages
-    given = vars(args)
-    if not given["group_query_attention"]:
-        given = given | {"num_query_groups": given["num_attention_heads"]}
-    if given["kv_channels"] is None and given["hidden_size"] and given["num_attention_heads"]:
-        given = given | {"kv_channels": given["hidden_size"] // given["num_attention_heads"]}
+    given = vars(args) | _as_built(vars(args))
+    if "moe_layer_freq" in expected:
+        expected["moe_layer_freq"] = moe_layer_pattern(expected["moe_layer_freq"], expected["num_layers"])
     sentences = []
     for name in CROSS_CHECKED:
-        if name in expected and given[name] != expected[name]:
+        if name in expected and name in given and given[name] != expected[name]:
             sentences.append(
                 f"{flag_of(name)}: the flags say {given[name]}, the HF config says {expected[name]}; "
                 "correct the flag or give --model-args-from-hf."
@@ -146,3 +261,16 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
             "correct the flag or leave it out."
         )
     return sentences
+
+
+def _as_built(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron makes of flags that were left out."""
+    built: dict[str, Any] = {}
+    if not given["group_query_attention"]:
+        built["num_query_groups"] = given["num_attention_heads"]
+    if given["kv_channels"] is None and given["hidden_size"] and given["num_attention_heads"]:
+        built["kv_channels"] = given["hidden_size"] // given["num_attention_heads"]
+    if given.get("num_moe_experts"):
+        built["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
+        built["moe_layer_freq"] = moe_layer_pattern(given["moe_layer_freq"], given["num_layers"])
+    return built

@@ -1,19 +1,25 @@
-"""The layer of our GPT models: Megatron's local spec with an RMSNorm and a packed attention that need no
+"""The layers of our GPT models: Megatron's local spec with an RMSNorm and a packed attention that need no
 TransformerEngine.
 
-It describes a dense layer (Llama, Qwen2, Qwen3); it reads the TransformerConfig and nothing else.
+It describes dense layers (Llama, Qwen2, Qwen3), layers with experts (Qwen3-MoE) and layers with norms after attention
+and MLP (GLM-4); it reads the flags of the model and builds nothing.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.hf_config import moe_layer_pattern
+from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
 from slime.utils import accelerator
 
@@ -29,18 +35,33 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return the spec of one dense transformer layer."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_experts: int | None = None) -> ModuleSpec:
+    """Return the spec of one transformer layer, dense without `num_experts`."""
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = VarlenAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    after_attention, after_mlp = vars(args).get("post_self_attn_layernorm"), vars(args).get("post_mlp_layernorm")
+    if after_attention or after_mlp:
+        parts = {field.name: vars(layer)[field.name] for field in dataclasses.fields(layer)}
+        spec.module = SandwichLayer
+        spec.submodules = SandwichSubmodules(
+            **parts,
+            post_self_attn_layernorm=RMSNorm if after_attention else IdentityOp,
+            post_mlp_layernorm=RMSNorm if after_mlp else IdentityOp,
+        )
     return spec
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, args: argparse.Namespace) -> TransformerBlockSubmodules:
     """Return the spec of all layers and the final norm."""
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(config)] * config.num_layers, layer_norm=RMSNorm)
+    dense = layer_spec(config, args)
+    layers = [dense] * config.num_layers
+    if config.num_moe_experts:
+        with_experts = layer_spec(config, args, num_experts=config.num_moe_experts)
+        pattern = moe_layer_pattern(config.moe_layer_freq, config.num_layers)
+        layers = [with_experts if has_experts else dense for has_experts in pattern]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
