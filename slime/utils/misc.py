@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import ipaddress
 import logging
 import socket
 import subprocess
@@ -200,6 +201,14 @@ def is_port_available(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def url_host(host: str) -> str:
+    """A host as a URL has it: an IPv6 address in brackets, everything else unchanged."""
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+    except ValueError:
+        return host  # a name, or in brackets already
 
 
 def get_current_node_ip() -> str:

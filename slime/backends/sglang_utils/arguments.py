@@ -7,7 +7,6 @@ how an engine is started.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from slime.backends.sglang_utils.options import (
 )
 from slime.utils.arguments.flags import flag
 from slime.utils.arguments.problems import Problems
+from slime.utils.misc import url_host
 
 __all__ = [
     "SglangFlags",
@@ -82,7 +82,7 @@ def derive_sglang(args: argparse.Namespace, explicit: set[str], own: Sequence[st
     server = pick(PREFIX)
     sizes = {PREFIX + name: value for name, value in engine_sizes(args.rollout_num_gpus_per_engine, server).items()}
     return sizes | {
-        "sglang_router_ip": url_host(args.sglang_router_ip),
+        "sglang_router_ip": args.sglang_router_ip and url_host(args.sglang_router_ip),
         "sglang_overrides": server,
         "router_overrides": ROUTER_DEFAULTS | pick(ROUTER_PREFIX),
     }
@@ -93,14 +93,6 @@ def engine_sizes(gpus_per_engine: int, overrides: dict[str, Any]) -> dict[str, i
     sizes = {short: overrides.get(short, 1) for short in _OTHER_SIZE_NAMES}
     sizes["tp_size"] = gpus_per_engine // max(1, sizes["pp_size"])
     return sizes | {long: sizes[short] for short, long in _OTHER_SIZE_NAMES.items()}
-
-
-def url_host(host: str | None) -> str | None:
-    """A host as a URL has it: an IPv6 address in brackets, everything else unchanged."""
-    try:
-        return f"[{host}]" if host and ipaddress.ip_address(host).version == 6 else host
-    except ValueError:
-        return host  # a name, or in brackets already
 
 
 def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], bool]) -> Problems:

@@ -29,7 +29,7 @@ from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.arguments import publish_runtime
 from slime.utils.http_utils import init_http_client
-from slime.utils.misc import Box, load_function
+from slime.utils.misc import Box, load_function, url_host
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -76,11 +76,12 @@ class RolloutManager(RayActor):
     def _start_servers(self) -> None:
         self._servers = start_rollout_servers(self.args, engine_placements=self._placements)
         router = self._servers.router
+        address = (url_host(router.ip), router.port)
         publish_runtime(
             self.args,
-            sglang_router_ip=router.ip,
-            sglang_router_port=router.port,
-            sglang_model_routers={self.args.model_name or "default": (router.ip, router.port)},
+            sglang_router_ip=address[0],
+            sglang_router_port=address[1],
+            sglang_model_routers={self.args.model_name or "default": address},
         )
         init_http_client(self.args)
 

@@ -17,6 +17,7 @@ from typing import Any
 from slime.backends.sglang_utils import server_control
 from slime.ray.rollout.ports import PortBlock, is_free, reserve_block
 from slime.utils.errors import UsageError
+from slime.utils.misc import url_host
 from slime.utils.processes import log_tail, registry
 from slime.utils.wait import WaitTimeout, wait
 
@@ -40,7 +41,7 @@ class RouterAddress:
     @property
     def url(self) -> str:
         """`http://ip:port`."""
-        return f"http://[{self.ip}]:{self.port}" if ":" in self.ip else f"http://{self.ip}:{self.port}"
+        return f"http://{url_host(self.ip)}:{self.port}"
 
 
 class Router:

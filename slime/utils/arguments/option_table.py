@@ -283,7 +283,7 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(item) for item in value]
     if not isinstance(value, dict):
-        return value
+        return argparse.SUPPRESS if value == argparse.SUPPRESS else value  # argparse asks for the object itself
     decoded = {key: _decoded(item) for key, item in value.items()}
     if set(decoded) == {"(tuple)"}:
         return tuple(decoded["(tuple)"])
