@@ -40,7 +40,11 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
     signal.signal(signal.SIGTERM, _leave)
     output_dir: str | None = None
     try:
-        checked = CommandLine().check(sys.argv[1:])
+        command_line = CommandLine()
+        if (text := command_line.answer(sys.argv[1:])) is not None:
+            sys.stdout.write(text)
+            return 0
+        checked = command_line.check(sys.argv[1:])
         if check is not None:
             collected(checked.problems.wrong, check, checked.args)
         if checked.args.dry_run:

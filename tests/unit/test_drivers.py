@@ -170,7 +170,9 @@ def test_the_asynchronous_driver_refuses_colocated_engines():
 @pytest.fixture
 def parsed(monkeypatch, tmp_path):
     checked = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), dry_run=False))
-    monkeypatch.setattr(driver, "CommandLine", lambda: SimpleNamespace(check=lambda argv: checked))
+    monkeypatch.setattr(
+        driver, "CommandLine", lambda: SimpleNamespace(answer=lambda argv: None, check=lambda argv: checked)
+    )
     monkeypatch.setattr(driver, "accept", lambda checked: checked.args)
     monkeypatch.setattr(driver.signal, "signal", lambda *_: None)
     return tmp_path

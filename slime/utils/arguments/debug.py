@@ -9,10 +9,15 @@ from slime.utils.arguments.flags import flag
 
 @dataclass
 class AskFlags:
-    """Instead of a run. Nothing is started."""
+    """Instead of a run. Nothing is started; --help GROUP has the flags of one group."""
 
     dry_run: bool = flag(False, "check everything, print the plan of the run, and end with status 0 or 2")
     dry_run_json: str | None = flag(None, "also write the plan to this JSON file", needs="dry_run")
+    explain: str | None = flag(None, "say what a flag is, whether it works, and its value on this command line")
+    list_unsupported: bool = flag(False, "list the flags that are declared but not built yet")
+    completion: str | None = flag(
+        None, 'print a completion script: eval "$(python train.py --completion bash)"', choices=("bash", "zsh", "tcsh")
+    )
 
 
 @dataclass

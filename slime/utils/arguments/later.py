@@ -36,6 +36,15 @@ def unsupported_uses(args: argparse.Namespace, explicit: set[str], flags_classes
                 yield from _sentence(field, value)
 
 
+def topic_of(field: Field) -> str | None:
+    """The work that will build a flag, or some of its values; None where all of it works."""
+    by_choice = field.metadata["later_choices"]
+    if by_choice:
+        return ", ".join(f"{value}: {topic}" for value, topic in by_choice.items())
+    topic: str | None = field.metadata["later"]
+    return topic
+
+
 def _sentence(field: Field, value: Any) -> Iterator[str]:
     later, by_choice = field.metadata["later"], field.metadata["later_choices"]
     if later:

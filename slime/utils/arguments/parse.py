@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from slime.utils.arguments import check_files, derive, later, validate
+from slime.utils.arguments import ask, check_files, derive, later, validate
 from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_hooks import check_hook, check_hooks
@@ -28,6 +29,7 @@ from slime.utils.arguments.eval import EvalFlags
 from slime.utils.arguments.flags import Parser, add_flags, defaults_of, group_title
 from slime.utils.arguments.observability import ObservabilityFlags
 from slime.utils.arguments.problems import Problems, collected, read_file, without_repeats
+from slime.utils.arguments.profile import ProfileFlags
 from slime.utils.arguments.rollout import RolloutBufferFlags, RolloutFlags
 from slime.utils.arguments.train import ModelPartFlags, TrainFlags
 from slime.utils.arguments.weight_sync import WeightSyncFlags
@@ -54,6 +56,7 @@ FLAG_CLASSES: tuple[type, ...] = (
     WeightSyncFlags,
     FaultToleranceFlags,
     ObservabilityFlags,
+    ProfileFlags,
     DebugFlags,
     CiFlags,
 )
@@ -62,7 +65,6 @@ OLDER_NAMES = {
     "--rollout-generate-func-path": "--custom-generate-function-path",
     "--reward-fn-path": "--custom-rm-path",
 }
-_HELP = ("-h", "--help")
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,13 @@ def parse_args(
 
     Raises:
         UsageError: with every problem that was found.
-        SystemExit: after printing --help (status 0).
+        SystemExit: after answering --help, --explain, --list-unsupported or --completion (status 0).
     """
-    return accept(CommandLine(add_custom_arguments).check(sys.argv[1:] if argv is None else argv))
+    line, command_line = sys.argv[1:] if argv is None else argv, CommandLine(add_custom_arguments)
+    if (text := command_line.answer(line)) is not None:
+        sys.stdout.write(text)
+        raise SystemExit(0)
+    return accept(command_line.check(line))
 
 
 def accept(checked: Checked) -> Args:
@@ -121,28 +127,61 @@ class CommandLine:
     def __init__(self, add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> None:
         self._parser = build_parser(add_custom_arguments)
 
-    def check(self, argv: Sequence[str]) -> Checked:
-        """Parse, derive and validate one command line (without the program's name); starts nothing.
+    def answer(self, argv: Sequence[str]) -> str | None:
+        """The answer of a command line that asks (--help, --explain, --list-unsupported, --completion), else None.
 
         Raises:
-            SystemExit: after printing --help (status 0).
+            UsageError: the question cannot be answered.
         """
         tokens = with_current_names(argv)
-        parser = self._parser
-        if any(token in _HELP for token in tokens):
-            parser.print_help()
-            raise SystemExit(0)
+        if any(token.split("=", 1)[0] in ask.HELP for token in tokens):
+            titles = [group_title(flags_class)[0] for flags_class in _own_classes()]
+            return ask.help_text(self._parser, ask.value_after(tokens, *ask.HELP), own_titles=titles)
+        asked = Args()
+        self._parser.parse_all(tokens, asked, explain_unknown=lambda name: None)
+        if asked.completion:
+            return ask.completion_script(self._parser, asked.completion)
+        if asked.list_unsupported:
+            return ask.unsupported_text(later.unsupported_flags(_own_classes()))
+        return _explanation(self._parser, asked.explain, self.check(argv)) if asked.explain else None
+
+    def check(self, argv: Sequence[str]) -> Checked:
+        """Parse, derive and validate one command line (without the program's name); starts nothing."""
+        tokens = with_current_names(argv)
         from slime.backends.sglang_utils.arguments import explain_unknown, set_aside
 
         args, problems = Args(), Problems()
-        tokens = set_aside(tokens, parser.options())
-        line_problems = parser.parse_all(tokens, args, explain_unknown=explain_unknown)
-        given_load, explicit = args.load, parser.explicit(tokens)
+        tokens = set_aside(tokens, self._parser.options())
+        line_problems = self._parser.parse_all(tokens, args, explain_unknown=explain_unknown)
+        given_load, explicit = args.load, self._parser.explicit(tokens)
         _finish(args, explicit, problems)
         for kind in (problems.wrong, problems.environment, problems.unsupported):
             kind[:] = without_repeats(kind, line_problems)
         problems.wrong[:0] = line_problems
         return Checked(args.freeze(), problems, frozenset(explicit), given_load)
+
+
+def _own_classes() -> tuple[type, ...]:
+    from slime.backends.sglang_utils.arguments import SglangFlags
+
+    return (*FLAG_CLASSES, SglangFlags)
+
+
+def _explanation(parser: Parser, flag: str, checked: Checked) -> str:
+    topics = {f.name: later.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
+
+    def status_of(action: argparse.Action) -> ask.FlagStatus:
+        topic = topics.get(action.dest)
+        return ask.FlagStatus("not supported yet", topic) if topic else ask.FlagStatus("works")
+
+    return ask.explanation(
+        parser,
+        flag,
+        older_names=OLDER_NAMES,
+        status_of=status_of,
+        values=vars(checked.args),
+        explicit=checked.explicit,
+    )
 
 
 def with_current_names(tokens: Sequence[str]) -> list[str]:
@@ -200,7 +239,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     own = list(defaults_of(SglangFlags))
     values.update(derive_sglang(args, explicit, own))
     values["eval_datasets"] = _eval_datasets(args, problems)
-    classes = (*FLAG_CLASSES, SglangFlags)
+    classes = _own_classes()
     fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]
     problems.wrong += validate.collect(args, explicit, fields)
     problems.unsupported += later.unsupported_uses(args, explicit, classes)
@@ -281,6 +320,7 @@ def _outputs(args: Args) -> dict[str, str | None]:
         "--output-dir": args.output_dir if args.output_dir != args.save else None,
         "--save-hf": _fixed_parent(args.save_hf),
         "--save-debug-rollout-data": _fixed_parent(args.save_debug_rollout_data),
+        "--ray-timeline-path": str(Path(args.ray_timeline_path).parent) if args.ray_timeline_path else None,
         "--wandb-dir": args.wandb_dir,
         "--tb-project-name": args.tb_project_name,
     }
