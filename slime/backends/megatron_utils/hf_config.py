@@ -39,6 +39,7 @@ DERIVABLE_MODEL_TYPES = tuple(DEFAULTS)
 
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+_OTHER_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 FLAG_OF = {
@@ -88,7 +89,7 @@ def flag_of(attribute: str) -> str:
 
 
 def moe_layer_pattern(moe_layer_freq: int | list[int], num_layers: int) -> list[int]:
-    """Return 1 for each layer with experts and 0 for each dense one; a number N means every Nth layer, from layer 0."""
+    """Return 1 for each layer with experts and 0 for each dense one; a number N means layers 0, N, 2N, ..."""
     if isinstance(moe_layer_freq, int):
         return [int(layer % moe_layer_freq == 0) for layer in range(num_layers)]
     return list(moe_layer_freq)
@@ -109,7 +110,7 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
             "--model-args-from-hf."
         )
     hf = DEFAULTS[model_type] | dict(hf_config)
-    if problems := _size_problems(hf) or _underivable_features(hf):
+    if problems := _number_problems(hf) or _underivable_features(hf):
         raise UsageError(problems)
     heads = hf["num_attention_heads"]
     values = {
@@ -136,16 +137,31 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return values | _rope_args(hf) | _moe_args(hf)
 
 
-def _size_problems(hf: Mapping[str, Any]) -> list[str]:
-    """One sentence for each size that is missing or no size."""
-    names = _SIZES + (_MOE_SIZES if hf["model_type"] == "qwen3_moe" else ())
-    problems = []
-    for name in names:
-        value = _num_experts(hf) if name == "num_experts" else hf.get(name)
-        if value is None:
-            problems.append(f"the HF config has no {name}; is it the whole config.json of the model?")
-        elif not isinstance(value, int) or value < 1:
-            problems.append(f"the HF config says {name} = {value!r}, which is no whole number above 0.")
+def _number_problems(hf: Mapping[str, Any]) -> list[str]:
+    """One sentence for each number that is missing or cannot be one."""
+    values = {name: hf.get(name) for name in _SIZES}
+    if hf["model_type"] == "qwen3_moe":
+        values |= {name: hf[name] for name in _MOE_SIZES} | {"num_experts": _num_experts(hf)}
+    problems = [
+        f"the HF config has no {name}; is it the whole config.json of the model?"
+        for name, value in values.items()
+        if value is None
+    ]
+    problems += [
+        f"the HF config says {name} = {value!r}, which is no whole number above 0."
+        for name, value in values.items()
+        if value is not None and not (isinstance(value, int) and value > 0)
+    ]
+    if not all(isinstance(hf.get(name) or {}, Mapping) for name in ("rope_scaling", "rope_parameters")):
+        return [*problems, "the HF config has rope_parameters or rope_scaling that are no mapping."]
+    others = {name: hf.get(name) for name in _OTHER_NUMBERS} | _rope_of(hf)
+    problems += [
+        f"the HF config says {name} = {value!r}, which is no number above 0."
+        for name, value in others.items()
+        if name in (*_OTHER_NUMBERS, "rope_theta", "partial_rotary_factor", *_LLAMA3_ROPE)
+        and value is not None
+        and not (isinstance(value, int | float) and value > 0)
+    ]
     return problems
 
 

@@ -33,12 +33,12 @@ class SandwichLayer(TransformerLayer):
         self.post_self_attn_layernorm = build_module(submodules.post_self_attn_layernorm, **size)
         self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, **size)
         # The step that adds to the residual is the only one that sees what attention and MLP return.
-        self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
+        self.self_attn_bda = _after(self.post_self_attn_layernorm, build_module(submodules.self_attn_bda))
+        self.mlp_bda = _after(self.post_mlp_layernorm, build_module(submodules.mlp_bda))
 
 
 def _after(norm: torch.nn.Module, get_bias_dropout_add: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_bias_dropout_add` with the norm before it: it takes x (with its bias) and the residual that x is added to."""
+    """`get_bias_dropout_add` with the norm before it; it gets x with its bias, and the residual that x is added to."""
 
     def get(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         add = get_bias_dropout_add(training, fused)

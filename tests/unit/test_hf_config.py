@@ -1,0 +1,210 @@
+"""From an HF config.json to Megatron's model flags: GLM-4, Qwen3-MoE, and configs with something wrong or missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.backends.megatron_utils.hf_config import (
+    CROSS_CHECKED,
+    DEFAULTS,
+    DERIVABLE_MODEL_TYPES,
+    SUPPORTED_MODEL_TYPES,
+    config_mismatches,
+    flag_of,
+    model_args_from_hf,
+    moe_layer_pattern,
+    unsupported_model,
+)
+from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
+from slime.utils.errors import UsageError
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_configs"
+ALL = sorted(path.stem for path in FIXTURES.glob("*.json"))
+MOE_LAYERS = {"num_hidden_layers": 6, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+
+
+def fixture(name: str, **changes) -> dict:
+    return json.loads((FIXTURES / f"{name}.json").read_text()) | changes
+
+
+def flags_of(hf: dict, **changes) -> argparse.Namespace:
+    """All flags as the config has them, but for `changes`."""
+    # Where a dense model's flags say nothing, Megatron's defaults hold.
+    values = {"moe_layer_freq": 1, "moe_router_topk": 2} | model_args_from_hf(hf) | changes
+    return argparse.Namespace(**values)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_fixture_names_its_source(name):
+    assert fixture(name)["_source"].startswith("values of config.json of ")
+
+
+def test_glm4_has_norms_around_both_parts_and_rotates_half_of_each_head_pairwise():
+    derived = model_args_from_hf(fixture("glm4-9B"))
+    assert derived["post_self_attn_layernorm"] and derived["post_mlp_layernorm"]
+    assert (derived["rotary_percent"], derived["rotary_interleaved"]) == (0.5, True)
+    assert (derived["add_qkv_bias"], derived["qk_layernorm"], derived["num_moe_experts"]) == (True, False, None)
+    assert model_args_from_hf(fixture("glm4-9B", attention_bias=False))["add_qkv_bias"] is False
+
+
+def test_the_share_of_rotated_channels_is_read_where_transformers_5_writes_it():
+    hf = fixture("glm4-9B", rope_parameters={"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25})
+    derived = model_args_from_hf(hf)
+    assert (derived["rotary_base"], derived["rotary_percent"]) == (500_000, 0.25)
+
+
+def test_qwen3_moe_routes_as_transformers_does():
+    derived = model_args_from_hf(fixture("qwen3-30B-A3B"))
+    assert (derived["num_moe_experts"], derived["moe_ffn_hidden_size"], derived["moe_router_topk"]) == (128, 768, 8)
+    assert (derived["moe_router_score_function"], derived["moe_router_pre_softmax"]) == ("softmax", False)
+    assert (derived["moe_layer_freq"], derived["moe_aux_loss_coeff"]) == (1, 0.0)
+    other = model_args_from_hf(fixture("qwen3-30B-A3B", norm_topk_prob=False, output_router_logits=True))
+    assert (other["moe_router_pre_softmax"], other["moe_aux_loss_coeff"]) == (True, 0.001)
+
+
+def test_layers_without_experts_become_a_pattern():
+    # transformers: layers 2, 4, 6 counted from 1 have experts (every second); index 1, the first of them, is excluded.
+    assert model_args_from_hf(fixture("qwen3-30B-A3B", **MOE_LAYERS))["moe_layer_freq"] == [0, 0, 0, 1, 0, 1]
+    assert moe_layer_pattern(2, 5) == [1, 0, 1, 0, 1]
+    assert moe_layer_pattern([0, 1, 1], 3) == [0, 1, 1]
+
+
+def test_the_number_of_experts_is_read_under_the_name_that_transformers_5_writes():
+    hf = fixture("qwen3-30B-A3B")
+    del hf["num_experts"]
+    assert model_args_from_hf(hf | {"num_local_experts": 16})["num_moe_experts"] == 16
+
+
+@pytest.mark.parametrize("model_type", DERIVABLE_MODEL_TYPES)
+def test_what_a_config_leaves_out_is_what_transformers_takes(model_type):
+    import transformers
+
+    written = transformers.AutoConfig.for_model(model_type).to_dict()
+    if "num_local_experts" in written:
+        written["num_experts"] = written["num_local_experts"]
+    ours = DEFAULTS[model_type]
+    if model_type == "llama":  # None means as many as there are heads, and transformers fills that in
+        assert written["num_key_value_heads"] == written["num_attention_heads"]
+        ours = {}
+    assert {name: written[name] for name in ours} == ours
+
+
+def test_every_type_that_can_be_trained_has_weight_rules_and_a_translation():
+    assert set(SUPPORTED_MODEL_TYPES) == set(FAMILIES)
+    assert set(SUPPORTED_MODEL_TYPES) < set(DERIVABLE_MODEL_TYPES)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_flags_from_a_config_agree_with_it(name):
+    hf = fixture(name)
+    assert config_mismatches(flags_of(hf), hf) == []
+
+
+def changed(value):
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return value + "x"
+    if value is None:
+        return 3
+    return [0] if isinstance(value, list) else value + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [
+        (name, a)
+        for name in ("glm4-9B", "qwen3-30B-A3B")
+        for a in CROSS_CHECKED
+        if a in model_args_from_hf(fixture(name))
+    ],
+)
+def test_a_flag_that_disagrees_with_the_config_is_named(name, attribute):
+    hf = fixture(name)
+    args = flags_of(hf)
+    vars(args)[attribute] = changed(vars(args)[attribute])
+    flags = [sentence.split(":")[0] for sentence in config_mismatches(args, hf)]
+    assert flag_of(attribute) in flags
+
+
+def test_a_pattern_of_layers_agrees_with_the_number_that_means_the_same():
+    hf = fixture("qwen3-30B-A3B")
+    assert config_mismatches(flags_of(hf, moe_layer_freq=[1] * 48), hf) == []
+    (problem,) = config_mismatches(flags_of(hf, moe_layer_freq=[0] + [1] * 47), hf)
+    assert problem.startswith("--moe-layer-freq: the flags say [0, 1,")
+
+
+def test_a_left_out_width_of_the_experts_is_the_width_of_the_mlp():
+    hf = fixture("qwen3-30B-A3B")
+    (problem,) = config_mismatches(flags_of(hf, moe_ffn_hidden_size=None), hf)
+    assert problem.startswith("--moe-ffn-hidden-size: the flags say 6144, the HF config says 768")
+    same = fixture("qwen3-30B-A3B", moe_intermediate_size=6144)
+    assert config_mismatches(flags_of(same, moe_ffn_hidden_size=None), same) == []
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"])
+def test_a_missing_number_is_named(name, field):
+    hf = fixture(name)
+    del hf[field]
+    with pytest.raises(UsageError, match=f"the HF config has no {field}"):
+        model_args_from_hf(hf)
+
+
+@pytest.mark.parametrize("value", ["four", 0, -1, 2.5, [1]])
+def test_what_is_no_size_is_named(value):
+    with pytest.raises(UsageError, match="num_attention_heads = .* no whole number above 0"):
+        model_args_from_hf(fixture("qwen3-4B", num_attention_heads=value))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": "8"},
+        {"rope_theta": "big"},
+        {"rope_parameters": {"rope_theta": -1}},
+        {"rope_parameters": "default"},
+        {"rms_norm_eps": []},
+    ],
+)
+def test_what_is_no_number_is_named(changes):
+    with pytest.raises(UsageError, match=next(iter(changes))[:4]):
+        model_args_from_hf(fixture("qwen3-4B", **changes))
+
+
+def test_all_missing_numbers_are_named_together():
+    with pytest.raises(UsageError) as caught:
+        model_args_from_hf({"model_type": "qwen3"})
+    assert len(caught.value.messages) == 5
+
+
+def test_llama3_rope_without_its_numbers_is_refused():
+    rope = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+    with pytest.raises(UsageError, match="without low_freq_factor, high_freq_factor"):
+        model_args_from_hf(fixture("smollm2-135M", rope_parameters=rope))
+
+
+@pytest.mark.parametrize("model_type", ["mamba", None, ["qwen3"]])
+def test_a_type_whose_flags_cannot_be_derived_points_to_the_flags(model_type):
+    hf = fixture("qwen3-4B", model_type=model_type)
+    with pytest.raises(UsageError, match="cannot be derived.*scripts/models"):
+        model_args_from_hf(hf)
+    assert config_mismatches(flags_of(fixture("qwen3-4B")), hf) == []
+
+
+@pytest.mark.parametrize("name", ["glm4-9B", "qwen3-30B-A3B"])
+def test_a_type_with_flags_but_without_weight_rules_is_not_supported_yet(name):
+    (sentence,) = unsupported_model(fixture(name))
+    assert "not supported yet (model families); use llama, qwen2, qwen3" in sentence
+    assert unsupported_model(fixture("qwen3-4B")) == []
+
+
+def test_quantized_weights_are_not_supported_yet_but_have_the_same_flags():
+    hf = fixture("qwen3-4B", quantization_config={"quant_method": "fp8"})
+    assert "quantization_config" in unsupported_model(hf)[0]
+    assert model_args_from_hf(hf) == model_args_from_hf(fixture("qwen3-4B"))
