@@ -2,6 +2,10 @@
 #
 #   slime_env [setup_env.sh arguments]   bring the environment up to date and put it first on PATH; PYTHON is then its interpreter.
 #                                        SLIME_PYTHON=/path/to/python uses that interpreter as it is, and installs nothing.
+#   slime_train [flags of train.py]      a whole run: environment, Ray head, and train.py as a Ray job on it. With a flag that only asks
+#                                        (--dry-run, --help ...) train.py answers right here: no Ray, and no installation where .venv is
+#                                        complete. Without GPUs (--accelerator cpu) NUM_SLOTS=N says how many slots the run needs.
+#   slime_only_asks [flags of train.py]  succeeds if one of the flags only asks.
 #   slime_ray_start NUM_SLOTS            start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
 #                                        GPUs count); sets RAY_ADDRESS and SLIME_RAY_DASHBOARD. It ends with the script.
 #   slime_ray_stop                       end that Ray head, and nothing else.
@@ -24,6 +28,30 @@ slime_env() {
         export VIRTUAL_ENV="$SLIME_ROOT/.venv" PATH="$SLIME_ROOT/.venv/bin:$PATH"
     fi
     export PYTHON PYTHONPATH="$SLIME_ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+}
+
+slime_only_asks() {
+    local flag
+    for flag in "$@"; do
+        case "${flag%%=*}" in
+            -h | --help | --dry-run | --explain | --list-unsupported | --completion) return 0 ;;
+        esac
+    done
+    return 1
+}
+
+slime_train() {
+    if slime_only_asks "$@"; then
+        if [ -z "${SLIME_PYTHON:-}" ] && [ -f "$SLIME_ROOT/.venv/.stamp-slime" ] && [ ! -e "$SLIME_ROOT/.venv/.making" ]; then
+            local SLIME_PYTHON="$SLIME_ROOT/.venv/bin/python"
+        fi
+        slime_env || return
+        (cd "$SLIME_ROOT" && "$PYTHON" train.py "$@")
+        return
+    fi
+    slime_env || return
+    slime_ray_start "${NUM_SLOTS:-0}" || return
+    slime_submit "$PYTHON" train.py "$@"
 }
 
 # Prints N free TCP ports; all are held open together while they are looked for, so that no two are the same.
@@ -93,11 +121,12 @@ slime_ray_stop() {
 }
 
 slime_submit() {
-    [ -n "${SLIME_RAY_DASHBOARD:-}" ] || { slime_say "no Ray head: call slime_ray_start first"; return 1; }
-    local environment
+    [ -n "$SLIME_RAY_PID" ] || { slime_say "no Ray head: call slime_ray_start first"; return 1; }
+    local environment job="$SLIME_RAY_DIR/job.sh"
     environment="$("$PYTHON" -c 'import json, os, sys
 print(json.dumps({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"], "PYTHONUNBUFFERED": "1"}}))')"
-    # The job starts in the Ray head's folder, not ours: hence env -C.
-    "$PYTHON" -m ray.scripts.scripts job submit --address "$SLIME_RAY_DASHBOARD" --runtime-env-json "$environment" \
-        -- env -C "$SLIME_ROOT" "$@"
+    # The job starts in the Ray head's folder, not ours: hence env -C. The command goes through a file because Ray quotes it in Windows'
+    # manner and gives it to a shell, which would take a $ or a bracket of an argument for its own.
+    { printf '%q ' exec env -C "$SLIME_ROOT" "$@" && echo; } >"$job"
+    "$PYTHON" -m ray.scripts.scripts job submit --address "$SLIME_RAY_DASHBOARD" --runtime-env-json "$environment" -- bash "$job"
 }

