@@ -27,6 +27,7 @@ def flag(
     is_json: bool = False,
     option: str | None = None,
     at_least: float | None = None,
+    at_most: float | None = None,
     needs: str | Sequence[str] = (),
     later: str | None = None,
     later_choices: Mapping[Any, str] = types.MappingProxyType({}),
@@ -41,8 +42,8 @@ def flag(
         repeatable: the flag may be given several times; the values make a list.
         is_json: the value is a JSON text.
         option: the option's name where it is not `--<field-name>`.
-        at_least: smallest value that makes sense.
-        needs: attributes of which one must be set for this flag to have an effect.
+        at_least, at_most: smallest and largest value that makes sense.
+        needs: attributes of which one must be set for this flag to have an effect; "attribute=value": must be that.
         later: topic of the work that will build what the flag asks for. Until then only its default is accepted.
         later_choices: the same for some of the values: value -> topic.
     """
@@ -54,6 +55,7 @@ def flag(
         "is_json": is_json,
         "option": option,
         "at_least": at_least,
+        "at_most": at_most,
         "needs": (needs,) if isinstance(needs, str) else tuple(needs),
         "later": later,
         "later_choices": dict(later_choices),
