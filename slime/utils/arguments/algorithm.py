@@ -34,6 +34,19 @@ class CheckpointFlags:
         None, "save every N rollouts and after the last", needs=("save", "save_hf"), at_least=1
     )
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints", needs="save")
+    checkpoint_contents: list[str] | None = flag(
+        None,
+        "what a checkpoint holds: model, optimizer (with the schedule), rng and hf, an HF export inside the iteration "
+        "(default: model,optimizer,rng)",
+        nargs="+",
+        needs="save",
+    )
+    keep_checkpoints: int | None = flag(
+        None,
+        "keep the newest N of what --save and a --save-hf with {rollout_id} write, and delete older ones",
+        needs=("save", "save_hf"),
+        at_least=1,
+    )
     async_save: bool = flag(False, "write checkpoints while training goes on", later="fault tolerance")
     save_hf: str | None = flag(None, "HF directory written at each save; {rollout_id} in it keeps every one")
 

@@ -20,6 +20,7 @@ class DataFlags:
     apply_chat_template: bool = flag(False, "render messages with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] = flag({}, "JSON: more arguments for the chat template", is_json=True)
     trust_remote_code: bool = flag(False, "let transformers and SGLang run Python code that comes with the checkpoint")
+    skip_malformed_data: bool = flag(False, "leave out lines of a .jsonl that are no JSON object, instead of ending")
     data_source_path: str = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer",
         "hook: class cls(args) with get_samples, add_samples, save, load, __len__",
@@ -27,7 +28,7 @@ class DataFlags:
     loss_mask_type: str = flag(
         "qwen", "chat family for the loss mask of demonstrations", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen")
     )
-    num_rollout: int | None = flag(None, "number of rollouts; 0 = evaluation only", at_least=0)
+    num_rollout: int | None = flag(None, "number of rollouts; 0 = --eval-only", at_least=0)
     num_epoch: int | None = flag(None, "passes over the prompts, where --num-rollout is not given", at_least=1)
     start_rollout_id: int | None = flag(
         None, "first rollout id (default: after the loaded checkpoint's, else 0)", at_least=0
@@ -38,10 +39,19 @@ class DataFlags:
         None, "samples per train step (default: all samples of a rollout)", at_least=1
     )
     num_steps_per_rollout: int | None = flag(None, "train steps per rollout; sets --global-batch-size", at_least=1)
+    drop_last_rollouts: bool = flag(
+        False, "drop the samples of a rollout that do not fill its last train step, instead of refusing to run"
+    )
     micro_batch_size: int = flag(1, "samples per micro-batch, without --use-dynamic-batch-size", at_least=1)
     use_dynamic_batch_size: bool = flag(False, "fill micro-batches up to --max-tokens-per-gpu tokens")
     max_tokens_per_gpu: int | None = flag(
         None, "token budget of a micro-batch", needs="use_dynamic_batch_size", at_least=1
+    )
+    log_probs_max_tokens_per_gpu: int | None = flag(
+        None,
+        "token budget of the passes without gradients: old and reference log-probs (default: --max-tokens-per-gpu)",
+        needs="use_dynamic_batch_size",
+        at_least=1,
     )
     rollout_global_dataset: bool = flag(
         True,

@@ -50,6 +50,9 @@ def derive_flags(
         "grpo_std_normalization": args.grpo_std_normalization and args.n_samples_per_prompt > 1,
         "over_sampling_batch_size": first(args.over_sampling_batch_size, args.rollout_batch_size),
         "eps_clip_high": first(args.eps_clip_high, args.eps_clip),
+        "log_probs_max_tokens_per_gpu": first(args.log_probs_max_tokens_per_gpu, args.max_tokens_per_gpu),
+        **checkpoint_contents(args.checkpoint_contents, no_save_optim=args.no_save_optim),
+        "use_pytorch_profiler": args.use_pytorch_profiler or args.profile or "profile_target" in explicit,
         "eval_reward_key": first(args.eval_reward_key, args.reward_key),
         "eval_function_path": first(args.eval_function_path, args.rollout_function_path),
         "eval_max_context_len": first(args.eval_max_context_len, args.rollout_max_context_len),
@@ -112,6 +115,15 @@ def checkpoint_source(
 def samples_per_step(given: int | None, *, num_steps: int | None, num_samples: int) -> int:
     """The global batch size: as given, else a rollout's samples split evenly over its train steps (default: one)."""
     return given if given is not None else num_samples // max(1, num_steps or 1)
+
+
+def checkpoint_contents(given: list[str] | None, *, no_save_optim: bool) -> dict[str, Any]:
+    """The parts of a checkpoint, each once, from words that may hold several between commas."""
+    if given is None:
+        parts = ["model", "rng"] if no_save_optim else ["model", "optimizer", "rng"]
+    else:
+        parts = list(dict.fromkeys(part.strip() for word in given for part in word.split(",") if part.strip()))
+    return {"checkpoint_contents": parts, "no_save_optim": no_save_optim or "optimizer" not in parts}
 
 
 def longest_prompt(given: int | None, *, context: int | None) -> int | None:

@@ -12,6 +12,12 @@ class TrainFlags:
     """Training process."""
 
     model_args_from_hf: bool = flag(False, "take every Megatron model flag that is not given from the HF config")
+    train_env_vars: dict[str, str] = flag({}, "JSON: more environment variables for trainer processes", is_json=True)
+    recompute_loss_function: bool = flag(
+        False,
+        "compute logits a chunk of --log-probs-chunk-size rows at a time and again in the backward pass: no more than "
+        "a chunk of them is in memory",
+    )
     log_probs_chunk_size: int = flag(-1, "tokens per chunk when log-probs and entropy are computed; -1 = one chunk")
     only_train_params_name_list: list[str] | None = flag(
         None, "regular expressions of the parameters to train; all others are frozen", nargs="*", later="algorithms"

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from slime.utils.arguments.check_trainer import TRAINER_CHECKS
 from slime.utils.arguments.flags import option_name
 
 Check = Callable[[argparse.Namespace], Iterable[str]]
@@ -250,6 +251,7 @@ CHECKS: tuple[Check, ...] = (
     check_kl,
     check_eval,
     check_rollout_source,
+    *TRAINER_CHECKS,
 )
 
 

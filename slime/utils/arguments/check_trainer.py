@@ -1,0 +1,95 @@
+"""Checks of the flags of the trainer's processes: their environment, what a checkpoint holds, what is profiled.
+
+One small function per rule, as in validate.py; each reads `args` after derivation and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+
+from slime.utils.arguments.flags import nearest
+
+CHECKPOINT_PARTS = ("model", "optimizer", "rng", "hf")
+
+_PROCESS_GROUP = "slime gives every rank its own"
+_BOTH_ENDS = "the engines run with the same value, and the weight sync fails where the two differ"
+OWNED_ENV_VARS = {
+    "RANK": _PROCESS_GROUP,
+    "WORLD_SIZE": _PROCESS_GROUP,
+    "LOCAL_RANK": _PROCESS_GROUP,
+    "MASTER_ADDR": _PROCESS_GROUP,
+    "MASTER_PORT": _PROCESS_GROUP,
+    "CUDA_VISIBLE_DEVICES": "Ray shows every rank the GPU of its slot",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "tensor parallelism counts on kernels being queued in one order, which needs 1",
+    "NCCL_CUMEM_ENABLE": _BOTH_ENDS,
+    "NCCL_NVLS_ENABLE": _BOTH_ENDS,
+    "PYTHONPATH": "slime passes on the driver's; set it where train.py is started",
+    "HF_HUB_OFFLINE": "slime fetches nothing from a model hub during a run",
+    "TOKENIZERS_PARALLELISM": "tokenizer threads and worker processes lock each other up",
+    "PYTHONUNBUFFERED": "the logs are read while the run goes on",
+}
+"""Variables that slime sets for a trainer process -> why they cannot be changed."""
+
+
+def check_train_env_vars(args: argparse.Namespace) -> Iterable[str]:
+    """Names and values can be an environment, and contradict nothing that slime sets itself."""
+    for name, value in args.train_env_vars.items():
+        given = f"--train-env-vars: {name}={value!r}"
+        if not name or "=" in name or "\0" in name:
+            yield f"--train-env-vars: {name!r} cannot be the name of a variable; use letters, digits and _."
+        elif not isinstance(value, str):
+            yield f"{given} is no text; write the value in double quotes, as in {json.dumps({name: str(value)})}."
+        elif "\0" in value:
+            yield f"{given} holds a null character; leave it out."
+        if name in OWNED_ENV_VARS:
+            yield f"{given} cannot be set: {OWNED_ENV_VARS[name]}; leave it out."
+
+
+def check_checkpoint_contents(args: argparse.Namespace) -> Iterable[str]:
+    """Parts that exist, the weights among them, and no flag that says the opposite."""
+    parts, given = args.checkpoint_contents, ",".join(args.checkpoint_contents)
+    for part in parts:
+        if part not in CHECKPOINT_PARTS:
+            near = nearest(part, CHECKPOINT_PARTS)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(CHECKPOINT_PARTS)}."
+            yield f"--checkpoint-contents {part!r} is no part of a checkpoint: {hint}"
+    if "model" not in parts:
+        yield f"--checkpoint-contents {given!r} lacks model: nothing could be loaded from it; add model."
+    if args.no_save_optim and "optimizer" in parts:
+        yield f"--no-save-optim contradicts --checkpoint-contents {given}; leave one of the two out."
+    if args.save_hf and "hf" in parts:
+        yield (
+            f"--checkpoint-contents {given} and --save-hf {args.save_hf} would export the same weights twice; leave "
+            "hf or --save-hf out."
+        )
+
+
+def check_profile(args: argparse.Namespace) -> Iterable[str]:
+    """Something is recorded, by ranks that exist, in rollouts that the run has."""
+    if not args.use_pytorch_profiler:
+        return
+    start, end = args.profile_step_start, args.profile_step_end
+    if start >= end:
+        yield (
+            f"--profile-step-start {start} must be less than --profile-step-end {end}: the rollouts from the first up "
+            "to, without, the second are recorded."
+        )
+    elif args.num_rollout is not None and start >= args.num_rollout:
+        yield (
+            f"--profile-step-start {start} is never reached with --num-rollout {args.num_rollout}, whose last rollout "
+            f"is {args.num_rollout - 1}; lower it."
+        )
+    world = args.actor_num_nodes * args.actor_num_gpus_per_node
+    for rank in args.profile_ranks:
+        if not 0 <= rank < world:
+            yield f"--profile-ranks {rank}: there are {world} trainer ranks, 0 to {world - 1}; choose among them."
+    if "train_overall" in args.profile_target and len(set(args.profile_target)) > 1:
+        yield (
+            f"--profile-target {' '.join(args.profile_target)}: train_overall holds the others already, and a process "
+            "has one profiler; give it alone, or only the parts."
+        )
+
+
+TRAINER_CHECKS = (check_train_env_vars, check_checkpoint_contents, check_profile)
