@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.utils.arguments import ask, check_files, derive, later, validate
+from slime.utils.arguments import ask, check_files, check_rollout, derive, later, validate
 from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
 from slime.utils.arguments.args import Args
+from slime.utils.arguments.check_devices import check_trainer
 from slime.utils.arguments.check_hooks import check_hook, check_hooks
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
 from slime.utils.arguments.data import DataFlags
@@ -112,7 +113,7 @@ def accept(checked: Checked) -> Args:
     """
     if sentences := checked.problems.all():
         raise UsageError(sentences)
-    for warning in validate.warnings(checked.args, given_load=checked.given_load):
+    for warning in validate.warnings(checked.args, checked.explicit, given_load=checked.given_load):
         logger.warning("%s", warning)
     return checked.args
 
@@ -202,6 +203,7 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
 
     parser = Parser(
         prog="train.py",
+        add_help=False,  # `CommandLine.answer` does it, and never ends the process
         usage="python train.py --hf-checkpoint DIR --prompt-data FILE --rollout-batch-size N --num-rollout N [flags]",
         description="Train a language model by reinforcement learning: slime's flags, then Megatron's, then SGLang's.",
         epilog="A wrong command line ends with status 2 and one 'error:' line per problem, before anything starts.",
@@ -209,6 +211,9 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
     classes = (*FLAG_CLASSES, sglang.SglangFlags)
     # Our groups are made first (order of --help) and filled last (our flags win over the user's and Megatron's).
     groups = [parser.add_argument_group(*group_title(flags_class)) for flags_class in classes]
+    groups[0].add_argument(
+        *ask.HELP, nargs="?", metavar="GROUP", default=argparse.SUPPRESS, help="these flags, or those of one group"
+    )
     if add_custom_arguments is not None:
         add_custom_arguments(parser)
     add_megatron_arguments(parser)
@@ -225,7 +230,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
 
     values, given_load = vars(args), args.load
     args.accelerator = _accelerator(args, problems)
-    if trainer_problems := list(validate.check_trainer(args)):
+    if trainer_problems := list(check_trainer(args)):
         problems.wrong += trainer_problems
         args.tensor_model_parallel_size = 1
     hf_config, hf_problems = check_files.read_hf_config(args.hf_checkpoint)
@@ -241,11 +246,17 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     values["eval_datasets"] = _eval_datasets(args, problems)
     classes = _own_classes()
     fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]
-    problems.wrong += validate.collect(args, explicit, fields)
+    if args.num_rollout is None:
+        args.num_rollout = derive.rollouts_of_epochs(
+            args.num_epoch, num_rows=check_files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
+        )
+    problems.extend(validate.collect(args, explicit, fields))
     problems.unsupported += later.unsupported_uses(args, explicit, classes)
-    problems.wrong += megatron_problems(args.replace(load=given_load), hf_config)
+    if not args.debug_rollout_only:  # V16: no trainers
+        problems.wrong += megatron_problems(args.replace(load=given_load), hf_config)
     if not args.debug_train_only:
         problems.extend(sglang_problems(args, port_is_free=is_port_available))
+    _check_rewards(args, problems)
     _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
     values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
     del args.offload  # only a short form
@@ -271,45 +282,41 @@ def _eval_datasets(args: argparse.Namespace, problems: Problems) -> list[EvalDat
     return collected(problems.wrong, build_eval_dataset_configs, args, raw, defaults) or []
 
 
-def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:
-    """Everything that the flags point at: checkpoints, hooks, data, rewards, directories."""
-    from slime.rollout.base_types import HOOKS, signature_problem
+def _check_rewards(args: Args, problems: Problems) -> None:
+    """Rewards have a grader, and it has what it reads."""
     from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
+
+    fields = check_files.fields_text(args)
+    problems.wrong += check_rollout.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields)
+    problems.wrong += check_rollout.check_tensorboard(args, os.environ)
+    reads_reward = check_rollout.uses_builtin_reward(args)
+    problems.environment += check_files.check_train_data(args, reads_reward=reads_reward)
+    problems.environment += check_files.check_eval_data(args.eval_datasets)
+
+
+def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:
+    """What else the flags point at: checkpoints, hooks, directories."""
+    from slime.rollout.base_types import HOOKS, signature_problem
 
     if has_config:
         reads_weights = not args.debug_train_only and args.sglang_load_format != "dummy"
         needs_weights = reads_weights or args.load == args.hf_checkpoint
         problems.extend(check_files.check_hf_files(args.hf_checkpoint, needs_weights=needs_weights))
-    problems.extend(check_files.check_checkpoints(load=given_load, ref_load=args.ref_load, save=args.save))
-    defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     problems.extend(
-        check_hooks(vars(args), defaults | {"eval_function_path": validate.DEFAULT_ROLLOUT}, HOOKS, signature_problem)
+        check_files.check_checkpoints(
+            load=given_load, ref_load=args.ref_load, save=args.save, teacher_load=args.opd_teacher_load
+        )
     )
+    problems.extend(check_files.check_replay(args.load_debug_rollout_data, args.start_rollout_id))
+    defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
+    defaults["eval_function_path"] = check_rollout.DEFAULT_ROLLOUT
+    problems.extend(check_hooks(vars(args), defaults, HOOKS, signature_problem))
     for dataset in args.eval_datasets:
         for name in ("custom_rm_path", "custom_generate_function_path"):
             if path := vars(dataset)[name]:
                 problems.extend(
                     check_hook(f"evaluation data set {dataset.name}: {name}", path, HOOKS[name], signature_problem)
                 )
-    reads_reward = check_files.uses_builtin_reward(args, validate.DEFAULT_ROLLOUT)
-    problems.extend(check_files.check_rm_type(args.rm_type, "--rm-type", rm_url=args.rm_url, known=RM_TYPES))
-    problems.extend(check_files.check_train_data(args, reads_reward=reads_reward, needs_label=rm_needs_label))
-    problems.extend(
-        check_files.check_eval_data(
-            args.eval_datasets,
-            reads_reward=reads_reward,
-            rm_type=args.rm_type,
-            custom_rm_path=args.custom_rm_path,
-            rm_url=args.rm_url,
-            known=RM_TYPES,
-            needs_label=rm_needs_label,
-        )
-    )
-    problems.extend(check_files.check_tensorboard(args.use_tensorboard, args.tb_project_name, os.environ))
-    problems.extend(check_files.check_template("--save-hf", args.save_hf, needs_id=False))
-    problems.extend(
-        check_files.check_template("--save-debug-rollout-data", args.save_debug_rollout_data, needs_id=True),
-    )
     problems.extend(check_files.check_output_dirs(_outputs(args)))
 
 
@@ -320,6 +327,7 @@ def _outputs(args: Args) -> dict[str, str | None]:
         "--output-dir": args.output_dir if args.output_dir != args.save else None,
         "--save-hf": _fixed_parent(args.save_hf),
         "--save-debug-rollout-data": _fixed_parent(args.save_debug_rollout_data),
+        "--save-debug-train-data": _fixed_parent(args.save_debug_train_data),
         "--ray-timeline-path": str(Path(args.ray_timeline_path).parent) if args.ray_timeline_path else None,
         "--wandb-dir": args.wandb_dir,
         "--tb-project-name": args.tb_project_name,
