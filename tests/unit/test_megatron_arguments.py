@@ -156,8 +156,8 @@ def test_derived_values_are_returned_and_not_set(hf):
 @pytest.mark.parametrize(
     ("flags", "values", "named"),
     [
-        ("--pipeline-model-parallel-size 2", {}, "pipeline parallelism is not supported yet"),
-        ("--context-parallel-size 2", {}, "context parallelism is not supported yet"),
+        ("--pipeline-model-parallel-size 2", {}, "not supported yet (parallelism)"),
+        ("--context-parallel-size 2", {}, "not supported yet (parallelism)"),
         ("--tensor-model-parallel-size 4", {"actor_num_gpus_per_node": 4}, "--num-query-groups 2 does not divide"),
         ("--tensor-model-parallel-size 2", {"actor_num_gpus_per_node": 3}, "3 trainer GPUs or slots"),
         ("--bf16", {}, "computes in fp32"),

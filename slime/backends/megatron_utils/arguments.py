@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.config_flags import FlagAdder, add_config_flags
+from slime.backends.megatron_utils.config_flags import add_config_flags
+from slime.backends.megatron_utils.flag_classes import refused_flags
 from slime.backends.megatron_utils.hf_config import (
     SUPPORTED_MODEL_TYPES,
     config_mismatches,
@@ -25,6 +26,7 @@ from slime.backends.megatron_utils.hf_config import (
     unsupported_model,
 )
 from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
+from slime.backends.megatron_utils.parser_flags import add_parser_flags
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.errors import UsageError
 
@@ -83,11 +85,6 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
         "init_method_std",
     ),
 }
-NOT_SUPPORTED_YET = {
-    "pipeline_model_parallel_size": "pipeline parallelism",
-    "context_parallel_size": "context parallelism",
-    "expert_model_parallel_size": "expert parallelism",
-}
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -98,123 +95,9 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     """
     if problem := shadowing_problem():
         raise UsageError(problem)
-    _add_model_flags(FlagAdder(parser, "megatron: model"))
-    _add_precision_flags(FlagAdder(parser, "megatron: precision and attention"))
-    _add_schedule_flags(FlagAdder(parser, "megatron: learning rate and weight decay"))
-    _add_checkpoint_flags(FlagAdder(parser, "megatron: checkpoints"))
+    add_parser_flags(parser)
     add_config_flags(parser)
     return parser
-
-
-def _add_model_flags(flags: FlagAdder) -> None:
-    flags.add("--swiglu", action="store_true", help="gated linear unit with SiLU in the MLP")
-    flags.add(
-        "--untie-embeddings-and-output-weights",
-        action="store_true",
-        help="the output layer has weights of its own instead of sharing the embedding's",
-    )
-    flags.add("--group-query-attention", action="store_true", help="use --num-query-groups key and value heads")
-    flags.add("--vocab-size", type=int, help="vocabulary before padding (default: the HF config's)")
-    flags.add(
-        "--make-vocab-size-divisible-by", type=int, default=128, help="pad the vocabulary to a multiple of this x TP"
-    )
-    flags.add("--padded-vocab-size", type=int, help="rows of the embedding (default: padded --vocab-size)")
-    flags.add("--seq-length", type=int, help="longest sequence that Megatron is told about (default 4096)")
-    flags.add("--max-position-embeddings", type=int, help="positions of the model (default: --seq-length)")
-    flags.add("--position-embedding-type", choices=["rope"], default="rope", help="rotary position embedding")
-    flags.add(
-        "--use-rotary-position-embeddings",
-        dest="position_embedding_type",
-        action="store_const",
-        const="rope",
-        help="the same as --position-embedding-type rope",
-    )
-    flags.add("--rotary-base", type=float, default=10000, help="base of the rotary frequencies")
-    flags.add("--rotary-percent", type=float, default=1.0, help="share of each head's channels that is rotated")
-    flags.add("--use-rope-scaling", action="store_true", help="scale the rotary frequencies as Llama 3.1 does")
-    flags.add("--rope-scaling-factor", type=float, default=8.0, help="with --use-rope-scaling: the factor")
-    flags.add(
-        "--rope-scaling-low-freq-factor", type=float, default=1.0, help="with --use-rope-scaling: low_freq_factor"
-    )
-    flags.add(
-        "--rope-scaling-high-freq-factor", type=float, default=4.0, help="with --use-rope-scaling: high_freq_factor"
-    )
-    flags.add(
-        "--rope-scaling-original-max-position-embeddings",
-        type=int,
-        default=8192,
-        help="with --use-rope-scaling: original_max_position_embeddings",
-    )
-    flags.add("--hidden-dropout", type=float, default=0.0, help="dropout after attention and MLP")
-    flags.add("--attention-dropout", type=float, default=0.0, help="must be 0: our attention has no dropout")
-
-
-def _add_precision_flags(flags: FlagAdder) -> None:
-    flags.add("--bf16", action="store_true", help="train in bfloat16 (the default on CUDA)")
-    flags.add("--fp16", action="store_true", help="train in float16 (CUDA)")
-    flags.add(
-        "--attention-backend",
-        choices=["auto", "flash", "unfused"],
-        default="auto",
-        help="flash: torch's varlen kernel (CUDA, 16 bit); unfused: torch's SDPA; auto: flash where it runs",
-    )
-    flags.add(
-        "--attention-softmax-in-fp32",
-        action="store_true",
-        default=True,
-        help="always so in our attention; accepted because Megatron's scripts give it",
-    )
-    flags.add(
-        "--accumulate-allreduce-grads-in-fp32",
-        dest="grad_reduce_in_fp32",
-        action="store_true",
-        help="keep and reduce gradients in fp32",
-    )
-    flags.add(
-        "--use-distributed-optimizer",
-        action="store_true",
-        default=True,
-        help="always on: optimizer state is sharded over the data-parallel ranks",
-    )
-    flags.add(
-        "--no-check-for-nan-in-loss-and-grad",
-        dest="check_for_nan_in_grad",
-        action="store_false",
-        help="do not stop when a gradient is not finite",
-    )
-    flags.add("--optimizer", choices=["adam"], default="adam", help="Adam; with decoupled weight decay by default")
-
-
-def _add_schedule_flags(flags: FlagAdder) -> None:
-    flags.add("--lr-decay-style", choices=["constant", "linear", "cosine"], default="constant", help="after warm-up")
-    flags.add("--lr-decay-iters", type=int, help="train steps until --min-lr is reached (default: the whole run)")
-    flags.add("--lr-warmup-iters", type=int, default=0, help="train steps of linear warm-up")
-    flags.add("--lr-warmup-fraction", type=float, help="warm-up as a share of the decay steps, instead of a number")
-    flags.add("--lr-warmup-init", type=float, default=0.0, help="learning rate at which warm-up starts")
-    flags.add("--min-lr", type=float, default=0.0, help="learning rate at the end of the decay")
-    flags.add("--start-weight-decay", type=float, help="weight decay at the first step (default: --weight-decay)")
-    flags.add("--end-weight-decay", type=float, help="weight decay at the last step (default: --weight-decay)")
-    flags.add(
-        "--weight-decay-incr-style",
-        choices=["constant", "linear", "cosine"],
-        default="constant",
-        help="between the two",
-    )
-    flags.add(
-        "--override-opt-param-scheduler",
-        action="store_true",
-        help="on resume take the flags' schedule, not the checkpoint's",
-    )
-    flags.add(
-        "--use-checkpoint-opt-param-scheduler", action="store_true", help="on resume take the checkpoint's schedule"
-    )
-
-
-def _add_checkpoint_flags(flags: FlagAdder) -> None:
-    flags.add("--ckpt-step", type=int, help="load this iteration instead of the newest")
-    flags.add("--no-load-optim", action="store_true", help="do not load the optimizer's state")
-    flags.add("--no-load-rng", action="store_true", help="do not load the random states")
-    flags.add("--finetune", action="store_true", help="load weights only and start at iteration 0")
 
 
 def set_default_megatron_args(args: argparse.Namespace) -> argparse.Namespace:
@@ -251,11 +134,7 @@ def megatron_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | N
         hf_config: the dict of --hf-checkpoint's config.json, or None where there is none to compare with.
     """
     problems = [problem] if (problem := shadowing_problem()) else []
-    problems += [
-        f"{flag_of(name)} {vars(args)[name]}: {what} is not supported yet; use 1."
-        for name, what in NOT_SUPPORTED_YET.items()
-        if vars(args)[name] != 1
-    ]
+    problems += refused_flags(args)
     problems += _range_problems(args)
     problems += _family_problems(args.model_name)
     problems += _precision_problems(args)

@@ -1,9 +1,10 @@
-"""Megatron's config dataclasses as command-line flags, and back from `args` to a config's arguments.
+"""The fields of Megatron's config dataclasses as command-line options.
 
-A field's flag has the name, type, choices, default and help that the dataclass itself gives (its `argparse_meta`,
-type hint and docstring). Only the fields listed here become flags: those that have an effect on the models and
-optimizers that are built. It knows nothing about slime's own flags, except that an option which the parser already
-has is left alone.
+A field's option has the type, choices, default and help that the dataclass gives (type hint, `argparse_meta`,
+docstring) and the name that Megatron-LM's parser gives it; its attribute is the field's name. Asking the dataclasses
+means importing megatron-core and torch, so the answer is kept in a table (slime.utils.arguments.option_table). Fields
+without a simple form are declared in parser_flags.py, or are no options (NO_OPTION). Which option has an effect is
+megatron_flags.py's business.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import ast
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
 import textwrap
 import types
@@ -19,61 +21,68 @@ import typing
 import warnings
 from typing import Any
 
-PARALLEL_FIELDS = [
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-    "deterministic_mode",
-]
-MODEL_FIELDS = [
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "kv_channels",
-    "softmax_scale",
-    "fp32_residual_connection",
-    "layernorm_epsilon",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "normalization",
-    "qk_layernorm",
-    "init_method_std",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "disable_bf16_reduced_precision_matmul",
-    "calculate_per_token_loss",
-]
-OPTIMIZER_FIELDS = [
-    "lr",
-    "min_lr",
-    "weight_decay",
-    "apply_wd_to_qk_layernorm",
-    "loss_scale",
-    "initial_loss_scale",
-    "min_loss_scale",
-    "loss_scale_window",
-    "hysteresis",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "decoupled_weight_decay",
-    "overlap_param_gather",
-    "clip_grad",
-    "log_num_zeros_in_grad",
-]
-DDP_FIELDS = [
-    "grad_reduce_in_fp32",
-    "overlap_grad_reduce",
-    "align_param_gather",
-    "bucket_size",
-    "average_in_collective",
-]
+from slime.utils.arguments.option_table import OptionTable, cached_table, capture
+
+# field -> option, where Megatron-LM's name is neither in `argparse_meta` nor the field's name
+NAMES = {
+    "attention_output_gate": "--attention-output-gate --use-gated-attention",
+    "average_in_collective": "--ddp-average-in-collective",
+    "bucket_size": "--ddp-bucket-size",
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "muon_split_qkv": "--muon-no-split-qkv",
+    "nccl_ub": "--use-nccl-ub",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "num_moe_experts": "--num-experts",
+    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+    "tp_comm_bulk_dgrad": "--disable-tp-comm-bulk-dgrad",
+    "tp_comm_bulk_wgrad": "--disable-tp-comm-bulk-wgrad",
+    "tp_comm_overlap_ag": "--disable-tp-comm-overlap-ag",
+    "tp_comm_overlap_rs": "--disable-tp-comm-overlap-rs",
+    "tp_comm_split_ag": "--disable-tp-comm-split-ag",
+    "tp_comm_split_rs": "--disable-tp-comm-split-rs",
+}
+# field -> option that turns it off: False in the dataclass, and on by default in Megatron-LM's parser
+ON_BY_DEFAULT = {
+    "apply_rope_fusion": "--no-rope-fusion",
+    "bias_dropout_fusion": "--no-bias-dropout-fusion",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "masked_softmax_fusion": "--no-masked-softmax-fusion",
+    "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "persist_layer_norm": "--no-persist-layer-norm",
+}
+# field -> default here, where it is not the dataclass's: as Megatron-LM's parser has it, or as our model needs it
+DEFAULTS: dict[str, Any] = {
+    "attention_dropout": 0.0,  # 0.1 in Megatron; old log-probs under another dropout mask would be another policy's
+    "hidden_dropout": 0.0,
+    "kv_lora_rank": 32,
+    "min_lr": 0.0,
+    "muon_momentum": 0.9,
+    "optimizer_offload_fraction": 1.0,
+    "q_lora_rank": None,
+    "rotary_scaling_factor": 1.0,
+}
+# field -> why it is no option of its own
+NO_OPTION = {
+    field: why
+    for why, fields in {
+        "an object of the running process": "timers finalize_model_grads_func grad_scale_func no_sync_func "
+        "grad_sync_func param_sync_func _cpu_offloading_context init_method output_layer_init_method "
+        "embedding_init_method quant_recipe",
+        "follows from --bf16 and --fp16": "params_dtype pipeline_dtype autocast_dtype",
+        "follows from --swiglu": "activation_func gated_linear_unit bias_activation_fusion",
+        "follows from --num-layers-per-virtual-pipeline-stage": "virtual_pipeline_model_parallel_size",
+        "the opposite of --no-overlap-p2p-communication": "batch_p2p_comm",
+        "follows from --fp8-param-gather": "fp8_param",
+        "see --no-align-param-gather": "align_param_gather",
+        "see --no-check-for-nan-in-loss-and-grad": "check_for_nan_in_grad",
+        "see --attention-softmax-in-fp32": "attention_softmax_in_fp32",
+        "a property of the model's class": "is_hybrid_model heterogeneous_block_specs hetereogenous_dist_checkpoint "
+        "deallocate_pipeline_outputs",
+    }.items()
+    for field in fields.split()
+}
 
 
 class FlagAdder:
@@ -97,26 +106,48 @@ def megatron_configs() -> dict[str, type]:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.model_parallel_config import ModelParallelConfig
         from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     return {
         "parallel": ModelParallelConfig,
         "model": TransformerConfig,
+        "mla": MLATransformerConfig,
         "optimizer": OptimizerConfig,
         "ddp": DistributedDataParallelConfig,
     }
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each listed field of Megatron's configs."""
-    configs = megatron_configs()
-    listed = {"parallel": PARALLEL_FIELDS, "model": MODEL_FIELDS, "optimizer": OPTIMIZER_FIELDS, "ddp": DDP_FIELDS}
-    for key, names in listed.items():
-        adder = FlagAdder(parser, f"megatron: {configs[key].__name__}")
-        fields = {field.name: field for field in dataclasses.fields(configs[key])}
-        hints, docs = typing.get_type_hints(configs[key]), field_docs(configs[key])
-        for name in names:
-            options, option_names = flag_of_field(fields[name], hints[name])
-            adder.add(*option_names, dest=name, help=docs.get(name, "").replace("%", "%%"), **options)
+    """Add one option for each field of Megatron's configs, except options that the parser already has.
+
+    The first call for a version of megatron-core imports it, later ones read the table that the first has written.
+    """
+    config_table().add_to(parser)
+
+
+def config_table() -> OptionTable:
+    """The options of the installed megatron-core's configs."""
+    version = importlib.metadata.version("megatron-core")
+    return cached_table("megatron-core", {"megatron-core": version}, _captured)
+
+
+def _captured() -> OptionTable:
+    return capture(_add_all_fields)
+
+
+def _add_all_fields(parser: argparse.ArgumentParser) -> None:
+    seen = set(NO_OPTION)
+    for config in megatron_configs().values():
+        adder = FlagAdder(parser, f"megatron: {config.__name__}")
+        hints, docs = typing.get_type_hints(config), field_docs(config)
+        for field in dataclasses.fields(config):
+            if field.name in seen:
+                continue
+            seen.add(field.name)
+            try:
+                options, names = flag_of_field(field, hints[field.name])
+            except TypeError:
+                continue  # declared in parser_flags.py; a test compares
+            adder.add(*names, dest=field.name, help=docs.get(field.name, "").replace("%", "%%"), **options)
 
 
 def flag_of_field(field: dataclasses.Field[Any], hint: Any) -> tuple[dict[str, Any], list[str]]:
@@ -127,24 +158,33 @@ def flag_of_field(field: dataclasses.Field[Any], hint: Any) -> tuple[dict[str, A
     """
     meta = dict(field.metadata.get("argparse_meta", {}))
     option = "--" + field.name.replace("_", "-")
-    default = meta.get("default", field.default)
+    names = NAMES[field.name].split() if field.name in NAMES else meta.get("arg_names")
     hint = _without_none(hint)
+    if hint is bool and field.name in ON_BY_DEFAULT:
+        return {"action": "store_false", "default": True}, [ON_BY_DEFAULT[field.name]]
+    default = _default_of(field, meta)
+    if hint is bool and field.default is True:
+        return {"action": "store_false", "default": default}, names or [option.replace("--", "--no-", 1)]
     if hint is bool:
-        if field.default is True:
-            return {"action": "store_false", "default": default}, meta.get(
-                "arg_names", [option.replace("--", "--no-", 1)]
-            )
-        return {"action": "store_true", "default": default}, meta.get("arg_names", [option])
+        return {"action": "store_true", "default": default}, names or [option]
     options: dict[str, Any] = {"default": default}
     if typing.get_origin(hint) is typing.Literal:
         options["choices"] = list(typing.get_args(hint))
-    elif typing.get_origin(hint) is list:
+    elif typing.get_origin(hint) is list and typing.get_args(hint)[0] in (int, float, str):
         options |= {"nargs": "+", "type": typing.get_args(hint)[0]}
     elif hint in (int, float, str):
         options["type"] = hint
     else:
         raise TypeError(f"config field {field.name} has type {hint}, which has no form as a flag.")
-    return options, meta.get("arg_names", [option])
+    return options, names or [option]
+
+
+def _default_of(field: dataclasses.Field[Any], meta: dict[str, Any]) -> Any:
+    if field.name in DEFAULTS:
+        return DEFAULTS[field.name]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return meta.get("default", field.default)
 
 
 def _without_none(hint: Any) -> Any:
@@ -168,9 +208,3 @@ def field_docs(config: type) -> dict[str, str]:
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 docs[before.target.id] = " ".join(str(after.value.value).split())
     return docs
-
-
-def config_kwargs(config: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what `args` says about the fields of a Megatron config: {field: value} for the attributes that exist."""
-    values = vars(args)
-    return {field.name: values[field.name] for field in dataclasses.fields(config) if field.name in values}

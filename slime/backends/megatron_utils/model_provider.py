@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.config_flags import config_kwargs
+from slime.backends.megatron_utils.config_values import config_kwargs
 from slime.backends.megatron_utils.model.spec import block_spec
 from slime.utils.misc import load_function
 

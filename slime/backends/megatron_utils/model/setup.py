@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from slime.backends.megatron_utils.config_flags import config_kwargs
+from slime.backends.megatron_utils.config_values import config_kwargs
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 from slime.utils import accelerator

@@ -1,0 +1,344 @@
+"""What each of Megatron's options does here: one table, and the sentences that follow from it.
+
+`used`: it has an effect on what is built today. `warned`: it is accepted, has no effect here, and one warning says
+so. `refused`: another value than the default stops a run, with the reason or the topic of the later work that brings
+it. Options that slime's own dataclasses define (SLIMES) are not classified here. It knows no values and no rules
+between options; arguments.py and layout.py do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["used", "warned", "refused"]
+
+
+class Group(NamedTuple):
+    """Options that share a fate.
+
+    Attributes:
+        kind: see above.
+        options: option strings, separated by white space.
+        reason: of a warning or a refusal, as the end of a sentence.
+        later: topic of the work that brings a refused option.
+    """
+
+    kind: Kind
+    options: str
+    reason: str = ""
+    later: str | None = None
+
+
+SLIMES = ["--mtp-num-layers", "--mtp-loss-scaling-factor", "--calculate-per-token-loss", "--lr", "--clip-grad"]
+
+TABLE: tuple[Group, ...] = (
+    # ------------------------------------------------------------------------------------------------------- used
+    Group(
+        "used",
+        """--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
+        --num-query-groups --kv-channels --softmax-scale --vocab-size --make-vocab-size-divisible-by
+        --padded-vocab-size --seq-length --max-position-embeddings --normalization --norm-epsilon
+        --disable-bias-linear --add-qkv-bias --qk-layernorm --swiglu --untie-embeddings-and-output-weights
+        --position-embedding-type --use-rotary-position-embeddings --rotary-base --rotary-percent
+        --rotary-interleaved --use-rope-scaling --rope-scaling-factor --rope-scaling-low-freq-factor
+        --rope-scaling-high-freq-factor --rope-scaling-original-max-position-embeddings
+        --init-method-std --embedding-init-method-std --no-initialization
+        --hidden-dropout --attention-dropout --fp32-residual-connection --no-clone-scatter-output-in-embedding""",
+    ),
+    Group(
+        "used",
+        """--tensor-model-parallel-size --sequence-parallel --deterministic-mode
+        --recompute-granularity --recompute-activations --recompute-method --recompute-num-layers
+        --recompute-modules --distribute-saved-activations --distribute-checkpointed-activations
+        --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size --ddp-average-in-collective
+        --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation""",
+    ),
+    Group(
+        "used",
+        """--bf16 --fp16 --attention-backend --use-flash-attn --disable-bf16-reduced-precision-matmul
+        --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
+        --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis
+        --no-check-for-nan-in-loss-and-grad --check-for-large-grads --log-num-zeros-in-grad""",
+    ),
+    Group(
+        "used",
+        """--optimizer --adam-beta1 --adam-beta2 --adam-eps --no-decoupled-weight-decay
+        --weight-decay --start-weight-decay --end-weight-decay --weight-decay-incr-style
+        --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --decoupled-lr --decoupled-min-lr
+        --min-lr --lr-decay-style --lr-decay-iters --lr-warmup-iters --lr-warmup-fraction --lr-warmup-init
+        --lr-wsd-decay-style --lr-wsd-decay-iters --use-checkpoint-opt_param-scheduler""",
+    ),
+    Group(
+        "used",
+        "--ckpt-step --no-load-optim --no-load-rng --finetune --exit-on-missing-checkpoint --ckpt-format",
+    ),
+    # ----------------------------------------------------------------------------------------------------- warned
+    Group(
+        "warned",
+        """--use-distributed-optimizer --attention-softmax-in-fp32 --use-mcore-models --variable-seq-lengths
+        --override-opt_param-scheduler --use-dist-ckpt --dist-ckpt-format --dist-ckpt-optim-fully-reshardable
+        --ckpt-fully-parallel-save""",
+        "always so here",
+    ),
+    Group(
+        "warned",
+        """--transformer-impl --no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+        --no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
+        --memory-efficient-layer-norm --te-rng-tracker --inference-rng-tracker --fused-single-qkv-rope
+        --use-fused-weighted-squared-relu --no-async-tensor-model-parallel-allreduce
+        --disable-parameter-transpose-cache --use-te-activation-func --activation-func-fp8-input-store
+        --tp-comm-overlap --tp-comm-overlap-cfg --disable-tp-comm-bulk-wgrad --disable-tp-comm-bulk-dgrad
+        --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
+        --disable-tp-comm-split-ag --tp-comm-atomic-ag --disable-tp-comm-split-rs --tp-comm-atomic-rs
+        --tp-comm-overlap-disable-qkv --tp-comm-overlap-disable-fc1 --tp-comm-bootstrap-backend
+        --delay-wgrad-compute --enable-autocast""",
+        "it belongs to kernels of TransformerEngine and Apex, which slime does without",
+    ),
+    Group(
+        "warned",
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --fp16-lm-cross-entropy",
+        "slime computes log-probs itself",
+    ),
+    Group(
+        "warned",
+        """--use-cpu-initialization --onnx-safe --local-rank --lazy-mpu-init --no-position-embedding
+        --use-tp-pp-dp-mapping --config-logger-dir --enable-experimental""",
+        "slime has another way",
+    ),
+    Group(
+        "warned",
+        """--no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush --no-batch-p2p-sync
+        --use-ring-exchange-p2p --pipeline-model-parallel-comm-backend --defer-embedding-wgrad-compute
+        --wgrad-deferral-limit --no-scatter-gather-tensors-in-pipeline --no-align-param-gather
+        --no-align-grad-reduce --microbatch-group-size-per-virtual-pipeline-stage --cp-comm-type
+        --num-microbatches-with-partial-activation-checkpoints""",
+        "it matters only with pipeline or context parallelism",
+    ),
+    Group(
+        "warned",
+        "--train-iters --train-samples --eval-iters --full-validation --exit-interval",
+        "--num-rollout, --num-epoch and --eval-interval say how long a run is",
+    ),
+    Group(
+        "warned",
+        """--log-params-norm --log-throughput --log-progress --log-energy --log-interval --log-memory-interval
+        --log-device-memory-used --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port
+        --straggler-minmax-count --logging-level --timing-log-level --timing-log-option --tensorboard-dir
+        --tensorboard-log-interval --tensorboard-queue-size --log-timers-to-tensorboard
+        --log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard --no-log-learnig-rate-to-tensorboard
+        --no-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard
+        --log-world-size-to-tensorboard --wandb-exp-name --wandb-entity --wandb-save-dir
+        --no-barrier-with-level-1-timing --moe-per-layer-logging""",
+        "slime logs by itself: see --output-dir, --use-wandb and --use-tensorboard",
+    ),
+    Group(
+        "warned",
+        """--use-persistent-ckpt-worker --ckpt-assume-constant-structure --ckpt-fully-parallel-load
+        --no-ckpt-fully-parallel-save --dist-ckpt-save-pre-mcore-014 --auto-detect-ckpt-format
+        --dist-ckpt-strictness --distrib-optim-fully-reshardable-mem-efficient""",
+        "slime's checkpoints are torch_dist, complete and readable by any layout",
+    ),
+    Group(
+        "warned",
+        """--num-workers --dataloader-type --split --data-cache-path --no-mmap-bin-files --reset-position-ids
+        --reset-attention-mask --eod-mask-loss --no-create-attention-mask-in-dataloader
+        --tokenizer-type --tokenizer-model --vocab-file --merge-file --vocab-extra-ids""",
+        "data come from --prompt-data and the tokenizer from --hf-checkpoint",
+    ),
+    Group(
+        "warned",
+        """--manual-gc --manual-gc-interval --no-manual-gc-eval --empty-unused-memory-level --train-sync-interval
+        --check-weight-hash-across-dp-replicas-interval --disable-gloo-process-groups
+        --high-priority-stream-groups --symmetric-ar-type --disable-symmetric-registration""",
+        "it does not change results, and slime does not have it",
+    ),
+    Group(
+        "warned",
+        """--inference-sampling-seed --flash-decode --use-inference-optimized-layers --inference-fuse-tp-communication
+        --mlp-chunks-for-prefill --cache-mla-latents""",
+        "it is about inference, which SGLang does",
+    ),
+    # --------------------------------------------------------------------------------------------- refused, later
+    Group(
+        "refused",
+        """--pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size
+        --expert-tensor-parallel-size --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+        --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+        --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+        --overlap-param-gather-with-optimizer-step --mtp-standalone""",
+        later="parallelism",
+    ),
+    Group(
+        "refused",
+        """--num-experts --moe-layer-freq --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
+        --moe-shared-expert-gate --moe-shared-expert-overlap --moe-router-topk --moe-router-num-groups
+        --moe-router-group-topk --moe-router-topk-limited-devices --moe-router-pre-softmax
+        --moe-router-topk-scaling-factor --moe-router-score-function --moe-router-dtype
+        --moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-load-balancing-type
+        --moe-router-force-load-balancing --moe-router-fusion --moe-router-padding-for-quantization
+        --moe-router-padding-for-fp8 --moe-aux-loss-coeff --moe-z-loss-coeff --moe-input-jitter-eps
+        --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-token-dispatcher-type --moe-enable-deepep
+        --moe-flex-dispatcher-backend --moe-deepep-num-sms --moe-hybridep-num-sms --moe-permute-fusion
+        --moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy
+        --moe-token-dropping --moe-layer-recompute --moe-apply-probs-on-input --moe-latent-size --moe-extended-tp
+        --moe-enable-routing-replay --moe-use-upcycling --moe-upcycling-granularity
+        --overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release""",
+        "layers of experts",
+        later="model families",
+    ),
+    Group(
+        "refused",
+        """--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+        --rope-type --rotary-scaling-factor --original-max-position-embeddings --beta-fast --beta-slow --mscale
+        --mscale-all-dim --experimental-attention-variant --dsa-indexer-n-heads --dsa-indexer-head-dim
+        --dsa-indexer-topk --dsa-indexer-loss-coeff --dsa-indexer-use-sparse-loss""",
+        "latent and sparse attention",
+        later="model families",
+    ),
+    Group(
+        "refused",
+        """--linear-attention-freq --linear-attention-type --linear-conv-kernel-dim --linear-key-head-dim
+        --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --attention-output-gate
+        --window-size --window-attn-skip-freq --no-rope-freq --softmax-type --qk-l2-norm --mrope-section
+        --rotary-seq-len-interpolation-factor""",
+        "other kinds of attention",
+        later="model families",
+    ),
+    Group(
+        "refused",
+        """--post-self-attn-layernorm --post-mlp-layernorm --apply-layernorm-1p
+        --apply-residual-connection-post-layernorm --squared-relu --quick-geglu --openai-gelu --glu-linear-offset
+        --activation-func-clamp-value --spec --init-method-xavier-uniform --apply-query-key-layer-scaling
+        --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json""",
+        "other layers",
+        later="model families",
+    ),
+    Group(
+        "refused",
+        """--optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
+        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --use-precision-aware-optimizer
+        --no-store-param-remainders --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
+        --cpu-offloading --cpu-offloading-num-layers --no-cpu-offloading-activations --cpu-offloading-weights
+        --cpu-offloading-double-buffering --fine-grained-activation-offloading --offload-modules
+        --min-offloaded-tensor-size""",
+        later="one GPU",
+    ),
+    Group(
+        "refused",
+        """--fp8-format --fp8-recipe --fp8-param-gather --fp8-quantizer-factory --fp8-margin --fp8-interval
+        --fp8-amax-history-len --fp8-amax-compute-algo --no-fp8-wgrad --fp8-dot-product-attention
+        --fp8-multi-head-attention --tp-only-amax-red --first-last-layers-bf16 --num-layers-at-start-in-bf16
+        --num-layers-at-end-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
+        --te-precision-config-file --fp4-format --fp4-recipe --fp4-param-gather --fp4-quantizer-factory
+        --use-kitchen --use-kitchen-attention --kitchen-attention-backend --batch-invariant-mode""",
+        "training in 8 and 4 bit",
+        later="one GPU",
+    ),
+    Group(
+        "refused",
+        "--profile --use-pytorch-profiler --profile-step-start --profile-step-end --memory-snapshot-path",
+        later="one GPU",
+    ),
+    Group(
+        "refused",
+        """--num-distributed-optimizer-instances --use-nccl-ub --use-sharp --sharp-enabled-group
+        --nccl-communicator-config-path --ddp-num-buckets""",
+        later="several GPUs",
+    ),
+    Group(
+        "refused",
+        """--sgd-momentum --muon-momentum --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode
+        --muon-fp32-matmul-prec --muon-num-ns-steps --muon-tp-mode --muon-extra-scale-factor
+        --qk-clip --qk-clip-alpha --qk-clip-threshold --log-max-attention-logit""",
+        "optimizers other than Adam",
+        later="algorithms",
+    ),
+    Group(
+        "refused",
+        """--non-persistent-save-interval --non-persistent-ckpt-type --non-persistent-global-ckpt-dir
+        --non-persistent-local-ckpt-dir --non-persistent-local-ckpt-algo --replication --replication-jump
+        --replication-factor --exit-signal-handler --exit-signal --exit-duration-in-mins --check-for-spiky-loss
+        --save-retain-interval""",
+        later="fault tolerance",
+    ),
+    # --------------------------------------------------------------------------------------- refused, with a reason
+    Group(
+        "refused",
+        """--use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
+        --data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
+        --no-gradient-reduce-div-fusion --suggested-communication-unit-size --no-preserve-fp32-weights
+        --fsdp-double-buffer --fsdp-manual-registration --init-model-with-meta-device""",
+        "slime shards the optimizer's state with Megatron's distributed optimizer, not with FSDP",
+    ),
+    Group(
+        "refused",
+        """--enable-cuda-graph --external-cuda-graph --cuda-graph-impl --cuda-graph-scope --cuda-graph-warmup-steps
+        --cuda-graph-use-single-mempool --cuda-graph-retain-backward-graph""",
+        "CUDA graphs need micro-batches of one shape, and packed samples have many",
+    ),
+    Group(
+        "refused",
+        """--mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads --disable-mamba-mem-eff-path
+        --hybrid-attention-ratio --hybrid-mlp-ratio --hybrid-override-pattern --encoder-num-layers
+        --decoder-num-layers --encoder-seq-length --encoder-tensor-model-parallel-size
+        --encoder-pipeline-model-parallel-size --pipeline-model-parallel-split-rank --use-legacy-models --test-mode""",
+        "slime trains decoder-only transformers",
+    ),
+    Group(
+        "refused",
+        "--lr-decay-samples --lr-warmup-samples --lr-wsd-decay-samples --warmup",
+        "slime counts train steps; use --lr-decay-iters, --lr-warmup-iters or --lr-wsd-decay-iters",
+    ),
+    Group(
+        "refused",
+        "--batch-size --rampup-batch-size --decrease-batch-size-if-needed",
+        "batches follow from --rollout-batch-size, --n-samples-per-prompt and --global-batch-size",
+    ),
+    Group("refused", "--skip-train", "use --num-rollout 0, which only evaluates"),
+    Group(
+        "refused",
+        "--data-path --train-data-path --valid-data-path --test-data-path --mock-data",
+        "data come from --prompt-data",
+    ),
+    Group("refused", "--yaml-cfg", "settings come from --custom-config-path and --megatron-config-path"),
+    Group("refused", "--pretrained-checkpoint", "initial weights come from --ref-load or --hf-checkpoint"),
+    Group("refused", "--data-parallel-random-init", "all data-parallel ranks train one model"),
+    Group("refused", "--no-save-rng", "a run could not be resumed as if it had not ended"),
+    Group(
+        "refused",
+        """--use-checkpoint-args --use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args""",
+        "the flags decide, and a checkpoint that differs is refused; --model-args-from-hf saves typing",
+    ),
+    Group(
+        "refused",
+        """--load-main-params-from-ckpt --load-model-opt-format --ckpt-convert-format --ckpt-convert-save
+        --ckpt-convert-update-legacy-dist-opt-format""",
+        "slime reads and writes torch_dist checkpoints and HF directories; tools/ converts",
+    ),
+)
+
+# Values of options that are used: option -> {value: reason or topic}
+REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
+    "--normalization": {"LayerNorm": ("", "model families")},
+    "--position-embedding-type": dict.fromkeys(
+        ("mrope", "learned_absolute", "relative", "none"), ("", "model families")
+    ),
+    "--optimizer": dict.fromkeys(("sgd", "muon", "dist_muon"), ("", "algorithms")),
+    "--attention-backend": {
+        "fused": ("it needs TransformerEngine, which slime does without; use flash or auto", None),
+        "local": ("it does not know packed samples; use unfused or auto", None),
+    },
+    "--ckpt-format": dict.fromkeys(
+        ("torch", "zarr", "torch_dcp", "fsdp_dtensor"), ("slime's checkpoints are torch_dist", None)
+    ),
+}
+# Values that say the same as leaving a refused option out.
+SAME_AS_DEFAULT: dict[str, tuple[Any, ...]] = {
+    "--expert-tensor-parallel-size": (1,),
+    "--num-virtual-stages-per-pipeline-rank": (1,),
+    "--num-experts": (0,),
+    "--moe-z-loss-coeff": (0,),
+    "--rope-type": ("rope",),
+    "--moe-token-dispatcher-type": ("alltoall",),
+}
