@@ -56,7 +56,8 @@ class RolloutDataSource(DataSource):
 
     Args:
         args: reads `prompt_data`, `hf_checkpoint`, `trust_remote_code`, the column and template flags,
-            `rollout_max_prompt_len`, `rollout_shuffle`, `rollout_seed`, `n_samples_per_prompt`, `save`, `load`.
+            `rollout_max_prompt_len`, `prompt_truncation`, `filter_prompts_workers`, `skip_malformed_data`,
+            `rollout_shuffle`, `rollout_seed`, `n_samples_per_prompt`, `save`, `load`.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -78,6 +79,9 @@ class RolloutDataSource(DataSource):
             seed=args.rollout_seed,
             apply_chat_template=args.apply_chat_template,
             apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            truncation=args.prompt_truncation,
+            num_workers=args.filter_prompts_workers,
+            skip_malformed=args.skip_malformed_data,
         )
         self._order_epoch()
 

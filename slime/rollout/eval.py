@@ -42,6 +42,9 @@ class EvalDatasets(metaclass=SingletonMeta):
                 metadata_key=config.metadata_key,
                 apply_chat_template=config.apply_chat_template,
                 apply_chat_template_kwargs=config.apply_chat_template_kwargs,
+                truncation=args.prompt_truncation,
+                num_workers=args.filter_prompts_workers,
+                skip_malformed=args.skip_malformed_data,
             )
         return self._read[key]
 

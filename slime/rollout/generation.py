@@ -47,8 +47,10 @@ class GenerateState(metaclass=SingletonMeta):
             "top_p": args.rollout_top_p,
             "top_k": args.rollout_top_k,
             "max_new_tokens": args.rollout_max_response_len,
+            "min_new_tokens": args.rollout_min_new_tokens,
             "stop": args.rollout_stop,
             "stop_token_ids": args.rollout_stop_token_ids,
+            "ignore_eos": args.rollout_ignore_eos,
             "skip_special_tokens": args.rollout_skip_special_tokens,
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
@@ -115,7 +117,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     Args:
         args: router address, `rollout_max_context_len`.
         sample: its prompt is text; tokens that it already has are continued.
-        sampling_params: SGLang's, with `max_new_tokens`.
+        sampling_params: SGLang's, with `max_new_tokens`; it and `min_new_tokens` count what the response already has.
 
     Raises:
         HttpError: the engine refused the request or could not be reached.
@@ -134,11 +136,10 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     if budget <= 0:
         sample.status = Status.TRUNCATED
         return sample
-    payload = {
-        "input_ids": sample.tokens,
-        "sampling_params": {**sampling_params, "max_new_tokens": budget},
-        "return_logprob": True,
-    }
+    params = {**sampling_params, "max_new_tokens": budget}
+    if params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(max(params["min_new_tokens"] - sample.response_length, 0), budget)
+    payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
     output = await post(f"{router_url(args)}/generate", payload)
     append_engine_output(args, sample, output)
     return sample

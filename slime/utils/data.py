@@ -8,6 +8,7 @@ slime.rollout.data_source.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import re
 from argparse import Namespace
@@ -19,10 +20,12 @@ import orjson
 
 from slime.utils.errors import UsageError
 from slime.utils.processing_utils import render_chat
+from slime.utils.prompt_length import fit_prompts
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-_TOKENIZE_CHUNK = 1000
 
 
 def parse_slice(path: str) -> tuple[Path, slice]:
@@ -34,17 +37,21 @@ def parse_slice(path: str) -> tuple[Path, slice]:
     return Path(match["path"]), slice(start, stop)
 
 
-def read_file(path: str) -> Iterator[dict[str, Any]]:
+def read_file(path: str, malformed: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The rows of a data file, in order.
+
+    Args:
+        path: file, with an optional slice.
+        malformed: where given, lines of a .jsonl that are no JSON object are left out, and why is added to this list.
 
     Raises:
         UsageError: the file is missing or of an unknown type, or a line is malformed (file:line and the reason).
     """
-    for _, row in read_rows(path):
+    for _, row in read_rows(path, malformed):
         yield row
 
 
-def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: str, malformed: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """As `read_file`, each row with its place ("file:line") for error messages."""
     file, rows = parse_slice(path)
     if not file.is_file():
@@ -53,25 +60,36 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         )
     if file.suffix not in (".jsonl", ".parquet"):
         raise UsageError(f"data file {file} ends with {file.suffix!r}; only .jsonl and .parquet can be read")
-    every = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+    every = _read_jsonl(file, malformed) if file.suffix == ".jsonl" else _read_parquet(file)
     if (rows.start or 0) < 0 or (rows.stop or 0) < 0:
         return iter(list(every)[rows])  # an end counted from the end needs the length
     return itertools.islice(every, rows.start, rows.stop)
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_jsonl(file: Path, malformed: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{file}:{number}"
             try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise UsageError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
-            if not isinstance(row, dict):
-                raise UsageError(f"{where}: a {type(row).__name__}, but each line must be one JSON object")
-            yield where, row
+                row = _object_of_line(line, where)
+            except UsageError as error:
+                if malformed is None:
+                    raise
+                malformed += error.messages
+            else:
+                yield where, row
+
+
+def _object_of_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: a {type(row).__name__}, but each line must be one JSON object")
+    return row
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -88,9 +106,19 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_data_file(
-    path: str, *, prompt_key: str, label_key: str | None = None, metadata_key: str | None = None
+    path: str,
+    *,
+    prompt_key: str,
+    label_key: str | None = None,
+    metadata_key: str | None = None,
+    skip_malformed: bool = False,
 ) -> int:
     """Read a whole data file once, before anything starts.
+
+    Args:
+        path: file, with an optional slice.
+        prompt_key, label_key, metadata_key: columns that every row must have; None = not looked at.
+        skip_malformed: lines that are no JSON object are no error.
 
     Returns:
         The number of rows (after the slice).
@@ -100,7 +128,8 @@ def check_data_file(
             missing label, or metadata that is no object.
     """
     count = 0
-    for where, row in read_rows(path):
+    malformed: list[str] | None = [] if skip_malformed else None
+    for where, row in read_rows(path, malformed):
         count += 1
         _prompt_of(row, where, prompt_key)
         if label_key is not None:
@@ -108,8 +137,12 @@ def check_data_file(
         if metadata_key is not None:
             _metadata_of(row, where, metadata_key)
     if not count:
-        raise UsageError(f"data file {path} has no rows")
+        raise UsageError(_no_rows(path, malformed))
     return count
+
+
+def _no_rows(path: str, malformed: list[str] | None) -> str:
+    return f"data file {path} has no rows" + (f" but {len(malformed)} malformed lines" if malformed else "")
 
 
 def _prompt_of(row: dict[str, Any], where: str, key: str) -> Any:
@@ -155,7 +188,7 @@ class Dataset:
         path: file, with an optional slice.
         tokenizer: renders chat templates and measures prompts.
         processor: must be None; prompts with images are not supported yet.
-        max_length: prompts of more tokens are left out; None keeps all.
+        max_length: tokens of a prompt, at most; None keeps all.
         prompt_key: column of the prompt (a text or a message list).
         label_key: column copied to `Sample.label`.
         tool_key: column of tool schemas (list or JSON text), copied to `metadata["tools"]`.
@@ -163,6 +196,9 @@ class Dataset:
         seed: of the shuffles.
         apply_chat_template: render prompts to text now; otherwise message lists stay lists.
         apply_chat_template_kwargs: passed on to the template.
+        truncation, num_workers: what happens to longer prompts, and how many threads look for them (see
+            slime.utils.prompt_length).
+        skip_malformed: leave out lines that are no JSON object, with one warning.
     """
 
     def __init__(
@@ -179,21 +215,36 @@ class Dataset:
         seed: int = 42,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
+        truncation: str = "drop",
+        num_workers: int = 1,
+        skip_malformed: bool = False,
     ) -> None:
         if processor is not None:
             raise UsageError("prompts with images, video or audio are not supported yet; pass processor=None")
         self._template_kwargs = apply_chat_template_kwargs or {}
         self._apply_template, self._tokenizer = apply_chat_template, tokenizer
         self._keys = {"prompt": prompt_key, "label": label_key, "tools": tool_key, "metadata": metadata_key}
-        samples = [self._sample(where, row) for where, row in read_rows(path)]
-        if not samples:
-            raise UsageError(f"data file {path} has no rows")
-        self.origin_samples = filter_long_prompt(samples, tokenizer, processor, max_length)
+        samples, places = self._read(path, skip_malformed=skip_malformed)
+        self.origin_samples = fit_prompts(
+            samples, tokenizer, max_length, truncation=truncation, num_workers=num_workers, places=places
+        )
         if not self.origin_samples:
             raise UsageError(f"all {len(samples)} prompts of {path} are longer than {max_length} tokens")
         self.seed = seed
         self.epoch_id = -1
         self.samples = self.origin_samples
+
+    def _read(self, path: str, *, skip_malformed: bool) -> tuple[list[Sample], list[str]]:
+        malformed: list[str] | None = [] if skip_malformed else None
+        samples, places = [], []
+        for where, row in read_rows(path, malformed):
+            samples.append(self._sample(where, row))
+            places.append(where)
+        if not samples:
+            raise UsageError(_no_rows(path, malformed))
+        if malformed:
+            logger.warning("%d malformed lines are skipped; the first: %s", len(malformed), malformed[0])
+        return samples, places
 
     def _sample(self, where: str, row: dict[str, Any]) -> Sample:
         prompt = _prompt_of(row, where, self._keys["prompt"] or "")
@@ -230,21 +281,7 @@ class Dataset:
 
 def filter_long_prompt(samples: list[Sample], tokenizer: Any, processor: None, max_length: int | None) -> list[Sample]:
     """The samples whose prompt has at most `max_length` tokens (None: all), in order; message lists are rendered."""
-    if max_length is None:
-        return samples
-    kept = []
-    for start in range(0, len(samples), _TOKENIZE_CHUNK):
-        chunk = samples[start : start + _TOKENIZE_CHUNK]
-        texts = [s.prompt if isinstance(s.prompt, str) else _render_whole(tokenizer, s) for s in chunk]
-        lengths = map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])
-        kept += [sample for sample, length in zip(chunk, lengths, strict=True) if length <= max_length]
-    return kept
-
-
-def _render_whole(tokenizer: Any, sample: Sample) -> str:
-    assert isinstance(sample.prompt, list), "only message lists need rendering"
-    tools = sample.metadata.get("tools")
-    return render_chat(tokenizer, sample.prompt, tools=tools, add_generation_prompt=False)
+    return fit_prompts(samples, tokenizer, max_length)
 
 
 def get_source(sample: Sample) -> str:

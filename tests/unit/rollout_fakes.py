@@ -111,7 +111,7 @@ class LetterTokenizer:
     def __call__(self, texts: list[str], add_special_tokens: bool = False) -> dict[str, list[list[int]]]:
         return {"input_ids": [self.encode(text) for text in texts]}
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **kwargs: Any) -> str:
         return "".join(map(chr, ids))
 
     def apply_chat_template(self, messages, tools=None, tokenize=False, add_generation_prompt=False, **kwargs) -> str:
@@ -143,6 +143,11 @@ def rollout_args(**changes: Any) -> Namespace:
         "rollout_max_response_len": 20,
         "rollout_max_context_len": None,
         "rollout_max_prompt_len": None,
+        "rollout_min_new_tokens": 0,
+        "rollout_ignore_eos": False,
+        "prompt_truncation": "drop",
+        "filter_prompts_workers": 1,
+        "skip_malformed_data": False,
         "rollout_stop": None,
         "rollout_stop_token_ids": None,
         "rollout_skip_special_tokens": False,

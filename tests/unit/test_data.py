@@ -121,3 +121,23 @@ def test_the_source_of_a_sample():
 def test_a_share_for_another_number_of_ranks_is_refused():
     with pytest.raises(ValueError, match="split into 1 shares, but there are 2"):
         process_rollout_data(Namespace(), [None], 0, 2)
+
+
+def test_malformed_lines_are_skipped_with_one_warning_where_asked(write, caplog):
+    path = write([{"input": "a"}, "{", "[1]", {"input": "b"}, "{"])
+    with pytest.raises(UsageError, match="data.jsonl:2: not valid JSON"):
+        dataset(path)
+    with caplog.at_level("WARNING"):
+        assert [s.prompt for s in dataset(path, skip_malformed=True).samples] == ["a", "b"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("3 malformed lines are skipped; the first: ")
+    assert "data.jsonl:2: not valid JSON" in record.getMessage()
+    assert check_data_file(path, prompt_key="input", skip_malformed=True) == 2
+    assert [s.prompt for s in dataset(path + "@[1:]", skip_malformed=True).samples] == ["b"], "a slice counts rows"
+
+
+def test_skipping_does_not_excuse_a_row_without_a_prompt_nor_a_file_without_rows(write):
+    with pytest.raises(UsageError, match="data.jsonl:2: no key 'input'"):
+        dataset(write([{"input": "a"}, {"question": "b"}]), skip_malformed=True)
+    with pytest.raises(UsageError, match="has no rows but 2 malformed lines"):
+        check_data_file(write(["{", "1"]), prompt_key="input", skip_malformed=True)

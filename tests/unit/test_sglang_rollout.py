@@ -13,6 +13,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, get_model_url
 from slime.utils import async_utils
+from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
@@ -70,6 +71,40 @@ def test_a_rollout_returns_completed_and_scored_groups_in_the_order_of_their_ind
 def test_a_response_that_reaches_the_limit_is_truncated(make):
     args, source = make("jj", rollout_max_response_len=3)
     assert {s.status for group in generate_rollout(args, 0, source).samples for s in group} == {Status.TRUNCATED}
+
+
+def test_the_engine_is_told_to_ignore_the_end_token_and_of_the_fewest_tokens_only_in_training(make, engine):
+    args, source = make("bc")
+    generate_rollout(args, 0, source)
+    assert {(r["sampling_params"]["ignore_eos"], r["sampling_params"]["min_new_tokens"]) for r in engine.requests} == {
+        (False, 0)
+    }
+    engine.requests.clear()
+    GenerateState.clear_instances()
+    path = source.args.prompt_data
+    config = EvalDatasetConfig("e", path, input_key="input", max_response_len=9)
+    args, source = make("bc", rollout_ignore_eos=True, rollout_min_new_tokens=5, eval_datasets=[config])
+    generate_rollout(args, 0, source)
+    assert {(r["sampling_params"]["ignore_eos"], r["sampling_params"]["min_new_tokens"]) for r in engine.requests} == {
+        (True, 5)
+    }
+    engine.requests.clear()
+    generate_rollout(args, 0, None, evaluation=True)
+    assert engine.requests and not {"ignore_eos", "min_new_tokens"} & engine.requests[0]["sampling_params"].keys()
+
+
+def test_the_fewest_tokens_never_exceed_the_room_that_is_left(make, engine):
+    args, source = make("jj", rollout_max_context_len=5, rollout_min_new_tokens=9)
+    generate_rollout(args, 0, source)
+    assert {r["sampling_params"]["min_new_tokens"] for r in engine.requests} == {5 - len("pj")}
+    engine.requests.clear()
+    sample = Sample(prompt="pj", tokens=[1, 2, 3], response_length=2)
+    params = {"max_new_tokens": 20, "min_new_tokens": 7}
+    GenerateState.clear_instances()
+    args, _ = make("jj", rollout_min_new_tokens=7)
+    async_utils.run(generation.generate(args, sample, params))
+    sent = engine.requests[0]["sampling_params"]
+    assert (sent["max_new_tokens"], sent["min_new_tokens"]) == (20 - 2, 7 - 2), "two tokens are there already"
 
 
 def test_the_context_limit_caps_the_response_and_a_full_context_generates_nothing(make, engine):

@@ -21,10 +21,28 @@ class RolloutFlags:
     rollout_top_p: float = flag(1.0, "top-p; only 1.0 together with the policy loss")
     rollout_top_k: int = flag(-1, "top-k; only -1 together with the policy loss")
     rollout_max_response_len: int | None = flag(None, "most tokens of a response", at_least=1)
-    rollout_max_prompt_len: int | None = flag(None, "drop longer prompts when the data is read", at_least=1)
+    rollout_min_new_tokens: int = flag(
+        0, "fewest tokens of a response: before, the end token is not sampled", at_least=0
+    )
+    rollout_max_prompt_len: int | None = flag(
+        None, "most tokens of a prompt; --prompt-truncation says what happens to longer ones", at_least=1
+    )
+    prompt_truncation: str = flag(
+        "drop",
+        "longer prompts: drop them, end with an error, or cut tokens off on the left, on the right or in the middle",
+        choices=("drop", "error", "left", "right", "middle"),
+        needs=("rollout_max_prompt_len", "eval_max_prompt_len"),
+    )
+    filter_prompts_workers: int = flag(
+        1,
+        "threads that count the prompts' tokens",
+        needs=("rollout_max_prompt_len", "eval_max_prompt_len"),
+        at_least=1,
+    )
     rollout_max_context_len: int | None = flag(None, "most tokens of prompt and response together", at_least=1)
     rollout_stop: list[str] | None = flag(None, "texts that end a response", nargs="+")
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", nargs="+")
+    rollout_ignore_eos: bool = flag(False, "do not end a response at the end token: it goes on to the length limit")
     rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the returned text")
     rollout_shuffle: bool = flag(False, "shuffle the prompts in every epoch")
     rollout_seed: int = flag(
