@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.config_flags import add_config_flags
 from slime.backends.megatron_utils.megatron_flags import (
+    ALWAYS,
     REFUSED_VALUES,
     SAME_AS_DEFAULT,
     SLIMES,
@@ -107,6 +108,7 @@ def _refusal(options: list[str], reason: str, later: str | None) -> str:
 
 
 def fields_without_effect() -> frozenset[str]:
-    """Attributes of warned options: they are not passed on to Megatron's configs."""
-    warned = [option for option, group in groups_by_option().items() if group.kind == "warned"]
-    return frozenset(registered()[option].dest for option in warned)
+    """Attributes of warned options that are not passed on to Megatron's configs."""
+    groups = groups_by_option().items()
+    ignored = [option for option, group in groups if group.kind == "warned" and group.reason != ALWAYS]
+    return frozenset(registered()[option].dest for option in ignored)

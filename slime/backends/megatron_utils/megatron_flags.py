@@ -31,6 +31,9 @@ class Group(NamedTuple):
 
 SLIMES = ["--mtp-num-layers", "--mtp-loss-scaling-factor", "--calculate-per-token-loss", "--lr", "--clip-grad"]
 
+ALWAYS = "always so here"
+"""Reason of warned options that ask for what is done anyway."""
+
 TABLE: tuple[Group, ...] = (
     # ------------------------------------------------------------------------------------------------------- used
     Group(
@@ -78,7 +81,7 @@ TABLE: tuple[Group, ...] = (
         """--use-distributed-optimizer --attention-softmax-in-fp32 --use-mcore-models --variable-seq-lengths
         --override-opt_param-scheduler --use-dist-ckpt --dist-ckpt-format --dist-ckpt-optim-fully-reshardable
         --ckpt-fully-parallel-save""",
-        "always so here",
+        ALWAYS,
     ),
     Group(
         "warned",
