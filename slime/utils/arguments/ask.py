@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.utils.arguments.flags import Parser, nearest
+from slime.utils.arguments.flags import Parser
 from slime.utils.errors import UsageError
+from slime.utils.names import nearest
 
 HELP = ("-h", "--help")
 SHELLS = ("bash", "zsh", "tcsh")
@@ -34,8 +35,8 @@ class FlagStatus:
     """What a flag does today.
 
     Attributes:
-        kind: "works", "no effect here" or "not supported".
-        why: the reason, or the work that will bring it; empty where it works.
+        kind: "works", "no effect here" or "not supported ...".
+        why: the reason, or the work that will bring it.
     """
 
     kind: str

@@ -24,6 +24,8 @@ from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_devices import check_trainer
 from slime.utils.arguments.check_hooks import check_hook, check_hooks
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
+from slime.utils.arguments.config_files import apply_config_files
+from slime.utils.arguments.custom_config import apply_extra
 from slime.utils.arguments.data import DataFlags
 from slime.utils.arguments.debug import AskFlags, CiFlags, DebugFlags
 from slime.utils.arguments.eval import EvalFlags
@@ -123,10 +125,13 @@ class CommandLine:
 
     Args:
         add_custom_arguments: as for `parse_args`.
+
+    Attributes:
+        parser: built once, for all lines.
     """
 
     def __init__(self, add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> None:
-        self._parser = build_parser(add_custom_arguments)
+        self.parser = build_parser(add_custom_arguments)
 
     def answer(self, argv: Sequence[str]) -> str | None:
         """The answer of a command line that asks (--help, --explain, --list-unsupported, --completion), else None.
@@ -137,14 +142,46 @@ class CommandLine:
         tokens = with_current_names(argv)
         if any(token.split("=", 1)[0] in ask.HELP for token in tokens):
             titles = [group_title(flags_class)[0] for flags_class in _own_classes()]
-            return ask.help_text(self._parser, ask.value_after(tokens, *ask.HELP), own_titles=titles)
+            return ask.help_text(self.parser, ask.value_after(tokens, *ask.HELP), own_titles=titles)
         asked = Args()
-        self._parser.parse_all(tokens, asked, explain_unknown=lambda name: None)
+        self.parser.parse_all(tokens, asked, explain_unknown=lambda name: None)
         if asked.completion:
-            return ask.completion_script(self._parser, asked.completion)
+            return ask.completion_script(self.parser, asked.completion)
         if asked.list_unsupported:
-            return ask.unsupported_text(later.unsupported_flags(_own_classes()))
-        return _explanation(self._parser, asked.explain, self.check(argv)) if asked.explain else None
+            return ask.unsupported_text(self.unsupported())
+        if not asked.explain:
+            return None
+        checked = self.check(argv)
+        return ask.explanation(
+            self.parser,
+            asked.explain,
+            older_names=OLDER_NAMES,
+            status_of=self.status_of,
+            values=vars(checked.args),
+            explicit=checked.explicit,
+        )
+
+    def unsupported(self) -> list[tuple[str, str]]:
+        """(flag, or flag and value; topic of the work that brings it) of everything declared but not built."""
+        from slime.backends.megatron_utils.flag_classes import later_megatron_flags
+
+        return [*later.unsupported_flags(_own_classes()), *later_megatron_flags().items()]
+
+    def status_of(self, action: argparse.Action) -> ask.FlagStatus:
+        """What a flag does today."""
+        from slime.backends.megatron_utils.flag_classes import megatron_flag_class
+
+        own = {f.name: later.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
+        if action.dest in own:
+            topic = own[action.dest]
+            return ask.FlagStatus("not supported yet", topic) if topic else ask.FlagStatus("works")
+        found = megatron_flag_class(action.option_strings[0])
+        if found is None or found[0] == "used":
+            return ask.FlagStatus("works", found[1] if found else "")
+        kind, why = found
+        if kind == "warned":
+            return ask.FlagStatus("no effect here", why)
+        return ask.FlagStatus(why) if why.startswith("not supported") else ask.FlagStatus("not supported", why)
 
     def check(self, argv: Sequence[str]) -> Checked:
         """Parse, derive and validate one command line (without the program's name); starts nothing."""
@@ -152,37 +189,28 @@ class CommandLine:
         from slime.backends.sglang_utils.arguments import explain_unknown, set_aside
 
         args, problems = Args(), Problems()
-        tokens = set_aside(tokens, self._parser.options())
-        line_problems = self._parser.parse_all(tokens, args, explain_unknown=explain_unknown)
-        given_load, explicit = args.load, self._parser.explicit(tokens)
+        tokens = set_aside(tokens, self.parser.options())
+        line_problems = self.parser.parse_all(tokens, args, explain_unknown=explain_unknown)
+        explicit = self.parser.explicit(tokens)
+        custom = apply_config_files(args, explicit, problems, options=self._options(), explain_unknown=explain_unknown)
+        given_load = args.load
         _finish(args, explicit, problems)
+        problems.wrong += apply_extra(args, custom)
         for kind in (problems.wrong, problems.environment, problems.unsupported):
             kind[:] = without_repeats(kind, line_problems)
         problems.wrong[:0] = line_problems
         return Checked(args.freeze(), problems, frozenset(explicit), given_load)
+
+    def _options(self) -> dict[str, argparse.Action]:
+        """Every option string -> action, older names too."""
+        options = self.parser.options()
+        return options | {older: options[current] for older, current in OLDER_NAMES.items()}
 
 
 def _own_classes() -> tuple[type, ...]:
     from slime.backends.sglang_utils.arguments import SglangFlags
 
     return (*FLAG_CLASSES, SglangFlags)
-
-
-def _explanation(parser: Parser, flag: str, checked: Checked) -> str:
-    topics = {f.name: later.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
-
-    def status_of(action: argparse.Action) -> ask.FlagStatus:
-        topic = topics.get(action.dest)
-        return ask.FlagStatus("not supported yet", topic) if topic else ask.FlagStatus("works")
-
-    return ask.explanation(
-        parser,
-        flag,
-        older_names=OLDER_NAMES,
-        status_of=status_of,
-        values=vars(checked.args),
-        explicit=checked.explicit,
-    )
 
 
 def with_current_names(tokens: Sequence[str]) -> list[str]:

@@ -1,0 +1,142 @@
+"""The flags of the public interface against the parser, both ways.
+
+flags.tsv is the interface: name, type and default of every flag (the default as Python writes it). What differs on
+purpose is listed here with its reason; anything else that differs is a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils.arguments import SglangFlags
+from slime.utils.arguments.flags import Parser, option_name
+from slime.utils.arguments.parse import FLAG_CLASSES, build_parser
+
+with (Path(__file__).parent / "flags.tsv").open() as file:
+    CONTRACT = {row["flag"]: row for row in csv.DictReader(file, delimiter="\t")}
+
+OTHER_DEFAULT = {
+    "--rollout-batch-size": (None, "it is required; our own check says so together with everything else"),
+    "--distributed-backend": (None, "it follows from --accelerator: nccl, on CPU gloo"),
+    "--profile-target": (None, "giving it turns the profiler on"),
+}
+# Flags of our own, beside those of the interface.
+OURS = {
+    "--accelerator": "one code path on GPUs and without",
+    "--async-buffer-size": "how far train_async.py may be ahead",
+    "--checkpoint-contents": "what a checkpoint holds",
+    "--code-sandbox-concurrency": "code rewards",
+    "--code-sandbox-url": "code rewards",
+    "--completion": "a question",
+    "--dashboard-port": "live page",
+    "--drop-last-rollouts": "upstream's silent dropping, by request",
+    "--dry-run": "a question",
+    "--dry-run-json": "a question",
+    "--eval-only": "evaluation without training data",
+    "--explain": "a question",
+    "--filter-prompts-workers": "parallel length filter",
+    "--keep-checkpoints": "old checkpoints are deleted",
+    "--kl-ctrl": "adaptive KL",
+    "--kl-horizon": "adaptive KL",
+    "--kl-target": "adaptive KL",
+    "--list-unsupported": "a question",
+    "--log-eval-samples": "samples of an evaluation",
+    "--lora-alpha": "LoRA",
+    "--lora-rank": "LoRA",
+    "--lora-target-modules": "LoRA",
+    "--loss-agg-mode": "how token losses become one number",
+    "--max-dynamic-sampling-rounds": "a filter that rejects everything is noticed",
+    "--max-group-retries": "crashed groups",
+    "--max-turns": "multi-turn",
+    "--max-weight-staleness": "asynchronous training",
+    "--model-args-from-hf": "model flags from the HF config",
+    "--on-sample-error": "what an exception in a hook does",
+    "--output-dir": "where metrics and logs go",
+    "--overlong-buffer-len": "soft overlong punishment",
+    "--overlong-penalty-factor": "soft overlong punishment",
+    "--pf-ppo-reweight": "policy filtration",
+    "--pf-ppo-weight-pow": "policy filtration",
+    "--ppo-epochs": "passes over one rollout",
+    "--profile-ranks": "which ranks are profiled",
+    "--prompt-truncation": "over-long prompts",
+    "--ray-timeline-path": "Ray's own trace",
+    "--recompute-old-log-probs": "always a pass of its own",
+    "--resume": "which checkpoint to go on from",
+    "--reward-model-num-gpus": "a served reward model",
+    "--reward-model-path": "a served reward model",
+    "--rollout-fire-temperature": "FIRE sampling",
+    "--rollout-ignore-eos": "sampling",
+    "--rollout-min-new-tokens": "sampling",
+    "--shuffle-mini-batches": "passes over one rollout",
+    "--skip-malformed-data": "upstream's skipping, by request",
+    "--tracker": "where metrics go",
+    "--trust-remote-code": "off by default",
+}
+
+
+@pytest.fixture(scope="module")
+def parser() -> Parser:
+    return build_parser()
+
+
+def our_flags() -> set[str]:
+    return {option_name(field) for flags in (*FLAG_CLASSES, SglangFlags) for field in dataclasses.fields(flags)}
+
+
+def type_of(action: argparse.Action) -> str:
+    """The type of an option in the words of flags.tsv."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return "bool optional"
+    if action.nargs == 0:
+        return "flag (store_false)" if action.default is True else "flag"
+    kind = getattr(action.type, "__name__", "str")
+    if kind.startswith("json"):
+        return "json.loads"
+    return f"{kind} nargs={action.nargs}" if action.nargs else kind
+
+
+def default_of(text: str) -> Any:
+    """The default in a row of flags.tsv, evaluated; arithmetic such as 512 * 1024 ** 2 is multiplied out."""
+    if power := re.fullmatch(r"(\d+) \* (\d+) \*\* (\d+)", text):
+        factor, base, exponent = map(int, power.groups())
+        return factor * base**exponent
+    return ast.literal_eval(text)
+
+
+@pytest.mark.parametrize("flag", CONTRACT)
+def test_every_flag_of_the_interface_is_there_with_its_type_and_default(parser: Parser, flag: str) -> None:
+    row, action = CONTRACT[flag], parser.options()[flag]
+    kind, _, choices = row["type"].partition(" in ")
+    if choices:
+        wanted = ast.literal_eval(choices.split(" nargs")[0])
+        assert set(wanted) <= set(action.choices or ()), "a value of the interface is missing"
+        kind += choices.partition("]")[2]
+    if kind.strip().startswith("nargs"):
+        kind = "str " + kind.strip()
+    if kind == "str, repeatable":
+        assert isinstance(action, argparse._AppendAction)
+        kind = "str"
+    assert type_of(action) == kind.strip().replace("_positive_int", "int")
+    if row["default"] != "REQUIRED" and flag not in OTHER_DEFAULT:
+        wanted = default_of(row["default"])
+        is_json = kind == "json.loads" and wanted is not None
+        assert action.default == (json.loads(wanted) if is_json else wanted)
+
+
+def test_every_other_flag_of_ours_is_listed_with_its_reason() -> None:
+    assert our_flags() - set(CONTRACT) == set(OURS)
+    assert all(OURS.values())
+
+
+def test_differences_are_only_listed_where_they_exist(parser: Parser) -> None:
+    for flag, (default, _) in OTHER_DEFAULT.items():
+        assert parser.options()[flag].default == default != CONTRACT[flag]["default"]

@@ -1,0 +1,90 @@
+"""Write docs/reference/flags.md, the page of every flag, from the parser itself.
+
+    python tools/make_flag_reference.py                 write the page
+    python tools/make_flag_reference.py --output FILE   write it somewhere else
+
+A test compares the page with what this makes. It knows no flag: names, types, defaults and meanings come from the
+parser, and what works from the classification that a run uses. SGLang's and the router's options belong to the
+installed packages and are not listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from slime.backends.sglang_utils.options import OWNED, ROUTER_OWNED  # noqa: E402
+from slime.utils.arguments.ask import type_of  # noqa: E402
+from slime.utils.arguments.parse import OLDER_NAMES, CommandLine  # noqa: E402
+
+DEFAULT_OUTPUT = ROOT / "docs" / "reference" / "flags.md"
+INTRODUCTION = """# Flags
+
+Made by `python tools/make_flag_reference.py`; do not edit.
+
+A flag that is unknown, contradicts another or would have no effect ends the command line with status 2 before
+anything starts. On the command line: `python train.py --help GROUP`, `--explain FLAG`, `--list-unsupported`.
+
+*Status* is **works**; **no effect here** (accepted, named in one warning, with the reason); **not supported** (a run
+that gives it another value than its default is refused; `--dry-run` plans it all the same).
+"""
+ENGINES = """## Engines (`--sglang-*`) and router (`--router-*`)
+
+Every option of the installed SGLang server is there with `--sglang-` in front, every option of the installed router
+with `--router-`: `python train.py --help sglang`, `--help router`. These are set by slime and refused:
+"""
+
+
+def render() -> str:
+    """The whole page, as Markdown."""
+    command_line = CommandLine()
+    parts = [INTRODUCTION]
+    for group in command_line.parser._action_groups:
+        if group._group_actions and not str(group.title).startswith(("SGLang", "Router")):
+            parts += [f"## {group.title}\n", *([f"{group.description}\n"] if group.description else [])]
+            parts.append(_table(("flag", "type", "default", "meaning", "status"), _rows(command_line, group)))
+    parts += [ENGINES, _table(("option", "instead"), _owned())]
+    parts += [
+        "## Older names\n",
+        _table(("older name", "name"), ((f"`{a}`", f"`{b}`") for a, b in OLDER_NAMES.items())),
+    ]
+    return "\n".join(parts)
+
+
+def _rows(command_line: CommandLine, group: argparse._ArgumentGroup) -> Iterator[tuple[str, ...]]:
+    for action in group._group_actions:
+        meaning = " ".join((action.help or "").replace("%%", "%").split()).replace("%(default)s", str(action.default))
+        default = "" if action.default in (None, False, argparse.SUPPRESS, [], {}) else f"`{action.default}`"
+        names = ", ".join(f"`{name}`" for name in action.option_strings)
+        yield names, type_of(action), default, meaning, str(command_line.status_of(action))
+
+
+def _owned() -> Iterator[tuple[str, str]]:
+    for name, remedy in OWNED.items():
+        yield f"`--sglang-{name.replace('_', '-')}`", remedy
+    for name, remedy in ROUTER_OWNED.items():
+        yield f"`--{name.replace('_', '-')}`", remedy
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def main() -> None:
+    """Command line of this tool."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="file to write")
+    output = parser.parse_args().output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(render())
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    main()
