@@ -118,7 +118,11 @@ def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], b
 def installation_problems() -> list[str]:
     """A sentence about packages that engines need."""
     missing = missing_packages()
-    return [f"{' and '.join(missing)} not installed, which engines need: {INSTALL}."] if missing else []
+    return (
+        [f"{' and '.join(missing)} not installed, but engines need sglang and sglang_router: {INSTALL}."]
+        if missing
+        else []
+    )
 
 
 def pipeline_problems(pp_size: int, gpus_per_engine: int) -> list[str]:

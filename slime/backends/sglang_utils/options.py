@@ -10,8 +10,10 @@ import argparse
 import importlib.metadata
 import importlib.util
 import logging
+import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -193,20 +195,14 @@ def human_readable_int(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is no such number.
     """
-    from decimal import Decimal, InvalidOperation
-
-    powers = {letter: power for power, letter in enumerate("kMGT", start=1)}
-    number, is_binary = text.strip(), text.strip().endswith("i")
-    letter = number.removesuffix("i")[-1:]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]|[KMGT]i)", text.strip())
+    number, suffix = match.groups() if match else (text, "")
+    factor = 1024 if suffix.endswith("i") else 1000
     try:
-        if letter not in powers:
-            return int(number)
-        digits = number.removesuffix("i")[:-1]
-        if is_binary:
-            return int(digits) * 1024 ** powers[letter]
-        return int(Decimal(digits) * 1000 ** powers[letter])
-    except (ValueError, InvalidOperation):
+        exact = Decimal(number) if factor == 1000 and suffix else int(number)
+    except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number such as 4096, 4k, 1.5M or 4Ki") from None
+    return int(exact * factor ** (" kMGT".index(suffix[0].replace("K", "k")) if suffix else 0))
 
 
 class _Router:
