@@ -27,7 +27,6 @@ with (Path(__file__).parent / "flags.tsv").open() as file:
 OTHER_DEFAULT = {
     "--rollout-batch-size": (None, "it is required; our own check says so together with everything else"),
     "--distributed-backend": (None, "it follows from --accelerator: nccl, on CPU gloo"),
-    "--profile-target": (None, "giving it turns the profiler on"),
 }
 # Flags of our own, beside those of the interface.
 OURS = {
