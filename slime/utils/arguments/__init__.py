@@ -2,11 +2,12 @@
 
 Every flag is a field of a dataclass in this package: cluster, data, rollout, eval, algorithm (checkpoints, losses,
 rewards), train, weight_sync, observability, debug. What follows from flags is in derive.py; what cannot work is in
-validate.py (values), check_files.py (files and directories) and check_hooks.py; parse.py puts it together. Nothing
-here starts anything.
+validate.py (values), check_files.py (files and directories) and check_hooks.py; parse.py puts it together. Files
+that stand for flags: custom_config.py and roles.py. Nothing here starts anything.
 """
 
 from slime.utils.arguments.args import Args, publish_runtime
 from slime.utils.arguments.parse import Checked, CommandLine, accept, parse_args
+from slime.utils.arguments.roles import parse_megatron_role_args
 
-__all__ = ["Args", "Checked", "CommandLine", "accept", "parse_args", "publish_runtime"]
+__all__ = ["Args", "Checked", "CommandLine", "accept", "parse_args", "parse_megatron_role_args", "publish_runtime"]

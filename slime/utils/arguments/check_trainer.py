@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Iterable
 
-from slime.utils.arguments.flags import nearest
+from slime.utils.names import nearest
 
 CHECKPOINT_PARTS = ("model", "optimizer", "rng", "hf")
 

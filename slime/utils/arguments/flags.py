@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from slime.utils.names import nearest
 
 
 def flag(
@@ -236,13 +237,6 @@ class Parser(argparse.ArgumentParser):
         """The attributes whose flags appear on the command line."""
         options = self.options()
         return {options[name].dest for token in tokens if (name := token.split("=", 1)[0]) in options}
-
-
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """At most three of the known names, none much further from `name` than the nearest."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.7)
-    likeness = {other: difflib.SequenceMatcher(None, other, name).ratio() for other in near}
-    return [other for other in near if likeness[other] > likeness[near[0]] - 0.1]
 
 
 def _without(tokens: list[str], names: list[str]) -> list[str]:

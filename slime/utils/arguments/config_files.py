@@ -1,0 +1,58 @@
+"""The files that stand for flags: what `--custom-config-path` and `--megatron-config-path` set goes into args.
+
+It reads no other file and derives nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Mapping
+
+from slime.utils.arguments import roles
+from slime.utils.arguments.custom_config import FileValues, apply_known, custom_config_values
+from slime.utils.arguments.problems import Problems, read_file
+
+logger = logging.getLogger(__name__)
+
+
+def apply_config_files(
+    args: argparse.Namespace,
+    explicit: set[str],
+    problems: Problems,
+    *,
+    options: Mapping[str, argparse.Action],
+    explain_unknown: Callable[[str], str | None],
+) -> FileValues:
+    """Set what the files say, as if it were on the command line; warnings are logged.
+
+    Args:
+        args: the parsed flags; changed. `megatron_role_values` is added: role -> attribute -> value.
+        explicit: attributes whose flags are given; changed.
+        problems: gets what is wrong with the files.
+        options: option string -> action, of the parser.
+        explain_unknown: gives the sentence for an option that deserves another than "did you mean".
+
+    Returns:
+        What the custom config sets; its `extra` goes into args by `apply_extra` once everything is derived.
+    """
+
+    def read_custom(path: str) -> FileValues:
+        return custom_config_values(path, options, explain_unknown=explain_unknown)
+
+    path = args.custom_config_path
+    custom = (read_file(problems, read_custom, path) if path else None) or FileValues()
+    _apply(args, explicit, problems, custom)
+    path = args.megatron_config_path
+    by_role = (read_file(problems, roles.role_overrides, path, options) if path else None) or {}
+    vars(args)["megatron_role_values"] = roles.role_values(args, by_role)
+    _apply(args, explicit, problems, by_role.get("actor", FileValues()))
+    _apply(argparse.Namespace(), set(), problems, by_role.get("critic", FileValues()))
+    problems.wrong += roles.critic_problems(by_role, args.advantage_estimator)
+    return custom
+
+
+def _apply(args: argparse.Namespace, explicit: set[str], problems: Problems, values: FileValues) -> None:
+    problems.wrong += values.problems
+    for warning in [*values.warnings, *apply_known(args, explicit, values)]:
+        logger.warning("%s", warning)
