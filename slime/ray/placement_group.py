@@ -22,6 +22,7 @@ import ray
 
 from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
+from slime.utils.plan.layout import slot_layout
 from slime.utils.wait import wait
 
 logger = logging.getLogger(__name__)
@@ -29,20 +30,6 @@ logger = logging.getLogger(__name__)
 PLACEMENT_DEADLINE_S = 600.0
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
-
-
-@dataclass(frozen=True)
-class SlotLayout:
-    """How many slots a run takes, and where its engines begin."""
-
-    num_trainers: int
-    num_engine_slots: int
-    engine_offset: int
-
-    @property
-    def total(self) -> int:
-        """Slots of the whole run."""
-        return max(self.num_trainers, self.engine_offset + self.num_engine_slots)
 
 
 @dataclass(frozen=True)
@@ -57,14 +44,6 @@ class Placement:
     def engines(self) -> list[tuple[Any, int]]:
         """(placement group, index of its first bundle) of each engine."""
         return [(self.group, bundle) for bundle in self.engine_bundles]
-
-
-def slot_layout(args: Any) -> SlotLayout:
-    """The layout that the cluster flags ask for (pure; `total` is what Ray must have)."""
-    trainers = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if args.debug_train_only:
-        return SlotLayout(trainers, 0, 0)
-    return SlotLayout(trainers, args.rollout_num_gpus, 0 if args.colocate else trainers)
 
 
 def connect_ray(args: Any) -> bool:

@@ -11,6 +11,7 @@ import ray
 from slime.ray import placement_group as placement
 from slime.ray.utils import ActorFailure, actor_env, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
+from slime.utils.plan.layout import slot_layout
 
 
 class Worker:
@@ -138,7 +139,7 @@ def test_separate_engines_sit_behind_the_trainers_and_colocated_ones_with_them(l
     ],
 )
 def test_the_layout_counts_slots_as_the_flags_say(changes, total, offset):
-    layout = placement.slot_layout(cluster_args(**changes))
+    layout = slot_layout(cluster_args(**changes))
     assert (layout.total, layout.engine_offset) == (total, offset)
 
 

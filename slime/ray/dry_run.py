@@ -1,0 +1,140 @@
+"""`--dry-run`: what a run would do, without Ray, engines, weights or a GPU.
+
+It gathers the facts that flags alone do not say (the device, the prompt file, a tokenizer, the user's hooks), lets
+slime.utils.plan make the plan, and prints it. Nothing is started, and only the tokenizer is heavy to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.rollout.base_types import HOOKS, signature_problem
+from slime.utils.arguments.flags import defaults_of
+from slime.utils.arguments.rollout import RolloutFlags
+from slime.utils.errors import UsageError
+from slime.utils.misc import load_function
+from slime.utils.plan import EngineKind, Facts, HookReport, Plan, make_plan
+from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
+from slime.utils.plan.layout import EngineGroup, slot_layout
+from slime.utils.plan.render import render
+from slime.utils.plan.rows import read_rows_of
+
+EXIT_USAGE = 2
+
+
+def dry_run(checked: Any) -> int:
+    """Print the plan of a checked command line, and write it to --dry-run-json.
+
+    Args:
+        checked: `slime.utils.arguments.Checked`: the args, why a run would be refused, and which flags were given.
+
+    Returns:
+        0, or 2 where a run would be refused.
+
+    Raises:
+        UsageError: the command line contradicts itself, so that there is nothing to plan; or the JSON file cannot be
+            written.
+    """
+    args, problems = checked.args, checked.problems
+    if problems.wrong:
+        raise UsageError(problems.all())
+    plan = make_plan(args, gather_facts(args, list(dict.fromkeys([*problems.environment, *problems.unsupported]))))
+    render(plan, sys.stdout)
+    if args.dry_run_json:
+        write_json(plan, args.dry_run_json)
+    return EXIT_USAGE if plan.refused else 0
+
+
+def write_json(plan: Plan, path: str) -> None:
+    """Write the plan as JSON.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(dataclasses.asdict(plan) | {"does_fit": plan.does_fit}, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"--dry-run-json {path} cannot be written: {error.strerror}; name another file.") from error
+
+
+def gather_facts(args: Any, refused: list[str]) -> Facts:
+    """Everything that the plan needs and that is not in the flags."""
+    data, rows, missing = read_rows_of(args)
+    return Facts(
+        device=find_device(args.accelerator),
+        data=data,
+        engines=engine_kinds(args),
+        hooks=list(hook_reports(args)),
+        rows=rows,
+        missing=missing,
+        refused=refused,
+    )
+
+
+def find_device(accelerator: str) -> Device:
+    """The device of this machine, or the default one where a run for GPUs is planned without any."""
+    if accelerator == "cpu":
+        return cpu_device(_host_memory())
+    import torch
+
+    if not torch.cuda.is_available():
+        return DEVICES[DEFAULT_GPU]
+    properties = torch.cuda.get_device_properties(0)
+    return device_of_gpu(properties.name, properties.total_memory)
+
+
+def _host_memory() -> int:
+    """Bytes of memory that this machine, or the container that this process is in, has."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(physical, int(text)) if text.isdigit() else physical
+
+
+def engine_kinds(args: Any) -> list[EngineKind]:
+    """Engines of the command line, with the ServerArgs values that slime and the user choose."""
+    from slime.backends.sglang_utils.server_args import device_defaults
+
+    num_slots = slot_layout(args).num_engine_slots
+    if not num_slots:
+        return []
+    defaults = device_defaults(args.accelerator, Path(args.hf_checkpoint or ""))
+    settings = defaults | dict(args.sglang_overrides)
+    return [EngineKind(EngineGroup("", num_slots, args.rollout_num_gpus_per_engine), settings)]
+
+
+def hook_reports(args: Any) -> Iterator[HookReport]:
+    """Every hook that a flag names, with where it was found or why it could not be used."""
+    own = defaults_of(RolloutFlags)["rollout_function_path"]
+    for attribute, protocol in HOOKS.items():
+        value = vars(args)[attribute]
+        for path in value if isinstance(value, list) else [value]:
+            if path and not (attribute == "eval_function_path" and path in (own, args.rollout_function_path)):
+                yield hook_report("--" + attribute.replace("_", "-"), path, protocol)
+
+
+def hook_report(flag: str, path: str, protocol: type) -> HookReport:
+    """Load one hook and say where it is."""
+    try:
+        found = load_function(path)
+    except Exception as error:  # the user's module is code like any other: what it raises is what we report
+        return HookReport(flag, path, None, f"{type(error).__name__}: {error}")
+    problem = signature_problem(found, protocol)
+    return HookReport(flag, path, None if problem else _place(found), problem)
+
+
+def _place(function: Any) -> str:
+    """file:line of a function or class."""
+    try:
+        target = inspect.unwrap(function)
+        file = inspect.getsourcefile(target) or "?"
+        return f"{os.path.relpath(file)}:{inspect.getsourcelines(target)[1]}"
+    except (TypeError, OSError):
+        return "without source"

@@ -1,0 +1,196 @@
+"""Bytes that a forward and backward pass keep and work with, per micro-batch, on one trainer rank.
+
+Counted are the tensors that autograd saves in the modules that we run (Megatron's local spec, our RMSNorm, packed
+rotary embedding and varlen attention, unfused gated linear unit), each storage once. H hidden, Q query heads x head
+size, K key/value heads x head size, F MLP width, d head size, per token and layer, in elements of the compute dtype:
+
+    two norms          CPU (composite): input, input/rms, output = 6 H; CUDA (one kernel): input, output = 4 H
+    norms after        one that adds to the residual keeps its input (and on CPU input/rms), not its output
+    fused projection   Q + 2 K: values, and keys before their norm, are views of it
+    norms of q and k   CPU: q copied 2 Q, k normalised K; CUDA: q copied Q
+    rotary embedding   4 d (cos and sin of every token, for q and for k); rotated q and k: Q + K
+    attention          its output Q; CPU, sequences of different lengths: per length, joined and in order = 3 Q;
+                       CUDA: a contiguous copy of the values K
+    MLP                2 F into the gate, silu F, linear half + offset F, product F
+
+Everything with heads or F is divided by TP; H is too under sequence parallelism. Per token also the float32 statistics
+of norms and softmax. Experts and latent attention follow the same rules with their own widths, tokens x topk for
+experts, balanced routing; these two are not measured yet. Full recomputation keeps the input of every chunk of layers
+and makes one chunk again at a time.
+
+The output layer counts apart (`HeadBytes`): T packed tokens, R response tokens, C of them in a chunk
+(--log-probs-chunk-size), V columns of the vocabulary of this rank, in float32. The formulas name tensors of
+slime.utils.ppo_utils.log_probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from slime.utils.plan.layout import ParallelLayout
+from slime.utils.plan.shape import ModelShape
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """--recompute-granularity and what goes with it."""
+
+    granularity: str | None = None
+    """None, "selective" or "full"."""
+    method: str | None = None
+    """"uniform" (chunks of num_layers) or "block" (the first num_layers layers)."""
+    num_layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a pass computes: what it runs on decides which tensors its kernels keep."""
+
+    is_cpu: bool
+    element_size: int
+    """Bytes of a parameter, an activation and its gradient."""
+
+
+@dataclass(frozen=True)
+class HeadBytes:
+    """Of the output layer and the loss of one micro-batch."""
+
+    forward: int
+    """logits [T, V] + the response rows of them [R, V] + a scaled copy and its exponential [C, V]."""
+    backward: int
+    """The largest moment of the way back to the last layer."""
+
+
+def layer_saved(
+    shape: ModelShape, layer: int, layout: ParallelLayout, compute: Compute, skipped: Collection[str] = ()
+) -> int:
+    """Bytes per packed token that a decoder layer keeps for its backward pass.
+
+    Args:
+        shape: the model.
+        layer: which one (dense or with experts).
+        layout: of the trainer.
+        compute: what the pass runs on.
+        skipped: modules that selective recomputation makes again.
+    """
+    hidden = shape.hidden_size / (layout.tp if layout.is_sequence_parallel else 1)
+    copies = 3 if compute.is_cpu else 2
+    norms = 2 * (copies - ("layernorm" in skipped)) * hidden + (shape.num_norms - 2) * (copies - 1) * hidden
+    elements = norms + _attention_elements(shape, layout, compute, skipped)
+    has_experts = shape.moe_layers[layer] and shape.experts is not None
+    elements += _expert_elements(shape, layout, skipped) if has_experts else _mlp_elements(shape, layout, skipped)
+    heads = shape.num_attention_heads / layout.tp
+    statistics = shape.num_norms + heads * ("core_attn" not in skipped) + 2 * heads * shape.has_qk_norm
+    if has_experts and shape.experts:
+        statistics += 3 * shape.experts.num  # router logits, probabilities and the map of the chosen ones
+    return round(elements * compute.element_size + statistics * FP32)
+
+
+def _attention_elements(
+    shape: ModelShape, layout: ParallelLayout, compute: Compute, skipped: Collection[str]
+) -> float:
+    tp = layout.tp
+    q, k, v, out = (
+        width / tp for width in (shape.query_width, shape.key_width, shape.value_width, shape.attention_out_width)
+    )
+    output = 3 * out if compute.is_cpu and "core_attn" not in skipped else out
+    if shape.latent is not None:
+        latent = shape.latent
+        low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        up = 0 if "mla_up_proj" in skipped else q + (k + v)
+        return low_rank + up + q + k + v + output
+    rotary = 4 * shape.kv_channels
+    norms = ((2 * q + k) if compute.is_cpu else q) if shape.has_qk_norm else 0
+    values = 0 if compute.is_cpu or not shape.has_qk_norm else v  # a copy beside the projection that the norm keeps
+    return (q + k + v) + norms + rotary + q + k + values + output
+
+
+def _mlp_elements(shape: ModelShape, layout: ParallelLayout, skipped: Collection[str]) -> float:
+    return 0 if "mlp" in skipped else _mlp_widths(shape) * shape.ffn_hidden_size / layout.tp
+
+
+def _mlp_widths(shape: ModelShape) -> int:
+    """MLP widths that are kept: with a gate two before it and three behind, else one on each side."""
+    return 5 if shape.is_gated else 2
+
+
+def _expert_elements(shape: ModelShape, layout: ParallelLayout, skipped: Collection[str]) -> float:
+    moe = shape.experts
+    assert moe is not None
+    hidden = shape.hidden_size / (layout.tp if layout.is_sequence_parallel else 1)
+    if "moe" in skipped:
+        return 0
+    widths = _mlp_widths(shape) - (3 if shape.is_gated and "moe_act" in skipped else 0)
+    routed = moe.topk * (2 * hidden + widths * moe.ffn_hidden_size / layout.etp)
+    shared = 0 if "shared_experts" in skipped else _mlp_widths(shape) * moe.shared_ffn_hidden_size / layout.tp
+    return routed + shared
+
+
+def layer_working(shape: ModelShape, layer: int, layout: ParallelLayout, compute: Compute, tokens: int) -> int:
+    """Bytes that one layer's backward pass needs beside what was kept: gradients on the way, one weight's gradient.
+
+    The largest moment is the product of the gate: gradients of the layer's output (H) and of both factors (2 F); the
+    gradient of the largest matrix is a tensor of its own before it is added to the gradient buffer.
+    """
+    is_expert = shape.moe_layers[layer] and shape.experts is not None
+    if is_expert and shape.experts:
+        width, rows = shape.experts.ffn_hidden_size / layout.etp, shape.experts.topk
+    else:
+        width, rows = shape.ffn_hidden_size / layout.tp, 1
+    gradients = tokens * (shape.hidden_size + 2 * width * rows)
+    matrix = (1 + shape.is_gated) * width * shape.hidden_size
+    return round((gradients + matrix) * compute.element_size)
+
+
+def layer_forward(shape: ModelShape, layer: int, layout: ParallelLayout, compute: Compute, tokens: int) -> int:
+    """Bytes that one layer needs in a pass that keeps nothing: its input, its normalised input and the MLP."""
+    is_expert = shape.moe_layers[layer] and shape.experts is not None
+    if is_expert and shape.experts:
+        widths = shape.experts.topk * (_mlp_widths(shape) * shape.experts.ffn_hidden_size / layout.etp)
+        widths += 2 * shape.experts.topk * shape.hidden_size
+    else:
+        widths = _mlp_widths(shape) * shape.ffn_hidden_size / layout.tp
+    return round(tokens * (2 * shape.hidden_size + widths) * compute.element_size)
+
+
+def stage_saved(
+    shape: ModelShape, layers: Collection[int], layout: ParallelLayout, compute: Compute, recompute: Recompute
+) -> tuple[int, int]:
+    """Bytes per packed token of one pipeline stage: (kept over the whole micro-batch, made again for one chunk)."""
+    hidden = shape.hidden_size * compute.element_size / (layout.tp if layout.is_sequence_parallel else 1)
+    if recompute.granularity != "full":
+        skipped = recompute.modules if recompute.granularity == "selective" else ()
+        again = max((layer_saved(shape, n, layout, compute) for n in layers), default=0) if skipped else 0
+        kept = [layer_saved(shape, n, layout, compute, skipped) for n in layers]
+        return sum(kept), max(0, again - min(kept, default=0))
+    saved = [layer_saved(shape, layer, layout, compute) for layer in layers]
+    size = max(1, recompute.num_layers)
+    if recompute.method == "block":
+        return round(hidden * len(saved[:size])) + sum(saved[size:]), max(saved[:size], default=0)
+    chunks = [sum(saved[start : start + size]) for start in range(0, len(saved), size)]
+    return round(hidden * len(chunks)), max(chunks, default=0)
+
+
+def head_bytes(
+    shape: ModelShape, layout: ParallelLayout, compute: Compute, *, tokens: int, response_tokens: int, chunk_size: int
+) -> HeadBytes:
+    """Of the output layer and the log-probs of one micro-batch.
+
+    Backward, in the order of events: the loss (selected rows and their gradient [R, V], and of a chunk the log
+    softmax, its gradient and the scaled gradient, with several chunks also one of the chunk before); the scatter of
+    row gradients into those of all tokens, [T, V] twice; the gradient of the output matrix [V, H] beside [T, V].
+    Models in 16 bit have the logits' gradient in 16 bit too from there on.
+    """
+    columns = shape.vocab_size / layout.tp
+    chunk = min(chunk_size, response_tokens) if chunk_size > 0 else response_tokens
+    in_loss = 2 * response_tokens + (3 if chunk == response_tokens else 4) * chunk
+    to_all = max(response_tokens + tokens, 2 * tokens)
+    matrix = columns * (tokens + shape.hidden_size) * compute.element_size
+    return HeadBytes(
+        forward=round((tokens + response_tokens + 2 * chunk) * columns * FP32),
+        backward=round(max(in_loss * columns * FP32, to_all * columns * FP32, matrix)),
+    )

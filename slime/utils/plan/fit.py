@@ -1,0 +1,137 @@
+"""Does it fit? The moments at which a GPU (or the host, without GPUs) holds most, and what to lower where not.
+
+It adds up what trainer_memory and engine_memory say for the processes that share a device; it estimates nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from slime.utils.plan.devices import Device
+from slime.utils.plan.engine_memory import EngineMemory
+from slime.utils.plan.layout import SlotLayout
+from slime.utils.plan.trainer_memory import TrainerMemory
+
+LOWER_TRAINER = (
+    "lower --max-tokens-per-gpu (or --micro-batch-size), set --log-probs-chunk-size, give --recompute-granularity "
+    "full --recompute-method uniform --recompute-num-layers 1, or raise --tensor-model-parallel-size"
+)
+LOWER_STATE = (
+    "raise --tensor-model-parallel-size or --pipeline-model-parallel-size, or give the trainer more GPUs "
+    "(--actor-num-nodes, --actor-num-gpus-per-node): its optimizer is sharded over them"
+)
+LOWER_ENGINE = "raise --rollout-num-gpus-per-engine, so that each GPU holds less of the weights"
+LOWER_CACHE = (
+    "lower --rollout-max-response-len, or raise --sglang-mem-fraction-static or --rollout-num-gpus-per-engine"
+)
+LOWER_SHARED = (
+    "lower --sglang-mem-fraction-static, give --offload-train --offload-rollout, or take GPUs of their own for the "
+    "engines (--rollout-num-gpus without --colocate)"
+)
+LOWER_CPU = "lower --sglang-max-total-tokens, the number of slots or the model"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one device holds at its fullest in one phase."""
+
+    where: str
+    when: str
+    parts: dict[str, int]
+    """Name -> bytes."""
+    total: int
+    limit: int
+    fits: bool
+    remedy: str
+    """Empty where it fits."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict."""
+        verdict = "fits" if self.fits else f"does not fit: {self.remedy}"
+        return f"{self.where}, {self.when}: {self.total / 1e9:.1f} of {self.limit / 1e9:.1f} GB, {verdict}"
+
+
+def moments(
+    args: argparse.Namespace,
+    device: Device,
+    slots: SlotLayout,
+    *,
+    trainer: TrainerMemory | None,
+    engines: list[EngineMemory],
+) -> list[Moment]:
+    """The fullest moments of every kind of device that the run uses."""
+    if device.is_shared:
+        return [_host_moment(args, device, slots, trainer, engines)]
+    shares = bool(args.colocate and engines and trainer)
+    found = []
+    if trainer is not None:
+        found.append(_training(args, device, trainer, engines if shares else []))
+    for engine in engines:
+        found.append(_serving(args, device, trainer if shares else None, engine))
+    return found
+
+
+def _moment(where: str, when: str, parts: dict[str, int], limit: int, remedy: str) -> Moment:
+    total = sum(parts.values())
+    return Moment(where, when, parts, total, limit, total <= limit, "" if total <= limit else remedy)
+
+
+def _training(args: argparse.Namespace, device: Device, trainer: TrainerMemory, engines: list[EngineMemory]) -> Moment:
+    stage = trainer.peak
+    peak = max(stage.train_peak, stage.log_probs_peak)
+    parts = {
+        "weights": stage.weights,
+        "gradients": stage.gradients,
+        "optimizer": stage.optimizer,
+        stage.peak_is if stage.train_peak >= stage.log_probs_peak else "log-probs": peak - stage.state,
+        "context": device.reserved_bytes,
+    }
+    name = "trainer GPU" + (f" of pipeline stage {stage.stage}" if len(trainer.stages) > 1 else "")
+    if not engines:
+        remedy = LOWER_STATE if stage.state + device.reserved_bytes > device.memory_bytes else LOWER_TRAINER
+        return _moment(name, "training", parts, device.memory_bytes, remedy)
+    static = max(engine.static for engine in engines)
+    parts["engine" + (" (offloaded)" if args.offload_rollout else "")] = (
+        device.reserved_bytes if args.offload_rollout else static
+    )
+    trainer_alone = peak + 2 * device.reserved_bytes
+    remedy = LOWER_SHARED if trainer_alone <= device.memory_bytes else LOWER_TRAINER
+    return _moment("shared GPU", "training", parts, device.memory_bytes, remedy)
+
+
+def _serving(args: argparse.Namespace, device: Device, trainer: TrainerMemory | None, engine: EngineMemory) -> Moment:
+    parts = {"weights": engine.weights, "KV cache": max(engine.kv_cache, 0), "context": device.reserved_bytes}
+    name = "shared GPU" if trainer else "engine GPU"
+    name += f" ({engine.name})" if engine.name else ""
+    if trainer is not None:
+        state = max(stage.state for stage in trainer.stages)
+        parts["trainer" + (" (offloaded)" if args.offload_train else "")] = (
+            device.reserved_bytes if args.offload_train else state
+        )
+    moment = _moment(name, "generating", parts, device.memory_bytes, LOWER_SHARED if trainer else LOWER_ENGINE)
+    if engine.kv_cache <= 0 or engine.full_length_requests < 1:
+        remedy = LOWER_ENGINE if engine.kv_cache <= 0 else LOWER_CACHE
+        return Moment(name, moment.when, parts, moment.total, moment.limit, False, remedy)
+    return moment
+
+
+def _host_moment(
+    args: argparse.Namespace,
+    device: Device,
+    slots: SlotLayout,
+    trainer: TrainerMemory | None,
+    engines: list[EngineMemory],
+) -> Moment:
+    """Without GPUs everything lies in one memory, and no process gives any of it back."""
+    parts = {}
+    if trainer is not None:
+        stage = trainer.peak
+        peak = max(stage.train_peak, stage.log_probs_peak)
+        parts[f"{slots.num_trainers} trainer rank(s)"] = slots.num_trainers * (peak + device.reserved_bytes)
+    num_slots = slots.num_engine_slots
+    if engines and num_slots:
+        static = max(engine.static for engine in engines)
+        parts[f"{num_slots} engine slot(s)"] = num_slots * (static + 2 * device.reserved_bytes)
+    return _moment("the host", "training", parts, device.memory_bytes, LOWER_CPU)

@@ -1,0 +1,209 @@
+"""Who sits where: the slots of a run, the parallel groups of the trainer and the layers of its pipeline stages.
+
+`slot_layout` is what slime.ray.placement_group reserves; the plan shows the same slots without Ray. Slots are counted
+in the order of that module: by node, then by GPU. It knows nothing about memory or time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LAYOUT_DEFAULTS: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "virtual_pipeline_model_parallel_size": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+}
+"""Megatron's attribute -> what Megatron takes where no flag says otherwise."""
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """How many slots a run takes, and where its engines begin."""
+
+    num_trainers: int
+    num_engine_slots: int
+    engine_offset: int
+
+    @property
+    def total(self) -> int:
+        """Slots of the whole run."""
+        return max(self.num_trainers, self.engine_offset + self.num_engine_slots)
+
+
+def slot_layout(args: Any) -> SlotLayout:
+    """The layout that the cluster flags ask for (pure; `total` is what Ray must have)."""
+    trainers = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.debug_train_only:
+        return SlotLayout(trainers, 0, 0)
+    return SlotLayout(trainers, args.rollout_num_gpus, 0 if args.colocate else trainers)
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the trainer's parallel groups, and which decoder layers each pipeline stage holds."""
+
+    world_size: int
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    is_sequence_parallel: bool
+    stage_layers: tuple[tuple[int, ...], ...]
+    """[pp][layers of the stage]."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, num_layers: int) -> ParallelLayout:
+        """The layout that the flags describe; sizes that do not divide are rounded down (validation refuses them)."""
+        given = {name: value for name, value in vars(args).items() if name in LAYOUT_DEFAULTS and value is not None}
+        values = LAYOUT_DEFAULTS | given
+        world = args.actor_num_nodes * args.actor_num_gpus_per_node
+        tp, pp, cp = (values[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context"))
+        vpp = _virtual_stages(values, num_layers, pp)
+        stages = split_layers(
+            num_layers,
+            pp,
+            vpp=vpp,
+            first=values["decoder_first_pipeline_num_layers"],
+            last=values["decoder_last_pipeline_num_layers"],
+        )
+        return cls(
+            world_size=world,
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            dp=max(1, world // (tp * pp * cp)),
+            ep=values["expert_model_parallel_size"],
+            etp=values["expert_tensor_parallel_size"] or tp,
+            is_sequence_parallel=values["sequence_parallel"] and tp > 1,
+            stage_layers=tuple(map(tuple, stages)),
+        )
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        return max(1, self.world_size // (self.etp * self.ep * self.pp))
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Ranks over which the optimizer's state is sharded: DP x CP."""
+        return self.dp * self.cp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A trainer rank's place in each group, in Megatron's order: tp runs fastest, then cp, dp and pp."""
+        place = {}
+        for name, size in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)):
+            place[name], rank = rank % size, rank // size
+        return place
+
+
+def _virtual_stages(values: dict[str, Any], num_layers: int, pp: int) -> int:
+    if per_stage := values["num_layers_per_virtual_pipeline_stage"]:
+        return max(1, num_layers // pp // per_stage)
+    return values["num_virtual_stages_per_pipeline_rank"] or values["virtual_pipeline_model_parallel_size"] or 1
+
+
+def split_layers(
+    num_layers: int, pp: int, *, vpp: int = 1, first: int | None = None, last: int | None = None
+) -> list[list[int]]:
+    """Decoder layers of each pipeline stage.
+
+    Args:
+        num_layers: of the model.
+        pp: stages.
+        vpp: chunks of a stage; chunk c of stage s comes after chunk c of stage s - 1.
+        first: layers of the first stage, where it differs from the others.
+        last: layers of the last.
+
+    Returns:
+        [pp][layer numbers]; the rest of an uneven division goes to the early stages.
+    """
+    ends = {0: first, pp - 1: last} if pp > 1 else {}
+    fixed = {stage: count for stage, count in ends.items() if count is not None}
+    free = [stage for stage in range(pp) if stage not in fixed]
+    rest = max(0, num_layers - sum(fixed.values()))
+    counts = [
+        fixed[stage] if stage in fixed else rest // len(free) + (free.index(stage) < rest % len(free))
+        for stage in range(pp)
+    ]
+    stages: list[list[int]] = [[] for _ in range(pp)]
+    layer = 0
+    for chunk in range(vpp):
+        for stage, count in enumerate(counts):
+            size = count // vpp + (chunk < count % vpp)
+            stages[stage] += range(layer, layer + size)
+            layer += size
+    return stages
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One slot and who sits in it."""
+
+    slot: int
+    node: int
+    gpu: int
+    """Number of the GPU (slot) on its node."""
+    trainer_rank: int | None
+    coordinates: dict[str, int]
+    """The trainer rank's place in each parallel group that has more than one member."""
+    engine: int | None
+    engine_name: str
+    """Model and kind of server where --sglang-config gives several, else ""."""
+    engine_tp_rank: int | None
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Engines of one kind, in the order in which they take slots."""
+
+    name: str
+    num_gpus: int
+    num_gpus_per_engine: int
+
+
+def seats(
+    layout: SlotLayout, parallel: ParallelLayout, engines: Sequence[EngineGroup], *, num_gpus_per_node: int
+) -> list[Seat]:
+    """Every slot of the run, in order.
+
+    Args:
+        layout: slots of the run.
+        parallel: the trainer's groups.
+        engines: kinds of engines; a kind named "placeholder" leaves its slots empty.
+        num_gpus_per_node: slots of a node.
+    """
+    nobody: tuple[int | None, str, int | None] = (None, "", None)
+    sitting: dict[int, tuple[int | None, str, int | None]] = {}
+    slot, engine = layout.engine_offset, 0
+    for group in engines:
+        for start in range(slot, slot + group.num_gpus, group.num_gpus_per_engine):
+            if group.name == "placeholder":
+                continue
+            for tp_rank in range(group.num_gpus_per_engine):
+                sitting[start + tp_rank] = (engine, group.name, tp_rank)
+            engine += 1
+        slot += group.num_gpus
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp, "pp": parallel.pp}
+    found = []
+    for index in range(layout.total):
+        rank = index if index < layout.num_trainers else None
+        place = {} if rank is None else parallel.coordinates(rank)
+        shown = {axis: at for axis, at in place.items() if sizes[axis] > 1}
+        node, gpu = divmod(index, num_gpus_per_node)
+        found.append(Seat(index, node, gpu, rank, shown, *sitting.get(index, nobody)))
+    return found

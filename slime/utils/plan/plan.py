@@ -1,0 +1,274 @@
+"""The plan of a run: everything that `--dry-run` shows, made from the flags and from facts that the caller has read.
+
+`make_plan` is pure: it reads no file, imports no torch and starts nothing. What needs a tokenizer, a data file, the
+user's modules or the machine comes in as `Facts`. A part that cannot be planned (no model flags, no batch size) is
+None, and `missing` says why. `dataclasses.asdict` of a plan is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.utils.plan import timing, traffic
+from slime.utils.plan.batch import MEAN_SHARE, BatchPlan, DataFacts, batch_plan
+from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device
+from slime.utils.plan.engine_memory import EngineMemory, engine_memory
+from slime.utils.plan.fit import Moment, moments
+from slime.utils.plan.layout import EngineGroup, ParallelLayout, Seat, SlotLayout, seats, slot_layout
+from slime.utils.plan.shape import ModelShape
+from slime.utils.plan.trainer_memory import TrainerMemory, recompute_of, trainer_memory
+
+ASSUMED_HOST_MEMORY = 24 * 2**30
+
+
+@dataclass(frozen=True)
+class HookReport:
+    """One hook of the command line."""
+
+    flag: str
+    path: str
+    where: str | None
+    """file:line of what was loaded; None where it could not be."""
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """The first usable row of a data file, as the model will see it."""
+
+    data: str
+    """"prompts", or the name of an evaluation data set."""
+    path: str
+    where: str | None
+    """file:line."""
+    text: str | None
+    pieces: list[tuple[str, bool]]
+    """SFT: the text in spans, each with whether it is trained on. Empty otherwise."""
+    num_tokens: int | None
+    num_trained_tokens: int | None
+    label: str | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """Engines that are alike: a model of --sglang-config, or all."""
+
+    group: EngineGroup
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """ServerArgs values that differ from SGLang's own."""
+    serves_policy: bool = True
+    """False: another model, whose size is not known from the flags."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan needs and flags alone do not say."""
+
+    device: Device | None = None
+    data: DataFacts | None = None
+    engines: list[EngineKind] | None = None
+    """None: all alike, as the cluster flags say."""
+    hooks: list[HookReport] = field(default_factory=list)
+    rows: list[RowReport] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before it starts; sizes in bytes, times in seconds."""
+
+    device: Device
+    params: dict[str, int] | None
+    """Parameters of each part of the model."""
+    slots: SlotLayout
+    layout: ParallelLayout | None
+    seats: list[Seat]
+    batch: BatchPlan | None
+    trainer_memory: TrainerMemory | None
+    engine_memory: list[EngineMemory]
+    fit: list[Moment]
+    host_memory_per_node: int
+    """Pinned copies of weights, and what is offloaded; with GPUs."""
+    phases: list[timing.Phase]
+    """Of one rollout; estimates."""
+    transport: traffic.Transport | None
+    outputs: list[traffic.Output]
+    hooks: list[HookReport]
+    rows: list[RowReport]
+    assumptions: list[str]
+    missing: list[str]
+    refused: list[str]
+
+    @property
+    def does_fit(self) -> bool:
+        """Whether every moment fits."""
+        return all(moment.fits for moment in self.fit)
+
+
+def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
+    """Plan the run of a command line.
+
+    Args:
+        args: parsed and derived flags; none of them need be supported yet.
+        facts: what was found out beside them.
+    """
+    facts = facts or Facts()
+    device = facts.device or (cpu_device(ASSUMED_HOST_MEMORY) if args.accelerator == "cpu" else DEVICES[DEFAULT_GPU])
+    shape, missing = ModelShape.of(args), list(facts.missing)
+    if shape is None:
+        missing.append(
+            "the model's sizes: give its flags (scripts/models/*.sh) or --model-args-from-hf; memory and times are "
+            "left out"
+        )
+    layout = ParallelLayout.of(args, shape.num_layers if shape else 1)
+    batch = batch_plan(args, layout, facts.data) if args.rollout_batch_size else None
+    kinds = engine_kinds(args, facts)
+    slots = slot_layout(args)
+    trainer = trainer_memory(args, shape, layout, batch) if shape and batch else None
+    engines = _engine_memory(args, shape, device, batch, kinds)
+    sends = traffic.transport(args, shape, device, num_nodes=_num_nodes(args, slots)) if shape else None
+    return Plan(
+        device=device,
+        params=shape.components if shape else None,
+        slots=slots,
+        layout=layout if shape else None,
+        seats=seats(slots, layout, [kind.group for kind in kinds], num_gpus_per_node=_node_size(args)),
+        batch=batch,
+        trainer_memory=trainer,
+        engine_memory=engines,
+        fit=moments(args, device, slots, trainer=trainer, engines=engines) if shape and batch else [],
+        host_memory_per_node=_host_memory(args, slots, trainer, engines),
+        phases=_phases(args, shape, device, layout, batch, engines, sends),
+        transport=sends,
+        outputs=traffic.outputs(args, shape),
+        hooks=facts.hooks,
+        rows=facts.rows,
+        assumptions=_assumptions(args, device, batch, engines, facts),
+        missing=missing,
+        refused=facts.refused,
+    )
+
+
+def engine_kinds(args: argparse.Namespace, facts: Facts) -> list[EngineKind]:
+    """The kinds of engines: those of the facts, or one kind as the cluster flags say."""
+    num_slots = slot_layout(args).num_engine_slots
+    if facts.engines is not None:
+        return facts.engines
+    return [EngineKind(EngineGroup("", num_slots, args.rollout_num_gpus_per_engine))] if num_slots else []
+
+
+def _engine_memory(
+    args: argparse.Namespace,
+    shape: ModelShape | None,
+    device: Device,
+    batch: BatchPlan | None,
+    kinds: list[EngineKind],
+) -> list[EngineMemory]:
+    if shape is None:
+        return []
+    longest = batch.lengths.longest if batch else 1
+    return [
+        engine_memory(
+            shape,
+            device,
+            kind.settings,
+            num_gpus=kind.group.num_gpus_per_engine,
+            longest=longest,
+            name=kind.group.name,
+        )
+        for kind in kinds
+        if kind.serves_policy and kind.group.name != "placeholder"
+    ]
+
+
+def _node_size(args: argparse.Namespace) -> int:
+    """Slots of a node; a machine without GPUs is one node."""
+    if args.accelerator == "cpu":
+        return max(1, slot_layout(args).total)
+    return int(args.num_gpus_per_node)
+
+
+def _num_nodes(args: argparse.Namespace, slots: SlotLayout) -> int:
+    return -(-slots.total // _node_size(args))
+
+
+def _host_memory(
+    args: argparse.Namespace, slots: SlotLayout, trainer: TrainerMemory | None, engines: list[EngineMemory]
+) -> int:
+    if args.accelerator == "cpu" or trainer is None:
+        return 0
+    ranks = min(slots.num_trainers, _node_size(args))
+    copies = max(stage.host_copies + stage.state * bool(args.offload_train) for stage in trainer.stages)
+    weights = max((engine.weights for engine in engines), default=0) * bool(args.offload_rollout)
+    return ranks * copies + min(slots.num_engine_slots, _node_size(args)) * weights
+
+
+def _phases(
+    args: argparse.Namespace,
+    shape: ModelShape | None,
+    device: Device,
+    layout: ParallelLayout,
+    batch: BatchPlan | None,
+    engines: list[EngineMemory],
+    sends: traffic.Transport | None,
+) -> list[timing.Phase]:
+    if shape is None or batch is None:
+        return []
+    found = []
+    if engines:
+        engine = engines[0]
+        num_engines = max(1, slot_layout(args).num_engine_slots // (engine.tp * engine.pp))
+        concurrency = args.sglang_server_concurrency
+        found.append(
+            timing.generate_phase(shape, device, engine, batch, num_engines=num_engines, concurrency=concurrency)
+        )
+    passes = num_log_prob_passes(args, batch.steps_per_rollout)
+    if passes:
+        found.append(timing.log_probs_phase(shape, device, batch, layout, passes))
+    is_recomputed = recompute_of(args).granularity == "full"
+    found.append(timing.train_phase(shape, device, batch, layout, is_recomputed=is_recomputed))
+    if sends is not None:
+        found.append(timing.sync_phase(sends.num_bytes, sends.bandwidth, sends.way.split(":")[0]))
+    if (args.offload_train or args.offload_rollout) and args.accelerator != "cpu":
+        state = max(stage.state for stage in trainer_memory(args, shape, layout, batch).stages)
+        found.append(
+            timing.offload_phase(
+                device,
+                trainer_bytes=state if args.offload_train else 0,
+                engine_bytes=engines[0].weights if engines and args.offload_rollout else 0,
+            )
+        )
+    return found
+
+
+def num_log_prob_passes(args: argparse.Namespace, steps_per_rollout: int) -> int:
+    """Forward-only passes of the trainer over a rollout: the reference's, and old log-probs that the loss lacks."""
+    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
+        return 0
+    in_loss = steps_per_rollout == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
+    old = args.recompute_old_log_probs or args.use_rollout_logprobs or not in_loss
+    return int(bool(old)) + int(args.use_kl_loss or args.kl_coef != 0)
+
+
+def _assumptions(
+    args: argparse.Namespace, device: Device, batch: BatchPlan | None, engines: list[EngineMemory], facts: Facts
+) -> list[str]:
+    found = [f"device {device.name} with {device.memory_bytes / 1e9:.0f} GB; rates: {device.source}"]
+    if batch is not None:
+        lengths = batch.lengths
+        if not (facts.data and facts.data.mean_prompt):
+            found.append(f"prompts of {lengths.mean_prompt} tokens: their lengths are not known")
+        if lengths.max_response:
+            found.append(
+                f"responses of {lengths.mean_response} tokens on average, {MEAN_SHARE:.0%} of the longest "
+                f"({lengths.max_response})"
+            )
+    if any(engine.is_fraction_assumed for engine in engines) and not device.is_shared:
+        found.append(f"--sglang-mem-fraction-static {engines[0].mem_fraction}, which SGLang chooses by itself")
+    found.append("times and memory are estimates: reward functions, tools and fragmentation are not in them")
+    return found

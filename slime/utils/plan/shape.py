@@ -1,0 +1,283 @@
+"""How large a model is: its sizes as Megatron's flags give them, and the number of parameters of every part.
+
+`ModelShape.of` is the one place where the plan reads Megatron's model flags. Everything else counts with a shape. It
+knows nothing about bytes, devices or parallel layout, and builds no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+MODEL_DEFAULTS: dict[str, Any] = {
+    "num_layers": None,
+    "hidden_size": None,
+    "ffn_hidden_size": None,
+    "num_attention_heads": None,
+    "num_query_groups": None,
+    "group_query_attention": False,
+    "kv_channels": None,
+    "vocab_size": None,
+    "padded_vocab_size": None,
+    "untie_embeddings_and_output_weights": False,
+    "swiglu": False,
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "post_self_attn_layernorm": False,
+    "post_mlp_layernorm": False,
+    "num_moe_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_layer_freq": 1,
+    "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "mtp_num_layers": None,
+}
+"""Megatron's attribute -> what Megatron takes where no flag says otherwise, for every flag that a shape depends on."""
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def model_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The model flags among `args`; one that no parser has registered, or that is unset, has Megatron's default."""
+    given = {name: value for name, value in vars(args).items() if name in MODEL_DEFAULTS and value is not None}
+    return MODEL_DEFAULTS | given
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-latent attention (DeepSeek-V3): low-rank queries (None: full) and keys/values."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of a mixture-of-experts layer."""
+
+    num: int
+    ffn_hidden_size: int
+    topk: int
+    shared_ffn_hidden_size: int
+    """0 = no shared expert."""
+    has_shared_gate: bool
+
+
+@dataclass(frozen=True)
+class LayerParams:
+    """Parameters of one layer by how a layout divides them: over TP, over no rank, over experts' ranks."""
+
+    attention: int
+    """Matrices (and their biases) that TP divides."""
+    mlp: int
+    """The same of the dense MLP or the shared expert."""
+    replicated: int
+    """Norms, router, latent down-projections: on every TP rank in full."""
+    experts: int
+    """Divided over expert parallelism and the experts' tensor parallelism."""
+
+    @property
+    def total(self) -> int:
+        """Of all ranks."""
+        return self.attention + self.mlp + self.replicated + self.experts
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder as it is trained."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """Rows of the embedding, padding included."""
+    is_tied: bool
+    is_gated: bool
+    """Gated linear unit: two matrices into the MLP, one out of it."""
+    has_bias: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    num_norms: int
+    """Norms of a layer over the hidden size: two, or four with norms after attention and MLP."""
+    norm_width: int
+    """Weights per channel of a norm: 1 for RMSNorm, 2 (with bias) for LayerNorm."""
+    moe_layers: tuple[bool, ...]
+    """Per layer, whether it has experts."""
+    num_mtp_layers: int
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> ModelShape | None:
+        """The shape that the flags describe; None where they leave out what a model cannot do without."""
+        values = model_values(args)
+        if any(not values[name] for name in REQUIRED) or not (values["padded_vocab_size"] or values["vocab_size"]):
+            return None
+        heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        ffn = values["ffn_hidden_size"] or 4 * hidden
+        return cls(
+            num_layers=values["num_layers"],
+            hidden_size=hidden,
+            ffn_hidden_size=ffn,
+            num_attention_heads=heads,
+            num_query_groups=(values["num_query_groups"] if values["group_query_attention"] else None) or heads,
+            kv_channels=values["kv_channels"] or hidden // heads,
+            vocab_size=values["padded_vocab_size"] or values["vocab_size"],
+            is_tied=not values["untie_embeddings_and_output_weights"],
+            is_gated=values["swiglu"],
+            has_bias=values["add_bias_linear"],
+            has_qkv_bias=values["add_qkv_bias"] or values["add_bias_linear"],
+            has_qk_norm=values["qk_layernorm"],
+            num_norms=2 + values["post_self_attn_layernorm"] + values["post_mlp_layernorm"],
+            norm_width=1 if values["normalization"] == "RMSNorm" else 2,
+            moe_layers=moe_pattern(values),
+            num_mtp_layers=values["mtp_num_layers"] or 0,
+            experts=_experts(values, ffn) if values["num_moe_experts"] else None,
+            latent=_latent(values) if values["multi_latent_attention"] else None,
+        )
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads."""
+        head = self.latent.qk_head_dim + self.latent.qk_pos_emb_head_dim if self.latent else self.kv_channels
+        return self.num_attention_heads * head
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all key heads."""
+        return self.query_width if self.latent else self.num_query_groups * self.kv_channels
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads."""
+        if self.latent:
+            return self.num_attention_heads * self.latent.v_head_dim
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def attention_out_width(self) -> int:
+        """Channels of what attention returns, over all query heads."""
+        return self.num_attention_heads * (self.latent.v_head_dim if self.latent else self.kv_channels)
+
+    @property
+    def embedding_params(self) -> int:
+        """Of the input embedding, and again of an output layer that is not tied to it."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def norm_params(self) -> int:
+        """Of one norm over the hidden size."""
+        return self.norm_width * self.hidden_size
+
+    def layer_params(self, layer: int) -> LayerParams:
+        """Parameters of a decoder layer."""
+        matrices, replicated = self._latent_params() if self.latent else self._attention_params()
+        replicated += self.num_norms * self.norm_params
+        if self.experts is None or not self.moe_layers[layer]:
+            return LayerParams(matrices, self._mlp_params(self.ffn_hidden_size), replicated, 0)
+        moe = self.experts
+        router = (moe.num + moe.has_shared_gate) * self.hidden_size
+        shared = self._mlp_params(moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
+        return LayerParams(matrices, shared, replicated + router, moe.num * self._mlp_params(moe.ffn_hidden_size))
+
+    def mtp_params(self) -> LayerParams:
+        """Parameters of one multi-token prediction layer: a decoder layer like the last, a projection, three norms."""
+        layer = self.layer_params(self.num_layers - 1)
+        projection, norms = 2 * self.hidden_size**2, 3 * self.norm_params
+        return LayerParams(layer.attention + projection, layer.mlp, layer.replicated + norms, layer.experts)
+
+    @cached_property
+    def components(self) -> dict[str, int]:
+        """Parameters of each part of the model, and of all."""
+        layers = [self.layer_params(layer) for layer in range(self.num_layers)]
+        layers += [self.mtp_params()] * self.num_mtp_layers
+        parts = {
+            "embedding": self.embedding_params,
+            "attention": sum(layer.attention for layer in layers),
+            "mlp": sum(layer.mlp for layer in layers),
+            "experts": sum(layer.experts for layer in layers),
+            "norms and routers": sum(layer.replicated for layer in layers) + self.norm_params,
+            "output layer": 0 if self.is_tied else self.embedding_params,
+        }
+        return parts | {"total": sum(parts.values())}
+
+    @property
+    def num_params(self) -> int:
+        """Of the whole model, padding of the vocabulary included."""
+        return self.components["total"]
+
+    @property
+    def num_active_params(self) -> int:
+        """Of the matrices that one token goes through: layers with `topk` experts, and the output layer."""
+        share = self.experts.topk / self.experts.num if self.experts else 0.0
+        layers = [self.layer_params(layer) for layer in range(self.num_layers)]
+        dense = sum(layer.attention + layer.mlp + layer.replicated for layer in layers)
+        return int(dense + share * sum(layer.experts for layer in layers) + self.embedding_params)
+
+    def _attention_params(self) -> tuple[int, int]:
+        qkv = self.query_width + self.key_width + self.value_width
+        matrices = self.hidden_size * (qkv + self.attention_out_width) + qkv * self.has_qkv_bias
+        replicated = self.hidden_size * self.has_bias + 2 * self.kv_channels * self.norm_width * self.has_qk_norm
+        return matrices, replicated
+
+    def _latent_params(self) -> tuple[int, int]:
+        latent = self.latent
+        assert latent is not None
+        up = latent.kv_lora_rank * self.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+        down = self.hidden_size * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+        norms = latent.kv_lora_rank * self.norm_width * self.has_qk_norm
+        if latent.q_lora_rank is None:
+            query = self.hidden_size * self.query_width
+        else:
+            query = latent.q_lora_rank * self.query_width
+            down += self.hidden_size * latent.q_lora_rank
+            norms += latent.q_lora_rank * self.norm_width * self.has_qk_norm
+        return query + up + self.attention_out_width * self.hidden_size, down + norms
+
+    def _mlp_params(self, width: int) -> int:
+        matrices = (3 if self.is_gated else 2) * self.hidden_size * width
+        return matrices + ((1 + self.is_gated) * width + self.hidden_size) * self.has_bias
+
+
+def moe_pattern(values: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Per layer, whether it has experts: every Nth from layer 0 on, or as a list says."""
+    num_layers, freq = values["num_layers"], values["moe_layer_freq"]
+    if not values["num_moe_experts"]:
+        return (False,) * num_layers
+    if isinstance(freq, int):
+        return tuple(layer % freq == 0 for layer in range(num_layers))
+    pattern = tuple(bool(entry) for entry in freq)
+    return (pattern + (True,) * num_layers)[:num_layers]  # a list that is too short is refused elsewhere
+
+
+def _experts(values: Mapping[str, Any], ffn: int) -> Experts:
+    return Experts(
+        num=values["num_moe_experts"],
+        ffn_hidden_size=values["moe_ffn_hidden_size"] or ffn,
+        topk=values["moe_router_topk"],
+        shared_ffn_hidden_size=values["moe_shared_expert_intermediate_size"] or 0,
+        has_shared_gate=values["moe_shared_expert_gate"],
+    )
+
+
+def _latent(values: Mapping[str, Any]) -> LatentAttention:
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    return LatentAttention(**{name: values[name] for name in names})

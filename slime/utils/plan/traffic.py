@@ -1,0 +1,102 @@
+"""How weights travel from trainer to engines, and what a run writes to disk: ways, places and sizes.
+
+It reads flags and counts parameters; it opens no file and no connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from slime.utils.plan.devices import Device
+from slime.utils.plan.shape import ModelShape
+from slime.utils.plan.timing import DISK_BANDWIDTH
+from slime.utils.plan.trainer_memory import Precision
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The weight sync."""
+
+    way: str
+    num_bytes: int
+    """Of one full set of weights in the trainer's precision."""
+    bucket_bytes: int
+    num_buckets: int
+    every: str
+    """How often, in words."""
+    bandwidth: float
+    """Bytes/s assumed for the estimate."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something that the run writes."""
+
+    what: str
+    where: str
+    size_bytes: int | None
+    """None: depends on the run."""
+    when: str
+
+
+def transport(args: argparse.Namespace, shape: ModelShape, device: Device, *, num_nodes: int) -> Transport | None:
+    """The way of the weights; None without engines."""
+    if args.debug_train_only:
+        return None
+    num_bytes = shape.num_params * Precision.of(args).weight
+    if args.update_weight_transport == "disk":
+        is_delta = args.update_weight_mode == "delta"
+        kind = f"changed bytes ({args.update_weight_delta_encoding})" if is_delta else "full HF checkpoint"
+        way, bandwidth = f"disk: {kind} under {args.update_weight_disk_dir or '(no directory given)'}", DISK_BANDWIDTH
+    elif args.colocate:
+        # Both hand over one flattened tensor a bucket; only its handle travels.
+        is_cpu = args.accelerator == "cpu"
+        way = "colocated tensors in shared memory" if is_cpu else "colocated tensors over CUDA IPC"
+        bandwidth = device.memory_bandwidth / 2 if is_cpu else device.link_bandwidth
+    else:
+        way = ("gloo" if args.accelerator == "cpu" else "NCCL") + " broadcast from trainer rank 0 to every engine rank"
+        bandwidth = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth
+    bucket = min(args.update_weight_buffer_size, num_bytes)
+    interval = args.update_weights_interval
+    every = "every rollout" if interval == 1 else f"every {interval} rollouts (train_async.py)"
+    return Transport(way, num_bytes, bucket, -(-num_bytes // max(1, bucket)), every, bandwidth)
+
+
+def outputs(args: argparse.Namespace, shape: ModelShape | None) -> list[Output]:
+    """Everything that the run writes, in the order in which it happens."""
+    directory = args.output_dir
+    found = [
+        Output("metrics", f"{directory}/metrics.jsonl", None, "every rollout"),
+        Output("logs", f"{directory}/logs/", None, "as they come"),
+    ]
+    when = (
+        f"every {args.save_interval} rollouts, and after the last" if args.save_interval else "after the last rollout"
+    )
+    if args.save:
+        size = None if shape is None else checkpoint_bytes(args, shape)
+        found.append(Output("checkpoint", f"{args.save}/iter_<rollout id>/", size, when))
+        found.append(Output("data position", f"{args.save}/rollout/", None, when))
+    if args.save_hf:
+        size = None if shape is None else shape.num_params * Precision.of(args).weight
+        found.append(Output("HF export", args.save_hf, size, when))
+    found += [Output(what, str(where), None, when) for what, where, when in _dumps(args) if where]
+    return found
+
+
+def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape) -> int:
+    """Weights in the precision of training and, unless left out, the optimizer's fp32 state (all shards together)."""
+    precision = Precision.of(args)
+    return shape.num_params * (precision.weight + (0 if args.no_save_optim else precision.optimizer))
+
+
+def _dumps(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    return [
+        ("rollout dump", args.save_debug_rollout_data, "every rollout"),
+        ("trainer's inputs", args.save_debug_train_data, "every rollout"),
+        ("dumps of both", args.dump_details, "every rollout"),
+        ("W&B files", args.wandb_dir if args.use_wandb else None, "every rollout"),
+        ("TensorBoard", args.tb_project_name if args.use_tensorboard else None, "every rollout"),
+        ("weights for the engines", args.update_weight_disk_dir, "every weight sync"),
+    ]

@@ -1,0 +1,227 @@
+"""Bytes per GPU (slot) of the trainer, for each pipeline stage: what stays, and the peak of each phase.
+
+    state      weights P + gradients G + optimizer O
+               16 bit: P = 2 p, G = 2 p (4 p with --accumulate-allreduce-grads-in-fp32), O = 12 p / shards (fp32 master
+               copy and two Adam moments, sharded by the distributed optimizer over DP x CP); fp32: P = 4 p, G = 4 p,
+               O = 8 p / shards, for there the weights are the master copy. p = the stage's parameters on this rank;
+               experts are sharded over the ranks that hold the same ones.
+    log-probs  state + the larger of a layer's forward and the head's forward (nothing is kept)
+    train      state + the larger of
+               - forward/backward: what the layers keep (times the micro-batches in flight) + the larger of the
+                 head and one layer's backward
+               - the optimizer's step: 4 p / shards for Adam's denominators (our Adam makes one for all weights), and
+                 another 4 p / shards for fp32 copies of 16-bit gradients
+               - the end of backward on the first stage: gradients of the embedding (two of a tied one)
+
+Without a GPU the reference's copy and the weights that it pushes aside lie in the same memory and count too; with one
+they are host memory. Allocator fragmentation is not counted: `Device.reserved_bytes` is for context and libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from slime.utils.plan.activations import Compute, Recompute, head_bytes, layer_forward, layer_working, stage_saved
+from slime.utils.plan.batch import BatchPlan
+from slime.utils.plan.layout import ParallelLayout
+from slime.utils.plan.shape import ModelShape
+
+ROW_BYTES = 32
+"""Per token of a rank's share of a rollout: ids, positions, the packed row (int64 each) and two int32 masks."""
+RESPONSE_ROW_BYTES = 40
+"""Per response token: index and target (int64), log-probs of trainer, engine and reference, KL, advantage, return."""
+
+PRECISION_DEFAULTS = {"grad_reduce_in_fp32": False}
+RECOMPUTE_DEFAULTS = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": None,
+}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each GPU of one pipeline stage."""
+
+    stage: int
+    params: int
+    """Parameters on one rank."""
+    weights: int
+    gradients: int
+    optimizer: int
+    state: int
+    """The three together: what stays between rollouts."""
+    host_copies: int
+    """Reference, old actor, teacher and the weights that they push aside; on CPU part of state's memory."""
+    rollout_data: int
+    activations: int
+    """What the layers keep for the backward pass, all micro-batches in flight."""
+    head: int
+    """Logits and loss, the larger of forward and backward; 0 on stages without the output layer."""
+    log_probs_peak: int
+    train_peak: int
+    peak_is: str
+    """What the training peak is made of: "forward/backward", "optimizer step" or "embedding gradient"."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Of the whole trainer."""
+
+    stages: list[StageMemory]
+    precision: str
+    recompute: str
+    """In words."""
+
+    @property
+    def peak(self) -> StageMemory:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: max(stage.train_peak, stage.log_probs_peak))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter."""
+
+    name: str
+    weight: int
+    gradient: int
+    optimizer: int
+    """Sharded over the data-parallel ranks."""
+    step: int
+    """More of it while the optimizer steps, sharded as well."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Precision:
+        """What the precision flags make Megatron allocate."""
+        if not (args.bf16 or args.fp16):
+            return cls("fp32", weight=4, gradient=4, optimizer=8, step=4)
+        in_fp32 = (PRECISION_DEFAULTS | vars(args))["grad_reduce_in_fp32"]
+        name = "bf16" if args.bf16 else "fp16"
+        return cls(name, weight=2, gradient=4 if in_fp32 else 2, optimizer=12, step=4 if in_fp32 else 8)
+
+
+def recompute_of(args: argparse.Namespace) -> Recompute:
+    """The recomputation that the flags ask for."""
+    values = RECOMPUTE_DEFAULTS | {name: value for name, value in vars(args).items() if name in RECOMPUTE_DEFAULTS}
+    return Recompute(
+        granularity=values["recompute_granularity"],
+        method=values["recompute_method"],
+        num_layers=values["recompute_num_layers"] or 1,
+        modules=tuple(values["recompute_modules"] or ("core_attn",)),
+    )
+
+
+def trainer_memory(
+    args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout, batch: BatchPlan
+) -> TrainerMemory:
+    """Bytes of every pipeline stage of the trainer (see the module's docstring for the formula)."""
+    precision, recompute = Precision.of(args), recompute_of(args)
+    stages = [_stage(args, shape, layout, batch, stage) for stage in range(layout.pp)]
+    return TrainerMemory(stages, precision.name, describe(recompute))
+
+
+def describe(recompute: Recompute) -> str:
+    """The recomputation in words."""
+    if recompute.granularity == "full":
+        return f"full, {recompute.method or 'uniform'}, {recompute.num_layers} layer(s)"
+    return f"selective: {', '.join(recompute.modules)}" if recompute.granularity else "none"
+
+
+def rank_params(shape: ModelShape, layout: ParallelLayout, stage: int) -> tuple[int, int]:
+    """(parameters outside experts, expert parameters) of one rank of a pipeline stage."""
+    is_first, is_last = stage == 0, stage == layout.pp - 1
+    layers = [shape.layer_params(layer) for layer in layout.stage_layers[stage]]
+    if is_last:
+        layers += [shape.mtp_params()] * shape.num_mtp_layers
+    dense = sum((layer.attention + layer.mlp) // layout.tp + layer.replicated for layer in layers)
+    # A tied output layer has a matrix of its own only where the embedding is on another stage; prediction layers read
+    # the embedding on the last one.
+    embeddings = is_first + (is_last and (not shape.is_tied or not is_first))
+    if is_last and not is_first and shape.num_mtp_layers and not shape.is_tied:
+        embeddings += 1
+    dense += embeddings * shape.embedding_params // layout.tp + is_last * shape.norm_params
+    return dense, sum(layer.experts for layer in layers) // (layout.ep * layout.etp)
+
+
+def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once (1F1B; interleaved: in shares of the stage)."""
+    if layout.pp == 1:
+        return 1.0
+    if layout.vpp == 1:
+        return float(min(layout.pp - stage, micro_batches))
+    warm_up = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    return min(warm_up, micro_batches * layout.vpp) / layout.vpp
+
+
+def num_host_copies(args: argparse.Namespace) -> int:
+    """Sets of weights kept in host memory: each other model, and what the first of them pushes aside."""
+    others = [args.use_kl_loss or args.kl_coef != 0, args.keep_old_actor, args.use_opd and args.opd_type == "megatron"]
+    count = sum(map(bool, others))
+    return count + 1 if count else 0
+
+
+def _stage(
+    args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout, batch: BatchPlan, stage: int
+) -> StageMemory:
+    precision, is_cpu = Precision.of(args), args.accelerator == "cpu"
+    compute = Compute(is_cpu, precision.weight)
+    dense, experts = rank_params(shape, layout, stage)
+    params = dense + experts
+    shards = dense / layout.optimizer_shards + experts / layout.expert_dp
+    weights, gradients = params * precision.weight, params * precision.gradient
+    optimizer = round(shards * precision.optimizer)
+    host = num_host_copies(args) * weights
+    data = _rollout_data(batch, layout)
+    floor = weights + gradients + optimizer + data + (host if is_cpu else 0)
+
+    tokens, layers = batch.micro_batch_tokens, layout.stage_layers[stage]
+    kept, again = stage_saved(shape, layers, layout, compute, recompute_of(args))
+    saved = round(kept * tokens * in_flight(layout, stage, batch.micro_batches_per_rank))
+    layer = layers[-1] if layers else 0
+    working = again * tokens + layer_working(shape, layer, layout, compute, tokens)
+    forward = layer_forward(shape, layer, layout, compute, tokens)
+    head_size, embedding = 0, shape.embedding_params // layout.tp * precision.weight
+    if stage == layout.pp - 1:
+        head = head_bytes(
+            shape,
+            layout,
+            compute,
+            tokens=tokens,
+            response_tokens=min(batch.micro_batch_response_tokens, tokens),
+            chunk_size=args.log_probs_chunk_size,
+        )
+        saved += round(3 * shape.hidden_size * tokens * precision.weight)  # the norm before the output layer
+        head_size, forward = max(head.forward, head.backward), max(forward, head.forward)
+        if shape.is_tied and layout.pp == 1:
+            working += embedding  # the output layer's part of the gradient waits for the embedding's
+    peaks = {
+        "forward/backward": saved + max(head_size, working),
+        "optimizer step": round(shards * precision.step),
+        "embedding gradient": (2 if shape.is_tied and layout.pp == 1 else 1) * embedding if stage == 0 else 0,
+    }
+    largest = max(peaks, key=lambda name: peaks[name])
+    return StageMemory(
+        stage=stage,
+        params=params,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        state=weights + gradients + optimizer,
+        host_copies=host,
+        rollout_data=data,
+        activations=saved,
+        head=head_size,
+        log_probs_peak=floor + forward,
+        train_peak=floor + peaks[largest],
+        peak_is=largest,
+    )
+
+
+def _rollout_data(batch: BatchPlan, layout: ParallelLayout) -> int:
+    """A rank's share of a rollout as tensors, at its longest."""
+    tokens = batch.samples_per_rollout * batch.lengths.longest
+    responses = batch.samples_per_rollout * batch.lengths.max_response
+    return (tokens * ROW_BYTES + responses * RESPONSE_ROW_BYTES) // layout.dp
