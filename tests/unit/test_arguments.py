@@ -17,7 +17,7 @@ import pytest
 
 import slime
 from slime.rollout.base_types import HOOKS
-from slime.utils.arguments import Args, parse_args, publish_runtime
+from slime.utils.arguments import Args, CommandLine, parse_args, parse_megatron_role_args, publish_runtime
 from slime.utils.arguments.parse import FLAG_CLASSES, build_parser
 from slime.utils.errors import UsageError
 
@@ -264,10 +264,10 @@ WRONG = {
     "--eval-interval 1 --eval-prompt-data a b c": "--eval-prompt-data takes NAME PATH pairs, not 3 values",
     "--eval-interval 1 --eval-prompt-data a absent.jsonl": "set a: data file absent.jsonl does not",
     "--eval-interval 1 --eval-config absent.yaml": "--eval-config absent.yaml: there is no such file",
-    "--eval-interval 1 --eval-config eval.yaml": "unknown key 'temprature'",
+    "--eval-interval 1 --eval-config eval.yaml": "datasets[0].temprature: unknown key",
     "--eval-interval 1 --eval-config eval.yaml --eval-prompt-data a data.jsonl": "has no effect with --eval-config",
     "--eval-interval 1 --eval-config named.yaml --custom-rm-path hooks.py:reward": "rm_type math has no effect",
-    "--eval-interval 1 --eval-config named.yaml --label-key x": "set a: rm_type math compares with a label",
+    "--eval-interval 1 --eval-config named.yaml --label-key x": "evaluation data set a: data.jsonl:1: no label under",
     "--use-tensorboard": "--use-tensorboard needs --tb-project-name",
     "--eval-interval 1 --eval-config hook.yaml": "evaluation data set a: custom_rm_path: cannot load",
     "--eval-interval 1 --debug-train-only": "--eval-interval 1 has no effect with --debug-train-only",
@@ -470,6 +470,54 @@ def test_a_directory_that_cannot_be_written_is_found_by_trying(
         "--save some/where cannot be written: Read-only file system (some/where); choose another directory."
     ]
     assert not Path("some").exists()
+
+
+def test_files_stand_for_flags_before_anything_is_derived(
+    base: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("conf.yaml").write_text("n_samples_per_prompt: 4\nlr: 1e-4\nmy_threshold: 0.5\nprompt_key: text\n")
+    Path("data.jsonl").write_text('{"text": "1+1=", "label": "2"}\n' * 4)
+    Path("roles.yaml").write_text("megatron: [{role: actor, overrides: {lr: 1e-3, seed: '7'}}]\n")
+    args = parse_args(argv=line(base, "--lr 1e-5 --custom-config-path conf.yaml --megatron-config-path roles.yaml"))
+    assert args.global_batch_size == args.rollout_batch_size * 4
+    assert (args.input_key, args.lr, args.seed, args.my_threshold) == ("text", 1e-3, 7, 0.5)
+    assert "conf.yaml:2: lr 0.0001 replaces 1e-05 of the command line." in caplog.text
+    assert "roles.yaml:1: lr 0.001 replaces 0.0001 of" in caplog.text
+    critic = parse_megatron_role_args(args, "critic")
+    assert (critic.lr, critic.seed, critic.untie_embeddings_and_output_weights) == (1e-4, 1234, True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "message"),
+    [
+        ("custom", "lr: -1", "--lr -1.0 must be at least 0"),
+        ("custom", "wandb_team: x", "--wandb-team has no effect without --use-wandb"),
+        ("custom", "global_dataset: 1\nworld_size: 3", "conf.yaml:2: world_size: is set by slime"),
+        (
+            "custom",
+            "output_dirs: 1\nsglang_tp_size: 3",
+            "--sglang-tp-size is set by slime: use --rollout-num-gpus-per-",
+        ),
+        ("custom", "eval_datasets2: 1\nrouter_overrides: {}", "conf.yaml:2: router_overrides: "),
+        ("custom", "rollout_global_dataset: 1", "conf.yaml:1: rollout_global_dataset: "),
+        ("megatron", "megatron: [{role: critic}]", "the critic has no effect without --advantage-estimator ppo"),
+        ("megatron", "megatron: [{role: actor, args: {hidden_siz: 1}}]", "did you mean hidden_size"),
+        ("megatron", "megatron: [{role: actor, args: {hidden_size: 65}}]", "--hidden-size: the flags say 65"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_found_like_on_the_command_line(
+    base: dict[str, list[str]], flag: str, text: str, message: str
+) -> None:
+    Path("conf.yaml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        parse_args(argv=line(base, f"--{flag}-config-path conf.yaml"))
+
+
+def test_a_file_that_is_not_there_does_not_stop_a_plan(base: dict[str, list[str]]) -> None:
+    files = "--custom-config-path a.yaml --megatron-config-path b.yaml --eval-config c.yaml --eval-interval 1"
+    problems = CommandLine().check(line(base, files)).problems
+    assert problems.wrong == [] and len(problems.environment) == 3
+    assert all("there is no such file" in sentence for sentence in problems.environment)
 
 
 def test_random_flags_end_in_args_or_in_sentences(base: dict[str, list[str]]) -> None:
