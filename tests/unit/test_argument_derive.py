@@ -30,11 +30,6 @@ def test_engine_slots(given: int | None, colocate: bool, debug_train_only: bool,
     assert slots == expected
 
 
-def test_offload_is_short_for_both() -> None:
-    assert derive.offloads(True, None, None) == {"offload_train": True, "offload_rollout": True}
-    assert derive.offloads(False, None, True) == {"offload_train": False, "offload_rollout": True}
-
-
 FRESH = {"no_load_optim": True, "no_load_rng": True, "finetune": True, "start_rollout_id": 0}
 
 

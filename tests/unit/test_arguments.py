@@ -221,7 +221,7 @@ WRONG = {
     "--use-dynamic-batch-size --max-tokens-per-gpu 9 --actor-num-gpus-per-node 9": "8 is too small: 9 data-parallel",
     # Flags without effect
     "--max-tokens-per-gpu 64": "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
-    "--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2": "--micro-batch-size 2 has no effect",
+    "--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2": "--micro-batch-size has no effect",
     "--kl-loss-coef 0.1": "--kl-loss-coef has no effect without --use-kl-loss",
     "--wandb-project p": "--wandb-project has no effect without --use-wandb",
     "--disable-wandb-random-suffix": "--disable-wandb-random-suffix has no effect without --use-wandb",
@@ -240,7 +240,7 @@ WRONG = {
     "--rollout-num-gpus-per-engine 16": "more than --num-gpus-per-node 8",
     "--tensor-model-parallel-size 0": "--tensor-model-parallel-size 0 must be at least 1",
     "--tensor-model-parallel-size 2": "do not divide by --tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2": "pipeline parallelism is not supported yet",
+    "--pipeline-model-parallel-size 2": "--pipeline-model-parallel-size 2 is not supported yet (parallelism)",
     # Losses and rewards
     "--disable-compute-advantages-and-returns": "leaves --loss-type policy_loss without advantages",
     "--loss-type custom_loss": "--loss-type custom_loss needs --custom-loss-function-path",
@@ -423,10 +423,12 @@ def test_sharing_a_gpu_without_offload_has_to_be_said(
 ) -> None:
     monkeypatch.setattr("slime.utils.accelerator.cuda_is_available", lambda: True)
     on_gpu = "--accelerator cuda --actor-num-gpus-per-node 1"
-    assert any("keeps trainer and engines in memory side by side" in m for m in errors(line(base, on_gpu)))
-    assert any(
-        "--offload-train (or --offload) is not supported yet" in m for m in errors(line(base, on_gpu + " --offload"))
-    )
+    for changes in (on_gpu, on_gpu + " --offload"):
+        (message,) = errors(line(base, changes))
+        assert "--offload-train and --offload-rollout is not supported yet (one GPU)" in message
+        assert "give --no-offload-train --no-offload-rollout" in message
+    (message,) = errors(line(base, on_gpu + " --no-offload-train"))
+    assert message.startswith("--offload-rollout is not supported yet")
     args = parse_args(argv=line(base, on_gpu + " --no-offload-train --no-offload-rollout"))
     assert args.accelerator == "cuda" and args.bf16
 

@@ -16,6 +16,11 @@ ESTIMATOR_TOPICS = {
         "algorithms",
     ),
 }
+_DISCOUNTED = (
+    "advantage_estimator=ppo",
+    "advantage_estimator=reinforce_plus_plus",
+    "custom_advantage_function_path",
+)
 
 
 @dataclass
@@ -47,7 +52,7 @@ class CheckpointFlags:
         needs=("save", "save_hf"),
         at_least=1,
     )
-    async_save: bool = flag(False, "write checkpoints while training goes on", later="fault tolerance")
+    async_save: bool = flag(False, "write checkpoints while training goes on", later="fault tolerance", needs="save")
     save_hf: str | None = flag(None, "HF directory written at each save; {rollout_id} in it keeps every one")
 
 
@@ -63,7 +68,9 @@ class AlgorithmFlags:
     )
     loss_type: str = flag("policy_loss", "which loss", choices=("policy_loss", "sft_loss", "custom_loss"))
     custom_loss_function_path: str | None = flag(
-        None, "hook: fn(args, batch, logits, sum_of_sample_mean), with --loss-type custom_loss"
+        None,
+        "hook: fn(args, batch, logits, sum_of_sample_mean), with --loss-type custom_loss",
+        needs="loss_type=custom_loss",
     )
     custom_advantage_function_path: str | None = flag(None, "hook: fn(args, rollout_data) sets advantages and returns")
     eps_clip: float = flag(
@@ -81,15 +88,20 @@ class AlgorithmFlags:
         needs=("use_kl_loss", "kl_coef"),
         later_choices={"abs": "algorithms", "mse": "algorithms"},
     )
-    use_unbiased_kl: bool = flag(False, "weight the KL with the importance ratio", later="algorithms")
+    use_unbiased_kl: bool = flag(
+        False, "weight the KL with the importance ratio", later="algorithms", needs="use_kl_loss"
+    )
     kl_ctrl: str = flag(
         "fixed",
         "how --kl-coef changes",
         choices=("fixed", "adaptive"),
         later_choices={"adaptive": "algorithms"},
+        needs="kl_coef",
     )
-    kl_target: float | None = flag(None, "KL that --kl-ctrl adaptive steers to", later="algorithms")
-    kl_horizon: int | None = flag(None, "samples over which it does", later="algorithms")
+    kl_target: float | None = flag(
+        None, "KL that --kl-ctrl adaptive steers to", later="algorithms", needs="kl_ctrl=adaptive"
+    )
+    kl_horizon: int | None = flag(None, "samples over which it does", later="algorithms", needs="kl_ctrl=adaptive")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", at_least=0)
     calculate_per_token_loss: bool = flag(False, "mean over the tokens of a step instead of over its samples")
     loss_agg_mode: str = flag(
@@ -103,10 +115,21 @@ class AlgorithmFlags:
         "hook: fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer",
         later="algorithms",
     )
-    gamma: float = flag(1.0, "discount", later="algorithms")
-    lambd: float = flag(1.0, "lambda of GAE", later="algorithms")
-    value_clip: float = flag(0.2, "clip range of the value loss", later="algorithms", at_least=0)
-    num_critic_only_steps: int = flag(0, "first rollouts that train only the critic", later="algorithms", at_least=0)
+    gamma: float = flag(1.0, "discount", later="algorithms", needs=_DISCOUNTED, at_least=0, at_most=1)
+    lambd: float = flag(
+        1.0,
+        "lambda of GAE",
+        later="algorithms",
+        needs=("advantage_estimator=ppo", "custom_advantage_function_path"),
+        at_least=0,
+        at_most=1,
+    )
+    value_clip: float = flag(
+        0.2, "clip range of the value loss", later="algorithms", at_least=0, needs="advantage_estimator=ppo"
+    )
+    num_critic_only_steps: int = flag(
+        0, "first rollouts that train only the critic", later="algorithms", at_least=0, needs="advantage_estimator=ppo"
+    )
     normalize_advantages: bool = flag(False, "whiten the advantages over all ranks", later="algorithms")
     ppo_epochs: int = flag(1, "passes over one rollout", later="algorithms", at_least=1)
     shuffle_mini_batches: bool = flag(False, "reshuffle the samples of each pass", later="algorithms")
@@ -116,28 +139,37 @@ class AlgorithmFlags:
         choices=("pow", "max_min", "max_random"),
         later="algorithms",
     )
-    pf_ppo_weight_pow: float = flag(2.0, "exponent of --pf-ppo-reweight pow", later="algorithms")
+    pf_ppo_weight_pow: float = flag(
+        2.0, "exponent of --pf-ppo-reweight pow", later="algorithms", needs="pf_ppo_reweight=pow"
+    )
     compute_advantages_and_returns: bool = flag(True, "skip old and reference log-probs and advantages")
     grpo_std_normalization: bool = flag(True, "do not divide by the group's standard deviation (Dr.GRPO)")
     rewards_normalization: bool = flag(True, "do not subtract the group's mean either")
     use_rollout_logprobs: bool = flag(False, "take the engine's log-probs as the old ones")
     use_rollout_entropy: bool = flag(False, "also compute the entropy in the log-prob passes", later="algorithms")
     use_tis: bool = flag(False, "weight the loss with the ratio of trainer to engine (TIS)", later="algorithms")
-    tis_clip: float = flag(2.0, "upper bound of that ratio", later="algorithms")
-    tis_clip_low: float = flag(0, "lower bound of that ratio", later="algorithms")
+    tis_clip: float = flag(2.0, "upper bound of that ratio", later="algorithms", needs="use_tis", at_least=0)
+    tis_clip_low: float = flag(0, "lower bound of that ratio", later="algorithms", needs="use_tis", at_least=0)
     custom_tis_function_path: str | None = flag(
         None,
         "hook: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)",
         later="algorithms",
+        needs=("use_tis", "get_mismatch_metrics"),
     )
     get_mismatch_metrics: bool = flag(False, "log how trainer and engine differ", later="algorithms")
     use_opsm: bool = flag(False, "leave out samples far from the policy (OPSM)", later="algorithms")
-    opsm_delta: float = flag(1e-4, "KL above which a sample is left out", later="algorithms")
+    opsm_delta: float = flag(
+        1e-4, "KL above which a sample is left out", later="algorithms", needs="use_opsm", at_least=0
+    )
     keep_old_actor: bool = flag(
         False, "keep the weights that generated the data and take old log-probs from them", later="algorithms"
     )
     ref_update_interval: int | None = flag(
-        None, "copy the actor to the reference every N rollouts", later="algorithms", at_least=1
+        None,
+        "copy the actor to the reference every N rollouts",
+        later="algorithms",
+        at_least=1,
+        needs=("use_kl_loss", "kl_coef"),
     )
     reset_optimizer_states: bool = flag(False, "forget Adam's moments before each rollout", later="algorithms")
     use_stateless_adam: bool = flag(False, "Adam without moments between steps", later="algorithms")
@@ -154,10 +186,14 @@ class DistillationFlags:
     """On-policy distillation."""
 
     use_opd: bool = flag(False, "penalise the distance from a teacher", later="algorithms")
-    opd_type: str | None = flag(None, "where the teacher runs", choices=("sglang", "megatron"), later="algorithms")
-    opd_kl_coef: float = flag(1.0, "weight of the penalty", later="algorithms")
-    opd_teacher_load: str | None = flag(None, "the teacher's checkpoint", later="algorithms")
-    opd_teacher_ckpt_step: int | None = flag(None, "iteration of it", later="algorithms")
+    opd_type: str | None = flag(
+        None, "where the teacher runs", choices=("sglang", "megatron"), later="algorithms", needs="use_opd"
+    )
+    opd_kl_coef: float = flag(1.0, "weight of the penalty", later="algorithms", needs="use_opd")
+    opd_teacher_load: str | None = flag(None, "the teacher's checkpoint", later="algorithms", needs="use_opd")
+    opd_teacher_ckpt_step: int | None = flag(
+        None, "iteration of it", later="algorithms", needs="opd_teacher_load", at_least=0
+    )
 
 
 @dataclass
@@ -167,16 +203,28 @@ class RewardFlags:
     rm_type: str | None = flag(None, "built-in reward; boxed_ in front takes the content of the last \\boxed{}")
     custom_rm_path: str | None = flag(None, "hook: async fn(args, sample) -> reward; with --group-rm a list")
     reward_key: str | None = flag(None, "key of the training reward where rewards are dicts")
-    eval_reward_key: str | None = flag(None, "as --reward-key (default), for evaluation")
+    eval_reward_key: str | None = flag(
+        None, "as --reward-key (default), for evaluation", needs=("eval_prompt_data", "eval_config")
+    )
     group_rm: bool = flag(False, "score a whole group at once")
     rm_url: str | None = flag(None, "address of the remote_rm service")
     custom_reward_post_process_path: str | None = flag(None, "hook: fn(args, samples) -> (raw_rewards, rewards)")
     custom_convert_samples_to_train_data_path: str | None = flag(None, "hook: fn(args, samples) -> train data")
     overlong_buffer_len: int | None = flag(
-        None, "last tokens of --rollout-max-response-len in which a penalty grows", later="rollout", at_least=1
+        None,
+        "last tokens of --rollout-max-response-len in which a penalty grows",
+        later="rollout",
+        at_least=1,
+        needs="rollout_max_response_len",
     )
-    overlong_penalty_factor: float = flag(1.0, "the penalty at the full length", later="rollout")
+    overlong_penalty_factor: float = flag(
+        1.0, "the penalty at the full length", later="rollout", needs="overlong_buffer_len"
+    )
     reward_model_path: str | None = flag(None, "a classifying model that an engine serves as reward", later="rollout")
-    reward_model_num_gpus: int | None = flag(None, "GPUs (slots) of the reward model", later="rollout", at_least=1)
+    reward_model_num_gpus: int | None = flag(
+        None, "GPUs (slots) of the reward model", later="rollout", at_least=1, needs="reward_model_path"
+    )
     code_sandbox_url: str | None = flag(None, "service that runs code for --rm-type code", later="rollout")
-    code_sandbox_concurrency: int = flag(64, "requests to it in flight", later="rollout", at_least=1)
+    code_sandbox_concurrency: int = flag(
+        64, "requests to it in flight", later="rollout", at_least=1, needs="code_sandbox_url"
+    )

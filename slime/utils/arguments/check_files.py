@@ -7,17 +7,17 @@ anything behind on disk.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import string
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.utils.arguments.flags import nearest
 from slime.utils.checkpoint_paths import classify_checkpoint
-from slime.utils.data import check_data_file, read_file
+from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
 
@@ -69,14 +69,17 @@ def check_hf_files(path: str, *, needs_weights: bool) -> Iterable[str]:
         )
 
 
-def check_checkpoints(*, load: str | None, ref_load: str | None, save: str | None) -> Iterable[str]:
-    """--ref-load is a checkpoint; --load is one, or is the still empty place where this run will save.
+def check_checkpoints(
+    *, load: str | None, ref_load: str | None, save: str | None, teacher_load: str | None = None
+) -> Iterable[str]:
+    """--ref-load is a checkpoint (V3), and so is the teacher's (V4); --load is one, or where this run will save.
 
     Args:
         load: as given on the command line, before derivation.
     """
-    if ref_load is not None and classify_checkpoint(ref_load) is None:
-        yield f"--ref-load {ref_load} {_why_no_checkpoint(ref_load)}"
+    for option, path in {"--ref-load": ref_load, "--opd-teacher-load": teacher_load}.items():
+        if path is not None and classify_checkpoint(path) is None:
+            yield f"{option} {path} {_why_no_checkpoint(path)}"
     if load is None or classify_checkpoint(load) is not None or (save is not None and Path(save) == Path(load)):
         return
     if Path(load).exists() and (not Path(load).is_dir() or any(Path(load).iterdir())):
@@ -89,62 +92,87 @@ def _why_no_checkpoint(path: str) -> str:
     return "is no checkpoint: it has neither latest_checkpointed_iteration.txt (Megatron) nor config.json (HF)."
 
 
-def uses_builtin_reward(args: argparse.Namespace, default_rollout: str) -> bool:
-    """Whether rewards come from `rm_type`: the default rollout without hooks that score."""
-    has_hook = args.custom_rm_path or args.custom_generate_function_path
-    return args.rollout_function_path == default_rollout and not args.debug_train_only and not has_hook
-
-
-def check_rm_type(rm_type: str | None, where: str, *, rm_url: str | None, known: Collection[str]) -> Iterator[str]:
-    """A reward name exists, and remote_rm has its address."""
-    if rm_type is None:
-        return
-    name = rm_type.strip()
-    if name not in known:
-        near = nearest(name, known)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}."
-        yield f"{where} {rm_type} is no built-in reward: {hint}"
-    if name.removeprefix("boxed_") == "remote_rm" and not rm_url:
-        yield f"{where} {name} needs --rm-url, the address of the reward service."
-
-
-def check_train_data(
-    args: argparse.Namespace, *, reads_reward: bool, needs_label: Callable[[str], bool]
-) -> Iterator[str]:
-    """The prompt file can be read to its end and has what the reward needs.
+def check_train_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterator[str]:
+    """The prompt file can be read to its end, names a reward where no flag does, and fills a rollout.
 
     Args:
-        reads_reward: rewards come from `rm_type` (see `uses_builtin_reward`).
-        needs_label: whether a built-in reward compares with a label.
+        reads_reward: rewards come from `rm_type` (see check_rollout.uses_builtin_reward).
     """
     if args.prompt_data is None:
-        if args.data_source_path.startswith("slime.rollout.data_source.") and args.num_rollout != 0:
-            yield "--prompt-data is required: a .jsonl or .parquet file with the prompts."
         return
-    if reads_reward and args.rm_type and args.label_key is None and needs_label(args.rm_type):
-        yield (
-            f"--rm-type {args.rm_type} compares with a label: name its field with --label-key "
-            f"({_keys_of(args.prompt_data)})."
-        )
-    try:
-        num_rows = check_data_file(
-            args.prompt_data, prompt_key=args.input_key, label_key=args.label_key, metadata_key=args.metadata_key
-        )
-    except UsageError as error:
-        yield from (f"--prompt-data: {message}" for message in error.messages)
+    facts = _train_data(args)
+    yield from (f"--prompt-data: {message}" for message in facts.problems)
+    if facts.problems:
         return
-    if reads_reward and not args.rm_type and not _first_row_names_reward(args):
+    if reads_reward and not args.rm_type and not facts.first_row_names_reward:
         yield "no reward is given: use --rm-type or --custom-rm-path (or metadata with an rm_type in every data row)."
-    if args.num_rollout is None and args.num_epoch and args.rollout_batch_size and num_rows < args.rollout_batch_size:
+    size = args.rollout_batch_size
+    if args.num_rollout is None and args.num_epoch and size and facts.num_rows < size:
         yield (
-            f"--prompt-data {args.prompt_data} has {num_rows} rows, fewer than --rollout-batch-size "
-            f"{args.rollout_batch_size}, so an epoch "
-            "holds no whole rollout; lower it or give --num-rollout."
+            f"--prompt-data {args.prompt_data} has {facts.num_rows} rows, fewer than --rollout-batch-size {size}, so "
+            "an epoch holds no whole rollout; lower it or give --num-rollout."
         )
 
 
-def _first_row_names_reward(args: argparse.Namespace) -> bool:
-    metadata = next(read_file(args.prompt_data)).get(args.metadata_key)
+def num_prompts(args: argparse.Namespace) -> int | None:
+    """Prompts of an epoch; None where they cannot be counted without a tokenizer, or not at all."""
+    is_ours = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
+    may_drop_long_ones = args.rollout_max_prompt_len is not None
+    if args.prompt_data is None or not is_ours or may_drop_long_ones:
+        return None
+    return _train_data(args).num_rows or None
+
+
+def check_eval_data(datasets: list[EvalDatasetConfig]) -> Iterator[str]:
+    """Every evaluation file can be read to its end."""
+    for dataset in datasets:
+        facts = data_facts(dataset.path, dataset.input_key, dataset.label_key, dataset.metadata_key)
+        yield from (f"evaluation data set {dataset.name}: {message}" for message in facts.problems)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What reading a data file found.
+
+    Attributes:
+        num_rows: rows (after the slice); 0 where there are problems.
+        fields: of the first row.
+        first_row_names_reward: its metadata has an rm_type.
+        problems: why the file cannot be used.
+    """
+
+    num_rows: int = 0
+    fields: tuple[str, ...] = ()
+    first_row_names_reward: bool = False
+    problems: tuple[str, ...] = ()
+
+
+def data_facts(path: str, prompt_key: str, label_key: str | None, metadata_key: str) -> DataFacts:
+    """Read a data file to its end, once for as long as it does not change."""
+    try:
+        status = parse_slice(path)[0].stat()
+    except (OSError, ValueError):
+        return _read_data.__wrapped__(path, prompt_key, label_key, metadata_key, None)
+    return _read_data(path, prompt_key, label_key, metadata_key, (status.st_mtime_ns, status.st_size, status.st_ino))
+
+
+@functools.lru_cache(maxsize=64)
+def _read_data(path: str, prompt_key: str, label_key: str | None, metadata_key: str, stamp: object) -> DataFacts:
+    fields: tuple[str, ...] = ()
+    try:
+        row = next(read_file(path), {})
+        fields = tuple(row)
+        num_rows = check_data_file(path, prompt_key=prompt_key, label_key=label_key, metadata_key=metadata_key)
+    except UsageError as error:
+        return DataFacts(fields=fields, problems=tuple(error.messages))
+    return DataFacts(num_rows, fields, _names_reward(row.get(metadata_key)))
+
+
+def _train_data(args: argparse.Namespace) -> DataFacts:
+    return data_facts(args.prompt_data, args.input_key, args.label_key, args.metadata_key)
+
+
+def _names_reward(metadata: Any) -> bool:
     try:
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     except ValueError:
@@ -152,73 +180,26 @@ def _first_row_names_reward(args: argparse.Namespace) -> bool:
     return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
 
 
-def _keys_of(path: str) -> str:
-    try:
-        return f"the fields are {', '.join(next(read_file(path)))}"
-    except (UsageError, StopIteration):
-        return "the data file cannot be read"
+def fields_text(args: argparse.Namespace) -> str:
+    """Which fields the prompt file has, for a sentence about a missing one."""
+    fields = _train_data(args).fields if args.prompt_data else ()
+    return f"the fields are {', '.join(fields)}" if fields else "the data file cannot be read"
 
 
-def check_eval_data(
-    datasets: list[EvalDatasetConfig],
-    *,
-    reads_reward: bool,
-    rm_type: str | None,
-    custom_rm_path: str | None,
-    rm_url: str | None,
-    known: Collection[str],
-    needs_label: Callable[[str], bool],
-) -> Iterator[str]:
-    """Every evaluation file can be read and has what its reward needs."""
-    for dataset in datasets:
-        where = f"evaluation data set {dataset.name}"
-        yield from check_rm_type(dataset.rm_type, f"{where}: rm_type", rm_url=rm_url, known=known)
-        if dataset.rm_type and custom_rm_path and not dataset.custom_rm_path:
-            yield (
-                f"{where}: rm_type {dataset.rm_type} has no effect: --custom-rm-path {custom_rm_path} goes first; "
-                "give the data set a custom_rm_path."
-            )
-        grader = None if dataset.custom_rm_path or not reads_reward else dataset.rm_type or rm_type
-        if grader and dataset.label_key is None and needs_label(grader):
-            yield (
-                f"{where}: rm_type {grader} compares with a label: name its field with --eval-label-key or label_key."
-            )
-        try:
-            check_data_file(
-                dataset.path,
-                prompt_key=dataset.input_key,
-                label_key=dataset.label_key,
-                metadata_key=dataset.metadata_key,
-            )
-        except UsageError as error:
-            yield from (f"{where}: {message}" for message in error.messages)
-
-
-def check_tensorboard(
-    use_tensorboard: bool, tb_project_name: str | None, environment: Mapping[str, str]
-) -> Iterator[str]:
-    """TensorBoard has a directory."""
-    if use_tensorboard and not tb_project_name and not environment.get("TENSORBOARD_DIR"):
-        yield "--use-tensorboard needs --tb-project-name, or the environment variable TENSORBOARD_DIR."
-
-
-def check_template(option: str, template: str | None, *, needs_id: bool) -> Iterator[str]:
-    """A path template has nothing to fill in but {rollout_id}.
+def check_replay(template: str | None, first_rollout: int | None) -> Iterator[str]:
+    """The first file of --load-debug-rollout-data exists.
 
     Args:
-        needs_id: without it each rollout would overwrite the file of the one before.
+        first_rollout: None where only the loaded checkpoint knows it.
     """
-    if template is None:
+    if template is None or first_rollout is None:
         return
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
-    except ValueError as error:
-        yield f"{option} {template}: {error}."
-        return
-    if names - {"rollout_id"}:
-        yield f"{option} {template}: only {{rollout_id}} can be filled in, not {{{min(names - {'rollout_id'})}}}."
-    if needs_id and "rollout_id" not in names:
-        yield f"{option} {template} must contain {{rollout_id}}, as in dump/{{rollout_id}}.pt."
+        path = Path(template.format(rollout_id=first_rollout))
+    except (ValueError, KeyError, IndexError, AttributeError):
+        return  # check_template says what is wrong
+    if not path.is_file():
+        yield f"--load-debug-rollout-data {template}: there is no file {path}; dump it with --save-debug-rollout-data."
 
 
 def check_output_dirs(outputs: dict[str, str | None]) -> Iterator[str]:

@@ -42,13 +42,25 @@ class FaultToleranceFlags:
 
     use_fault_tolerance: bool = flag(False, "watch the engines and replace dead ones", later="fault tolerance")
     rollout_health_check_interval: float = flag(
-        30.0, "seconds between two health checks of an engine", later="fault tolerance"
+        30.0,
+        "seconds between two health checks of an engine",
+        later="fault tolerance",
+        needs="use_fault_tolerance",
+        at_least=0,
     )
     rollout_health_check_timeout: float = flag(
-        30.0, "seconds after which a health check has failed", later="fault tolerance"
+        30.0,
+        "seconds after which a health check has failed",
+        later="fault tolerance",
+        needs="use_fault_tolerance",
+        at_least=0,
     )
     rollout_health_check_first_wait: float = flag(
-        0, "seconds without checks after the engines were resumed", later="fault tolerance"
+        0,
+        "seconds without checks after the engines were resumed",
+        later="fault tolerance",
+        needs="use_fault_tolerance",
+        at_least=0,
     )
     resume: str | None = flag(None, "auto, never, or the checkpoint directory to go on from", later="fault tolerance")
     max_group_retries: int = flag(

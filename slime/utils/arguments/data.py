@@ -63,6 +63,9 @@ class DataFlags:
         None, "JSON: modality (image, video, audio) -> field of a data row", is_json=True, later="rollout"
     )
     balance_by_flops: bool = flag(
-        False, "form micro-batches by their work instead of their tokens", later="parallelism"
+        False,
+        "form micro-batches by their work instead of their tokens",
+        later="parallelism",
+        needs="use_dynamic_batch_size",
     )
     balance_data: bool = flag(False, "give each data-parallel rank about the same work")

@@ -31,19 +31,31 @@ class DebugFlags:
         None, "template with {rollout_id}: train on these samples instead of generating", later="algorithms"
     )
     load_debug_rollout_data_subsample: float | None = flag(
-        None, "share of the samples to take, half from each end", later="algorithms"
+        None,
+        "share of the samples to take, half from each end",
+        later="algorithms",
+        needs=("load_debug_rollout_data", "load_forge_rollout_data"),
     )
     load_forge_rollout_data: str | None = flag(
-        None, "as --load-debug-rollout-data, with live engines (slime.rollout.forge_load)", later="rollout"
+        None,
+        "as --load-debug-rollout-data, with live engines (slime.rollout.forge_load)",
+        later="rollout",
+        needs="rollout_function_path=slime.rollout.forge_load.generate_rollout",
     )
     save_debug_train_data: str | None = flag(
         None, "template with {rollout_id}: file that gets the trainer's inputs", later="algorithms"
     )
     dump_details: str | None = flag(None, "directory of both kinds of dump and the tokenizer", later="algorithms")
-    memory_recorder: str = flag("torch", "what records memory", choices=("torch", "memray"), later="algorithms")
+    memory_recorder: str = flag(
+        "torch", "what records memory", choices=("torch", "memray"), later="algorithms", needs="record_memory_history"
+    )
     record_memory_history: bool = flag(False, "record every allocation of the trainer", later="algorithms")
-    memory_snapshot_dir: str = flag(".", "directory of memory snapshots", later="algorithms")
-    memory_snapshot_num_steps: int | None = flag(None, "rollouts before a snapshot", later="algorithms", at_least=1)
+    memory_snapshot_dir: str = flag(
+        ".", "directory of memory snapshots", later="algorithms", needs="record_memory_history"
+    )
+    memory_snapshot_num_steps: int | None = flag(
+        None, "rollouts before a snapshot", later="algorithms", at_least=1, needs="record_memory_history"
+    )
 
 
 @dataclass
@@ -51,9 +63,13 @@ class CiFlags:
     """Checks during a run, for tests of slime itself."""
 
     ci_test: bool = flag(False, "turn them on", later="algorithms")
-    ci_disable_kl_checker: bool = flag(False, "do not check the KL", later="algorithms")
+    ci_disable_kl_checker: bool = flag(False, "do not check the KL", later="algorithms", needs="ci_test")
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, "largest difference of log-probs between trainer and engine", later="algorithms"
+        0.1, "largest difference of log-probs between trainer and engine", later="algorithms", needs="ci_test"
     )
-    ci_save_grad_norm: str | None = flag(None, "template of files that get the gradient norms", later="algorithms")
-    ci_load_grad_norm: str | None = flag(None, "template of files to compare them with", later="algorithms")
+    ci_save_grad_norm: str | None = flag(
+        None, "template of files that get the gradient norms", later="algorithms", needs="ci_test"
+    )
+    ci_load_grad_norm: str | None = flag(
+        None, "template of files to compare them with", later="algorithms", needs="ci_test"
+    )

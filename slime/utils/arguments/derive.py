@@ -1,7 +1,7 @@
 """Values that follow from other flags: small pure functions, and `derive_flags`, which applies them.
 
-Nothing here reads a file or judges a value: where the input is inconsistent a function passes it through, and
-validate.py says why it is wrong.
+Nothing here reads a file or judges a value: where the input is inconsistent a function passes it through, and the
+check_* modules say why it is wrong. The numbers V1-V29 are those of the contract's list of rules.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from typing import Any
+
+GPUS_OF_A_ROLLOUT_ONLY_NODE = 8
 
 
 def derive_flags(
@@ -22,18 +24,8 @@ def derive_flags(
         kind_of: "megatron", "hf" or None for a checkpoint path.
         now: time stamp for the default output directory.
     """
-    actor_gpus_per_node = trainer_slots(
-        args.accelerator, args.actor_num_gpus_per_node, is_explicit="actor_num_gpus_per_node" in explicit
-    )
     return {
-        "actor_num_gpus_per_node": actor_gpus_per_node,
-        "rollout_num_gpus": engine_slots(
-            args.rollout_num_gpus,
-            colocate=args.colocate,
-            debug_train_only=args.debug_train_only,
-            actor_gpus=args.actor_num_nodes * actor_gpus_per_node,
-        ),
-        **offloads(args.offload, args.offload_train, args.offload_rollout),
+        **devices(args, explicit),
         **checkpoint_source(
             load_kind=kind_of(args.load),
             ref_load=args.ref_load,
@@ -41,15 +33,9 @@ def derive_flags(
             hf_checkpoint=args.hf_checkpoint,
             start_rollout_id=args.start_rollout_id,
         ),
-        "global_batch_size": samples_per_step(
-            args.global_batch_size,
-            num_steps=args.num_steps_per_rollout,
-            num_samples=(args.rollout_batch_size or 0) * args.n_samples_per_prompt,
-        ),
-        # A group of one has no standard deviation to divide by.
-        "grpo_std_normalization": args.grpo_std_normalization and args.n_samples_per_prompt > 1,
-        "over_sampling_batch_size": first(args.over_sampling_batch_size, args.rollout_batch_size),
-        "eps_clip_high": first(args.eps_clip_high, args.eps_clip),
+        **batches(args),
+        **losses(args),
+        **dump_templates(args.dump_details, rollout=args.save_debug_rollout_data, train=args.save_debug_train_data),
         "log_probs_max_tokens_per_gpu": first(args.log_probs_max_tokens_per_gpu, args.max_tokens_per_gpu),
         **checkpoint_contents(args.checkpoint_contents, no_save_optim=args.no_save_optim),
         "use_pytorch_profiler": args.use_pytorch_profiler or args.profile or "profile_target" in explicit,
@@ -57,7 +43,7 @@ def derive_flags(
         "eval_function_path": first(args.eval_function_path, args.rollout_function_path),
         "eval_max_context_len": first(args.eval_max_context_len, args.rollout_max_context_len),
         "rollout_max_prompt_len": longest_prompt(args.rollout_max_prompt_len, context=args.rollout_max_context_len),
-        "rollout_global_dataset": True,
+        "save_interval": first(args.save_interval, 1 if args.release_train else None),
         "output_dir": args.output_dir or args.save or f"outputs/{now}",
     }
 
@@ -65,6 +51,46 @@ def derive_flags(
 def first(given: Any, fallback: Any) -> Any:
     """`given`, unless it is None."""
     return fallback if given is None else given
+
+
+# ---- devices
+
+
+def devices(args: argparse.Namespace, explicit: set[str]) -> dict[str, Any]:
+    """Who runs, on how many GPUs (slots), and who gives memory back (V13-V17)."""
+    train_only = args.debug_train_only or args.load_debug_rollout_data is not None
+    use_critic = args.advantage_estimator == "ppo"
+    nodes, per_node = (
+        args.actor_num_nodes,
+        trainer_slots(
+            args.accelerator, args.actor_num_gpus_per_node, is_explicit="actor_num_gpus_per_node" in explicit
+        ),
+    )
+    external = args.rollout_external_engine_addrs
+    if external:
+        rollout_gpus: int | None = len(external) * args.rollout_num_gpus_per_engine
+    else:
+        rollout_gpus = engine_slots(
+            args.rollout_num_gpus,
+            colocate=args.colocate,
+            debug_train_only=train_only,
+            actor_gpus=nodes * per_node,
+        )
+    if args.debug_rollout_only and not external and rollout_gpus is not None:
+        nodes, per_node = rollout_only_trainers(rollout_gpus)
+    return {
+        "debug_train_only": train_only,
+        "colocate": args.colocate and not args.debug_rollout_only,
+        "rollout_external": bool(external),
+        "rollout_num_gpus": rollout_gpus,
+        "actor_num_nodes": nodes,
+        "actor_num_gpus_per_node": per_node,
+        "use_critic": use_critic,
+        "critic_num_nodes": nodes,
+        "critic_num_gpus_per_node": per_node,
+        "distributed_backend": first(args.distributed_backend, backend_of(args.accelerator)),
+        **offloads(args, use_critic=use_critic, has_engines=not train_only),
+    }
 
 
 def trainer_slots(accelerator: str, given: int, *, is_explicit: bool) -> int:
@@ -79,9 +105,45 @@ def engine_slots(given: int | None, *, colocate: bool, debug_train_only: bool, a
     return actor_gpus if given is None and colocate else given
 
 
-def offloads(both: bool, train: bool | None, rollout: bool | None) -> dict[str, bool]:
-    """Whether trainer and engines release their memory; unset is False (releasing is not built yet)."""
-    return {"offload_train": both or bool(train), "offload_rollout": both or bool(rollout)}
+def rollout_only_trainers(rollout_gpus: int) -> tuple[int, int]:
+    """(nodes, GPUs per node) that stand for the trainer where only engines run (V16)."""
+    per_node = min(GPUS_OF_A_ROLLOUT_ONLY_NODE, rollout_gpus)
+    return (rollout_gpus // per_node, per_node) if per_node > 0 else (0, 0)
+
+
+def backend_of(accelerator: str) -> str:
+    """What torch's collectives run on."""
+    return "gloo" if accelerator == "cpu" else "nccl"
+
+
+def offloads(args: argparse.Namespace, *, use_critic: bool, has_engines: bool) -> dict[str, bool]:
+    """Whether trainer and engines release their memory for each other (V16, V17).
+
+    Unset means: where they share GPUs, yes. On a CPU nothing could be freed, so it stays off there.
+    """
+    if args.debug_rollout_only:
+        return _offloads(train=False, rollout=False)
+    is_useful = args.colocate and has_engines and args.accelerator != "cpu"
+    train = args.offload or first(args.offload_train, is_useful)
+    rollout = args.offload or first(args.offload_rollout, is_useful)
+    if args.colocate and args.release_train:
+        train = False  # ended trainers hold no memory
+    if use_critic and args.accelerator != "cpu":
+        train = True  # actor and critic share GPUs
+    return _offloads(train=train, rollout=rollout)
+
+
+def _offloads(*, train: bool, rollout: bool) -> dict[str, bool]:
+    return {
+        "offload_train": train,
+        "offload_rollout": rollout,
+        # What is paused is kept by slime; Megatron's own copies in host memory would double it.
+        "disable_grad_buffers_cpu_backup": train,
+        "disable_param_buffers_cpu_backup": train,
+    }
+
+
+# ---- checkpoints and dumps
 
 
 def checkpoint_source(
@@ -92,11 +154,10 @@ def checkpoint_source(
     hf_checkpoint: str | None,
     start_rollout_id: int | None,
 ) -> dict[str, Any]:
-    """What the trainer loads: --load if it is a checkpoint, else --ref-load, else --hf-checkpoint.
+    """What the trainer loads: --load if it is a checkpoint, else --ref-load, else --hf-checkpoint (V5).
 
     Only a Megatron checkpoint under --load is a run to resume (optimizer, random state, rollout id after the saved
-    one: None here);
-    everything else is a set of initial weights for a run that starts at rollout 0.
+    one: None here); everything else is a set of initial weights for a run that starts at rollout 0.
     """
     if load_kind == "megatron":
         return {"start_rollout_id": start_rollout_id}
@@ -112,11 +173,6 @@ def checkpoint_source(
     return fresh if ref_ckpt_step is None else fresh | {"ckpt_step": ref_ckpt_step}
 
 
-def samples_per_step(given: int | None, *, num_steps: int | None, num_samples: int) -> int:
-    """The global batch size: as given, else a rollout's samples split evenly over its train steps (default: one)."""
-    return given if given is not None else num_samples // max(1, num_steps or 1)
-
-
 def checkpoint_contents(given: list[str] | None, *, no_save_optim: bool) -> dict[str, Any]:
     """The parts of a checkpoint, each once, from words that may hold several between commas."""
     if given is None:
@@ -126,13 +182,66 @@ def checkpoint_contents(given: list[str] | None, *, no_save_optim: bool) -> dict
     return {"checkpoint_contents": parts, "no_save_optim": no_save_optim or "optimizer" not in parts}
 
 
+def dump_templates(directory: str | None, *, rollout: str | None, train: str | None) -> dict[str, str | None]:
+    """Where samples and trainer inputs are dumped: --dump-details is short for both (V12)."""
+    root = directory and directory.rstrip("/")
+    return {
+        "save_debug_rollout_data": f"{root}/rollout_data/{{rollout_id}}.pt" if directory else rollout,
+        "save_debug_train_data": f"{root}/train_data/{{rollout_id}}.pt" if directory else train,
+    }
+
+
+# ---- batches
+
+
+def batches(args: argparse.Namespace) -> dict[str, Any]:
+    """Batch arithmetic (V10, V19, V20, V21)."""
+    return {
+        "global_batch_size": samples_per_step(
+            args.global_batch_size,
+            num_steps=args.num_steps_per_rollout,
+            num_samples=(args.rollout_batch_size or 0) * args.n_samples_per_prompt,
+        ),
+        "over_sampling_batch_size": first(args.over_sampling_batch_size, args.rollout_batch_size),
+        "balance_data": args.balance_data or args.balance_by_flops,
+        # A group of one has no standard deviation to divide by.
+        "grpo_std_normalization": args.grpo_std_normalization and args.n_samples_per_prompt > 1,
+    }
+
+
+def samples_per_step(given: int | None, *, num_steps: int | None, num_samples: int) -> int:
+    """The global batch size: as given, else a rollout's samples split evenly over its train steps (default: one)."""
+    return given if given is not None else num_samples // max(1, num_steps or 1)
+
+
+def rollouts_of_epochs(num_epoch: int | None, *, num_rows: int | None, rollout_batch_size: int | None) -> int | None:
+    """Rollouts of so many passes over the prompts; None where a number is missing (V22)."""
+    if num_epoch is None or not num_rows or not rollout_batch_size or rollout_batch_size < 0:
+        return None
+    return num_epoch * (num_rows // rollout_batch_size) or None
+
+
 def longest_prompt(given: int | None, *, context: int | None) -> int | None:
-    """The longest prompt to keep; a context limit leaves room for at least one response token."""
+    """The longest prompt to keep; a context limit leaves room for at least one response token (V25)."""
     return context - 1 if given is None and context is not None else given
 
 
+# ---- losses and data sets
+
+
+def losses(args: argparse.Namespace) -> dict[str, Any]:
+    """Parameters of losses that follow from others (V11, V23)."""
+    per_token = args.calculate_per_token_loss or args.loss_agg_mode == "token-mean"  # two names of one thing
+    return {
+        "eps_clip_high": first(args.eps_clip_high, args.eps_clip),
+        "calculate_per_token_loss": per_token,
+        "loss_agg_mode": "token-mean" if per_token else args.loss_agg_mode,
+        "use_routing_replay": args.use_routing_replay or args.use_rollout_routing_replay,
+    }
+
+
 def raw_eval_datasets(eval_prompt_data: list[str] | None) -> list[dict[str, Any]]:
-    """NAME PATH pairs as one mapping per data set; a single value is the path of a set named "aime"."""
+    """NAME PATH pairs as one mapping per data set; a single value is the path of a set named "aime" (V1)."""
     values = eval_prompt_data or []
     if len(values) == 1:
         values = ["aime", *values]

@@ -74,13 +74,13 @@ class RolloutFlags:
         None, "hook: fn(rollout_id, args, samples, extra_metrics, rollout_time); true = no default log"
     )
     custom_eval_rollout_log_function_path: str | None = flag(
-        None, "hook: fn(rollout_id, args, data, extra_metrics); true = no default log"
+        None, "hook: fn(rollout_id, args, data, extra_metrics); true = no default log", needs="eval_interval"
     )
     partial_rollout: bool = flag(
         False, "keep unfinished groups when a rollout ends and go on with them in the next", later="rollout"
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, "do not train on tokens that older weights generated", later="rollout"
+        False, "do not train on tokens that older weights generated", later="rollout", needs="partial_rollout"
     )
     rollout_external_engine_addrs: list[str] | None = flag(
         None, "host:port of SGLang servers that run already", nargs="+", later="rollout"
@@ -96,7 +96,11 @@ class RolloutFlags:
     )
     max_turns: int | None = flag(None, "most turns of a multi-turn generate function", later="rollout", at_least=1)
     max_dynamic_sampling_rounds: int | None = flag(
-        None, "give up after this many batches without enough accepted groups", later="rollout", at_least=1
+        None,
+        "give up after this many batches without enough accepted groups",
+        later="rollout",
+        at_least=1,
+        needs="dynamic_sampling_filter_path",
     )
     on_sample_error: str = flag(
         "fail",
@@ -117,6 +121,12 @@ class RolloutBufferFlags:
     """Rollout buffer. The server of slime_plugins.rollout_buffer."""
 
     rollout_buffer_url: str | None = flag(None, "address of the buffer server", later="rollout")
-    fetch_trajectory_retry_times: int = flag(-1, "times to ask it for data; -1 = until it has some", later="rollout")
-    min_batch_collection_ratio: float = flag(1, "share of a batch that is enough to go on", later="rollout")
-    rollout_task_type: str = flag("math", "generator that the buffer server runs", later="rollout")
+    fetch_trajectory_retry_times: int = flag(
+        -1, "times to ask it for data; -1 = until it has some", later="rollout", needs="rollout_buffer_url"
+    )
+    min_batch_collection_ratio: float = flag(
+        1, "share of a batch that is enough to go on", later="rollout", needs="rollout_buffer_url"
+    )
+    rollout_task_type: str = flag(
+        "math", "generator that the buffer server runs", later="rollout", needs="rollout_buffer_url"
+    )

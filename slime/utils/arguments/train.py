@@ -58,13 +58,21 @@ class TrainFlags:
         None, "layers whose forward pass uses SGLang's fp8 DeepGEMM", nargs="+", later="model families"
     )
     megatron_deepgemm_forward_modules: list[str] | None = flag(
-        None, "suffixes of the modules that do", nargs="+", later="model families"
+        None,
+        "suffixes of the modules that do",
+        nargs="+",
+        later="model families",
+        needs="megatron_deepgemm_forward_layers",
     )
     megatron_deepgemm_moe_forward_layers: list[int] | None = flag(
         None, "the same for the layers of grouped experts", nargs="+", later="model families"
     )
     megatron_deepgemm_moe_forward_modules: list[str] | None = flag(
-        None, "suffixes of the expert modules that do (default: mlp.experts)", nargs="+", later="model families"
+        None,
+        "suffixes of the expert modules that do (default: mlp.experts)",
+        nargs="+",
+        later="model families",
+        needs="megatron_deepgemm_moe_forward_layers",
     )
 
 
@@ -73,8 +81,10 @@ class ModelPartFlags:
     """Multi-token prediction, routing replay and LoRA."""
 
     mtp_num_layers: int | None = flag(None, "multi-token prediction layers", later="parallelism", at_least=0)
-    mtp_loss_scaling_factor: float = flag(0.2, "weight of their loss", later="parallelism")
-    enable_mtp_training: bool = flag(False, "train them", later="parallelism")
+    mtp_loss_scaling_factor: float = flag(
+        0.2, "weight of their loss", later="parallelism", needs="enable_mtp_training"
+    )
+    enable_mtp_training: bool = flag(False, "train them", later="parallelism", needs="mtp_num_layers")
     use_routing_replay: bool = flag(
         False, "replay the expert routing of the old-log-prob pass in training (R2)", later="parallelism"
     )
@@ -82,5 +92,7 @@ class ModelPartFlags:
         False, "replay the engine's expert routing in training (R3)", later="parallelism"
     )
     lora_rank: int | None = flag(None, "rank of LoRA adapters to train instead of the weights", later="LoRA")
-    lora_alpha: float | None = flag(None, "scale of the adapters", later="LoRA")
-    lora_target_modules: list[str] | None = flag(None, "modules that get adapters", nargs="+", later="LoRA")
+    lora_alpha: float | None = flag(None, "scale of the adapters", later="LoRA", needs="lora_rank")
+    lora_target_modules: list[str] | None = flag(
+        None, "modules that get adapters", nargs="+", later="LoRA", needs="lora_rank"
+    )

@@ -28,25 +28,42 @@ class WeightSyncFlags:
         later_choices={"delta": "several GPUs"},
     )
     update_weight_disk_dir: str | None = flag(
-        None, "shared directory of --update-weight-transport disk", later="several GPUs"
+        None,
+        "shared directory of --update-weight-transport disk",
+        later="several GPUs",
+        needs="update_weight_transport=disk",
     )
     update_weight_disk_keep_files: bool = flag(
-        False, "keep each version's directory after the engines have read it", later="several GPUs"
+        False,
+        "keep each version's directory after the engines have read it",
+        later="several GPUs",
+        needs="update_weight_transport=disk",
     )
     update_weight_delta_encoding: str = flag(
-        "xor", "encoding of changed bytes", choices=("xor", "overwrite"), later="several GPUs"
+        "xor",
+        "encoding of changed bytes",
+        choices=("xor", "overwrite"),
+        later="several GPUs",
+        needs="update_weight_mode=delta",
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
         "checksum of each tensor in a delta",
         choices=("xxh3-128", "blake3", "adler32"),
         later="several GPUs",
+        needs="update_weight_mode=delta",
     )
     update_weight_local_checkpoint_dir: str | None = flag(
-        None, "directory on the engines' hosts that deltas are applied to", later="several GPUs"
+        None,
+        "directory on the engines' hosts that deltas are applied to",
+        later="several GPUs",
+        needs="update_weight_transport=disk",
     )
     custom_update_weight_post_write_path: str | None = flag(
-        None, "hook: fn(args, version_dir, rollout_engines), after the files are written", later="several GPUs"
+        None,
+        "hook: fn(args, version_dir, rollout_engines), after the files are written",
+        later="several GPUs",
+        needs="update_weight_transport=disk",
     )
     check_weight_update_equal: bool = flag(
         False, "compare the engines' weights with the trainer's after the first sync", later="one GPU"

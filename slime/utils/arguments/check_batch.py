@@ -1,0 +1,137 @@
+"""Rules of the batch arithmetic: how many rollouts, and how their samples divide into steps and micro-batches.
+
+Each check reads `args` after derivation and returns sentences. It reads no data: how many rows there are is known to
+check_files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+
+def check_required(args: argparse.Namespace) -> Iterable[str]:
+    """What no run can do without (V22)."""
+    if args.rollout_batch_size is None:
+        yield "--rollout-batch-size is required: the number of prompts per rollout."
+    if args.num_rollout is None and args.num_epoch is None:
+        yield "--num-rollout or --num-epoch is required: how long to train."
+    if args.hf_checkpoint is None:
+        yield "--hf-checkpoint is required: the HF directory of the model (engines, tokenizer, config)."
+
+
+def check_length_of_run(args: argparse.Namespace) -> Iterable[str]:
+    """A number of epochs can be counted, and something is left to do (V22)."""
+    if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
+        yield (
+            f"--num-epoch {args.num_epoch} needs prompts to count, which --disable-rollout-global-dataset leaves to "
+            "the data source; give --num-rollout."
+        )
+    if args.num_rollout and args.start_rollout_id is not None and args.start_rollout_id >= args.num_rollout:
+        yield (
+            f"--start-rollout-id {args.start_rollout_id} leaves nothing to do: the last of --num-rollout "
+            f"{args.num_rollout} is {args.num_rollout - 1}."
+        )
+
+
+def check_schedule_length(args: argparse.Namespace) -> Iterable[str]:
+    """What changes over the whole run needs to know how long that is."""
+    if args.lr_decay_iters is not None or args.num_rollout is not None or args.num_epoch is None:
+        return
+    schedules = {
+        f"--lr-decay-style {args.lr_decay_style}": args.lr_decay_style != "constant",
+        f"--lr-warmup-fraction {args.lr_warmup_fraction}": args.lr_warmup_fraction is not None,
+        f"--weight-decay-incr-style {args.weight_decay_incr_style}": args.weight_decay_incr_style != "constant",
+    }
+    for option in (option for option, is_used in schedules.items() if is_used):
+        yield (
+            f"{option} needs the number of train steps, which does not follow from --num-epoch {args.num_epoch} here "
+            "(it does where every row of a readable --prompt-data is used); give --num-rollout or --lr-decay-iters."
+        )
+
+
+def check_batch(args: argparse.Namespace) -> Iterable[str]:
+    """The samples of a rollout divide into train steps (V19, V21)."""
+    if args.rollout_batch_size is None:
+        return
+    total, steps, step = (
+        args.rollout_batch_size * args.n_samples_per_prompt,
+        args.num_steps_per_rollout,
+        args.global_batch_size,
+    )
+    if total < 1 or step < 1 or (steps or 1) < 1:
+        return  # check_range says so
+    samples = (
+        f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} = "
+        f"{total} samples"
+    )
+    may_drop = args.drop_last_rollouts
+    if steps is not None and total % steps and not may_drop:
+        yield (
+            f"{samples} do not divide into --num-steps-per-rollout {steps}; change one, or give --drop-last-rollouts."
+        )
+    elif steps is not None and step != total // steps:
+        yield (
+            f"{samples} in --num-steps-per-rollout {steps} make {total // steps} a step, but --global-batch-size is "
+            f"{step}; leave one of the two out."
+        )
+    elif step > total or (total % step and not may_drop):
+        yield (
+            f"{samples} do not divide into steps of --global-batch-size {step}; change one"
+            + ("." if step > total else ", or give --drop-last-rollouts.")
+        )
+    if args.over_sampling_batch_size is not None and args.over_sampling_batch_size < args.rollout_batch_size:
+        yield (
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} must be at least --rollout-batch-size "
+            f"{args.rollout_batch_size}."
+        )
+
+
+def check_micro_batches(args: argparse.Namespace) -> Iterable[str]:
+    """Every data-parallel rank gets the same number of micro-batches (V10)."""
+    if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size < 1:
+        yield f"--log-probs-chunk-size {args.log_probs_chunk_size} must be -1 (one chunk) or at least 1."
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch."
+    if args.debug_rollout_only:
+        return  # no trainers
+    dp_size = data_parallel_size(args)
+    step, micro = args.global_batch_size, args.micro_batch_size
+    if min(dp_size, step, micro) < 1:
+        return  # said by check_range and check_trainer
+    if args.use_dynamic_batch_size and step < dp_size:
+        yield f"--global-batch-size {step} is too small: {dp_size} data-parallel ranks need at least one sample each."
+    if not args.use_dynamic_batch_size and step % (dp_size * micro):
+        yield (
+            f"--global-batch-size {step} does not divide into micro-batches: {dp_size} data-parallel ranks x "
+            f"--micro-batch-size {micro} = {dp_size * micro}; change one of them or use --use-dynamic-batch-size."
+        )
+
+
+def data_parallel_size(args: argparse.Namespace) -> int:
+    """Copies of the model that share a train step's samples; 0 where the trainer has too few GPUs for one."""
+    one_copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    return args.actor_num_nodes * args.actor_num_gpus_per_node // max(1, one_copy)
+
+
+def check_lengths(args: argparse.Namespace) -> Iterable[str]:
+    """A context limit leaves room for a response (V25)."""
+    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    if context is not None and prompt is not None and prompt > context - 1:
+        yield (
+            f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}; "
+            "lower it."
+        )
+    response, buffer = args.rollout_max_response_len, args.overlong_buffer_len
+    if buffer is not None and response is not None and buffer > response:
+        yield f"--overlong-buffer-len {buffer} is longer than --rollout-max-response-len {response}; lower it."
+
+
+CHECKS = (
+    check_required,
+    check_length_of_run,
+    check_schedule_length,
+    check_batch,
+    check_micro_batches,
+    check_lengths,
+)

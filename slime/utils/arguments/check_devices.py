@@ -1,0 +1,172 @@
+"""Rules of devices and weight transport: trainer and engine GPUs (slots), sharing them, and how weights travel.
+
+Each check reads `args` after derivation and returns sentences. It looks at no device: a layout for machines that are
+not here is judged all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+
+from slime.utils.arguments.derive import backend_of
+
+_ADDRESS = re.compile(r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d+)/?")
+
+
+def check_trainer(args: argparse.Namespace) -> Iterable[str]:
+    """A size that others divide by (that it divides the trainer's GPUs is checked with Megatron's flags)."""
+    if args.tensor_model_parallel_size < 1:
+        yield f"--tensor-model-parallel-size {args.tensor_model_parallel_size} must be at least 1."
+
+
+def check_backend(args: argparse.Namespace) -> Iterable[str]:
+    """The collectives are those of the device."""
+    expected = backend_of(args.accelerator)
+    if args.accelerator in ("cuda", "cpu") and args.distributed_backend != expected:
+        yield (
+            f"--distributed-backend {args.distributed_backend} does not work with --accelerator {args.accelerator}, "
+            f"whose trainers need {expected}; leave it out."
+        )
+
+
+def check_engines(args: argparse.Namespace) -> Iterable[str]:
+    """There are engines, and each gets its GPUs."""
+    if args.debug_train_only or args.rollout_external:
+        return
+    gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if gpus is None:
+        yield "--rollout-num-gpus is required without --colocate: the GPUs (slots) of all engines together."
+    elif per_engine > 0 and gpus % per_engine:
+        yield f"--rollout-num-gpus {gpus} does not divide into engines of --rollout-num-gpus-per-engine {per_engine}."
+
+
+def check_external_engines(args: argparse.Namespace) -> Iterable[str]:
+    """Addresses of engines that run already have a host and a port (V14)."""
+    for address in args.rollout_external_engine_addrs or []:
+        match = _ADDRESS.fullmatch(address)
+        if match is None or not 0 < int(match[1]) < 65536:
+            yield (
+                f"--rollout-external-engine-addrs {address} is no address; write host:port, http://host:port or "
+                "[IPv6]:port, with a port from 1 to 65535."
+            )
+
+
+def check_offload(args: argparse.Namespace) -> Iterable[str]:
+    """Releasing memory is refused where it cannot do anything (V16, V17)."""
+    for name in ("offload-train", "offload-rollout"):
+        if args.accelerator == "cpu" and vars(args)[name.replace("-", "_")]:
+            yield (
+                f"--{name} (or --offload) has no effect with --accelerator cpu, where nothing could be freed; leave "
+                "it out."
+            )
+
+
+def check_debug_modes(args: argparse.Namespace) -> Iterable[str]:
+    """A run starts trainers or engines or both (V16)."""
+    if args.debug_rollout_only and args.debug_train_only:
+        other = "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
+        yield f"--debug-rollout-only starts no trainers and {other} no engines, so nothing is left; keep one of them."
+
+
+def check_transport(args: argparse.Namespace) -> Iterable[str]:
+    """What weights on disk and their deltas need (V27)."""
+    if args.update_weight_transport == "disk" and not args.update_weight_disk_dir:
+        yield "--update-weight-transport disk needs --update-weight-disk-dir, a directory that all hosts share."
+    if args.update_weight_mode != "delta":
+        return
+    if args.update_weight_transport != "disk":
+        yield (
+            f"--update-weight-mode delta needs --update-weight-transport disk, not {args.update_weight_transport}: "
+            "only files can hold changed bytes."
+        )
+    if args.colocate:
+        yield (
+            "--update-weight-mode delta does not go with --colocate, where engines read the trainer's memory; leave "
+            "one of the two out."
+        )
+    if not args.update_weight_local_checkpoint_dir:
+        yield (
+            "--update-weight-mode delta needs --update-weight-local-checkpoint-dir, where each engine's host applies "
+            "the deltas."
+        )
+
+
+def check_release_train(args: argparse.Namespace) -> Iterable[str]:
+    """Trainers that end while engines generate have everything on disk (V27)."""
+    if not args.release_train:
+        return
+    if args.use_critic:
+        yield "--release-train does not go with a critic (--advantage-estimator ppo); leave one of the two out."
+    if args.keep_old_actor:
+        yield "--release-train does not go with --keep-old-actor, whose weights would be lost; leave one of them out."
+    if not args.save:
+        yield "--release-train needs --save: the trainers start again from the checkpoint."
+    if (args.update_weight_transport, args.update_weight_mode) != ("disk", "full"):
+        yield (
+            f"--release-train needs --update-weight-transport disk and --update-weight-mode full, not "
+            f"{args.update_weight_transport} and {args.update_weight_mode}."
+        )
+
+
+CHECKS = (
+    check_backend,
+    check_engines,
+    check_external_engines,
+    check_offload,
+    check_debug_modes,
+    check_transport,
+    check_release_train,
+)
+
+
+# ---- what works later
+
+
+def engines_not_built(args: argparse.Namespace) -> Iterable[str]:
+    """Engine layouts that cannot be started yet."""
+    if args.debug_train_only or args.rollout_external or args.rollout_num_gpus is None:
+        return
+    gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if gpus < 1:
+        yield (
+            f"--rollout-num-gpus {gpus}: runs without engines of their own are not supported yet (rollout); give at "
+            "least 1, or --debug-train-only."
+        )
+    if args.colocate and gpus > actor_gpus:
+        yield (
+            f"--colocate: --rollout-num-gpus {gpus} is more than the trainer's {actor_gpus} GPUs (slots), and engines "
+            "beyond those are not supported yet (several GPUs); lower it or raise --actor-num-gpus-per-node."
+        )
+    if args.accelerator == "cpu" and per_engine > 1:
+        yield (
+            f"--rollout-num-gpus-per-engine {per_engine} is not supported with --accelerator cpu; use 1 and more "
+            "engines."
+        )
+    if per_engine > args.num_gpus_per_node:
+        yield (
+            f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {args.num_gpus_per_node}; "
+            "engines over several nodes are not supported yet (several GPUs)."
+        )
+
+
+def offload_not_built(args: argparse.Namespace) -> Iterable[str]:
+    """Releasing GPU memory, which --colocate asks for unless told otherwise."""
+    names = [name for name in ("offload_train", "offload_rollout") if vars(args)[name]]
+    if args.accelerator == "cpu" or not names:
+        return
+    options = " and ".join("--" + name.replace("_", "-") for name in names)
+    reason = " (--colocate turns them on unless told otherwise)" if args.colocate else ""
+    if args.use_critic:
+        yield f"{options} is not supported yet (one GPU), and --advantage-estimator ppo needs it."
+        return
+    remedy = " ".join("--no-" + name.replace("_", "-") for name in names)
+    yield (
+        f"{options} is not supported yet (one GPU){reason}; give {remedy}, and leave room for both with "
+        "--sglang-mem-fraction-static."
+    )
+
+
+UNSUPPORTED = (engines_not_built, offload_not_built)

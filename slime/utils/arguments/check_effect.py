@@ -1,0 +1,149 @@
+"""Every given flag has an effect: flags that need another one, and flags that some mode makes pointless.
+
+What a single flag needs is said where it is declared (`needs=` of `flags.flag`); `POINTLESS` has the modes that switch
+a group of flags off. A debug mode is added to a command line that was written for a whole run, so what it leaves
+without effect is no error there: `without_effect` names it for a warning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from slime.utils.arguments.flags import option_name
+
+Fields = Iterable[dataclasses.Field[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """Some flags that switch others off.
+
+    Attributes:
+        option: the flag, as on the command line.
+        is_on: whether the args are in this mode.
+        pointless: attributes of the flags that it leaves without effect.
+    """
+
+    option: str
+    is_on: Callable[[argparse.Namespace], bool]
+    pointless: tuple[str, ...]
+
+
+_POLICY = (
+    "advantage_estimator",
+    "eps_clip",
+    "eps_clip_high",
+    "eps_clip_c",
+    "kl_coef",
+    "use_kl_loss",
+    "entropy_coef",
+    "use_rollout_logprobs",
+    "recompute_old_log_probs",
+    "use_tis",
+    "get_mismatch_metrics",
+    "use_opsm",
+    "use_opd",
+    "keep_old_actor",
+    "custom_pg_loss_reducer_function_path",
+    "normalize_advantages",
+    "custom_advantage_function_path",
+)
+POINTLESS = (
+    Mode("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("micro_batch_size",)),
+    Mode("--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, ("recompute_old_log_probs",)),
+    Mode("--loss-type sft_loss", lambda args: args.loss_type == "sft_loss", _POLICY),
+    Mode(
+        "--disable-compute-advantages-and-returns",
+        lambda args: not args.compute_advantages_and_returns,
+        ("advantage_estimator", "kl_coef", "normalize_advantages", "custom_advantage_function_path", "use_opd"),
+    ),
+    Mode("--offload", lambda args: args.offload, ("offload_train", "offload_rollout")),
+    Mode("--release-train", lambda args: args.release_train, ("offload_train",)),
+    Mode(
+        "--advantage-estimator ppo, which needs the trainer's GPUs for two models",
+        lambda args: args.use_critic and args.offload_train and args.accelerator != "cpu",
+        ("offload_train",),
+    ),
+    Mode("--rollout-external-engine-addrs", lambda args: args.rollout_external, ("rollout_num_gpus", "colocate")),
+    Mode("--dump-details", lambda args: args.dump_details, ("save_debug_rollout_data", "save_debug_train_data")),
+    Mode(
+        "--disable-rollout-global-dataset",
+        lambda args: not args.rollout_global_dataset,
+        ("prompt_data", "rollout_shuffle", "rollout_max_prompt_len"),
+    ),
+)
+
+_ENGINES = (
+    "rollout_num_gpus",
+    "rollout_num_gpus_per_engine",
+    "colocate",
+    "offload",
+    "offload_rollout",
+    "offload_train",
+    "update_weights_interval",
+    "update_weight_buffer_size",
+    "update_weight_transport",
+    "update_weight_mode",
+    "check_weight_update_equal",
+    "use_fault_tolerance",
+)
+_TRAINERS = ("actor_num_nodes", "actor_num_gpus_per_node", "colocate", "offload", "offload_train", "offload_rollout")
+
+
+def option_of(attribute: str) -> str:
+    """The flag of an attribute that has a plain name."""
+    return "--" + attribute.replace("_", "-")
+
+
+def check_needs(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[str]:
+    """One of the flags that a given flag needs is set."""
+    for field in fields:
+        needs = field.metadata["needs"]
+        if needs and _is_said(args, field.name, explicit) and not any(_is_met(args, need) for need in needs):
+            yield f"{option_name(field)} has no effect without {' or '.join(map(_text_of, needs))}."
+
+
+def _is_said(args: argparse.Namespace, name: str, explicit: set[str]) -> bool:
+    """Whether a flag asks for something; a coefficient of 0 is as good as none."""
+    return name in explicit and not (type(vars(args)[name]) in (int, float) and vars(args)[name] == 0)
+
+
+def _is_met(args: argparse.Namespace, need: str) -> bool:
+    name, equals, value = need.partition("=")
+    return str(vars(args)[name]) == value if equals else bool(vars(args)[name])
+
+
+def _text_of(need: str) -> str:
+    name, _, value = need.partition("=")
+    return f"{option_of(name)} {value}".strip()
+
+
+def check_pointless(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[str]:
+    """No given flag is switched off by a mode."""
+    options = {field.name: option_name(field) for field in fields}
+    for mode in POINTLESS:
+        if not mode.is_on(args):
+            continue
+        for name in mode.pointless:
+            if _is_said(args, name, explicit):
+                yield f"{options[name]} has no effect with {mode.option}; leave one of the two out."
+
+
+def without_effect(args: argparse.Namespace, explicit: Iterable[str]) -> Iterable[str]:
+    """What a debug mode leaves without effect: one sentence for each mode, naming the given flags."""
+    given = sorted(explicit)
+    if args.debug_train_only:
+        names = [name for name in given if name in _ENGINES or name.startswith(("sglang_", "router_"))]
+        mode = "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
+        if names:
+            yield f"{mode} starts no engines, so these flags have no effect: {' '.join(map(option_of, names))}."
+    if args.debug_rollout_only and (names := [name for name in given if name in _TRAINERS]):
+        yield (
+            "--debug-rollout-only starts no trainers, so these flags have no effect: "
+            f"{' '.join(map(option_of, names))}."
+        )
+    if args.num_epoch is not None and {"num_rollout", "num_epoch"} <= set(given):
+        yield f"--num-epoch {args.num_epoch} has no effect: --num-rollout {args.num_rollout} says how long to train."

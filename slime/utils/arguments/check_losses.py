@@ -1,0 +1,131 @@
+"""Rules of sampling, losses, advantages and KL: parameters that exclude, need or bound each other.
+
+Each check reads `args` after derivation and returns sentences. It computes no loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+
+def check_sampling(args: argparse.Namespace) -> Iterable[str]:
+    """Sampling parameters are ones that an engine accepts and a trainer can divide by (V2)."""
+    if args.rollout_temperature <= 0:
+        yield f"--rollout-temperature {args.rollout_temperature} must be > 0: the trainer divides its logits by it."
+    if args.rollout_fire_temperature is not None and args.rollout_fire_temperature <= 0:
+        yield f"--rollout-fire-temperature {args.rollout_fire_temperature} must be > 0."
+    for option, value in {"--rollout-top-p": args.rollout_top_p, "--eval-top-p": args.eval_top_p}.items():
+        if value is not None and not 0 < value <= 1:
+            yield f"{option} {value} must lie in (0, 1]; 1 keeps every token."
+    for option, value in {"--rollout-top-k": args.rollout_top_k, "--eval-top-k": args.eval_top_k}.items():
+        if value is not None and value != -1 and value < 1:
+            yield f"{option} {value} must be -1 (every token) or at least 1."
+
+
+def check_loss(args: argparse.Namespace) -> Iterable[str]:
+    """Losses and their parameters fit each other (V11)."""
+    if args.loss_type == "custom_loss" and not args.custom_loss_function_path:
+        yield "--loss-type custom_loss needs --custom-loss-function-path."
+    fills_advantages = args.compute_advantages_and_returns or args.rollout_data_postprocess_path
+    if args.loss_type == "policy_loss" and not fills_advantages:
+        yield (
+            "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; use another "
+            "loss, or fill them in a --rollout-data-postprocess-path hook."
+        )
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        yield f"--eps-clip-c {args.eps_clip_c} must be > 1."
+    if args.use_stateless_adam and not (args.optimizer == "adam" and args.no_save_optim):
+        yield "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam and --no-save-optim."
+
+
+def check_advantages(args: argparse.Namespace) -> Iterable[str]:
+    """REINFORCE++ is defined by its whitened advantages (V8)."""
+    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+        yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
+
+
+def check_mismatch(args: argparse.Namespace) -> Iterable[str]:
+    """Corrections between trainer and engine have both log-probs, and bounds in order (V9)."""
+    if args.use_rollout_logprobs and args.use_tis:
+        yield (
+            "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old ones "
+            "there is no ratio to truncate; keep one."
+        )
+    if args.get_mismatch_metrics and not args.custom_tis_function_path:
+        yield "--get-mismatch-metrics needs --custom-tis-function-path, the function that measures."
+    if args.tis_clip_low > args.tis_clip:
+        yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; lower it."
+
+
+def check_kl(args: argparse.Namespace) -> Iterable[str]:
+    """The KL penalty is either inside the reward or a loss of its own, and needs a reference (V3, V7)."""
+    if args.kl_coef and args.kl_loss_coef:
+        yield (
+            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL twice, once in the "
+            "reward and once in the loss; keep one."
+        )
+    if (args.kl_coef or args.use_kl_loss) and not args.ref_load:
+        asked = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
+        yield (
+            f"{asked} needs --ref-load, the reference checkpoint; it may be an HF directory such as --hf-checkpoint's."
+        )
+    if args.kl_ctrl == "adaptive" and (args.kl_target is None or args.kl_horizon is None):
+        yield "--kl-ctrl adaptive needs --kl-target and --kl-horizon."
+
+
+def check_distillation(args: argparse.Namespace) -> Iterable[str]:
+    """The teacher is in one known place (V4)."""
+    if not args.use_opd:
+        return  # the other flags say that they need it
+    if args.opd_type is None:
+        yield "--use-opd needs --opd-type, where the teacher runs: sglang or megatron."
+    if args.opd_type == "megatron" and not args.opd_teacher_load:
+        yield "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint."
+    if args.opd_type == "sglang" and args.opd_teacher_load:
+        yield (
+            f"--opd-teacher-load {args.opd_teacher_load} has no effect with --opd-type sglang, whose teacher is a "
+            "server; leave one of the two out."
+        )
+
+
+def check_trained_parameters(args: argparse.Namespace) -> Iterable[str]:
+    """Parameters are chosen either by name or by exception (V26)."""
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        yield (
+            "--only-train-params-name-list and --freeze-params-name-list exclude each other: the first freezes "
+            "everything else already; keep one."
+        )
+
+
+CHECKS = (
+    check_sampling,
+    check_loss,
+    check_advantages,
+    check_mismatch,
+    check_kl,
+    check_distillation,
+    check_trained_parameters,
+)
+
+
+# ---- what works later
+
+
+def sampling_not_built(args: argparse.Namespace) -> Iterable[str]:
+    """Rollout sampling must be the distribution whose log-probs the trainer computes."""
+    if args.loss_type != "policy_loss":
+        return
+    if args.rollout_top_p != 1.0:
+        yield (
+            f"--rollout-top-p {args.rollout_top_p} is not supported yet with --loss-type policy_loss (algorithms); "
+            "use 1.0."
+        )
+    if args.rollout_top_k != -1:
+        yield (
+            f"--rollout-top-k {args.rollout_top_k} is not supported yet with --loss-type policy_loss (algorithms); "
+            "use -1."
+        )
+
+
+UNSUPPORTED = (sampling_not_built,)

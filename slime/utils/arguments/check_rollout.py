@@ -1,0 +1,150 @@
+"""Rules of evaluation, of where samples and rewards come from, and of what is dumped and replayed.
+
+Each check reads `args` after derivation and returns sentences; it opens no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from slime.utils.arguments.flags import nearest
+
+DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+
+
+def check_eval(args: argparse.Namespace) -> Iterable[str]:
+    """Evaluation has data when it is asked for (V1, V6)."""
+    if args.eval_interval is not None and not (args.eval_prompt_data or args.eval_config):
+        yield f"--eval-interval {args.eval_interval} needs --eval-prompt-data or --eval-config."
+    if args.eval_interval is not None and args.debug_train_only:
+        yield f"--eval-interval {args.eval_interval} has no effect with --debug-train-only, which starts no engines."
+    if args.eval_config and args.eval_prompt_data:
+        yield "--eval-prompt-data has no effect with --eval-config; list all data sets in one of them."
+    if len(args.eval_prompt_data or []) > 1 and len(args.eval_prompt_data) % 2:
+        yield (
+            f"--eval-prompt-data takes NAME PATH pairs, not {len(args.eval_prompt_data)} values: "
+            f"{' '.join(args.eval_prompt_data)}."
+        )
+    if args.num_rollout == 0 and args.eval_interval is None:
+        yield "--num-rollout 0 means evaluation only and needs --eval-interval."
+    if args.num_rollout == 0 and args.skip_eval_before_train:
+        yield "--skip-eval-before-train has no effect with --num-rollout 0, which only evaluates; leave one out."
+
+
+def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
+    """The default rollout has engines to complete its prompts."""
+    if args.rollout_function_path != DEFAULT_ROLLOUT:
+        return
+    if args.debug_train_only and args.load_debug_rollout_data is None:
+        yield (
+            "--debug-train-only starts no engines, which the default rollout needs; give a --rollout-function-path "
+            "that uses none, such as slime.rollout.sft_rollout.generate_rollout."
+        )
+    if args.group_rm and args.custom_generate_function_path and not args.custom_rm_path and not args.rm_type:
+        yield "--group-rm needs --custom-rm-path or --rm-type."
+
+
+def check_prompts(args: argparse.Namespace) -> Iterable[str]:
+    """slime's data sources are given a file to read."""
+    reads_file = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
+    if args.prompt_data is None and reads_file and args.num_rollout != 0:
+        yield "--prompt-data is required: a .jsonl or .parquet file with the prompts."
+
+
+def check_dumps(args: argparse.Namespace) -> Iterable[str]:
+    """Dumps do not overwrite each other, and a replay has its file name (V12, V13)."""
+    rollout, train = args.save_debug_rollout_data, args.save_debug_train_data
+    if rollout is not None and rollout == train:
+        yield (
+            f"--save-debug-rollout-data and --save-debug-train-data are both {rollout} and would overwrite each "
+            "other; give two names."
+        )
+    share = args.load_debug_rollout_data_subsample
+    if share is not None and not 0 < share <= 1:
+        yield f"--load-debug-rollout-data-subsample {share} must lie in (0, 1]."
+    yield from check_template("--save-hf", args.save_hf, needs_id=False)
+    yield from check_template("--save-debug-rollout-data", rollout, needs_id=True)
+    yield from check_template("--save-debug-train-data", train, needs_id=True, fields=("rollout_id", "rank"))
+    yield from check_template("--load-debug-rollout-data", args.load_debug_rollout_data, needs_id=True)
+    yield from check_template("--load-forge-rollout-data", args.load_forge_rollout_data, needs_id=True)
+
+
+def check_template(
+    option: str, template: str | None, *, needs_id: bool, fields: Collection[str] = ("rollout_id",)
+) -> Iterator[str]:
+    """A path template has nothing to fill in but `fields`.
+
+    Args:
+        needs_id: without {rollout_id} each rollout would overwrite the file of the one before.
+    """
+    if template is None:
+        return
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        yield f"{option} {template}: {error}."
+        return
+    if unknown := sorted(names - set(fields)):
+        known = " and ".join(f"{{{name}}}" for name in fields)
+        yield f"{option} {template}: only {known} can be filled in, not {{{unknown[0]}}}."
+    if needs_id and "rollout_id" not in names:
+        yield f"{option} {template} must contain {{rollout_id}}, as in dump/{{rollout_id}}.pt."
+
+
+def uses_builtin_reward(args: argparse.Namespace) -> bool:
+    """Whether rewards come from `rm_type`: the default rollout without hooks that score."""
+    has_hook = args.custom_rm_path or args.custom_generate_function_path
+    return args.rollout_function_path == DEFAULT_ROLLOUT and not args.debug_train_only and not has_hook
+
+
+def check_rewards(
+    args: argparse.Namespace, *, known: Collection[str], needs_label: Callable[[str], bool], fields: str
+) -> Iterator[str]:
+    """Built-in rewards exist and have what they compare with, in training and in every evaluation set.
+
+    Args:
+        known: names of built-in rewards.
+        needs_label: whether a built-in reward compares with a label.
+        fields: says which fields the prompt file has.
+    """
+    builtin = uses_builtin_reward(args)
+    yield from check_rm_type(args.rm_type, "--rm-type", rm_url=args.rm_url, known=known)
+    if builtin and args.prompt_data and args.rm_type and args.label_key is None and needs_label(args.rm_type):
+        yield f"--rm-type {args.rm_type} compares with a label: name its field with --label-key ({fields})."
+    for dataset in args.eval_datasets:
+        where = f"evaluation data set {dataset.name}"
+        yield from check_rm_type(dataset.rm_type, f"{where}: rm_type", rm_url=args.rm_url, known=known)
+        if dataset.rm_type and args.custom_rm_path and not dataset.custom_rm_path:
+            yield (
+                f"{where}: rm_type {dataset.rm_type} has no effect: --custom-rm-path {args.custom_rm_path} goes "
+                "first; give the data set a custom_rm_path."
+            )
+        grader = None if dataset.custom_rm_path or not builtin else dataset.rm_type or args.rm_type
+        if grader and dataset.label_key is None and needs_label(grader):
+            yield (
+                f"{where}: rm_type {grader} compares with a label: name its field with --eval-label-key or label_key."
+            )
+
+
+def check_rm_type(rm_type: str | None, where: str, *, rm_url: str | None, known: Collection[str]) -> Iterator[str]:
+    """A reward name exists, and remote_rm has its address."""
+    if rm_type is None:
+        return
+    name = rm_type.strip()
+    if name not in known:
+        near = nearest(name, known)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}."
+        yield f"{where} {rm_type} is no built-in reward: {hint}"
+    if name.removeprefix("boxed_") == "remote_rm" and not rm_url:
+        yield f"{where} {name} needs --rm-url, the address of the reward service."
+
+
+def check_tensorboard(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[str]:
+    """TensorBoard has a directory."""
+    if args.use_tensorboard and not args.tb_project_name and not environment.get("TENSORBOARD_DIR"):
+        yield "--use-tensorboard needs --tb-project-name, or the environment variable TENSORBOARD_DIR."
+
+
+CHECKS = (check_eval, check_rollout_source, check_prompts, check_dumps)
