@@ -1,5 +1,7 @@
 """Where metric records go: the console, metrics.jsonl, TensorBoard, W&B; and the format of log lines.
 
+Answers of evaluations go to eval_samples.jsonl and to those of them that can show text.
+
 One process writes (the driver: `init_tracking(args)`); in every other process `log` only collects, and the records
 travel to the driver with the results (`take_pending`). It does not know what the metrics mean.
 """
@@ -12,11 +14,12 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from slime.observability.console import ConsoleSink
+from slime.observability.eval_samples import EVAL_SAMPLES_FILE, EvalSample, EvalSamplesFile, TextSink
 from slime.observability.plots import write_curves
 from slime.observability.tensorboard_utils import _TensorboardAdapter
 from slime.observability.wandb_utils import WandbAdapter
@@ -83,6 +86,10 @@ class TensorboardSink:
         values = {name: value for name, value in metrics.items() if name != step_key}
         self._adapter.log(values, int(metrics[step_key]))
 
+    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
+        """Show the answers as text."""
+        self._adapter.log_eval_samples(shown, step)
+
     def finish(self) -> None:
         """Close the event file."""
         self._adapter.finish()
@@ -98,6 +105,10 @@ class WandbSink:
         """Write the record as it is."""
         self._adapter.log(metrics)
 
+    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
+        """Show the answers as a table."""
+        self._adapter.log_eval_samples(shown, step)
+
     def finish(self) -> None:
         """End the run."""
         self._adapter.finish()
@@ -109,6 +120,7 @@ class _Tracking:
     def __init__(self) -> None:
         self.args: Namespace | None = None
         self.sinks: list[Sink] | None = None
+        self.text_sinks: list[TextSink] = []
         self.pending: list[MetricRecord] = []
 
 
@@ -125,12 +137,15 @@ def init_tracking(args: Namespace, primary: bool = True) -> None:
     finish_tracking()
     if not primary:
         return
-    sinks: list[Sink] = [ConsoleSink(), JsonlSink(Path(args.output_dir) / METRICS_FILE)]
+    trackers: list[TensorboardSink | WandbSink] = []
     if args.use_tensorboard:
-        sinks.append(TensorboardSink(args))
+        trackers.append(TensorboardSink(args))
     if args.use_wandb:
-        sinks.append(WandbSink(args))
-    _tracking.args, _tracking.sinks = args, sinks
+        trackers.append(WandbSink(args))
+    directory = Path(args.output_dir)
+    _tracking.args = args
+    _tracking.sinks = [ConsoleSink(), JsonlSink(directory / METRICS_FILE), *trackers]
+    _tracking.text_sinks = [EvalSamplesFile(directory / EVAL_SAMPLES_FILE), *trackers]
 
 
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
@@ -157,6 +172,18 @@ def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
             sink.write(values, step_key)
 
 
+def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
+    """Write answers of one evaluation, in the process that writes.
+
+    Args:
+        shown: see `slime.observability.eval_samples.pick_eval_samples`; with none nothing is written.
+        step: value of "eval/step".
+    """
+    if shown:
+        for sink in _tracking.text_sinks:
+            sink.write_eval_samples(shown, step)
+
+
 def take_pending() -> list[MetricRecord]:
     """The records collected since the last call, for the process that writes."""
     taken, _tracking.pending = _tracking.pending, []
@@ -166,7 +193,7 @@ def take_pending() -> list[MetricRecord]:
 def finish_tracking() -> None:
     """Close every sink and draw `<output_dir>/curves.png`; does nothing in a process that only collects."""
     args, sinks = _tracking.args, _tracking.sinks
-    _tracking.args, _tracking.sinks = None, None
+    _tracking.args, _tracking.sinks, _tracking.text_sinks = None, None, []
     if args is None or sinks is None:
         return
     for sink in sinks:
@@ -180,7 +207,8 @@ def finish_tracking() -> None:
 
 
 def _train_step(args: Namespace, rollout_id: float) -> int:
-    return int(rollout_id) * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    return int(rollout_id) * max(steps_per_rollout, 1)
 
 
 def _number(name: str, value: Any) -> float:

@@ -17,18 +17,28 @@ from slime.utils.types import Sample
 
 
 def compute_rollout_metrics(args: Namespace, samples: Sequence[Sample], rollout_time_s: float) -> dict[str, float]:
-    """Metrics of one generated batch: families `rollout/`, `perf/` and, with `--log-passrate`, `passrate/`.
+    """Metrics of one generated batch: families `rollout/`, `perf/`, and `passrate/` and `multi_turn/` where asked.
 
     Args:
-        args: reads `reward_key`, `log_passrate`, `rollout_num_gpus`, `n_samples_per_prompt`.
+        args: reads `reward_key`, `rollout_num_gpus`, `n_samples_per_prompt`, `log_passrate`, `log_multi_turn`,
+            `log_reward_category`, `log_correct_samples`.
         samples: every sample of the batch, flat.
         rollout_time_s: wall-clock seconds that the generation took.
+
+    Raises:
+        ValueError: a reward has no such key as `log_reward_category`.
     """
     metrics = dict_add_prefix(sample_metrics(samples), "rollout/")
     metrics |= dict_add_prefix(zero_std_counts(args, samples), "rollout/")
     metrics |= dict_add_prefix(perf_metrics(samples, rollout_time_s, num_gpus=args.rollout_num_gpus), "perf/")
     if args.log_passrate:
         metrics |= dict_add_prefix(pass_rate(_rewards(args, samples), samples, args.n_samples_per_prompt), "passrate/")
+    if args.log_multi_turn:
+        metrics |= dict_add_prefix(multi_turn_metrics(samples), "multi_turn/")
+    if args.log_reward_category:
+        metrics |= dict_add_prefix(reward_categories(samples, args.log_reward_category), "rollout/error_cat/")
+    if args.log_correct_samples:
+        metrics |= dict_add_prefix(correct_metrics(_rewards(args, samples), samples), "rollout/correct_")
     return metrics
 
 
@@ -70,6 +80,40 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
         metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
     return metrics
+
+
+def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Response lengths with and without what tools and users wrote, and turns (metadata["round_number"], else 1)."""
+    families = {
+        "raw_response_length/": [s.response_length for s in samples],
+        "wo_obs_response_length/": [s.effective_response_length for s in samples],
+        "multi_turn_metric/round_number_": [int(s.metadata.get("round_number", 1)) for s in samples],
+    }
+    return {
+        name: value
+        for prefix, values in families.items()
+        for name, value in dict_add_prefix(compute_statistics(values), prefix).items()
+    }
+
+
+def reward_categories(samples: Sequence[Sample], key: str) -> dict[str, float]:
+    """Share of the scored samples for each value of one key of their dict rewards."""
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        if sample.reward is None:
+            continue
+        if not isinstance(sample.reward, dict) or key not in sample.reward:
+            raise ValueError(f"--log-reward-category {key}: the reward {sample.reward!r} has no such key")
+        counts[str(sample.reward[key])] += 1
+    return {value: count / counts.total() for value, count in sorted(counts.items())}
+
+
+def correct_metrics(rewards: Sequence[float], samples: Sequence[Sample]) -> dict[str, float]:
+    """Share of the samples with a reward of exactly 1 (as pass@k counts), and metrics of these alone."""
+    if not samples:
+        return {}
+    correct = [sample for sample, reward in zip(samples, rewards, strict=True) if reward == 1]
+    return {"ratio": len(correct) / len(samples), **sample_metrics(correct)}
 
 
 def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:

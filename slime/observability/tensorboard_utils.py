@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slime.observability.eval_samples import EvalSample, text_of
 from slime.utils.errors import UsageError
 
 
@@ -34,6 +35,15 @@ class _TensorboardAdapter:
         """Write each value of `data` at `step`."""
         for name, value in data.items():
             self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def log_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
+        """Write each answer as a text of its own."""
+        for number, sample in enumerate(shown):
+            text = f"{text_of(sample['prompt'])}\n\n{sample['response']}\n\nreward {sample['reward']:g}"
+            # Four spaces make it code: TensorBoard would take markdown and HTML in it for formatting.
+            code = "\n".join(f"    {line}" for line in text.splitlines())
+            self.writer.add_text(f"eval/{sample['data_set']}/samples/{number}", code, step)
         self.writer.flush()
 
     def finish(self) -> None:

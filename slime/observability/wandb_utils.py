@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import secrets
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.observability.eval_samples import EvalSample, text_of
 from slime.utils.errors import UsageError
 
 # Family of metrics -> the metric that is its x axis.
@@ -62,6 +63,20 @@ class WandbAdapter:
     def log(self, data: Mapping[str, float]) -> None:
         """Write one record; its step metric is one of its own values."""
         self.run.log(dict(data))
+
+    def log_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
+        """Write one table a data set."""
+        import wandb
+
+        columns = ["prompt", "response", "label", "reward", "truncated"]
+        tables: dict[str, Any] = {}
+        for sample in shown:
+            name = f"eval/{sample['data_set']}-samples"
+            if name not in tables:
+                tables[name] = wandb.Table(columns=columns)
+            row = (text_of(sample["prompt"]), sample["response"], str(sample["label"]))
+            tables[name].add_data(*row, sample["reward"], sample["truncated"])
+        self.run.log({**tables, "eval/step": step})
 
     def finish(self) -> None:
         """Flush and end the run."""

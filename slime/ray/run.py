@@ -232,7 +232,9 @@ class TrainingRun:
         )
 
     def _eval(self, rollout_id: int, *, step: int) -> None:
-        self._log(get(self._manager.eval.remote(rollout_id, step), "the evaluation", WORK_DEADLINE_S))
+        records, shown = get(self._manager.eval.remote(rollout_id, step), "the evaluation", WORK_DEADLINE_S)
+        self._log(records)
+        logging_utils.log_eval_samples(shown, step)
 
     def _log_rollout_record(self, metrics: dict[str, float]) -> None:
         self._log([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])

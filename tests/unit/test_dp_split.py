@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from slime.ray.rollout.dp_split import split_train_data
 
 # The schedule's own example: lengths [100, 200, 300, 50, 60, 70, 80, 90], one rollout each.
 LENGTHS = [100, 200, 300, 50, 60, 70, 80, 90]
-ARGS = SimpleNamespace(
-    global_batch_size=4, use_dynamic_batch_size=True, max_tokens_per_gpu=300, micro_batch_size=1, balance_data=False
-)
+ARGS = {
+    "global_batch_size": 4,
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 300,
+    "micro_batch_size": 1,
+    "balance_data": False,
+    "drop_last_rollouts": False,
+}
 
 
-def split(train_data):
-    return split_train_data(ARGS, train_data, {"dp_size": 2, "cp_size": 1})
+def split(train_data, **changes):
+    return split_train_data(SimpleNamespace(**{**ARGS, **changes}), train_data, {"dp_size": 2, "cp_size": 1})
 
 
 def train_data():
@@ -48,3 +55,18 @@ def test_the_schedule_travels_with_the_share():
         assert share["global_batch_sizes"] == [4, 4]
         positions = [i for micro_batch in share["micro_batch_indices"] for i in micro_batch]
         assert positions == [0, 1, 2, 3]
+
+
+def test_samples_that_fill_no_train_step_are_refused_or_dropped_where_asked():
+    with pytest.raises(ValueError, match="8 samples were generated.*--global-batch-size 3.*last 2.*--drop-last-roll"):
+        split(train_data(), global_batch_size=3)
+    shares = split(train_data(), global_batch_size=3, drop_last_rollouts=True)
+    assert sorted(i for share in shares for i in share["partition"]) == [0, 1, 2, 3, 4, 5], "6 and 7 are the last two"
+    for share in shares:
+        assert share["global_batch_sizes"] == [3, 3]
+        assert share["rewards"] == [float(i) for i in share["partition"]], "no column is longer than what is trained"
+
+
+def test_samples_that_share_an_execution_count_once_in_a_train_step():
+    data = train_data() | {"rollout_ids": [0, 0, 1, 1, 2, 2, 3, 3]}
+    assert all(share["global_batch_sizes"] == [4] for share in split(data))

@@ -12,7 +12,13 @@ import pytest
 
 from slime.observability import logging_utils, plots, progress, wandb_utils
 from slime.observability.console import ConsoleSink
-from slime.observability.logging_utils import finish_tracking, init_tracking, log, take_pending
+from slime.observability.logging_utils import (
+    finish_tracking,
+    init_tracking,
+    log,
+    log_eval_samples,
+    take_pending,
+)
 from slime.observability.tensorboard_utils import tensorboard_dir
 from slime.observability.timer import Timer, inverse_timer, timer, with_defer
 from slime.utils.errors import UsageError
@@ -148,6 +154,49 @@ def test_tensorboard_gets_the_scalars_at_their_step(tmp_path: Path, monkeypatch:
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 0.125), (1, 0.125)]
 
 
+ANSWERS = [
+    {"data_set": name, "prompt": f"{name}?", "response": "42", "label": 42, "reward": 0.5, "truncated": False}
+    for name in ("a", "b")
+]
+
+
+def test_answers_of_an_evaluation_are_json_lines_beside_the_metrics(tmp_path: Path):
+    init_tracking(make_args(tmp_path))
+    for step in (0, 3):
+        log_eval_samples(ANSWERS, step)
+    rows = [json.loads(line) for line in (tmp_path / "eval_samples.jsonl").read_text().splitlines()]
+    assert rows == [{"eval/step": step, **answer} for step in (0, 3) for answer in ANSWERS]
+
+
+def test_without_answers_to_show_no_file_is_written(tmp_path: Path):
+    init_tracking(make_args(tmp_path))
+    log_eval_samples([], 0)
+    assert not (tmp_path / "eval_samples.jsonl").exists()
+
+
+def test_tensorboard_shows_answers_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tb"))
+    init_tracking(make_args(tmp_path, use_tensorboard=True))
+    log_eval_samples(ANSWERS, 3)
+    finish_tracking()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (event,) = events.Tensors("eval/b/samples/1/text_summary")
+    assert event.step == 3
+    assert event.tensor_proto.string_val[0].decode() == "    b?\n    \n    42\n    \n    reward 0.5"
+
+
+def test_wandb_shows_answers_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    init_tracking(make_args(tmp_path, use_wandb=True))
+    log_eval_samples(ANSWERS, 3)
+    finish_tracking()
+    tables = [json.loads(path.read_text()) for path in sorted((tmp_path / "wandb").rglob("*.table.json"))]
+    assert sorted(table["data"] for table in tables) == [[[f"{s}?", "42", "42", 0.5, False]] for s in ("a", "b")]
+
+
 def test_tensorboard_without_a_directory_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     with pytest.raises(UsageError, match="--tb-project-name"):
@@ -180,7 +229,10 @@ def test_rollout_records_carry_the_train_step_for_wandb_when_asked(tmp_path: Pat
     recorder = Recorder()
     logging_utils._tracking.sinks = [recorder]
     log(args, {"rollout/step": 3}, "rollout/step")
-    assert recorder.written == [{"rollout/step": 3, "train/step": 3 * 4 * 2 // 4}]
+    assert recorder.written == [{"rollout/step": 3, "train/step": 3 * (4 * 2 // 4)}]
+    args.global_batch_size = 3  # two steps a rollout; the samples that fill no third one are dropped
+    log(args, {"rollout/step": 3}, "rollout/step")
+    assert recorder.written[1]["train/step"] == 3 * (4 * 2 // 3)
 
 
 def test_of_a_step_logged_twice_the_later_value_is_drawn(tmp_path: Path):

@@ -77,6 +77,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         micro_batch_size=2,
         max_tokens_per_gpu=None,
         balance_data=False,
+        drop_last_rollouts=False,
         save_debug_rollout_data=None,
         custom_convert_samples_to_train_data_path=None,
         custom_reward_post_process_path=None,
@@ -88,6 +89,10 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         reward_key=None,
         eval_reward_key=None,
         log_passrate=False,
+        log_multi_turn=False,
+        log_reward_category=None,
+        log_correct_samples=False,
+        log_eval_samples=0,
         rollout_num_gpus=1,
         n_samples_per_prompt=2,
         n_samples_per_eval_prompt=1,
@@ -132,18 +137,34 @@ def test_the_dump_holds_every_sample_under_the_template(manager, tmp_path):
 
 
 def test_an_evaluation_is_logged_at_the_number_of_rollouts_trained(manager):
-    [(metrics, step_key)] = manager.eval(7, step=8)
+    [(metrics, step_key)], shown = manager.eval(7, step=8)
+    assert shown == []
     assert (step_key, metrics["eval/step"]) == ("eval/step", 8)
     assert metrics["eval/digits"] == 0.5
     assert metrics["eval/digits-truncated_ratio"] == 0.5
     assert metrics["eval/mine"] == 4.0
 
 
+def test_the_first_answer_to_the_first_prompts_of_each_set_is_shown_where_asked(manager):
+    first, second = make_samples()
+    first[0].prompt, first[0].response, first[0].label, second[0].prompt = "1+1=", "2", "2", "2+2="
+    sets = {name: {"rewards": [0.0, 1.0, 0.5, 1.0], "samples": first + second} for name in ("a", "b")}
+    manager._evaluate = lambda *_, evaluation: RolloutFnEvalOutput(sets)
+    manager.args.log_eval_samples = 1
+    _, shown = manager.eval(7, step=8)
+    answer = {"prompt": "1+1=", "response": "2", "label": "2", "reward": 0.0, "truncated": False}
+    assert shown == [{"data_set": "a", **answer}, {"data_set": "b", **answer}]
+    manager.args.log_eval_samples = 9
+    _, shown = manager.eval(7, step=8)
+    assert [(s["data_set"], s["prompt"], s["reward"]) for s in shown[:2]] == [("a", "1+1=", 0.0), ("a", "2+2=", 0.5)]
+    assert len(shown) == 2 * 2, "two prompts a set, of which only the first answer is shown"
+
+
 def test_log_hooks_that_return_true_replace_the_default_records(manager):
     manager.args.custom_rollout_log_function_path = "log_nothing"
     manager.args.custom_eval_rollout_log_function_path = "log_no_evaluation"
     assert manager.generate(7)[1] == []
-    assert manager.eval(7, step=8) == []
+    assert manager.eval(7, step=8) == ([], [])
     assert seen["log"] == (7, 4, {"rollout/mine": 3.0})
     assert seen["eval log"] == (7, ["digits"], {"eval/mine": 4.0})
 

@@ -10,9 +10,17 @@ from slime.observability.metric_utils import compute_pass_rate, compute_statisti
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
 from slime.utils.types import Sample
 
-ARGS = Namespace(
-    reward_key=None, log_passrate=True, rollout_num_gpus=2, n_samples_per_prompt=2, n_samples_per_eval_prompt=2
-)
+FLAGS = {
+    "reward_key": None,
+    "log_passrate": True,
+    "log_multi_turn": False,
+    "log_reward_category": None,
+    "log_correct_samples": False,
+    "rollout_num_gpus": 2,
+    "n_samples_per_prompt": 2,
+    "n_samples_per_eval_prompt": 2,
+}
+ARGS = Namespace(**FLAGS)
 
 
 def sample(group: int, reward: float, length: int, status: Sample.Status = Sample.Status.COMPLETED) -> Sample:
@@ -34,6 +42,53 @@ def test_rollout_metrics_have_the_contracts_names_and_values():
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == sum(effective) / 2.0 / 2
     assert metrics["passrate/pass@1"] == 3 / 4
     assert metrics["passrate/pass@2"] == 1.0
+
+
+def changed(**flags) -> Namespace:
+    return Namespace(**FLAGS | flags)
+
+
+def test_turns_and_lengths_without_tool_output_are_logged_where_asked():
+    samples = [sample(0, 1, 4), sample(0, 0, 2)]  # one token of each is not the model's
+    samples[0].metadata["round_number"] = 5
+    metrics = compute_rollout_metrics(changed(log_multi_turn=True), samples, 1.0)
+    assert metrics["multi_turn/raw_response_length/mean"] == (4 + 2) / 2
+    assert metrics["multi_turn/raw_response_length/max"] == 4
+    assert metrics["multi_turn/wo_obs_response_length/mean"] == (3 + 1) / 2
+    assert metrics["multi_turn/multi_turn_metric/round_number_max"] == 5
+    assert metrics["multi_turn/multi_turn_metric/round_number_mean"] == (5 + 1) / 2, "one turn where nothing is said"
+    assert not [name for name in compute_rollout_metrics(ARGS, samples, 1.0) if name.startswith("multi_turn/")]
+
+
+def test_the_values_of_one_key_of_the_rewards_are_shares_of_the_scored_samples():
+    samples = [sample(0, 1, 2) for _ in range(5)]
+    for one, category in zip(samples, ["format", "format", "none", 7, None], strict=True):
+        one.reward = None if category is None else {"score": 1.0, "kind": category}
+    args = changed(reward_key="score", log_passrate=False, log_reward_category="kind")
+    categories = {name: value for name, value in compute_rollout_metrics(args, samples, 1.0).items() if "_cat" in name}
+    assert categories == {
+        "rollout/error_cat/7": 1 / 4,
+        "rollout/error_cat/format": 2 / 4,
+        "rollout/error_cat/none": 1 / 4,
+    }
+    args.log_reward_category = None
+    assert not [name for name in compute_rollout_metrics(args, samples, 1.0) if "error_cat" in name]
+
+
+def test_a_reward_without_the_category_is_an_error_that_names_the_flag():
+    with pytest.raises(ValueError, match="--log-reward-category kind: the reward 1 has no such key"):
+        compute_rollout_metrics(changed(log_reward_category="kind"), [sample(0, 1, 2)], 1.0)
+
+
+def test_correct_samples_have_metrics_of_their_own_where_asked():
+    samples = [sample(0, 1, 3), sample(0, 0.9, 9), sample(1, 1, 5, Sample.Status.TRUNCATED), sample(1, 0, 7)]
+    metrics = compute_rollout_metrics(changed(log_correct_samples=True), samples, 1.0)
+    assert metrics["rollout/correct_ratio"] == 2 / 4
+    assert metrics["rollout/correct_response_len/mean"] == (2 + 4) / 2
+    assert metrics["rollout/correct_truncated_ratio"] == 1 / 2
+    assert not [name for name in compute_rollout_metrics(ARGS, samples, 1.0) if "correct" in name]
+    none = compute_rollout_metrics(changed(log_correct_samples=True), samples[1:2], 1.0)
+    assert none["rollout/correct_ratio"] == 0 and "rollout/correct_response_len/mean" not in none
 
 
 def test_eval_metrics_are_per_data_set():

@@ -20,7 +20,7 @@ def split_train_data(
     """Cut every column of a rollout by rank.
 
     Args:
-        args: `global_batch_size` and what `build_dp_schedule` reads.
+        args: `global_batch_size`, `drop_last_rollouts` and what `build_dp_schedule` reads.
         train_data: columns of one value per sample; a column of another length is not per sample and goes to
             every rank.
         parallel_config: the trainer's `dp_size` and `cp_size` (and `vpp_size`).
@@ -29,7 +29,12 @@ def split_train_data(
         [dp] dict of the same columns, in the order in which the rank trains them, plus `total_lengths` (tokens of each
         sample), `partition` (indices into the rollout), `micro_batch_indices`, `num_microbatches`,
         `global_batch_sizes`.
+
+    Raises:
+        ValueError: some executions fill no train step, and --drop-last-rollouts is off.
     """
+    if not args.drop_last_rollouts:
+        _check_rest(len(set(train_data["rollout_ids"])), args.global_batch_size)
     num_samples = len(train_data["tokens"])
     total_lengths = [len(tokens) for tokens in train_data["tokens"]]
     columns = {**train_data, "total_lengths": total_lengths}
@@ -50,6 +55,14 @@ def split_train_data(
         }
         for rank, partition in enumerate(schedule.partitions)
     ]
+
+
+def _check_rest(num_rollouts: int, global_batch_size: int) -> None:
+    if rest := num_rollouts % global_batch_size:
+        raise ValueError(
+            f"{num_rollouts} samples were generated, which do not divide into train steps of --global-batch-size "
+            f"{global_batch_size}; return a multiple of it, or leave out the last {rest} with --drop-last-rollouts"
+        )
 
 
 def _take(values: Any, partition: list[int], num_samples: int) -> Any:

@@ -18,6 +18,7 @@ import ray
 import torch
 
 from slime.observability import logging_utils
+from slime.observability.eval_samples import EvalSample, pick_eval_samples
 from slime.observability.progress import ProgressBar, set_progress_factory
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
 from slime.ray.ray_actor import RayActor
@@ -112,12 +113,15 @@ class RolloutManager(RayActor):
         shares = split_train_data(self.args, self._convert(samples), self._parallel_config)
         return [Box(ray.put(share)) for share in shares], logging_utils.take_pending()
 
-    def eval(self, rollout_id: int, step: int) -> list[MetricRecord]:
+    def eval(self, rollout_id: int, step: int) -> tuple[list[MetricRecord], list[EvalSample]]:
         """Evaluate the engines' current weights.
 
         Args:
             rollout_id: passed to the evaluation function and to hooks.
             step: value of "eval/step".
+
+        Returns:
+            the metric records, and the answers to show (--log-eval-samples).
         """
         output = call_rollout_fn(self._evaluate, self.args, rollout_id, self._data_source, evaluation=True)
         self._dump([s for result in output.data.values() for s in result.get("samples") or []], f"eval_{rollout_id}")
@@ -126,7 +130,7 @@ class RolloutManager(RayActor):
         if not (hook and load_function(hook)(rollout_id, self.args, output.data, extra)):
             metrics = compute_eval_metrics(self.args, output.data) | extra
             logging_utils.log(self.args, {**metrics, "eval/step": step}, "eval/step")
-        return logging_utils.take_pending()
+        return logging_utils.take_pending(), pick_eval_samples(output.data, self.args.log_eval_samples)
 
     def save(self, rollout_id: int) -> None:
         """Write the data source's state, as it is after the generation of `rollout_id`."""

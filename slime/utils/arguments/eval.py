@@ -14,10 +14,13 @@ class EvalFlags:
     """Evaluation."""
 
     eval_interval: int | None = flag(None, "evaluate every N rollouts, at epoch ends and before training", at_least=1)
+    eval_only: bool = flag(
+        False, "evaluate the loaded weights and end; needs no training data, and what only training reads is ignored"
+    )
     eval_prompt_data: list[str] | None = flag(None, "NAME PATH pairs", nargs="+", needs="eval_interval")
     eval_config: str | None = flag(None, "YAML or JSON file with the evaluation datasets", needs="eval_interval")
     eval_function_path: str | None = flag(
-        None, "hook: as --rollout-function-path (default), called with evaluation=True"
+        None, "hook: as --rollout-function-path (default), called with evaluation=True", needs=_DATA
     )
     skip_eval_before_train: bool = flag(False, "no evaluation before the first rollout", needs="eval_interval")
     eval_input_key: str | None = flag(None, "as --input-key (default), for evaluation", needs=_DATA)
@@ -32,7 +35,9 @@ class EvalFlags:
     eval_max_response_len: int | None = flag(
         None, "as --rollout-max-response-len (default), for evaluation", needs=_DATA, at_least=1
     )
-    eval_max_prompt_len: int | None = flag(None, "drop longer evaluation prompts", needs=_DATA, at_least=1)
+    eval_max_prompt_len: int | None = flag(
+        None, "most tokens of an evaluation prompt; see --prompt-truncation", needs=_DATA, at_least=1
+    )
     eval_min_new_tokens: int | None = flag(None, "fewest tokens of an evaluation response", needs=_DATA, at_least=0)
     eval_max_context_len: int | None = flag(
         None, "as --rollout-max-context-len (default), for evaluation", needs=_DATA, at_least=1

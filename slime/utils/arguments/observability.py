@@ -14,7 +14,27 @@ class ObservabilityFlags:
     output_dir: str | None = flag(
         None, "directory of metrics.jsonl, logs/ and curves.png (default: --save, else outputs/<time>)"
     )
+    tracker: list[str] = flag(
+        [],
+        "where metrics go besides metrics.jsonl (repeatable); wandb = --use-wandb, tensorboard = --use-tensorboard",
+        choices=("jsonl", "wandb", "tensorboard", "mlflow", "swanlab", "trackio"),
+        repeatable=True,
+        later_choices={"mlflow": "trackers", "swanlab": "trackers", "trackio": "trackers"},
+    )
     log_passrate: bool = flag(False, "also log pass@k")
+    log_multi_turn: bool = flag(False, "also log turns, and response lengths with and without what tools wrote")
+    log_reward_category: str | None = flag(
+        None,
+        "key of a dict reward: log the share of the samples with each of its values",
+        needs=("reward_key", "custom_reward_post_process_path"),
+    )
+    log_correct_samples: bool = flag(False, "also log the share and the lengths of the samples with reward 1")
+    log_eval_samples: int = flag(
+        0,
+        "prompts of each evaluation set whose responses are written to eval_samples.jsonl and shown by trackers",
+        needs="eval_interval",
+        at_least=0,
+    )
     use_wandb: bool = flag(False, "log to Weights & Biases")
     wandb_mode: str | None = flag(
         None, "overrides WANDB_MODE", choices=("online", "offline", "disabled"), needs="use_wandb"
