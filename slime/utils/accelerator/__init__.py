@@ -1,21 +1,24 @@
 """The device a process computes on, chosen once: real GPUs ("cuda") or the CPU ("cpu").
 
 `resolve` turns the flag `--accelerator` into a kind at parse time; `activate` makes it this process's device.
-Everything else asks here instead of testing for CUDA, so that code has no branches per device. It does not know
-about Megatron, SGLang, Ray or placement.
+Everything else asks here instead of testing for CUDA, so that code has no branches per device. torch is imported only
+where it is used: a command line is checked without it. It does not know about Megatron, SGLang, Ray or placement.
 """
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
-
-import torch
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from slime.utils.errors import UsageError
 
-Kind = Literal["cpu", "cuda"]
+if TYPE_CHECKING:
+    import torch
 
-_CPU = torch.device("cpu")
+Kind = Literal["cpu", "cuda"]
 
 
 class _Active:
@@ -30,7 +33,22 @@ _ACTIVE = _Active()
 
 def cuda_is_available() -> bool:
     """Whether torch sees a CUDA device (a name of its own so that tests can replace it)."""
+    if "torch" not in sys.modules and _is_built_without_cuda():
+        return False
+    import torch
+
     return torch.cuda.is_available()
+
+
+def _is_built_without_cuda() -> bool:
+    """Whether the installed torch is a build for CPUs, which it says in a file that is read much faster than torch."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        file = Path(folder, "version.py")
+        if file.is_file():
+            says = runpy.run_path(str(file))
+            return says.get("cuda") is None and says.get("hip") is None
+    return False
 
 
 def resolve(name: str) -> Kind:
@@ -67,24 +85,32 @@ def kind() -> Kind:
 
 def current_device() -> torch.device:
     """The device on which this process puts its tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if kind() == "cuda" else _CPU
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if kind() == "cuda" else torch.device("cpu")
 
 
 def set_device(index: int) -> None:
     """Choose the GPU `index` of this host; the CPU has no index and ignores it."""
     if kind() == "cuda":
+        import torch
+
         torch.cuda.set_device(index)
 
 
 def synchronize() -> None:
     """Wait until the device has done what was queued (at once on the CPU)."""
     if kind() == "cuda":
+        import torch
+
         torch.cuda.synchronize()
 
 
 def empty_cache() -> None:
     """Give cached device memory back (nothing is cached on the CPU)."""
     if kind() == "cuda":
+        import torch
+
         torch.cuda.empty_cache()
 
 
