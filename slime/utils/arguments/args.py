@@ -29,7 +29,8 @@ class Args(argparse.Namespace):
 
     def replace(self, **changes: Any) -> Args:
         """A copy with other values (and new attributes), frozen if this is."""
-        changed = Args(**{**vars(self), **changes})
+        changed = Args()
+        vars(changed).update(vars(self) | changes)  # not one by one through __setattr__
         return changed.freeze() if self.is_frozen else changed
 
     def __setattr__(self, name: str, value: Any) -> None:

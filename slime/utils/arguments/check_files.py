@@ -117,16 +117,18 @@ def check_train_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterato
 def num_prompts(args: argparse.Namespace) -> int | None:
     """Prompts of an epoch; None where they cannot be counted without a tokenizer, or not at all."""
     is_ours = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
-    may_drop_long_ones = args.rollout_max_prompt_len is not None
+    may_drop_long_ones = args.rollout_max_prompt_len is not None and args.prompt_truncation == "drop"
     if args.prompt_data is None or not is_ours or may_drop_long_ones:
         return None
     return _train_data(args).num_rows or None
 
 
-def check_eval_data(datasets: list[EvalDatasetConfig]) -> Iterator[str]:
+def check_eval_data(datasets: list[EvalDatasetConfig], *, skip_malformed: bool) -> Iterator[str]:
     """Every evaluation file can be read to its end."""
     for dataset in datasets:
-        facts = data_facts(dataset.path, dataset.input_key, dataset.label_key, dataset.metadata_key)
+        facts = data_facts(
+            dataset.path, dataset.input_key, dataset.label_key, dataset.metadata_key, skip_malformed=skip_malformed
+        )
         yield from (f"evaluation data set {dataset.name}: {message}" for message in facts.problems)
 
 
@@ -147,29 +149,50 @@ class DataFacts:
     problems: tuple[str, ...] = ()
 
 
-def data_facts(path: str, prompt_key: str, label_key: str | None, metadata_key: str) -> DataFacts:
+def data_facts(
+    path: str, prompt_key: str, label_key: str | None, metadata_key: str, *, skip_malformed: bool
+) -> DataFacts:
     """Read a data file to its end, once for as long as it does not change."""
+    asked = (path, prompt_key, label_key, metadata_key, skip_malformed)
     try:
         status = parse_slice(path)[0].stat()
     except (OSError, ValueError):
-        return _read_data.__wrapped__(path, prompt_key, label_key, metadata_key, None)
-    return _read_data(path, prompt_key, label_key, metadata_key, (status.st_mtime_ns, status.st_size, status.st_ino))
+        return _read_data(*asked)
+    return _read_unchanged(status.st_mtime_ns, status.st_size, status.st_ino, *asked)
 
 
 @functools.lru_cache(maxsize=64)
-def _read_data(path: str, prompt_key: str, label_key: str | None, metadata_key: str, stamp: object) -> DataFacts:
+def _read_unchanged(mtime_ns: int, size: int, inode: int, *asked: Any) -> DataFacts:
+    return _read_data(*asked)
+
+
+def _read_data(
+    path: str, prompt_key: str, label_key: str | None, metadata_key: str, skip_malformed: bool
+) -> DataFacts:
     fields: tuple[str, ...] = ()
     try:
-        row = next(read_file(path), {})
+        row = next(read_file(path, [] if skip_malformed else None), {})
         fields = tuple(row)
-        num_rows = check_data_file(path, prompt_key=prompt_key, label_key=label_key, metadata_key=metadata_key)
+        num_rows = check_data_file(
+            path,
+            prompt_key=prompt_key,
+            label_key=label_key,
+            metadata_key=metadata_key,
+            skip_malformed=skip_malformed,
+        )
     except UsageError as error:
         return DataFacts(fields=fields, problems=tuple(error.messages))
     return DataFacts(num_rows, fields, _names_reward(row.get(metadata_key)))
 
 
 def _train_data(args: argparse.Namespace) -> DataFacts:
-    return data_facts(args.prompt_data, args.input_key, args.label_key, args.metadata_key)
+    return data_facts(
+        args.prompt_data,
+        args.input_key,
+        args.label_key,
+        args.metadata_key,
+        skip_malformed=args.skip_malformed_data,
+    )
 
 
 def _names_reward(metadata: Any) -> bool:

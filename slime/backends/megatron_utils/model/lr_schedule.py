@@ -16,7 +16,7 @@ from slime.utils.errors import UsageError
 
 
 def total_train_steps(args: Any) -> int | None:
-    """Train steps of the whole run; None with --num-epoch, which only the data source can turn into a number."""
+    """Train steps of the whole run; None with an --num-epoch that only the data source can turn into a number."""
     if args.num_rollout is None:
         return None
     samples = args.rollout_batch_size * args.n_samples_per_prompt
@@ -33,10 +33,12 @@ def make_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamSch
         UsageError: a decay whose length is unknown.
     """
     decay_steps = args.lr_decay_iters or total_train_steps(args)
-    if decay_steps is None and (args.lr_decay_style != "constant" or args.lr_warmup_fraction is not None):
-        raise UsageError(
-            f"--lr-decay-style {args.lr_decay_style} needs to know how long it lasts; "
-            "give --lr-decay-iters or --num-rollout"
+    changes = {args.lr_decay_style, args.weight_decay_incr_style} != {"constant"}
+    if decay_steps is None and (changes or args.lr_warmup_fraction is not None):
+        raise UsageError(  # arguments.check_batch says so before anything starts
+            f"--lr-decay-style {args.lr_decay_style}, --lr-warmup-fraction {args.lr_warmup_fraction} and "
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} need to know how long the run lasts; give "
+            "--lr-decay-iters or --num-rollout"
         )
     warmup_steps = args.lr_warmup_iters
     if args.lr_warmup_fraction is not None and decay_steps is not None:
