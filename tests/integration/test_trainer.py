@@ -115,7 +115,13 @@ def check_resumed(actor: Any, records: list[Any], out: Path) -> None:
 def share() -> dict[str, Any]:
     from slime.ray.rollout.dp_split import split_train_data
 
-    args = SimpleNamespace(global_batch_size=6, use_dynamic_batch_size=True, max_tokens_per_gpu=60, balance_data=False)
+    args = SimpleNamespace(
+        balance_data=False,
+        drop_last_rollouts=False,
+        global_batch_size=6,
+        max_tokens_per_gpu=60,
+        use_dynamic_batch_size=True,
+    )
     return split_train_data(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0]
 
 
@@ -129,6 +135,38 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(hf_path: Path, 
     assert same(straight[0], again[0])
     assert straight[1] == again[1]
     assert of(again[1], "train/step")[0]["train/lr-pg_0"] > 0
+
+
+def save_three_times(actor: Any, records: list[Any], exports: str) -> None:
+    for rollout_id in (0, 1, 2):
+        actor.save_model(rollout_id)
+
+
+def test_a_run_keeps_the_checkpoints_and_the_contents_that_it_is_asked_for(hf_path: Path, tmp_path: Path):
+    def names(path: Path) -> list[str]:
+        return sorted(p.name for p in path.iterdir())
+
+    def size(path: Path) -> int:
+        return sum(file.stat().st_size for file in path.glob("*.distcp"))
+
+    tracker = "latest_checkpointed_iteration.txt"
+    exports = str(tmp_path / "hf_{rollout_id}")
+    two = {"save": str(tmp_path / "a"), "save_hf": exports, "keep_checkpoints": 2}
+    train(trainer_args(hf_path, **two), save_three_times, exports)
+    assert names(tmp_path / "a") == ["iter_0000001", "iter_0000002", tracker]
+    assert names(tmp_path) == ["a", "hf_1", "hf_2"]
+    only = {"save": str(tmp_path / "b"), "checkpoint_contents": ["model", "hf"]}
+    train(trainer_args(hf_path, **only), save_three_times, exports)
+    assert names(tmp_path / "b") == ["iter_0000000", "iter_0000001", "iter_0000002", tracker]
+    export = tmp_path / "b" / "iter_0000002" / "hf"
+    assert {"config.json", "model.safetensors"} <= set(names(export))
+    # Adam keeps two moments of each weight, and here (fp32) no weights of its own
+    assert size(tmp_path / "b" / "iter_0000002") < size(tmp_path / "a" / "iter_0000002") / 2
+    train(trainer_args(hf_path, load=str(export)), check_loads)  # an iteration's export is a checkpoint of its own
+
+
+def check_loads(actor: Any, records: list[Any]) -> None:
+    assert len(of(records, "train/step")) == 1
 
 
 def check_hooks(actor: Any, records: list[Any]) -> None:

@@ -45,7 +45,10 @@ def trainer_args(hf_path: Path, flags: str = "", *, dp_size: int = 1, **override
         "rollout_batch_size": NUM_ROLLOUTS,
         "use_dynamic_batch_size": True,
     }
-    args = make_args(hf_path, flags, **(values | overrides))
+    values |= overrides
+    values["log_probs_max_tokens_per_gpu"] = values["log_probs_max_tokens_per_gpu"] or values["max_tokens_per_gpu"]
+    values["checkpoint_contents"] = values["checkpoint_contents"] or ["model", "optimizer", "rng"]
+    args = make_args(hf_path, flags, **values)
     vars(args).update({name: value for name, value in overrides.items() if name not in vars(model_flags)})
     return args
 

@@ -44,7 +44,7 @@ def train_step(args, state, step):
     return loss.item()
 
 
-def save_after_two_steps(args, root, with_optimizer=True):
+def save_after_two_steps(args, root, contents=("model", "optimizer", "rng")):
     """Train two steps, save as iteration 1, train two more; rank 0 notes the losses of those and the final weights."""
     from slime.backends.megatron_utils.arguments import model_shape
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
@@ -59,7 +59,7 @@ def save_after_two_steps(args, root, with_optimizer=True):
         model=state.model,
         optimizer=state.optimizer,
         scheduler=state.scheduler,
-        save_optim=with_optimizer,
+        contents=contents,
         model_shape=model_shape(args),
     )
     losses = [train_step(args, state, step) for step in (2, 3)]
@@ -120,8 +120,6 @@ def load_what_is_there(args, root):
     from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
 
     state = build(args)
-    with pytest.raises(UsageError, match="--no-load-optim"):
-        load_checkpoint(CheckpointSource(str(root)), model=state.model, optimizer=state.optimizer)
     with pytest.raises(UsageError, match="iter_0000001"):
         load_checkpoint(CheckpointSource(str(root), step=5), model=state.model, optimizer=state.optimizer)
     source = CheckpointSource(str(root), load_optimizer=False, load_rng=False)
@@ -147,9 +145,44 @@ def test_weights_alone_load_where_no_optimizer_state_was_saved(tmp_path):
     args = make_args(tmp_path / "hf", FLAGS, **RUN)
     # In 16 bit the optimizer has weights of its own, in fp32; otherwise there is nothing to forget.
     vars(args).update(bf16=True, params_dtype=torch.bfloat16)
-    run_world(1, save_after_two_steps, args, tmp_path, False)
+    run_world(1, save_after_two_steps, args, tmp_path, ("model",))
     run_world(1, load_what_is_there, args, tmp_path)
     assert (tmp_path / TRACKER_FILE).read_text() == "release"
+
+
+def load_with_a_warning(args, root, contents):
+    """Load everything from a checkpoint of these contents: what is not there is said once and is as it was before."""
+    import logging
+
+    from slime.backends.megatron_utils import checkpoint as module
+
+    said = []
+    module.logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())
+    state = build(args)
+    train_step(args, state, 7)
+    steps_before, random_before = state.scheduler.num_steps, torch.get_rng_state()
+    source = module.CheckpointSource(str(root))
+    assert module.load_checkpoint(source, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler) == 1
+    assert (state.scheduler.num_steps == steps_before) == ("optimizer" not in contents)
+    assert torch.equal(torch.get_rng_state(), random_before) == ("rng" not in contents)
+    missing = [
+        what for part, what in {"optimizer": "no optimizer", "rng": "no random"}.items() if part not in contents
+    ]
+    assert torch.distributed.get_rank() != 0 or len(said) == len(missing)
+    assert torch.distributed.get_rank() == 0 or not said
+    assert all(what in sentence for what, sentence in zip(missing, said, strict=False))
+    train_step(args, state, 2)
+
+
+@pytest.mark.parametrize("contents", [("model",), ("model", "rng"), ("model", "optimizer")])
+def test_what_a_checkpoint_does_not_hold_is_said_once_and_starts_fresh(tmp_path, contents):
+    make_hf_model(tmp_path / "hf")
+    args = make_args(tmp_path / "hf", FLAGS, **RUN, actor_num_gpus_per_node=2)
+    run_world(2, save_after_two_steps, args, tmp_path, contents)
+    files = {path.name for path in (tmp_path / "iter_0000001").iterdir()}
+    assert MODEL_SHAPE_FILE in files
+    run_world(2, load_with_a_warning, args, tmp_path, contents)
 
 
 def fail_while_saving(args, root):

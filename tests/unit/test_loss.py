@@ -36,6 +36,7 @@ def make_args(**changes):
         "kl_loss_type": "k1",
         "log_probs_chunk_size": -1,
         "loss_type": "policy_loss",
+        "recompute_loss_function": False,
         "rollout_temperature": 1.0,
         "use_kl_loss": False,
         "use_rollout_logprobs": False,
@@ -179,6 +180,27 @@ def test_a_custom_loss_sees_its_own_columns_and_its_metrics_are_reported():
     expected = (now[0] ** 2 + now[1] ** 2) / 2 + 3 * now[2] ** 2
     assert metrics["squared"] == metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["constant"] == 4.0
+
+
+def kept_bytes_and_gradient(args):
+    logits, sizes = make_logits(requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.nbytes), t)[1], lambda t: t):
+        loss, _, _ = run(args, make_batch(args), logits)
+    loss.backward()
+    return sum(sizes), logits.grad
+
+
+def test_a_custom_loss_can_be_run_again_instead_of_keeping_what_it_computed():
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__file__}:wasteful"}
+    kept, gradient = kept_bytes_and_gradient(make_args(**custom))
+    kept_again, gradient_again = kept_bytes_and_gradient(make_args(**custom, recompute_loss_function=True))
+    assert kept_again < kept / 2
+    assert torch.equal(gradient, gradient_again)
+
+
+def wasteful(args, batch, logits, sum_of_sample_mean):
+    probability = logits[0].exp().square().exp().log().sqrt().softmax(-1)
+    return sum_of_sample_mean(probability[:3, 0]), {}
 
 
 def test_reports_add_up_over_micro_batches():

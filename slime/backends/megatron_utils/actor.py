@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.arguments import model_shape
 from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
+from slime.backends.megatron_utils.checkpoint_pruning import prune_checkpoints, prune_exports
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
 from slime.backends.megatron_utils.hf_export import save_hf
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
 REFERENCE = "ref"
+HF_PART = "hf"
+"""The HF export's directory inside an iteration (--checkpoint-contents hf)."""
 
 
 class MegatronTrainActor:
@@ -146,20 +149,24 @@ class MegatronTrainActor:
         return records
 
     def save_model(self, rollout_id: int) -> None:
-        """Write the checkpoint of a rollout to --save, and the weights as a Hugging Face directory to --save-hf."""
-        args = self.args
+        """Write the checkpoint of a rollout to --save and its HF export to --save-hf; then delete what is too old."""
+        args, model = self.args, self.state.model
         if args.save:
+            with_hf = "hf" in args.checkpoint_contents
             save_checkpoint(
                 args.save,
                 rollout_id,
-                model=self.state.model,
+                model=model,
                 optimizer=self.state.optimizer,
                 scheduler=self.state.scheduler,
-                save_optim=not args.no_save_optim,
+                contents=args.checkpoint_contents,
                 model_shape=model_shape(args),
+                write_more=(lambda directory: save_hf(args, model, directory / HF_PART)) if with_hf else None,
             )
         if args.save_hf:
-            save_hf(args, self.state.model, Path(args.save_hf.format(rollout_id=rollout_id)))
+            save_hf(args, model, Path(args.save_hf.format(rollout_id=rollout_id)))
+        if args.keep_checkpoints is not None and dist.get_rank() == 0:
+            self._delete_old_checkpoints(rollout_id)
 
     def connect_rollout_engines(self, engines: list[Any], parallel: dict[str, int]) -> None:
         """Tell the weight updater which engines to keep in step, and how many devices each has."""
@@ -192,13 +199,38 @@ class MegatronTrainActor:
         return args.recompute_old_log_probs or args.use_rollout_logprobs or not same_as_in_loss
 
     def _add_log_probs(self, micro_batches: MicroBatches) -> None:
-        data, model = micro_batches.rollout_data, self.state.model
+        args, data, model = self.args, micro_batches.rollout_data, self.state.model
+        needs_old = self._needs_old_log_probs(micro_batches.num_steps)
+        if not (self._needs_reference or needs_old):
+            return
+        budget = args.log_probs_max_tokens_per_gpu
+        has_own_budget = args.use_dynamic_batch_size and budget != args.max_tokens_per_gpu
+        batches = micro_batches.repacked(budget) if has_own_budget else micro_batches
         if self._needs_reference:
             with timer("ref_log_probs"), self._weights.swapped(REFERENCE):
-                data.update(compute_log_probs(self.args, model, micro_batches, store_prefix="ref_"))
-        if self._needs_old_log_probs(micro_batches.num_steps):
+                data.update(compute_log_probs(args, model, batches, store_prefix="ref_"))
+        if needs_old:
             with timer("log_probs"):
-                data.update(compute_log_probs(self.args, model, micro_batches))
+                data.update(compute_log_probs(args, model, batches))
+
+    # ---- checkpoints
+
+    def _delete_old_checkpoints(self, rollout_id: int) -> None:
+        """Those of this run that --keep-checkpoints does not keep, except what a flag says is loaded."""
+        args = self.args
+        in_use = [Path(path) for path in (args.hf_checkpoint, args.load, args.ref_load) if path]
+        if args.save:
+            steps = ((args.load, args.ckpt_step), (args.ref_load, args.ref_ckpt_step))
+            ids = [step for path, step in steps if path and Path(path).resolve() == Path(args.save).resolve()]
+            prune_checkpoints(
+                args.save,
+                rollout_id,
+                keep=args.keep_checkpoints,
+                protected=in_use,
+                protected_ids=[step for step in ids if step is not None],
+            )
+        if args.save_hf:
+            prune_exports(args.save_hf, rollout_id, keep=args.keep_checkpoints, protected=in_use)
 
     # ---- weights
 

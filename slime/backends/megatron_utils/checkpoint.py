@@ -1,8 +1,10 @@
 """Save and load Megatron checkpoints (torch_dist): weights, optimizer, schedule, random states.
 
-A checkpoint appears under its name only when it is complete, and the tracker file is written last, so that a run
-that is cut off leaves the previous one in force. Sharding is by global tensors: another tensor- or data-parallel
-size can load it. It knows nothing about HF directories, rollouts or data sources.
+What a checkpoint holds besides weights is chosen when it is saved (--checkpoint-contents); loading takes what is there
+and starts the rest fresh. A checkpoint appears under its name only when it is complete, and the tracker file is
+written last, so that a run that is cut off leaves the previous one in force. Sharding is by global tensors: another
+tensor- or data-parallel size can load it. It knows nothing about HF directories, rollouts or data sources, nor which
+checkpoints are too old (checkpoint_pruning).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
-from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,9 @@ class CheckpointSource:
     step: int | None = None
     """Iteration; None takes the one that the tracker names."""
     load_optimizer: bool = True
-    """Also the optimizer's state and the schedule; a release checkpoint has none."""
+    """Also the optimizer's state and the schedule, where the checkpoint has them."""
     load_rng: bool = True
-    """Also the random states; only a run with the same parallel layout can use them."""
+    """Also the random states, where it has them; only a run with the same parallel layout can use them."""
 
 
 def save_checkpoint(
@@ -56,16 +57,20 @@ def save_checkpoint(
     model: Sequence[torch.nn.Module],
     optimizer: Any = None,
     scheduler: Any = None,
-    save_optim: bool = True,
+    contents: Collection[str] = ("model", "optimizer", "rng"),
     model_shape: dict[str, Any] | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write the checkpoint of `iteration` ("release": weights alone) and point the tracker at it; all ranks call it.
 
     Args:
         root: checkpoint root; made if absent.
         model: this rank's modules, wrapped or bare.
-        optimizer: Megatron's; None, or save_optim False, leaves it and the schedule out.
+        optimizer: Megatron's, or None.
+        scheduler: saved with the optimizer.
+        contents: what to save of optimizer (with the schedule) and rng; the weights always are.
         model_shape: the numbers of `arguments.model_shape`, kept beside the tensors for checks at parse time.
+        write_more: called with the unfinished directory on every rank, to add files of its own.
 
     Returns:
         the directory of the checkpoint.
@@ -77,11 +82,16 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     finish_param_gather(model[0])
-    state = _sharded_state(model, optimizer if save_optim else None, is_loading=False)
-    state |= {"iteration": iteration, "layout": _layout(), "rng_state": _rng_object()}
-    if scheduler is not None and save_optim:
+    with_optimizer = "optimizer" in contents
+    state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=False)
+    state |= {"iteration": iteration, "layout": _layout(), "has_rng": "rng" in contents}
+    if "rng" in contents:
+        state["rng_state"] = _rng_object()
+    if scheduler is not None and with_optimizer:
         state["opt_param_scheduler"] = scheduler.state_dict()
     dist_checkpointing.save(state, str(partial))
+    if write_more is not None:
+        write_more(partial)
     if dist.get_rank() == 0:
         (partial / MODEL_SHAPE_FILE).write_text(json.dumps(model_shape or {}, indent=2) + "\n")
         _put_in_place(partial, final)
@@ -111,25 +121,25 @@ def load_checkpoint(
 ) -> int | None:
     """Load what `source` says into model, optimizer and schedule; all ranks call it.
 
-    Where the optimizer's state is not loaded, its fp32 weights are taken from the loaded model.
+    Where the optimizer's state is not loaded, or not there, its fp32 weights are taken from the loaded model, and its
+    moments and the schedule stay as they are.
 
     Returns:
         the iteration of the checkpoint, None for a release.
 
     Raises:
-        UsageError: no such checkpoint, or one without the optimizer state that is asked for.
+        UsageError: no such checkpoint.
     """
     directory, iteration = resolve_checkpoint_dir(source.path, source.step)
     common = dist_checkpointing.load_common_state_dict(str(directory))
-    with_optimizer = source.load_optimizer and optimizer is not None and iteration is not None
-    if with_optimizer and "optimizer" not in common:
-        raise UsageError(f"{directory} holds no optimizer state; give --no-load-optim or --finetune.")
+    is_resumed = iteration is not None
+    with_optimizer = is_resumed and source.load_optimizer and optimizer is not None and "optimizer" in common
+    with_rng = is_resumed and source.load_rng and _has_rng(common) and common.get("layout") == _layout()
+    if is_resumed:
+        _say_what_is_not_there(directory, common, source)
     state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=True)
-    with_rng = source.load_rng and iteration is not None and common.get("layout") == _layout()
     if with_rng:
         state["rng_state"] = _rng_object()
-    elif source.load_rng and iteration is not None:
-        logger.warning("random states are not restored: %s was saved with layout %s", directory, common.get("layout"))
     loaded = dist_checkpointing.load(state, str(directory))
     unwrap(model[0]).load_state_dict(loaded["model"])
     if with_optimizer:
@@ -142,6 +152,26 @@ def load_checkpoint(
     if with_rng:
         _set_rng_state(loaded["rng_state"])
     return iteration
+
+
+def _has_rng(common: dict[str, Any]) -> bool:
+    return bool(common.get("has_rng", True))  # checkpoints from before the mark always have them
+
+
+def _say_what_is_not_there(directory: Path, common: dict[str, Any], source: CheckpointSource) -> None:
+    """Warn once, on rank 0, about what was asked for and starts fresh."""
+    if dist.get_rank() != 0:
+        return
+    if source.load_optimizer and "optimizer" not in common:
+        logger.warning("%s holds no optimizer state: its moments and the learning-rate schedule start anew", directory)
+    if source.load_rng and not _has_rng(common):
+        logger.warning("%s holds no random states: they start from --seed", directory)
+    elif source.load_rng and common.get("layout") != _layout():
+        saved = common.get("layout")
+        logger.warning(
+            "random states are not restored from %s: it was saved with the layout %s, which is %s now",
+            *(directory, saved, _layout()),
+        )
 
 
 def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

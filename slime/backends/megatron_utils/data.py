@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from slime.utils.dp_schedule import first_fit_pack
+
 PAD_TOKEN = 0
 SCHEDULE_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 FLOAT_COLUMNS = ("rollout_log_probs", "teacher_log_probs")
@@ -117,7 +119,8 @@ class MicroBatches:
         self.indices: list[list[int]] = rollout_data["micro_batch_indices"]
         self.num_microbatches: list[int] = rollout_data["num_microbatches"]
         self.global_batch_sizes: list[int] = rollout_data["global_batch_sizes"]
-        self._packed = [self._pack(samples, pad_multiple) for samples in self.indices]
+        self._pad_multiple = pad_multiple
+        self._packed = [self._pack(samples) for samples in self.indices]
 
     @property
     def num_steps(self) -> int:
@@ -150,9 +153,16 @@ class MicroBatches:
             if name not in SCHEDULE_KEYS and isinstance(column, list | tuple) and len(column) == self.num_samples
         ]
 
-    def _pack(self, samples: list[int], pad_multiple: int) -> dict[str, Any]:
+    def repacked(self, max_tokens: int) -> MicroBatches:
+        """The same samples in micro-batches of at most `max_tokens` tokens (one sample may be longer), for a pass
+        without gradients, which has no train steps: all of the rollout's samples are packed together."""
+        indices = first_fit_pack(self.rollout_data["total_lengths"], max_tokens)
+        schedule = {"micro_batch_indices": indices, "num_microbatches": [len(indices)]}
+        return MicroBatches(self.rollout_data | schedule, self._pad_multiple)
+
+    def _pack(self, samples: list[int]) -> dict[str, Any]:
         data = self.rollout_data
-        packed = pack([data["tokens"][i] for i in samples], pad_multiple)
+        packed = pack([data["tokens"][i] for i in samples], self._pad_multiple)
         rows = response_rows(
             [data["total_lengths"][i] for i in samples], [data["response_lengths"][i] for i in samples]
         )

@@ -7,13 +7,16 @@ split.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.loss.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.loss.policy import policy_loss_function
 from slime.backends.megatron_utils.loss.reducers import pack_report
@@ -37,7 +40,7 @@ LOSS_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, dict[str, Any]]]] = 
 def loss_function(
     args: Any,
     batch: dict[str, Any],
-    logits: torch.Tensor,
+    logits: torch.Tensor | DeferredLogits,
     *,
     num_microbatches: int,
     global_batch_size: int,
@@ -46,9 +49,10 @@ def loss_function(
     """The loss of one micro-batch in the form that Megatron's schedules take.
 
     Args:
-        args: `loss_type`, `custom_loss_function_path`, `calculate_per_token_loss` and what the loss reads.
+        args: `loss_type`, `custom_loss_function_path`, `calculate_per_token_loss`, `recompute_loss_function` and what
+            the loss reads.
         batch: a micro-batch of `data.MicroBatches`.
-        logits: [1, T, V/tp].
+        logits: [1, T, V/tp], or what they are made of.
         num_microbatches: of this rank in the train step; Megatron divides by it.
         global_batch_size: rollouts of the train step over all ranks.
         dp_size: data-parallel ranks; Megatron averages gradients over them.
@@ -68,6 +72,9 @@ def loss_function(
         function = load_function(args.custom_loss_function_path)
     else:
         function = LOSS_FUNCTIONS[args.loss_type]
+    if args.recompute_loss_function and args.loss_type == "custom_loss":
+        # Which tensors a loss of the user's own keeps is not known: it is run again as a whole.
+        function = functools.partial(checkpoint, function, use_reentrant=False)
     loss, metrics = function(args, batch, logits, sum_of_sample_mean)
     num_tokens = batch["full_loss_masks"].sum(dtype=torch.int32)
     report = pack_report({"loss": loss, **metrics}, num_tokens)

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 
 def get_log_probs_and_entropy(
     args: Any,
     batch: dict[str, Any],
-    logits: torch.Tensor,
+    logits: torch.Tensor | DeferredLogits,
     *,
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
@@ -27,20 +28,32 @@ def get_log_probs_and_entropy(
     Args:
         args: `rollout_temperature`, `log_probs_chunk_size`, `vocab_size`.
         batch: a micro-batch of `data.MicroBatches`.
-        logits: [1, T, V/tp].
+        logits: [1, T, V/tp], or what they are made of.
         with_entropy: also return the entropy.
         with_entropy_grad: ... as something that can be trained on.
 
     Returns:
         log_probs and entropy (or None), each [sum of R], float32, the samples' tokens in order.
     """
-    return calculate_log_probs_and_entropy(
-        logits[0].index_select(0, batch["response_rows"]),
-        batch["response_tokens"],
-        parallel_state.get_tensor_model_parallel_group(),
-        with_entropy,
-        args.log_probs_chunk_size,
-        with_entropy_grad,
-        temperature=args.rollout_temperature,
-        vocab_size=args.vocab_size,
+
+    def of_rows(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return calculate_log_probs_and_entropy(
+            rows,
+            targets,
+            parallel_state.get_tensor_model_parallel_group(),
+            with_entropy,
+            args.log_probs_chunk_size,
+            with_entropy_grad,
+            temperature=args.rollout_temperature,
+            vocab_size=args.vocab_size,
+        )
+
+    rows, targets = batch["response_rows"], batch["response_tokens"]
+    if not isinstance(logits, DeferredLogits):
+        return of_rows(logits[0].index_select(0, rows), targets)
+    log_probs, *entropy = logits.map_rows(
+        lambda *chunk: tuple(column for column in of_rows(*chunk) if column is not None),
+        *(rows, targets),
+        chunk_size=args.log_probs_chunk_size,
     )
+    return log_probs, entropy[0] if entropy else None

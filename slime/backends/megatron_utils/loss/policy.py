@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
 from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl
 
@@ -24,7 +25,7 @@ Reducer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def policy_loss_function(
-    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: Any, batch: dict[str, Any], logits: torch.Tensor | DeferredLogits, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and metrics of one micro-batch, both summed by `sum_of_sample_mean`.
 

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
 
 
 def sft_loss_function(
-    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor]
+    args: Any,
+    batch: dict[str, Any],
+    logits: torch.Tensor | DeferredLogits,
+    sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and metrics of one micro-batch, both summed by `sum_of_sample_mean` (logits [1, T, V/tp])."""
     log_probs, _ = get_log_probs_and_entropy(args, batch, logits)

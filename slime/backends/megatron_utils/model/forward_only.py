@@ -10,16 +10,53 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
+from slime.backends.megatron_utils.model_provider import unwrap
+from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
 
 
 def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """Logits [1, T, V/tp] of a packed micro-batch."""
     return model(batch["tokens"], batch["position_ids"], None, packed_seq_params=batch["packed_seq_params"])
+
+
+def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> DeferredLogits:
+    """As `run_model`, but stop before the output layer.
+
+    Raises:
+        UsageError: the model of a --custom-model-provider-path is no GPTModel.
+    """
+    gpt = unwrap(model)
+    if not isinstance(gpt, GPTModel):
+        raise UsageError(
+            f"--recompute-loss-function needs a GPTModel, not {type(gpt).__name__} of --custom-model-provider-path; "
+            "leave it out."
+        )
+    gpt.post_process = False
+    try:
+        hidden = run_model(model, batch)
+    finally:
+        gpt.post_process = True
+    # The output layer is not called: wait for its weight (--overlap-param-gather) as a call would.
+    for wait in gpt.output_layer._forward_pre_hooks.values():
+        wait(gpt.output_layer, ())
+    tied = gpt.share_embeddings_and_output_weights
+    weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
+    if gpt.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+    return DeferredLogits(hidden[:, 0].to(weight.dtype), weight)
 
 
 @torch.no_grad()
@@ -31,7 +68,7 @@ def compute_log_probs(
     Args:
         args: what the log-probs read, and `custom_megatron_before_log_prob_hook_path`.
         model: chunks of a data-parallel model.
-        micro_batches: the share; the same packing as in training, so that equal weights give equal bits.
+        micro_batches: the share; with the same packing as in training, equal weights give equal bits.
         store_prefix: "" or "ref_"; becomes part of the name.
 
     Returns:

@@ -5,7 +5,7 @@ It knows nothing about which loss it runs (slime.backends.megatron_utils.loss) o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
-from slime.backends.megatron_utils.model.forward_only import run_model
+from slime.backends.megatron_utils.model.forward_only import run_model, run_model_to_hidden
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.utils.misc import load_function
 
@@ -71,9 +71,12 @@ def _forward_backward(
         "dp_size": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
     }
 
-    def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    defers_logits = args.recompute_loss_function and args.loss_type != "custom_loss"
+    run: Callable[..., Any] = run_model_to_hidden if defers_logits else run_model
+
+    def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[Any, Any]:
         batch = next(batches)
-        return run_model(chunk, batch), partial(loss_function, args, batch, **scale)
+        return run(chunk, batch), partial(loss_function, args, batch, **scale)
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -1,0 +1,116 @@
+"""Delete old checkpoints of a run: --keep-checkpoints.
+
+It deletes only what this layout names and holds: `iter_*` directories with our model_shape.json, the data source's
+states of iterations that are gone, and HF directories at the places that a --save-hf template names. Iterations after
+the one just written belong to an abandoned branch of an earlier run, or are not yet overwritten: they are left alone.
+It writes nothing, and knows no format.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import re
+import shutil
+import string
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
+
+logger = logging.getLogger(__name__)
+
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_DATA_STATE = re.compile(r"global_dataset_state_dict_(\d+)\.pt")
+_BEING_DELETED = ".deleted"
+
+
+def prune_checkpoints(
+    root: str | Path, newest: int, *, keep: int, protected: Collection[Path] = (), protected_ids: Collection[int] = ()
+) -> list[int]:
+    """Delete all but the newest `keep` complete iterations up to `newest`, and the data states of those that are gone.
+
+    Args:
+        root: checkpoint root.
+        newest: the iteration that was just completed; always kept.
+        keep: how many to keep, itself included.
+        protected: paths that are in use; an iteration that holds one is kept.
+        protected_ids: iterations that are in use.
+
+    Returns:
+        the iterations that were deleted.
+    """
+    root = Path(root)
+    for leftover in root.glob(f".iter_*{_BEING_DELETED}"):  # of a run that ended while it deleted
+        shutil.rmtree(leftover, ignore_errors=True)
+    ours = {
+        int(found[1]): path
+        for path in root.glob("iter_*")
+        if (found := _ITERATION.fullmatch(path.name)) and (path / MODEL_SHAPE_FILE).is_file()
+    }
+    deleted = _delete_old(ours, newest, keep=keep, protected=protected, protected_ids=protected_ids)
+    there = {int(found[1]) for path in root.glob("iter_*") if (found := _ITERATION.fullmatch(path.name))}
+    for path in (root / "rollout").glob("global_dataset_state_dict_*.pt"):
+        found = _DATA_STATE.fullmatch(path.name)
+        if found and int(found[1]) < newest and int(found[1]) not in there:
+            path.unlink(missing_ok=True)
+    return deleted
+
+
+def prune_exports(template: str, newest: int, *, keep: int, protected: Collection[Path] = ()) -> list[int]:
+    """Delete all but the newest `keep` HF exports of a --save-hf template up to the one of rollout `newest`.
+
+    Args:
+        template: a path with {rollout_id}; without it there is one export, and nothing is deleted.
+        newest: the rollout whose export was just completed; always kept.
+        keep: how many to keep, itself included.
+        protected: paths that are in use.
+
+    Returns:
+        the rollouts whose exports were deleted.
+    """
+    exports = {rollout_id: path for rollout_id, path in _places(template) if _is_export(path)}
+    return _delete_old(exports, newest, keep=keep, protected=protected, protected_ids=())
+
+
+def _delete_old(
+    places: dict[int, Path], newest: int, *, keep: int, protected: Collection[Path], protected_ids: Collection[int]
+) -> list[int]:
+    in_order = sorted(i for i in places if i <= newest)
+    in_use = {path.resolve() for path in protected}
+    deleted = []
+    for i in in_order[:-keep]:
+        path = places[i].resolve()
+        if i == newest or i in protected_ids or any(used.is_relative_to(path) for used in in_use):
+            continue
+        if _delete(places[i]):
+            deleted.append(i)
+    return deleted
+
+
+def _delete(directory: Path) -> bool:
+    """Take the name away first: what is half deleted must not look like a checkpoint."""
+    doomed = directory.with_name(f".{directory.name}{_BEING_DELETED}")
+    try:
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        logger.warning("--keep-checkpoints: %s cannot be deleted: %s", directory, error)
+        return False
+    return True
+
+
+def _places(template: str) -> Iterable[tuple[int, Path]]:
+    """(rollout id, path) of everything on disk whose path is the template, filled in with a number."""
+    parts = [(text, name is not None) for text, name, _, _ in string.Formatter().parse(template)]
+    if not any(has_id for _, has_id in parts):
+        return
+    pattern = re.compile("".join(re.escape(text) + r"(\d+)" * has_id for text, has_id in parts))
+    for place in glob.glob("".join(glob.escape(text) + "*" * has_id for text, has_id in parts)):
+        found = pattern.fullmatch(place)
+        if found and template.format(rollout_id=int(found[1])) == place:
+            yield int(found[1]), Path(place)
+
+
+def _is_export(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and any(directory.glob("model*.safetensors"))
