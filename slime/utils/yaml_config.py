@@ -351,7 +351,10 @@ def _explain(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
     kind, given, context = detail["type"], _short(detail["input"]), detail.get("ctx", {})
     path = _without_brackets(detail["loc"])
     if kind == "extra_forbidden":
-        return "unknown key; " + did_you_mean(str(path[-1]), known_keys(model, path[:-1]))
+        known = known_keys(model, path[:-1])
+        if path[-1] in known:
+            return "there is another name of the same key beside it; keep one."
+        return "unknown key; " + did_you_mean(str(path[-1]), known)
     if kind == "missing":
         return "is missing."
     if kind == "literal_error":

@@ -21,6 +21,7 @@ from slime.backends.sglang_utils.options import (
     missing_packages,
     set_aside,
 )
+from slime.backends.sglang_utils.sglang_config import sglang_config_problems
 from slime.utils.arguments.flags import flag
 from slime.utils.arguments.problems import Problems
 from slime.utils.misc import url_host
@@ -105,6 +106,7 @@ def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], b
     if args.sglang_router_ip and args.sglang_router_port is None:
         wrong.append(f"--sglang-router-ip {args.sglang_router_ip} needs --sglang-router-port too.")
     problems = Problems(wrong=wrong, environment=installation_problems())
+    problems.extend(sglang_config_problems(args))
     is_ours = not args.sglang_router_ip
     for option, port, is_listening in (
         ("--sglang-router-port", args.sglang_router_port, is_ours),
