@@ -39,7 +39,8 @@ CASES = {
     "512 tokens, KL loss": "--max-tokens-per-gpu 512 --use-kl-loss --kl-loss-coef 0.1 --ref-load {model}",
     "static, 2 samples, selective": "--micro-batch-size 2 --recompute-granularity selective",
 }
-PROMPT, RESPONSE, SAMPLES = 32, 224, 8
+PROMPT, LENGTHS = 32, (288, 224)  # two samples fill the smaller budget; they differ, as those of a run do
+SAMPLES = 8
 TARGETS = {"state": 0.10, "log-probs": 0.25, "train": 0.25}
 MARK = "plan:"
 
@@ -89,7 +90,8 @@ def run_case(name: str, work: Path, accelerator: str) -> dict[str, tuple[float, 
     flags = (
         f"--hf-checkpoint {work}/model --model-args-from-hf --accelerator {accelerator} --debug-train-only "
         f"--prompt-data {work}/prompts.jsonl --label-key label --rm-type math --num-rollout 2 "
-        f"--rollout-batch-size {SAMPLES} --rollout-max-response-len {RESPONSE} --rollout-max-prompt-len {PROMPT} "
+        f"--rollout-batch-size {SAMPLES} --rollout-max-response-len {max(LENGTHS) - PROMPT} "
+        f"--rollout-max-prompt-len {PROMPT} "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout "
         f"--actor-num-gpus-per-node 1 --recompute-old-log-probs --output-dir {work}/out " + CASES[name]
     ).format(model=work / "model")
@@ -145,28 +147,29 @@ def watch(meter: Any) -> None:
 
 
 def train_share(args: Any) -> dict[str, Any]:
-    """The only rank's share of a rollout of random tokens, each sample as long as the flags allow."""
+    """The only rank's share of a rollout of random tokens."""
     from slime.ray.rollout.dp_split import split_train_data
 
     rng = random.Random(0)
-    tokens = [[rng.randrange(100) for _ in range(PROMPT + RESPONSE)] for _ in range(SAMPLES)]
+    tokens = [[rng.randrange(100) for _ in range(LENGTHS[i % len(LENGTHS)])] for i in range(SAMPLES)]
+    responses = [len(sample) - PROMPT for sample in tokens]
     data = {
         "tokens": tokens,
-        "response_lengths": [RESPONSE] * SAMPLES,
-        "loss_masks": [[1] * RESPONSE] * SAMPLES,
+        "response_lengths": responses,
+        "loss_masks": [[1] * length for length in responses],
         "rewards": [rng.gauss(0, 1) for _ in tokens],
         "raw_reward": [0.0] * SAMPLES,
         "truncated": [0] * SAMPLES,
         "sample_indices": list(range(SAMPLES)),
         "rollout_ids": list(range(SAMPLES)),
-        "rollout_mask_sums": [RESPONSE] * SAMPLES,
-        "rollout_log_probs": [[-5.0] * RESPONSE] * SAMPLES,
+        "rollout_mask_sums": responses,
+        "rollout_log_probs": [[-5.0] * length for length in responses],
     }
     return split_train_data(args, data, {"dp_size": 1, "cp_size": 1})[0]
 
 
 class CpuMeter:
-    """Reads every allocation of torch's CPU allocator from the profiler; phases are marked ranges of the same clock."""
+    """Reads every allocation of torch's CPU allocator from the profiler, where phases are marked ranges."""
 
     def __init__(self) -> None:
         import torch

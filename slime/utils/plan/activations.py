@@ -2,7 +2,8 @@
 
 Counted are the tensors that autograd saves in the modules that we run (Megatron's local spec, our RMSNorm, packed
 rotary embedding and varlen attention, unfused gated linear unit), each storage once. H hidden, Q query heads x head
-size, K key/value heads x head size, F MLP width, d head size, per token and layer, in elements of the compute dtype:
+size, K key/value heads x head size, F MLP width, d rotated channels of a head; per token and layer, in elements of
+the compute dtype:
 
     two norms          CPU (composite): input, input/rms, output = 6 H; CUDA (one kernel): input, output = 4 H
     norms after        one that adds to the residual keeps its input (and on CPU input/rms), not its output
@@ -90,6 +91,12 @@ def layer_saved(
     return round(elements * compute.element_size + statistics * FP32)
 
 
+def final_norm_saved(shape: ModelShape, layout: ParallelLayout, compute: Compute) -> int:
+    """Bytes per packed token that the norm before the output layer keeps, its output included."""
+    hidden = shape.hidden_size / (layout.tp if layout.is_sequence_parallel else 1)
+    return round((3 if compute.is_cpu else 2) * hidden * compute.element_size) + FP32
+
+
 def _attention_elements(
     shape: ModelShape, layout: ParallelLayout, compute: Compute, skipped: Collection[str]
 ) -> float:
@@ -103,7 +110,7 @@ def _attention_elements(
         low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim
         up = 0 if "mla_up_proj" in skipped else q + (k + v)
         return low_rank + up + q + k + v + output
-    rotary = 4 * shape.kv_channels
+    rotary = 4 * shape.rotary_channels
     norms = ((2 * q + k) if compute.is_cpu else q) if shape.has_qk_norm else 0
     values = 0 if compute.is_cpu or not shape.has_qk_norm else v  # a copy beside the projection that the norm keeps
     return (q + k + v) + norms + rotary + q + k + values + output

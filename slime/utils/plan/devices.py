@@ -28,7 +28,9 @@ class Device:
     memory_bandwidth: float
     """Bytes/s of reading weights and KV cache."""
     link_bandwidth: float
-    """Bytes/s between two devices of a node, as a weight sync achieves them."""
+    """Bytes/s between two devices of a node, as a weight sync by NCCL achieves them."""
+    ipc_bandwidth: float
+    """Bytes/s of a weight sync between two processes on one device."""
     host_bandwidth: float
     """Bytes/s between device and pinned host memory, one way."""
     network_bandwidth: float
@@ -42,8 +44,9 @@ class Device:
 
 
 # Measured on an H200 (shared/gpu/README.md of this project, 0.6B model): 220 TFLOP/s in training of 788 that a bare
-# bf16 product reaches; copies at 4.3 TB/s; 55 GB/s to pinned memory; 8.04 GB by NCCL in 0.4 s; 512 requests x 512
-# tokens in 9.0 s, of which reading 30 GB of cache and 1.2 GB of weights a step explains 7.3 of 17.5 ms.
+# bf16 product reaches; copies at 4.3 TB/s; 55 GB/s to pinned memory; 8.04 GB by NCCL in 0.4 s, 1.2 GB by CUDA IPC in
+# 0.031 s; 512 requests x 512 tokens at 29,241 tokens/s, so 17.5 ms a decode step, of which reading 30 GB of cache and
+# 1.2 GB of weights explains 7.3 ms.
 _H200 = Device(
     name="h200-141gb",
     memory_bytes=141 * GB,
@@ -51,6 +54,7 @@ _H200 = Device(
     infer_flops=390e12,
     memory_bandwidth=4.3e12,
     link_bandwidth=20e9,
+    ipc_bandwidth=39e9,
     host_bandwidth=55e9,
     network_bandwidth=25e9,
     decode_step_s=0.010,
@@ -104,6 +108,7 @@ def cpu_device(memory_bytes: int) -> Device:
         infer_flops=5e10,
         memory_bandwidth=_CPU_MEMORY_SHARE,
         link_bandwidth=1e9,
+        ipc_bandwidth=1e9,
         host_bandwidth=_CPU_MEMORY_SHARE,
         network_bandwidth=1e9,
         decode_step_s=0.004,

@@ -20,6 +20,7 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "num_query_groups": None,
     "group_query_attention": False,
     "kv_channels": None,
+    "rotary_percent": 1.0,
     "vocab_size": None,
     "padded_vocab_size": None,
     "untie_embeddings_and_output_weights": False,
@@ -107,6 +108,8 @@ class ModelShape:
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
+    rotary_channels: int
+    """Of a head, those that are rotated."""
     vocab_size: int
     """Rows of the embedding, padding included."""
     is_tied: bool
@@ -132,14 +135,15 @@ class ModelShape:
         if any(not values[name] for name in REQUIRED) or not (values["padded_vocab_size"] or values["vocab_size"]):
             return None
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
-        ffn = values["ffn_hidden_size"] or 4 * hidden
+        ffn, head = values["ffn_hidden_size"] or 4 * hidden, values["kv_channels"] or hidden // heads
         return cls(
             num_layers=values["num_layers"],
             hidden_size=hidden,
             ffn_hidden_size=ffn,
             num_attention_heads=heads,
             num_query_groups=(values["num_query_groups"] if values["group_query_attention"] else None) or heads,
-            kv_channels=values["kv_channels"] or hidden // heads,
+            kv_channels=head,
+            rotary_channels=int(head * values["rotary_percent"]),
             vocab_size=values["padded_vocab_size"] or values["vocab_size"],
             is_tied=not values["untie_embeddings_and_output_weights"],
             is_gated=values["swiglu"],

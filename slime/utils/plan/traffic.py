@@ -54,7 +54,7 @@ def transport(args: argparse.Namespace, shape: ModelShape, device: Device, *, nu
         # Both hand over one flattened tensor a bucket; only its handle travels.
         is_cpu = args.accelerator == "cpu"
         way = "colocated tensors in shared memory" if is_cpu else "colocated tensors over CUDA IPC"
-        bandwidth = device.memory_bandwidth / 2 if is_cpu else device.link_bandwidth
+        bandwidth = device.ipc_bandwidth
     else:
         way = ("gloo" if args.accelerator == "cpu" else "NCCL") + " broadcast from trainer rank 0 to every engine rank"
         bandwidth = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth

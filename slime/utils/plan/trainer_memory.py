@@ -22,7 +22,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from slime.utils.plan.activations import Compute, Recompute, head_bytes, layer_forward, layer_working, stage_saved
+from slime.utils.plan.activations import (
+    Compute,
+    Recompute,
+    final_norm_saved,
+    head_bytes,
+    layer_forward,
+    layer_working,
+    stage_saved,
+)
 from slime.utils.plan.batch import BatchPlan
 from slime.utils.plan.layout import ParallelLayout
 from slime.utils.plan.shape import ModelShape
@@ -193,7 +201,7 @@ def _stage(
             response_tokens=min(batch.micro_batch_response_tokens, tokens),
             chunk_size=args.log_probs_chunk_size,
         )
-        saved += round(3 * shape.hidden_size * tokens * precision.weight)  # the norm before the output layer
+        saved += final_norm_saved(shape, layout, compute) * tokens
         head_size, forward = max(head.forward, head.backward), max(forward, head.forward)
         if shape.is_tied and layout.pp == 1:
             working += embedding  # the output layer's part of the gradient waits for the embedding's

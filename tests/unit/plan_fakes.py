@@ -1,0 +1,34 @@
+"""Flags for plans, without a parser: what `make_plan` reads, with the defaults of a command line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from slime.utils.arguments.flags import defaults_of
+from slime.utils.arguments.parse import FLAG_CLASSES
+
+CPU = {"accelerator": "cpu", "bf16": False, "fp16": False, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
+CUDA = {"accelerator": "cuda", "bf16": True, "fp16": False}
+DERIVED = {"sglang_server_concurrency": 512, "sglang_overrides": {}, "eval_datasets": [], "output_dir": "out"}
+DENSE = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 160,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "kv_channels": 32,
+    "padded_vocab_size": 256,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+BATCH = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "global_batch_size": 32, "num_rollout": 10}
+
+
+def plan_args(**changes: Any) -> argparse.Namespace:
+    """A dense model of four layers on one CPU slot, 8 x 4 samples a rollout; `changes` are set last."""
+    defaults = {name: value for group in FLAG_CLASSES for name, value in defaults_of(group).items()}
+    return argparse.Namespace(**(defaults | DERIVED | CPU | DENSE | BATCH | changes))

@@ -1,0 +1,187 @@
+"""Bytes that a plan expects, against sums by hand and against what torch and the real modules allocate."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from slime.utils.plan.activations import Compute, Recompute, final_norm_saved, head_bytes, layer_saved, stage_saved
+from slime.utils.plan.batch import batch_plan
+from slime.utils.plan.layout import ParallelLayout
+from slime.utils.plan.shape import ModelShape
+from slime.utils.plan.trainer_memory import in_flight, num_host_copies, rank_params, trainer_memory
+from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
+from tests.unit.plan_fakes import CUDA, plan_args
+
+
+def parts(**changes):
+    args = plan_args(rollout_max_prompt_len=32, rollout_max_response_len=96, **changes)
+    shape = ModelShape.of(args)
+    assert shape is not None
+    layout = ParallelLayout.of(args, shape.num_layers)
+    return args, shape, layout
+
+
+def memory_of(**changes):
+    args, shape, layout = parts(**changes)
+    return trainer_memory(args, shape, layout, batch_plan(args, layout, None))
+
+
+def test_fp32_state_is_sixteen_bytes_a_parameter():
+    stage = memory_of().stages[0]
+    num_params = parts()[1].num_params
+    assert stage.params == num_params
+    assert (stage.weights, stage.gradients, stage.optimizer) == (4 * num_params, 4 * num_params, 8 * num_params)
+
+
+@pytest.mark.parametrize(("in_fp32", "gradient"), [(False, 2), (True, 4)])
+def test_mixed_precision_shards_master_copy_and_moments_over_the_data_parallel_ranks(in_fp32, gradient):
+    stage = memory_of(**CUDA, actor_num_gpus_per_node=8, tensor_model_parallel_size=2, grad_reduce_in_fp32=in_fp32)
+    stage = stage.stages[0]
+    assert (stage.weights, stage.gradients) == (2 * stage.params, gradient * stage.params)
+    assert stage.optimizer == 12 * stage.params / 4  # 8 ranks / TP 2
+
+
+@pytest.mark.parametrize("is_untied", [False, True])
+def test_stages_and_tensor_parallel_ranks_hold_the_model_between_them(is_untied):
+    _, shape, layout = parts(
+        actor_num_gpus_per_node=4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        untie_embeddings_and_output_weights=is_untied,
+    )
+    held = sum(2 * rank_params(shape, layout, stage)[0] for stage in range(2))
+    # Norms are on both tensor-parallel ranks, and a tied output layer is a second copy on the last stage.
+    norms = 4 * (2 * 64 + 2 * 32) + 64
+    assert held == shape.num_params + norms + (0 if is_untied else 256 * 64)
+
+
+def test_experts_are_divided_over_their_own_ranks():
+    _, shape, layout = parts(
+        actor_num_gpus_per_node=8,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=48,
+    )
+    assert rank_params(shape, layout, 0)[1] == 4 * 8 * 3 * 64 * 48 / 4  # layers x experts x three matrices / EP
+    stage = memory_of(
+        actor_num_gpus_per_node=8,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=48,
+    ).stages[0]
+    dense = stage.params - 4 * 8 * 3 * 64 * 48 // 4
+    assert stage.optimizer == 8 * dense / 8 + 8 * (4 * 8 * 3 * 64 * 48 / 4) / 2  # the same experts are on 8 / 4 ranks
+
+
+def test_micro_batches_in_flight_fall_from_the_first_stage_to_the_last():
+    _, _, layout = parts(actor_num_gpus_per_node=4, pipeline_model_parallel_size=4)
+    assert [in_flight(layout, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(layout, 0, 2) == 2  # there are no more
+
+
+def test_the_reference_and_what_it_pushes_aside_are_two_copies_in_host_memory():
+    plain, with_kl = memory_of().stages[0], memory_of(use_kl_loss=True).stages[0]
+    assert (plain.host_copies, with_kl.host_copies) == (0, 2 * with_kl.weights)
+    assert with_kl.train_peak - plain.train_peak == 2 * with_kl.weights  # without a GPU that is the same memory
+    on_gpu = memory_of(**CUDA, actor_num_gpus_per_node=1, use_kl_loss=True).stages[0]
+    assert on_gpu.train_peak == memory_of(**CUDA, actor_num_gpus_per_node=1).stages[0].train_peak
+    assert num_host_copies(plan_args(use_kl_loss=True, keep_old_actor=True)) == 3
+
+
+def test_recomputation_keeps_inputs_and_one_chunk():
+    _, shape, layout = parts()
+    compute = Compute(is_cpu=True, element_size=4)
+    layer = layer_saved(shape, 0, layout, compute)
+    assert stage_saved(shape, range(4), layout, compute, Recompute()) == (4 * layer, 0)
+    uniform = Recompute("full", "uniform", 2)
+    assert stage_saved(shape, range(4), layout, compute, uniform) == (2 * 64 * 4, 2 * layer)
+    block = Recompute("full", "block", 1)
+    assert stage_saved(shape, range(4), layout, compute, block) == (64 * 4 + 3 * layer, layer)
+
+
+def test_more_tensor_parallel_ranks_keep_less_and_sequence_parallelism_less_again():
+    compute = Compute(is_cpu=False, element_size=2)
+    saved = []
+    for changes in (
+        {},
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ):
+        _, shape, layout = parts(actor_num_gpus_per_node=2, **changes)
+        saved.append(layer_saved(shape, 0, layout, compute))
+    assert saved[0] > saved[1] > saved[2]
+    assert saved[1] - saved[2] == 4 * 64 / 2 * 2  # 4 H, halved, in 2 bytes
+
+
+def saved_bytes_per_token(args, lengths, expected):
+    """Compare what autograd saves in the real model, without parameters and token ids, with the estimate."""
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = get_model_provider_func(args)()
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    found = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage._cdata not in parameters:
+            found[storage._cdata] = tensor
+        return tensor
+
+    num_tokens = sum(lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(positions % 100, positions, None, packed_seq_params=packed(lengths))
+    total = sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    assert total / num_tokens == pytest.approx(expected, rel=0.01), (total / num_tokens, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_what_autograd_keeps_is_what_the_plan_counts(tmp_path, family):
+    make_hf_model(tmp_path / "hf", family, hidden_size=64, intermediate_size=160)
+    args = make_args(tmp_path / "hf")
+    shape = ModelShape.of(args)
+    assert shape is not None
+    layout, compute = ParallelLayout.of(args, shape.num_layers), Compute(is_cpu=True, element_size=4)
+    layers = sum(layer_saved(shape, layer, layout, compute) for layer in range(2))
+    run_world(1, saved_bytes_per_token, args, [40, 25, 63], layers + final_norm_saved(shape, layout, compute))
+
+
+def peak_of(function) -> int:
+    """Most bytes that torch's allocator handed out at once while a function ran, above those of its start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 40])
+def test_the_head_needs_what_the_log_probs_allocate(chunk_size):
+    from slime.utils.ppo_utils import calculate_log_probs_and_entropy
+
+    _, shape, layout = parts(padded_vocab_size=4096)
+    tokens, responses, hidden = 200, 160, 64
+    states, weight = torch.randn(tokens, hidden, requires_grad=True), torch.randn(4096, hidden)
+    rows = torch.arange(responses)
+
+    def forward() -> torch.Tensor:
+        logits = (states @ weight.t())[None]
+        selected = logits[0].index_select(0, rows)
+        return calculate_log_probs_and_entropy(selected, rows, None, True, chunk_size, False)[0]
+
+    head = head_bytes(
+        shape,
+        layout,
+        Compute(is_cpu=True, element_size=4),
+        tokens=tokens,
+        response_tokens=responses,
+        chunk_size=chunk_size,
+    )
+    with torch.no_grad():
+        assert peak_of(forward) == pytest.approx(head.forward, rel=0.02)
+    expected = max(head.forward, head.backward)
+    assert peak_of(lambda: forward().sum().backward()) == pytest.approx(expected, rel=0.03)
