@@ -9,6 +9,7 @@ not built yet. All always run, so that one error lists everything. Files, ports 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 
 from slime.utils.arguments import check_batch, check_devices, check_losses, check_rollout
@@ -43,11 +44,13 @@ def collect(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Pro
 
 
 def check_range(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[str]:
-    """No given number is smaller or larger than makes sense."""
+    """Every given number is finite, and neither smaller nor larger than makes sense."""
     for field in fields:
         value, least, most = vars(args)[field.name], field.metadata["at_least"], field.metadata["at_most"]
         if field.name not in explicit or value is None:
             continue
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{option_name(field)} {value} is no finite number."
         if least is not None and value < least:
             yield f"{option_name(field)} {value} must be at least {least}."
         if most is not None and value > most:
