@@ -42,17 +42,15 @@ def apply_config_files(
 
     path = args.custom_config_path
     custom = (read_file(problems, read_custom, path) if path else None) or FileValues()
-    _apply(args, explicit, problems, custom)
+    warnings = [*custom.warnings, *apply_known(args, explicit, custom)]
     path = args.megatron_config_path
     by_role = (read_file(problems, roles.role_overrides, path, options) if path else None) or {}
     vars(args)["megatron_role_values"] = roles.role_values(args, by_role)
-    _apply(args, explicit, problems, by_role.get("actor", FileValues()))
-    _apply(argparse.Namespace(), set(), problems, by_role.get("critic", FileValues()))
+    if "actor" in by_role:
+        warnings += apply_known(args, explicit, by_role["actor"])
+    for values in (custom, *by_role.values()):
+        problems.wrong += values.problems
+    for warning in [*warnings, *(text for values in by_role.values() for text in values.warnings)]:
+        logger.warning("%s", warning)
     problems.wrong += roles.critic_problems(by_role, args.advantage_estimator)
     return custom
-
-
-def _apply(args: argparse.Namespace, explicit: set[str], problems: Problems, values: FileValues) -> None:
-    problems.wrong += values.problems
-    for warning in [*values.warnings, *apply_known(args, explicit, values)]:
-        logger.warning("%s", warning)
