@@ -131,11 +131,10 @@ class TrainingRun:
             self._eval(rollout_id, step=rollout_id + 1)
 
     def eval_before_training(self) -> None:
-        """Evaluate the weights as they were loaded: always in an evaluation-only run (`--num-rollout 0`)."""
+        """Evaluate the weights as they were loaded: always with --eval-only."""
         if self._eval_interval is None:
             return
-        only_eval = self.plan.num_rollout == 0
-        if only_eval or (self.plan.start_rollout_id == 0 and not self.args.skip_eval_before_train):
+        if self.args.eval_only or (self.plan.start_rollout_id == 0 and not self.args.skip_eval_before_train):
             self._eval(self.plan.start_rollout_id, step=self.plan.start_rollout_id)
 
     # ---- start and end
@@ -185,7 +184,7 @@ class TrainingRun:
         first = started["start_rollout_id"] if self.args.start_rollout_id is None else self.args.start_rollout_id
         num_rollout = self.args.num_rollout
         self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
-        if first > 0:
+        if first > 0 and not self.args.eval_only:
             get(
                 self._manager.load.remote(first - 1),
                 f"the data source's state of rollout {first - 1}",

@@ -165,6 +165,56 @@ def test_evaluation_sets_take_their_settings_from_the_flags(base: dict[str, list
     assert (dataset.n_samples_per_eval_prompt, dataset.temperature) == (3, 0.5)
 
 
+@pytest.mark.parametrize("asked", ["--eval-only", "--num-rollout 0", "--eval-only --num-rollout 7 --save out"])
+def test_an_evaluation_needs_neither_prompts_nor_batches(base: dict[str, list[str]], asked: str) -> None:
+    training = "--prompt-data --rollout-batch-size --num-rollout --n-samples-per-prompt"
+    args = parse_args(argv=line(base, f"{asked} --eval-prompt-data add data.jsonl", without=training))
+    assert (args.eval_only, args.num_rollout, args.eval_interval) == (True, 0, 1)
+    assert args.rollout_batch_size == args.global_batch_size == 1, "a formality: nothing is trained"
+    assert (args.no_load_optim, args.no_load_rng) == (True, True)
+    assert parse_args(argv=line(base)).eval_only is False
+
+
+def test_a_script_for_training_only_evaluates_with_one_more_flag(base: dict[str, list[str]]) -> None:
+    changes = "--eval-interval 5 --eval-prompt-data add data.jsonl --global-batch-size 3 --prompt-data elsewhere.jsonl"
+    assert any("elsewhere.jsonl" in message for message in errors(line(base, changes)))
+    args = parse_args(argv=line(base, changes + " --eval-only"))
+    assert (args.num_rollout, args.eval_interval, args.rollout_batch_size) == (0, 5, 4)
+
+
+def test_an_evaluation_without_a_reward_is_refused(base: dict[str, list[str]]) -> None:
+    changes = "--eval-only --eval-prompt-data add data.jsonl"
+    assert errors(line(base, changes, without="--rm-type")) == [
+        "evaluation data set add: no reward is given: use --rm-type, --custom-rm-path, or rm_type in --eval-config."
+    ]
+    Path("data.jsonl").write_text('{"input": "1+1=", "label": "2", "metadata": {"rm_type": "math"}}\n')
+    assert parse_args(argv=line(base, changes, without="--rm-type")).eval_only
+
+
+def test_a_tracker_has_two_names_and_jsonl_is_always_there(base: dict[str, list[str]]) -> None:
+    args = parse_args(argv=line(base, "--tb-project-name tb") + ["--tracker", "jsonl", "--tracker", "tensorboard"])
+    assert (args.use_tensorboard, args.use_wandb) == (True, False)
+    args = parse_args(argv=line(base, "--tracker wandb --wandb-project p"))
+    assert (args.use_tensorboard, args.use_wandb, args.wandb_project) == (False, True, "p")
+    args = parse_args(argv=line(base, "--use-wandb --tracker jsonl"))
+    assert (args.use_tensorboard, args.use_wandb) == (False, True)
+
+
+def test_samples_that_fill_no_train_step_may_be_dropped(base: dict[str, list[str]]) -> None:
+    assert any("--drop-last-rollouts" in message for message in errors(line(base, "--global-batch-size 3")))
+    args = parse_args(argv=line(base, "--global-batch-size 3 --drop-last-rollouts"))
+    assert args.global_batch_size == 3
+
+
+def test_malformed_lines_may_be_skipped_in_training_and_evaluation_data(base: dict[str, list[str]]) -> None:
+    rows = Path("data.jsonl").read_text()
+    Path("data.jsonl").write_text("{\n" + rows)
+    changes = "--eval-interval 1 --eval-prompt-data add data.jsonl"
+    messages = errors(line(base, changes))
+    assert [message.split(":")[0] for message in messages] == ["--prompt-data", "evaluation data set add"]
+    assert parse_args(argv=line(base, changes + " --skip-malformed-data")).skip_malformed_data
+
+
 def test_a_single_eval_path_is_called_aime(base: dict[str, list[str]]) -> None:
     args = parse_args(argv=line(base, "--eval-interval 1 --eval-prompt-data data.jsonl"))
     assert args.eval_prompt_data == ["aime", "data.jsonl"]
@@ -206,6 +256,18 @@ WRONG = {
     "--weight-decay -1": "--weight-decay -1.0 must be at least 0",
     "--model-name gpt9": "--model-name gpt9: no weight rules for 'gpt9'",
     "--rollout-max-context-len 8 --rollout-max-prompt-len 8": "leaves no room for a response",
+    "--rollout-max-response-len 8 --rollout-min-new-tokens 9": "9 is more than --rollout-max-response-len 8",
+    "--rollout-min-new-tokens -1": "--rollout-min-new-tokens -1 must be at least 0",
+    "--prompt-truncation left": "no effect without --rollout-max-prompt-len or --eval-max-prompt-len",
+    "--rollout-max-prompt-len 8 --prompt-truncation centre": "invalid choice: 'centre'",
+    "--filter-prompts-workers 2": "no effect without --rollout-max-prompt-len or --eval-max-prompt-len",
+    "--rollout-max-prompt-len 8 --filter-prompts-workers 0": "--filter-prompts-workers 0 must be at least 1",
+    "--log-reward-category kind": "no effect without --reward-key or --custom-reward-post-process-path",
+    "--log-eval-samples 2": "--log-eval-samples has no effect without --eval-interval",
+    "--eval-interval 1 --eval-prompt-data data.jsonl --log-eval-samples -1": "-1 must be at least 0",
+    "--tracker mlflow": "--tracker mlflow is not supported yet (trackers)",
+    "--tracker wanda": "--tracker: invalid choice: 'wanda'",
+    "--tracker tensorboard": "--use-tensorboard (--tracker tensorboard) needs --tb-project-name",
     "--eps-clip-c 1": "--eps-clip-c 1.0 must be > 1",
     "--gamma 0.9": "--gamma is not supported yet (algorithms); leave it out.",
     "--advantage-estimator ppo": "--advantage-estimator ppo is not supported yet (algorithms); use grpo.",
@@ -268,12 +330,16 @@ WRONG = {
     "--eval-interval 1 --eval-config eval.yaml --eval-prompt-data a data.jsonl": "has no effect with --eval-config",
     "--eval-interval 1 --eval-config named.yaml --custom-rm-path hooks.py:reward": "rm_type math has no effect",
     "--eval-interval 1 --eval-config named.yaml --label-key x": "evaluation data set a: data.jsonl:1: no label under",
-    "--use-tensorboard": "--use-tensorboard needs --tb-project-name",
+    "--use-tensorboard": "--use-tensorboard (--tracker tensorboard) needs --tb-project-name",
     "--eval-interval 1 --eval-config hook.yaml": "evaluation data set a: custom_rm_path: cannot load",
     "--eval-interval 1 --debug-train-only": "--eval-interval 1 has no effect with --debug-train-only",
     "--debug-train-only": "--debug-train-only starts no engines, which the default rollout needs",
     "--num-rollout 0 --eval-interval 1 --eval-prompt-data data.jsonl --skip-eval-before-train": "no effect with --num",
-    "--num-rollout 0": "--num-rollout 0 means evaluation only and needs --eval-interval",
+    "--eval-only": "--eval-only (or --num-rollout 0) needs --eval-prompt-data or --eval-config",
+    "--eval-only --eval-prompt-data data.jsonl --debug-train-only": "nothing to do with --debug-train-only",
+    "--drop-last-rollouts --global-batch-size 9": "= 8 samples do not divide into steps of --global-batch-size 9",
+    "--drop-last-rollouts --num-steps-per-rollout 3": "make 2 a step, of which there are 4",
+    "--num-rollout 0": "--eval-only (or --num-rollout 0) needs --eval-prompt-data or --eval-config",
     # Files
     "--prompt-data absent.jsonl": "--prompt-data: data file absent.jsonl does not exist",
     "--prompt-data empty.jsonl": "empty.jsonl",

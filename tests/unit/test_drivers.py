@@ -65,6 +65,7 @@ def run_args(**changes):
         "save_hf": None,
         "save_interval": None,
         "eval_interval": 1,
+        "eval_only": False,
         "skip_eval_before_train": False,
         "update_weights_interval": 1,
         "debug_train_only": False,
@@ -138,9 +139,10 @@ def test_the_data_source_is_saved_before_a_rollout_ahead_draws_its_prompts():
     assert asked == [("generate", 0), ("save", 0), ("generate", 1), ("save", 1)]
 
 
-def test_both_drivers_only_evaluate_when_no_rollout_is_asked_for(driver_module):
-    calls = calls_of(driver_module, num_rollout=0, skip_eval_before_train=True)
-    assert calls == ["eval 0", "finish"]
+def test_both_drivers_only_evaluate_what_was_loaded_with_eval_only(driver_module):
+    assert calls_of(driver_module, num_rollout=0, eval_only=True) == ["eval 0", "finish"]
+    assert calls_of(driver_module, num_rollout=0, eval_only=True, first=5) == ["eval 5", "finish"]
+    assert calls_of(driver_module, num_rollout=0, first=5) == ["finish"], "nothing to do, and not asked to evaluate"
 
 
 def test_both_drivers_evaluate_before_training_unless_told_not_to(driver_module):

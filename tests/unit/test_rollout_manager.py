@@ -189,3 +189,25 @@ def test_a_small_data_set_is_at_least_one_rollout_an_epoch(manager):
     for prompts, rollouts in ((3, 1), (4, 1), (11, 2)):
         manager._data_source = range(prompts)
         assert manager.get_num_rollout_per_epoch() == rollouts
+
+
+class PromptsOfTheUser:
+    def __init__(self, args):
+        self.args = args
+
+
+def test_an_evaluation_alone_reads_no_prompts_unless_by_a_data_source_of_the_user(manager):
+    """slime's own source would fail: the fixture's `load_function` does not know it."""
+    manager.args.eval_only = True
+    manager.args.rollout_function_path = manager.args.eval_function_path = "halve_rewards"
+    manager.args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+    manager._load_user_code()
+    assert manager._data_source is None
+    assert manager.get_num_rollout_per_epoch() == 1
+    manager.args.data_source_path = "PromptsOfTheUser"
+    manager._load_user_code()
+    assert isinstance(manager._data_source, PromptsOfTheUser)
+    manager.args.eval_only = False
+    manager.args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+    with pytest.raises(KeyError):
+        manager._load_user_code()

@@ -58,6 +58,7 @@ class RolloutManager(RayActor):
         self.args = args
         self._placements = engine_placements
         self._servers: RolloutServers | None = None
+        self._data_source: Any = None
         self._parallel_config: dict[str, int] = {}
 
     def start(self) -> None:
@@ -70,7 +71,8 @@ class RolloutManager(RayActor):
             loading.result()
 
     def _load_user_code(self) -> None:
-        self._data_source = load_function(self.args.data_source_path)(self.args)
+        if _draws_prompts(self.args):
+            self._data_source = load_function(self.args.data_source_path)(self.args)
         self._generate = load_function(self.args.rollout_function_path)
         self._evaluate = load_function(self.args.eval_function_path)
 
@@ -88,6 +90,8 @@ class RolloutManager(RayActor):
 
     def get_num_rollout_per_epoch(self) -> int:
         """Rollouts that go once through the data set (at least 1)."""
+        if self._data_source is None:
+            return 1
         return max(1, len(self._data_source) // self.args.rollout_batch_size)
 
     def get_engines(self) -> list[Any]:
@@ -167,6 +171,11 @@ class RolloutManager(RayActor):
         path = Path(self.args.save_debug_rollout_data.format(rollout_id=rollout_id))
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, path)
+
+
+def _draws_prompts(args: Any) -> bool:
+    """Whether the data source is used: an evaluation draws nothing from slime's own."""
+    return not args.eval_only or not args.data_source_path.startswith("slime.rollout.data_source.")
 
 
 def ray_progress_bar(total: int, desc: str) -> ProgressBar:

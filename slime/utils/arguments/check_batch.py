@@ -51,8 +51,8 @@ def check_schedule_length(args: argparse.Namespace) -> Iterable[str]:
 
 
 def check_batch(args: argparse.Namespace) -> Iterable[str]:
-    """The samples of a rollout divide into train steps (V19, V21)."""
-    if args.rollout_batch_size is None:
+    """The samples of a rollout divide into train steps, or the rest may be dropped (V19, V21)."""
+    if args.rollout_batch_size is None or args.eval_only:
         return
     total, steps, step = (
         args.rollout_batch_size * args.n_samples_per_prompt,
@@ -69,6 +69,11 @@ def check_batch(args: argparse.Namespace) -> Iterable[str]:
     if steps is not None and total % steps and not may_drop:
         yield (
             f"{samples} do not divide into --num-steps-per-rollout {steps}; change one, or give --drop-last-rollouts."
+        )
+    elif steps is not None and step == total // steps and total // step != steps:
+        yield (
+            f"{samples} in --num-steps-per-rollout {steps} make {step} a step, of which there are {total // step}; "
+            "give --global-batch-size instead."
         )
     elif steps is not None and step != total // steps:
         yield (
@@ -93,8 +98,8 @@ def check_micro_batches(args: argparse.Namespace) -> Iterable[str]:
         yield f"--log-probs-chunk-size {args.log_probs_chunk_size} must be -1 (one chunk) or at least 1."
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch."
-    if args.debug_rollout_only:
-        return  # no trainers
+    if args.debug_rollout_only or args.eval_only:
+        return  # nothing is trained
     dp_size = data_parallel_size(args)
     step, micro = args.global_batch_size, args.micro_batch_size
     if min(dp_size, step, micro) < 1:
@@ -123,6 +128,9 @@ def check_lengths(args: argparse.Namespace) -> Iterable[str]:
             "lower it."
         )
     response, buffer = args.rollout_max_response_len, args.overlong_buffer_len
+    least = args.rollout_min_new_tokens
+    if response is not None and least > response:
+        yield f"--rollout-min-new-tokens {least} is more than --rollout-max-response-len {response}; lower it."
     if buffer is not None and response is not None and buffer > response:
         yield f"--overlong-buffer-len {buffer} is longer than --rollout-max-response-len {response}; lower it."
 

@@ -93,6 +93,9 @@ _ENGINES = (
 _TRAINERS = ("actor_num_nodes", "actor_num_gpus_per_node", "colocate", "offload", "offload_train", "offload_rollout")
 
 
+_TRAINING = ("prompt_data", "rollout_shuffle", "num_epoch", "save_interval", "save_hf", "update_weights_interval")
+
+
 def option_of(attribute: str) -> str:
     """The flag of an attribute that has a plain name."""
     return "--" + attribute.replace("_", "-")
@@ -145,5 +148,7 @@ def without_effect(args: argparse.Namespace, explicit: Iterable[str]) -> Iterabl
             "--debug-rollout-only starts no trainers, so these flags have no effect: "
             f"{' '.join(map(option_of, names))}."
         )
-    if args.num_epoch is not None and {"num_rollout", "num_epoch"} <= set(given):
+    if args.eval_only and (names := [name for name in given if name in _TRAINING]):
+        yield (f"--eval-only trains nothing, so these flags have no effect: {' '.join(map(option_of, names))}.")
+    elif args.num_epoch is not None and {"num_rollout", "num_epoch"} <= set(given):
         yield f"--num-epoch {args.num_epoch} has no effect: --num-rollout {args.num_rollout} says how long to train."

@@ -19,7 +19,6 @@ from typing import Any
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
-from slime.utils.eval_config import EvalDatasetConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -98,7 +97,7 @@ def check_train_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterato
     Args:
         reads_reward: rewards come from `rm_type` (see check_rollout.uses_builtin_reward).
     """
-    if args.prompt_data is None:
+    if args.prompt_data is None or args.eval_only:
         return
     facts = _train_data(args)
     yield from (f"--prompt-data: {message}" for message in facts.problems)
@@ -123,13 +122,20 @@ def num_prompts(args: argparse.Namespace) -> int | None:
     return _train_data(args).num_rows or None
 
 
-def check_eval_data(datasets: list[EvalDatasetConfig], *, skip_malformed: bool) -> Iterator[str]:
-    """Every evaluation file can be read to its end."""
-    for dataset in datasets:
-        facts = data_facts(
-            dataset.path, dataset.input_key, dataset.label_key, dataset.metadata_key, skip_malformed=skip_malformed
-        )
-        yield from (f"evaluation data set {dataset.name}: {message}" for message in facts.problems)
+def check_eval_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterator[str]:
+    """Every evaluation file can be read to its end, and its answers are graded.
+
+    Args:
+        reads_reward: rewards come from `rm_type` where a data set says nothing else.
+    """
+    for dataset in args.eval_datasets:
+        where, keys = f"evaluation data set {dataset.name}", (dataset.input_key, dataset.label_key)
+        facts = data_facts(dataset.path, *keys, dataset.metadata_key, skip_malformed=args.skip_malformed_data)
+        yield from (f"{where}: {message}" for message in facts.problems)
+        names_reward = args.rm_type or dataset.rm_type or "rm_type" in dataset.metadata_overrides
+        scores_itself = dataset.custom_rm_path or dataset.custom_generate_function_path or not reads_reward
+        if not (facts.problems or names_reward or scores_itself or facts.first_row_names_reward):
+            yield f"{where}: no reward is given: use --rm-type, --custom-rm-path, or rm_type in --eval-config."
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,14 @@ DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 
 def check_eval(args: argparse.Namespace) -> Iterable[str]:
     """Evaluation has data when it is asked for (V1, V6)."""
-    if args.eval_interval is not None and not (args.eval_prompt_data or args.eval_config):
+    has_data = args.eval_prompt_data or args.eval_config
+    if args.eval_only and not has_data:
+        yield "--eval-only (or --num-rollout 0) needs --eval-prompt-data or --eval-config."
+    elif args.eval_interval is not None and not has_data:
         yield f"--eval-interval {args.eval_interval} needs --eval-prompt-data or --eval-config."
-    if args.eval_interval is not None and args.debug_train_only:
+    if args.eval_only and args.debug_train_only:
+        yield "--eval-only (or --num-rollout 0) has nothing to do with --debug-train-only, which starts no engines."
+    elif args.eval_interval is not None and args.debug_train_only:
         yield f"--eval-interval {args.eval_interval} has no effect with --debug-train-only, which starts no engines."
     if args.eval_config and args.eval_prompt_data:
         yield "--eval-prompt-data has no effect with --eval-config; list all data sets in one of them."
@@ -27,10 +32,11 @@ def check_eval(args: argparse.Namespace) -> Iterable[str]:
             f"--eval-prompt-data takes NAME PATH pairs, not {len(args.eval_prompt_data)} values: "
             f"{' '.join(args.eval_prompt_data)}."
         )
-    if args.num_rollout == 0 and args.eval_interval is None:
-        yield "--num-rollout 0 means evaluation only and needs --eval-interval."
-    if args.num_rollout == 0 and args.skip_eval_before_train:
-        yield "--skip-eval-before-train has no effect with --num-rollout 0, which only evaluates; leave one out."
+    if args.eval_only and args.skip_eval_before_train:
+        yield (
+            "--skip-eval-before-train has no effect with --num-rollout 0 (--eval-only), which only evaluates; leave "
+            "one out."
+        )
 
 
 def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
@@ -49,7 +55,7 @@ def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
 def check_prompts(args: argparse.Namespace) -> Iterable[str]:
     """slime's data sources are given a file to read."""
     reads_file = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
-    if args.prompt_data is None and reads_file and args.num_rollout != 0:
+    if args.prompt_data is None and reads_file and not args.eval_only:
         yield "--prompt-data is required: a .jsonl or .parquet file with the prompts."
 
 
@@ -144,7 +150,10 @@ def check_rm_type(rm_type: str | None, where: str, *, rm_url: str | None, known:
 def check_tensorboard(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[str]:
     """TensorBoard has a directory."""
     if args.use_tensorboard and not args.tb_project_name and not environment.get("TENSORBOARD_DIR"):
-        yield "--use-tensorboard needs --tb-project-name, or the environment variable TENSORBOARD_DIR."
+        yield (
+            "--use-tensorboard (--tracker tensorboard) needs --tb-project-name, or the environment variable "
+            "TENSORBOARD_DIR."
+        )
 
 
 CHECKS = (check_eval, check_rollout_source, check_prompts, check_dumps)

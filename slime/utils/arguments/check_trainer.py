@@ -76,7 +76,7 @@ def check_profile(args: argparse.Namespace) -> Iterable[str]:
             f"--profile-step-start {start} must be less than --profile-step-end {end}: the rollouts from the first up "
             "to, without, the second are recorded."
         )
-    elif args.num_rollout is not None and start >= args.num_rollout:
+    elif args.num_rollout and start >= args.num_rollout:
         yield (
             f"--profile-step-start {start} is never reached with --num-rollout {args.num_rollout}, whose last rollout "
             f"is {args.num_rollout - 1}; lower it."

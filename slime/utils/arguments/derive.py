@@ -24,7 +24,11 @@ def derive_flags(
         kind_of: "megatron", "hf" or None for a checkpoint path.
         now: time stamp for the default output directory.
     """
+    evaluation = evaluation_only(args)
+    args = argparse.Namespace(**{**vars(args), **evaluation})
     return {
+        **evaluation,
+        **trackers(args.tracker, use_wandb=args.use_wandb, use_tensorboard=args.use_tensorboard),
         **devices(args, explicit),
         **checkpoint_source(
             load_kind=kind_of(args.load),
@@ -51,6 +55,32 @@ def derive_flags(
 def first(given: Any, fallback: Any) -> Any:
     """`given`, unless it is None."""
     return fallback if given is None else given
+
+
+def evaluation_only(args: argparse.Namespace) -> dict[str, Any]:
+    """What --eval-only sets, and --num-rollout 0, which is its other name.
+
+    Nothing is trained, so batch sizes are only a formality, and of a checkpoint only the weights are read.
+    """
+    if not args.eval_only and args.num_rollout != 0:
+        return {}
+    return {
+        "eval_only": True,
+        "num_rollout": 0,
+        "eval_interval": first(args.eval_interval, 1),
+        "rollout_batch_size": first(args.rollout_batch_size, 1),
+        "num_steps_per_rollout": None,
+        "no_load_optim": True,
+        "no_load_rng": True,
+    }
+
+
+def trackers(names: list[str], *, use_wandb: bool, use_tensorboard: bool) -> dict[str, bool]:
+    """Each tracker has two names: its switch, and its value of --tracker."""
+    return {
+        "use_wandb": use_wandb or "wandb" in names,
+        "use_tensorboard": use_tensorboard or "tensorboard" in names,
+    }
 
 
 # ---- devices

@@ -319,7 +319,8 @@ def _check_rewards(args: Args, problems: Problems) -> None:
     problems.wrong += check_rollout.check_tensorboard(args, os.environ)
     reads_reward = check_rollout.uses_builtin_reward(args)
     problems.environment += check_files.check_train_data(args, reads_reward=reads_reward)
-    problems.environment += check_files.check_eval_data(args.eval_datasets, skip_malformed=args.skip_malformed_data)
+    has_default_eval = args.eval_function_path == check_rollout.DEFAULT_ROLLOUT
+    problems.environment += check_files.check_eval_data(args, reads_reward=reads_reward and has_default_eval)
 
 
 def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:
