@@ -23,5 +23,4 @@ MODEL_ARGS=(
     --moe-layer-freq 1
     --moe-router-topk 8
     --moe-router-score-function softmax # of the 8 best; HF divides the softmax of all by the sum of the 8, which is the same
-    --moe-aux-loss-coeff 0
 )

@@ -266,7 +266,7 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
         expected["moe_layer_freq"] = moe_layer_pattern(expected["moe_layer_freq"], expected["num_layers"])
     sentences = []
     for name in CROSS_CHECKED:
-        if name in expected and name in given and given[name] != expected[name]:
+        if name in expected and given[name] != expected[name]:
             sentences.append(
                 f"{flag_of(name)}: the flags say {given[name]}, the HF config says {expected[name]}; "
                 "correct the flag or give --model-args-from-hf."
@@ -286,7 +286,7 @@ def _as_built(given: Mapping[str, Any]) -> dict[str, Any]:
         built["num_query_groups"] = given["num_attention_heads"]
     if given["kv_channels"] is None and given["hidden_size"] and given["num_attention_heads"]:
         built["kv_channels"] = given["hidden_size"] // given["num_attention_heads"]
-    if given.get("num_moe_experts"):
+    if given["num_moe_experts"]:
         built["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
         built["moe_layer_freq"] = moe_layer_pattern(given["moe_layer_freq"], given["num_layers"])
     return built

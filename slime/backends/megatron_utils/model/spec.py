@@ -44,14 +44,13 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
     attention.core_attention = VarlenAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    after_attention, after_mlp = vars(args).get("post_self_attn_layernorm"), vars(args).get("post_mlp_layernorm")
-    if after_attention or after_mlp:
+    if args.post_self_attn_layernorm or args.post_mlp_layernorm:
         parts = {field.name: vars(layer)[field.name] for field in dataclasses.fields(layer)}
         spec.module = SandwichLayer
         spec.submodules = SandwichSubmodules(
             **parts,
-            post_self_attn_layernorm=RMSNorm if after_attention else IdentityOp,
-            post_mlp_layernorm=RMSNorm if after_mlp else IdentityOp,
+            post_self_attn_layernorm=RMSNorm if args.post_self_attn_layernorm else IdentityOp,
+            post_mlp_layernorm=RMSNorm if args.post_mlp_layernorm else IdentityOp,
         )
     return spec
 

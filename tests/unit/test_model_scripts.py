@@ -1,0 +1,226 @@
+"""The model scripts say what the HF configs say, and both models have the published parameters; the run scripts start
+train.py with flags that it knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.arguments import add_megatron_arguments
+from slime.backends.megatron_utils.hf_config import model_args_from_hf
+from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, strip_wrappers
+from slime.utils.arguments import CommandLine
+from slime.utils.arguments.debug import AskFlags
+from slime.utils.arguments.flags import option_name
+from tests.unit.megatron_fakes import make_args, run_world
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures" / "hf_configs"
+# Parameters of the published models, tied embeddings counted once.
+PARAMETERS = {
+    "glm4-9B": 9_400_279_040,
+    "qwen3-0.6B": 596_049_920,
+    "qwen3-4B": 4_022_468_096,
+    "qwen3-30B-A3B": 30_532_122_624,
+    "smollm2-135M": 134_515_008,
+}
+# Families without weight rules: the dense family that they extend, and what differs (Megatron name in a layer -> HF).
+EXTENDS = {"glm4": "qwen2", "qwen3_moe": "qwen3"}
+EXTRA = {
+    "glm4": {
+        "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
+        "post_self_attn_layernorm.weight": "post_self_attn_layernorm.weight",
+        "post_mlp_layernorm.weight": "post_mlp_layernorm.weight",
+    },
+    "qwen3_moe": {
+        "mlp.router.weight": "mlp.gate.weight",
+        "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+        "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
+    },
+}
+Shapes = dict[str, tuple[int, ...]]
+
+
+def hf_config(name: str) -> dict[str, Any]:
+    return json.loads((FIXTURES / f"{name}.json").read_text())
+
+
+def script_flags(name: str) -> list[str]:
+    """MODEL_ARGS of a model script, as bash expands it."""
+    command = f'set -eu; . scripts/models/{name}.sh; printf "%s\\0" "${{MODEL_ARGS[@]}}"'
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def parse(flags: list[str]) -> argparse.Namespace:
+    return add_megatron_arguments(argparse.ArgumentParser()).parse_args(flags)
+
+
+def test_every_model_script_has_a_fixture_and_a_number_of_parameters():
+    scripts = {path.stem for path in ROOT.glob("scripts/models/*.sh")}
+    assert scripts == {path.stem for path in FIXTURES.glob("*.json")} == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_model_script_says_what_the_hf_config_says_and_nothing_else(name):
+    derived = vars(parse([])) | model_args_from_hf(hf_config(name))
+    assert vars(parse(script_flags(name))) == derived
+
+
+def hf_shapes(name: str) -> Shapes:
+    """Parameters of the transformers model, built without memory."""
+    import transformers
+
+    values = {key: value for key, value in hf_config(name).items() if key not in ("_source", "model_type")}
+    config = transformers.AutoConfig.for_model(hf_config(name)["model_type"], **values)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return {key: tuple(param.shape) for key, param in model.named_parameters()}
+
+
+def megatron_shapes(args: argparse.Namespace) -> Shapes:
+    """Parameters of the Megatron model, built without memory; all experts of a layer are one, as in transformers."""
+    from slime.backends.megatron_utils.model_provider import build_gpt
+
+    with torch.device("meta"):
+        model = build_gpt(args)
+    shapes: Shapes = {}
+    experts: Counter[str] = Counter()
+    for key, param in model.named_parameters():
+        before, is_expert, after = key.partition("local_experts.")
+        together = before + after.split(".", 1)[1] if is_expert else key
+        experts[together] += 1
+        shapes[together] = (experts[together], *param.shape) if is_expert else tuple(param.shape)
+    return shapes
+
+
+def hf_names(model_type: str, megatron_name: str) -> tuple[str, ...]:
+    """The HF parameters that are in a Megatron parameter."""
+    name = strip_wrappers(megatron_name)
+    layer, _, inner = name.removeprefix("decoder.layers.").partition(".")
+    if name.startswith("decoder.layers.") and inner in EXTRA.get(model_type, {}):
+        return (f"model.layers.{layer}.{EXTRA[model_type][inner]}",)
+    return FAMILIES[EXTENDS.get(model_type, model_type)].find(name)[1]
+
+
+def check_shapes(args: argparse.Namespace, model_type: str, hf: Shapes, total: int) -> None:
+    ours = megatron_shapes(args)
+    assert sum(map(math.prod, ours.values())) == total
+    used = []
+    for name, shape in ours.items():
+        parts = [hf[part] for part in hf_names(model_type, name)]
+        used += hf_names(model_type, name)
+        # Joined are rows (q, k and v; gate and up); everything else of the shapes is the same.
+        assert shape == (sum(part[0] for part in parts), *parts[0][1:]), name
+    assert sorted(used) == sorted(hf)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_both_models_have_the_published_number_of_parameters_and_the_same_shapes(name):
+    hf = hf_shapes(name)
+    assert sum(map(math.prod, hf.values())) == PARAMETERS[name]
+    args = make_args(None, " ".join([*script_flags(name), "--no-initialization"]))
+    assert args.padded_vocab_size == args.vocab_size  # else Megatron's model has rows that HF's does not have
+    run_world(1, check_shapes, args, hf_config(name)["model_type"], hf, PARAMETERS[name])
+
+
+RUN_SCRIPTS = ["run-glm4-9B", "run-qwen3-4B"]
+# Stands for python: says what it was told to do, and plays Ray's part, down to running a submitted job.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$@" >>"$FAKE_LOG"
+case "$*" in
+    train.py*) printf '%s\\0' "$@" ;;
+    *create_server*) echo 1001 1002 1003 1004 ;;
+    *env_vars*) echo '{}' ;;
+    *"job submit"*) bash "${@: -1}" ;;
+esac
+"""
+# --dry-run-json only says where the plan of --dry-run goes.
+QUESTIONS = sorted(
+    {"-h", "--help"} | {option_name(field) for field in dataclasses.fields(AskFlags)} - {"--dry-run-json"}
+)
+GROUPS = ["MODEL", "CKPT", "ROLLOUT", "EVAL", "PERF", "GRPO", "OPTIMIZER", "WANDB", "SGLANG", "MISC"]
+
+
+def run_script(tmp_path: Path, name: str, *arguments: str, **environment: str) -> tuple[list[str], str]:
+    """(the flags with which a run script starts train.py, everything that python was told to do)."""
+    fake, log = tmp_path / "python", tmp_path / "log"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLIME_", "WANDB_", "RAY_"))}
+    done = subprocess.run(
+        ["bash", f"scripts/{name}.sh", *arguments],
+        cwd=ROOT,
+        env=kept | {"SLIME_PYTHON": str(fake), "FAKE_LOG": str(log), "TMPDIR": str(tmp_path)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    program, *flags = done.stdout.split("\0")[:-1]
+    assert program == "train.py"
+    return flags, log.read_text()
+
+
+@pytest.mark.parametrize("name", RUN_SCRIPTS)
+def test_a_run_script_has_the_groups_that_users_know_and_the_model_of_its_name(tmp_path, name):
+    flags, _ = run_script(tmp_path, name, "--dry-run", SLIME_HOME="/data")
+    text = (ROOT / f"scripts/{name}.sh").read_text()
+    assert all(f'"${{{group}_ARGS[@]}}"' in text for group in GROUPS)
+    model = script_flags(name.removeprefix("run-"))
+    assert flags[: len(model)] == model
+    paths = [flag for flag in flags if flag.startswith("/")]
+    assert len(paths) == 6 and all(path.startswith("/data/") for path in paths)
+
+
+@pytest.mark.parametrize("name", RUN_SCRIPTS)
+def test_every_flag_of_a_run_script_is_known_and_none_is_wrong(tmp_path, name):
+    flags, _ = run_script(tmp_path, name, "--dry-run", SLIME_HOME=str(tmp_path), WANDB_API_KEY="key")
+    checked = CommandLine().check(flags)
+    assert checked.problems.wrong == []
+    assert (checked.args.use_wandb, checked.args.dry_run) == (True, True)
+    assert (checked.args.actor_num_gpus_per_node, checked.args.colocate, checked.args.accelerator) == (8, True, "cuda")
+    assert checked.args.global_batch_size == checked.args.rollout_batch_size * checked.args.n_samples_per_prompt
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_every_flag_of_a_model_script_is_known(name):
+    wrong = CommandLine().check(script_flags(name)).problems.wrong
+    assert not [sentence for sentence in wrong if "unknown" in sentence or "did you mean" in sentence], wrong
+
+
+def test_a_flag_on_the_command_line_of_a_script_overrides_the_scripts(tmp_path):
+    flags, _ = run_script(tmp_path, "run-glm4-9B", "--dry-run", "--lr", "3e-6")
+    assert flags[-3:] == ["--dry-run", "--lr", "3e-6"]
+    assert CommandLine().check(flags).args.lr == 3e-6
+
+
+def test_weights_and_biases_is_used_where_there_is_a_key(tmp_path):
+    assert "--use-wandb" not in run_script(tmp_path, "run-qwen3-4B", "--dry-run")[0]
+    assert "--use-wandb" in run_script(tmp_path, "run-qwen3-4B", "--dry-run", WANDB_API_KEY="key")[0]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_to_a_script_starts_no_ray(tmp_path, question):
+    flags, log = run_script(tmp_path, "run-glm4-9B", question)
+    assert flags[-1] == question
+    assert "ray" not in log
+
+
+def test_a_script_submits_its_flags_to_a_ray_of_its_own_unchanged_by_any_shell(tmp_path):
+    odd = ["--custom-config-path", "a b/$HOME (1)*.yaml", "--router-x", '{"y": [1, "it\'s"]}']
+    flags, log = run_script(tmp_path, "run-glm4-9B", *odd)
+    assert flags[-4:] == odd
+    assert "start --head" in log and "job submit" in log
+    assert not list(tmp_path.glob("slime-ray.*"))
