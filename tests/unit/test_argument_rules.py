@@ -405,8 +405,9 @@ def test_a_schedule_over_the_whole_run_knows_its_length(check: Check, schedule: 
 def test_v23_multi_token_prediction_and_routing_replay(check: Check) -> None:
     has(check("--enable-mtp-training").problems.wrong, "--enable-mtp-training has no effect without --mtp-num-layers")
     assert check("--enable-mtp-training --mtp-num-layers 1").problems.wrong == []
-    assert check("--use-rollout-routing-replay").args.use_routing_replay is True
-    assert check().args.use_routing_replay is False
+    replayed = check("--use-rollout-routing-replay")
+    assert replayed.args.use_routing_replay is True and check().args.use_routing_replay is False
+    has(replayed.problems.wrong, "--use-rollout-routing-replay has no effect without --num-experts")
 
 
 def test_v25_a_context_limit_leaves_room_for_a_response(check: Check) -> None:
@@ -487,6 +488,7 @@ NO_EFFECT = {
     "--loss-type sft_loss --entropy-coef 0.1": "--entropy-coef has no effect with --loss-type sft_loss;",
     "--disable-compute-advantages-and-returns --loss-type sft_loss --kl-coef 0.1": "--kl-coef has no effect with --l",
     "--disable-rollout-global-dataset": "--prompt-data has no effect with --disable-rollout-global-dataset;",
+    "--loss-mask-type qwen3": "--loss-mask-type qwen3 has no effect with the default rollout",
     "--offload --no-offload-train": "--offload-train has no effect with --offload;",
 }
 

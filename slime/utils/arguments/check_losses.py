@@ -98,6 +98,13 @@ def check_trained_parameters(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
+def check_routing_replay(args: argparse.Namespace) -> Iterable[str]:
+    """There is a routing of experts to replay (V23)."""
+    if args.use_routing_replay and not args.num_moe_experts and not args.custom_model_provider_path:
+        given = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
+        yield f"{given} has no effect without --num-experts: a dense model routes nothing; leave it out."
+
+
 CHECKS = (
     check_sampling,
     check_loss,
@@ -106,6 +113,7 @@ CHECKS = (
     check_kl,
     check_distillation,
     check_trained_parameters,
+    check_routing_replay,
 )
 
 

@@ -48,6 +48,11 @@ def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
             "--debug-train-only starts no engines, which the default rollout needs; give a --rollout-function-path "
             "that uses none, such as slime.rollout.sft_rollout.generate_rollout."
         )
+    if args.loss_mask_type != "qwen" and not args.custom_generate_function_path:
+        yield (
+            f"--loss-mask-type {args.loss_mask_type} has no effect with the default rollout, which trains on what the "
+            "engine generated; leave it out."
+        )
     if args.group_rm and args.custom_generate_function_path and not args.custom_rm_path and not args.rm_type:
         yield "--group-rm needs --custom-rm-path or --rm-type."
 
