@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import HOOKS, signature_problem
+from slime.utils.accelerator import cuda_is_available
 from slime.utils.arguments.flags import defaults_of
 from slime.utils.arguments.rollout import RolloutFlags
 from slime.utils.errors import UsageError
@@ -68,7 +69,7 @@ def gather_facts(args: Any, refused: list[str]) -> Facts:
     """Everything that the plan needs and that is not in the flags."""
     data, rows, missing = read_rows_of(args)
     return Facts(
-        device=find_device(args.accelerator),
+        device=find_device(args.accelerator, args.plan_device),
         data=data,
         engines=engine_kinds(args),
         hooks=list(hook_reports(args)),
@@ -78,14 +79,14 @@ def gather_facts(args: Any, refused: list[str]) -> Facts:
     )
 
 
-def find_device(accelerator: str) -> Device:
-    """The device of this machine, or the default one where a run for GPUs is planned without any."""
+def find_device(accelerator: str, given: str | None = None) -> Device:
+    """The device of --plan-device, of this machine, or the default one where there is no GPU."""
     if accelerator == "cpu":
         return cpu_device(_host_memory())
+    if given or not cuda_is_available():
+        return DEVICES[given or DEFAULT_GPU]
     import torch
 
-    if not torch.cuda.is_available():
-        return DEVICES[DEFAULT_GPU]
     properties = torch.cuda.get_device_properties(0)
     return device_of_gpu(properties.name, properties.total_memory)
 
@@ -101,13 +102,29 @@ def _host_memory() -> int:
 def engine_kinds(args: Any) -> list[EngineKind]:
     """Engines of the command line, with the ServerArgs values that slime and the user choose."""
     from slime.backends.sglang_utils.server_args import device_defaults
+    from slime.backends.sglang_utils.sglang_config import read_topology
 
     num_slots = slot_layout(args).num_engine_slots
     if not num_slots:
         return []
     defaults = device_defaults(args.accelerator, Path(args.hf_checkpoint or ""))
     settings = defaults | dict(args.sglang_overrides)
-    return [EngineKind(EngineGroup("", num_slots, args.rollout_num_gpus_per_engine), settings)]
+    topology, _ = read_topology(args)  # what is wrong with it is in the problems of the command line
+    if topology is None:
+        return [EngineKind(EngineGroup("", num_slots, args.rollout_num_gpus_per_engine), settings)]
+    return [
+        EngineKind(
+            EngineGroup(
+                f"{model.name} {group.worker_type}" if group.worker_type != "placeholder" else "placeholder",
+                group.num_gpus,
+                group.num_gpus_per_engine or args.rollout_num_gpus_per_engine,
+            ),
+            settings | group.overrides,
+            serves_policy=bool(model.model_path == args.hf_checkpoint),
+        )
+        for model in topology.models
+        for group in model.server_groups
+    ]
 
 
 def hook_reports(args: Any) -> Iterator[HookReport]:

@@ -64,6 +64,7 @@ OURS = {
     "--overlong-penalty-factor": "soft overlong punishment",
     "--pf-ppo-reweight": "policy filtration",
     "--pf-ppo-weight-pow": "policy filtration",
+    "--plan-device": "a question",
     "--ppo-epochs": "passes over one rollout",
     "--profile-ranks": "which ranks are profiled",
     "--prompt-truncation": "over-long prompts",

@@ -16,6 +16,8 @@ def cluster(**changes) -> argparse.Namespace:
         "rollout_num_gpus": 16,
         "colocate": False,
         "debug_train_only": False,
+        "debug_rollout_only": False,
+        "rollout_external_engine_addrs": None,
     }
     return argparse.Namespace(**(values | changes))
 
@@ -96,6 +98,19 @@ def test_colocated_engines_share_the_trainers_slots_and_may_take_more():
         (None, 3),
         (None, 3),
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainers", "engines"),
+    [
+        ({"debug_rollout_only": True}, 0, 16),
+        ({"debug_train_only": True}, 16, 0),
+        ({"rollout_external_engine_addrs": ["host:30000"]}, 16, 0),
+    ],
+)
+def test_a_part_of_the_system_takes_only_its_own_slots(changes, trainers, engines):
+    layout = slot_layout(cluster(**changes))
+    assert (layout.num_trainers, layout.num_engine_slots, layout.total) == (trainers, engines, trainers + engines)
 
 
 def test_a_placeholder_leaves_its_slots_empty():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from types import SimpleNamespace
 
@@ -9,7 +11,10 @@ import pytest
 import ray
 
 from slime.ray import placement_group as placement
+from slime.ray.actor_group import RayTrainGroup, trainer_env
+from slime.ray.run import TrainingRun
 from slime.ray.utils import ActorFailure, actor_env, get, in_bundle, slot_options
+from slime.utils.arguments.check_trainer import OWNED_ENV_VARS
 from slime.utils.errors import UsageError
 from slime.utils.plan.layout import slot_layout
 
@@ -28,8 +33,6 @@ class Worker:
         raise UsageError(["first sentence", "second sentence"])
 
     def die(self):
-        import os
-
         os._exit(3)
 
     def slots(self):
@@ -45,14 +48,14 @@ def cluster_args(**changes):
         "rollout_num_gpus_per_engine": 1,
         "colocate": False,
         "debug_train_only": False,
+        "debug_rollout_only": False,
+        "rollout_external_engine_addrs": None,
     }
     return SimpleNamespace(**(defaults | changes))
 
 
 @pytest.fixture(scope="module")
 def local_ray():
-    import os
-
     address = os.environ.pop("RAY_ADDRESS", None)
     assert placement.connect_ray(cluster_args()) is True
     yield
@@ -127,6 +130,37 @@ def test_separate_engines_sit_behind_the_trainers_and_colocated_ones_with_them(l
     )
     assert get([trainer.value.remote(), engine.value.remote()], "a trainer and an engine in one slot", 60) == [7, 7]
     placement.remove_placement(shared)
+
+
+class EnvironmentReader:
+    """In the place of a trainer rank."""
+
+    def __init__(self, args, rank, world_size, log_path):
+        pass
+
+    def train(self, rollout_id, refs):
+        return {name: os.environ.get(name) for name in ("MY_SETTING", "OMP_WAIT_POLICY", "PYTHONUNBUFFERED")}
+
+    def shutdown(self):
+        pass
+
+
+def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls(local_ray, tmp_path):
+    path = tmp_path / "new" / "timeline.json"
+    more = {"MY_SETTING": "1", "OMP_WAIT_POLICY": "ACTIVE"}
+    args = cluster_args(output_dir=str(tmp_path), train_env_vars=more, ray_timeline_path=str(path))
+    placed = placement.create_placement(args)
+    group = RayTrainGroup(args, placed, actor_cls=EnvironmentReader)
+    assert group.train(0, []) == {**more, "PYTHONUNBUFFERED": "1"}
+    TrainingRun(args)._write_timeline()
+    group.shutdown()
+    placement.remove_placement(placed)
+    assert any(event["cat"] == "task::EnvironmentReader.train" for event in json.loads(path.read_text()))
+
+
+def test_every_variable_that_a_trainer_rank_gets_is_refused_or_a_default_that_may_be_replaced():
+    given = {name for accelerator in ("cpu", "cuda") for name in trainer_env(accelerator, 2, {})}
+    assert given - set(OWNED_ENV_VARS) == {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.utils.arguments.flags import flag
+from slime.utils.plan.devices import DEFAULT_GPU, DEVICE_CHOICES
 
 
 @dataclass
@@ -13,6 +14,12 @@ class AskFlags:
 
     dry_run: bool = flag(False, "check everything, print the plan of the run, and end with status 0 or 2")
     dry_run_json: str | None = flag(None, "also write the plan to this JSON file", needs="dry_run")
+    plan_device: str | None = flag(
+        None,
+        f"GPU that the plan is for (default: this machine's, without one {DEFAULT_GPU})",
+        choices=DEVICE_CHOICES,
+        needs="dry_run",
+    )
     explain: str | None = flag(None, "say what a flag is, whether it works, and its value on this command line")
     list_unsupported: bool = flag(False, "list the flags that are declared but not built yet")
     completion: str | None = flag(

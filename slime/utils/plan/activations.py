@@ -33,6 +33,8 @@ from slime.utils.plan.layout import ParallelLayout
 from slime.utils.plan.shape import ModelShape
 
 FP32 = 4
+DEFERRED_CHUNK = 1024
+"""Rows of a chunk of --recompute-loss-function where --log-probs-chunk-size does not say."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,24 @@ def stage_saved(
         return round(hidden * len(saved[:size])) + sum(saved[size:]), max(saved[:size], default=0)
     chunks = [sum(saved[start : start + size]) for start in range(0, len(saved), size)]
     return round(hidden * len(chunks)), max(chunks, default=0)
+
+
+def deferred_head_bytes(
+    shape: ModelShape, layout: ParallelLayout, compute: Compute, *, response_tokens: int, chunk_size: int
+) -> HeadBytes:
+    """The same with --recompute-loss-function: logits of one chunk of rows at a time, made again on the way back.
+
+    Forward: the chunk's logits, a scaled copy and its exponential. Backward: logits and their gradient beside the
+    three fp32 copies of the loss, or the output matrix's gradient of all chunks so far and of this one.
+    """
+    columns = shape.vocab_size / layout.tp
+    rows = min(chunk_size if chunk_size > 0 else DEFERRED_CHUNK, response_tokens)
+    logits, copy = rows * columns * compute.element_size, rows * columns * FP32
+    matrix = columns * shape.hidden_size * compute.element_size
+    selected = 2 * response_tokens * shape.hidden_size * compute.element_size  # hidden states and their gradient
+    return HeadBytes(
+        forward=round(selected + logits + 2 * copy), backward=round(selected + max(2 * logits + 3 * copy, 2 * matrix))
+    )
 
 
 def head_bytes(

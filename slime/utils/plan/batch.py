@@ -72,6 +72,9 @@ class BatchPlan:
     """Most tokens of a micro-batch on one GPU, its share of a sequence under context parallelism."""
     micro_batch_response_tokens: int
     """Of these, response tokens at most."""
+    log_prob_tokens: int
+    """The same of a pass without gradients (--log-probs-max-tokens-per-gpu)."""
+    log_prob_response_tokens: int
     micro_batches_per_rank: int
     """Expected in each train step."""
     num_rollouts: int | None
@@ -109,7 +112,10 @@ def batch_plan(args: argparse.Namespace, layout: ParallelLayout, facts: DataFact
     samples = prompts * per_prompt
     per_step = max(1, min(args.global_batch_size or samples, samples))
     lengths = lengths_of(args, facts)
-    tokens, response_tokens, micro_batches = _micro_batches(args, layout, lengths, per_step)
+    tokens, response_tokens = _tokens(args, layout, lengths, args.max_tokens_per_gpu)
+    forward_budget = args.log_probs_max_tokens_per_gpu or args.max_tokens_per_gpu
+    forward_tokens, forward_responses = _tokens(args, layout, lengths, forward_budget)
+    micro_batches = _num_micro_batches(args, layout, lengths, per_step)
     num_rollouts = _num_rollouts(args, facts)
     return BatchPlan(
         prompts_per_rollout=prompts,
@@ -123,29 +129,39 @@ def batch_plan(args: argparse.Namespace, layout: ParallelLayout, facts: DataFact
         response_tokens_per_rollout=samples * lengths.mean_response,
         micro_batch_tokens=tokens,
         micro_batch_response_tokens=response_tokens,
+        log_prob_tokens=forward_tokens,
+        log_prob_response_tokens=forward_responses,
         micro_batches_per_rank=micro_batches,
         num_rollouts=num_rollouts,
         epochs=num_rollouts * prompts / facts.num_rows if facts and num_rollouts is not None else None,
     )
 
 
-def _micro_batches(
-    args: argparse.Namespace, layout: ParallelLayout, lengths: Lengths, per_step: int
-) -> tuple[int, int, int]:
-    """(most tokens of one on a GPU, response tokens among them, expected number per rank and step)."""
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
-        budget = args.max_tokens_per_gpu * layout.cp
+def _is_dynamic(args: argparse.Namespace) -> bool:
+    return bool(args.use_dynamic_batch_size and args.max_tokens_per_gpu)
+
+
+def _tokens(args: argparse.Namespace, layout: ParallelLayout, lengths: Lengths, budget: int | None) -> tuple[int, int]:
+    """(most tokens of a micro-batch on a GPU, response tokens among them) under a token budget per GPU."""
+    if _is_dynamic(args) and budget:
         # A sample longer than the budget is a micro-batch by itself.
-        tokens = max(budget, lengths.longest)
+        tokens = max(budget * layout.cp, lengths.longest)
         responses = math.ceil(tokens * lengths.max_response / max(lengths.longest, 1))
-        bins = math.ceil(per_step / max(1, budget // max(lengths.mean, 1)))
     else:
         tokens, responses = args.micro_batch_size * lengths.longest, args.micro_batch_size * lengths.max_response
-        bins = math.ceil(per_step / args.micro_batch_size)
     padded = _round_up(math.ceil(tokens / layout.cp), layout.tp * args.data_pad_size_multiplier)
     if lengths.max_response == 0:
         responses = tokens  # a demonstration may be trained on every token
-    return padded, math.ceil(responses / layout.cp), math.ceil(bins / layout.dp)
+    return padded, math.ceil(responses / layout.cp)
+
+
+def _num_micro_batches(args: argparse.Namespace, layout: ParallelLayout, lengths: Lengths, per_step: int) -> int:
+    """Expected number per rank and train step."""
+    if _is_dynamic(args):
+        size = max(1, args.max_tokens_per_gpu * layout.cp // max(lengths.mean, 1))
+    else:
+        size = args.micro_batch_size
+    return math.ceil(math.ceil(per_step / size) / layout.dp)
 
 
 def _round_up(value: int, multiple: int) -> int:

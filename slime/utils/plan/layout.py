@@ -44,7 +44,9 @@ class SlotLayout:
 def slot_layout(args: Any) -> SlotLayout:
     """The layout that the cluster flags ask for (pure; `total` is what Ray must have)."""
     trainers = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if args.debug_train_only:
+    if args.debug_rollout_only:
+        return SlotLayout(0, args.rollout_num_gpus, 0)
+    if args.debug_train_only or args.rollout_external_engine_addrs:  # no engines, or servers that run already
         return SlotLayout(trainers, 0, 0)
     return SlotLayout(trainers, args.rollout_num_gpus, 0 if args.colocate else trainers)
 

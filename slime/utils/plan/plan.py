@@ -129,7 +129,7 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
     batch = batch_plan(args, layout, facts.data) if args.rollout_batch_size else None
     kinds = engine_kinds(args, facts)
     slots = slot_layout(args)
-    trainer = trainer_memory(args, shape, layout, batch) if shape and batch else None
+    trainer = trainer_memory(args, shape, layout, batch) if shape and batch and slots.num_trainers else None
     engines = _engine_memory(args, shape, device, batch, kinds)
     sends = traffic.transport(args, shape, device, num_nodes=_num_nodes(args, slots)) if shape else None
     return Plan(
@@ -143,7 +143,7 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
         engine_memory=engines,
         fit=moments(args, device, slots, trainer=trainer, engines=engines) if shape and batch else [],
         host_memory_per_node=_host_memory(args, slots, trainer, engines),
-        phases=_phases(args, shape, device, layout, batch, engines, sends),
+        phases=_phases(args, shape, device, layout, batch, trainer, engines, sends),
         transport=sends,
         outputs=traffic.outputs(args, shape),
         hooks=facts.hooks,
@@ -214,6 +214,7 @@ def _phases(
     device: Device,
     layout: ParallelLayout,
     batch: BatchPlan | None,
+    trainer: TrainerMemory | None,
     engines: list[EngineMemory],
     sends: traffic.Transport | None,
 ) -> list[timing.Phase]:
@@ -227,6 +228,8 @@ def _phases(
         found.append(
             timing.generate_phase(shape, device, engine, batch, num_engines=num_engines, concurrency=concurrency)
         )
+    if trainer is None:
+        return found
     passes = num_log_prob_passes(args, batch.steps_per_rollout)
     if passes:
         found.append(timing.log_probs_phase(shape, device, batch, layout, passes))
@@ -235,7 +238,7 @@ def _phases(
     if sends is not None:
         found.append(timing.sync_phase(sends.num_bytes, sends.bandwidth, sends.way.split(":")[0]))
     if (args.offload_train or args.offload_rollout) and args.accelerator != "cpu":
-        state = max(stage.state for stage in trainer_memory(args, shape, layout, batch).stages)
+        state = max(stage.state for stage in trainer.stages)
         found.append(
             timing.offload_phase(
                 device,
@@ -270,5 +273,11 @@ def _assumptions(
             )
     if any(engine.is_fraction_assumed for engine in engines) and not device.is_shared:
         found.append(f"--sglang-mem-fraction-static {engines[0].mem_fraction}, which SGLang chooses by itself")
+    if args.use_critic:
+        found.append("the critic takes turns with the actor on the same GPUs; its memory and time are not counted")
+    if args.lora_rank:
+        found.append("--lora-rank: gradients and optimizer are counted for all weights, which is too much")
+    if args.rollout_external_engine_addrs:
+        found.append("the engines of --rollout-external-engine-addrs run on GPUs that are not in the plan")
     found.append("times and memory are estimates: reward functions, tools and fragmentation are not in them")
     return found

@@ -43,7 +43,7 @@ class Output:
 
 def transport(args: argparse.Namespace, shape: ModelShape, device: Device, *, num_nodes: int) -> Transport | None:
     """The way of the weights; None without engines."""
-    if args.debug_train_only:
+    if args.debug_train_only or args.debug_rollout_only:
         return None
     num_bytes = shape.num_params * Precision.of(args).weight
     if args.update_weight_transport == "disk":
@@ -74,6 +74,8 @@ def outputs(args: argparse.Namespace, shape: ModelShape | None) -> list[Output]:
     when = (
         f"every {args.save_interval} rollouts, and after the last" if args.save_interval else "after the last rollout"
     )
+    if args.keep_checkpoints:
+        when += f"; the newest {args.keep_checkpoints} are kept"
     if args.save:
         size = None if shape is None else checkpoint_bytes(args, shape)
         found.append(Output("checkpoint", f"{args.save}/iter_<rollout id>/", size, when))
@@ -86,9 +88,10 @@ def outputs(args: argparse.Namespace, shape: ModelShape | None) -> list[Output]:
 
 
 def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape) -> int:
-    """Weights in the precision of training and, unless left out, the optimizer's fp32 state (all shards together)."""
-    precision = Precision.of(args)
-    return shape.num_params * (precision.weight + (0 if args.no_save_optim else precision.optimizer))
+    """What --checkpoint-contents says: weights as trained, the optimizer's fp32 state, an HF export."""
+    precision, contents = Precision.of(args), args.checkpoint_contents or ("model", "optimizer")
+    optimizer = precision.optimizer if "optimizer" in contents else 0
+    return shape.num_params * (precision.weight * (1 + ("hf" in contents)) + optimizer)
 
 
 def _dumps(args: argparse.Namespace) -> list[tuple[str, Any, str]]:

@@ -24,7 +24,9 @@ from dataclasses import dataclass
 
 from slime.utils.plan.activations import (
     Compute,
+    HeadBytes,
     Recompute,
+    deferred_head_bytes,
     final_norm_saved,
     head_bytes,
     layer_forward,
@@ -190,19 +192,12 @@ def _stage(
     saved = round(kept * tokens * in_flight(layout, stage, batch.micro_batches_per_rank))
     layer = layers[-1] if layers else 0
     working = again * tokens + layer_working(shape, layer, layout, compute, tokens)
-    forward = layer_forward(shape, layer, layout, compute, tokens)
+    forward = layer_forward(shape, layer, layout, compute, batch.log_prob_tokens)
     head_size, embedding = 0, shape.embedding_params // layout.tp * precision.weight
     if stage == layout.pp - 1:
-        head = head_bytes(
-            shape,
-            layout,
-            compute,
-            tokens=tokens,
-            response_tokens=min(batch.micro_batch_response_tokens, tokens),
-            chunk_size=args.log_probs_chunk_size,
-        )
+        head, forward_head = _heads(args, shape, layout, compute, batch)
         saved += final_norm_saved(shape, layout, compute) * tokens
-        head_size, forward = max(head.forward, head.backward), max(forward, head.forward)
+        head_size, forward = max(head.forward, head.backward), max(forward, forward_head.forward)
         if shape.is_tied and layout.pp == 1:
             working += embedding  # the output layer's part of the gradient waits for the embedding's
     peaks = {
@@ -226,6 +221,24 @@ def _stage(
         train_peak=floor + peaks[largest],
         peak_is=largest,
     )
+
+
+def _heads(
+    args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout, compute: Compute, batch: BatchPlan
+) -> tuple[HeadBytes, HeadBytes]:
+    """Of a train step, and of a pass without gradients, which always makes whole logits."""
+    chunk = args.log_probs_chunk_size
+    tokens, forward_tokens = batch.micro_batch_tokens, batch.log_prob_tokens
+    responses = min(batch.micro_batch_response_tokens, tokens)
+    forward_responses = min(batch.log_prob_response_tokens, forward_tokens)
+    forward_only = head_bytes(
+        shape, layout, compute, tokens=forward_tokens, response_tokens=forward_responses, chunk_size=chunk
+    )
+    if args.recompute_loss_function and args.loss_type != "custom_loss":
+        deferred = deferred_head_bytes(shape, layout, compute, response_tokens=responses, chunk_size=chunk)
+        return deferred, forward_only
+    whole = head_bytes(shape, layout, compute, tokens=tokens, response_tokens=responses, chunk_size=chunk)
+    return whole, forward_only
 
 
 def _rollout_data(batch: BatchPlan, layout: ParallelLayout) -> int:
