@@ -66,7 +66,10 @@ OURS = {
     "--pf-ppo-weight-pow": "policy filtration",
     "--plan-device": "a question",
     "--ppo-epochs": "passes over one rollout",
+    "--profile": "Megatron's name",
     "--profile-ranks": "which ranks are profiled",
+    "--profile-step-end": "Megatron's name",
+    "--profile-step-start": "Megatron's name",
     "--prompt-truncation": "over-long prompts",
     "--ray-timeline-path": "Ray's own trace",
     "--recompute-old-log-probs": "always a pass of its own",
@@ -80,6 +83,7 @@ OURS = {
     "--skip-malformed-data": "upstream's skipping, by request",
     "--tracker": "where metrics go",
     "--trust-remote-code": "off by default",
+    "--use-pytorch-profiler": "Megatron's name",
 }
 
 

@@ -115,7 +115,10 @@ def accept(checked: Checked) -> Args:
     """
     if sentences := checked.problems.all():
         raise UsageError(sentences)
-    for warning in validate.warnings(checked.args, checked.explicit, given_load=checked.given_load):
+    from slime.backends.megatron_utils.arguments import megatron_warnings
+
+    own = validate.warnings(checked.args, checked.explicit, given_load=checked.given_load)
+    for warning in [*own, *megatron_warnings(checked.args, checked.explicit)]:
         logger.warning("%s", warning)
     return checked.args
 
@@ -163,13 +166,13 @@ class CommandLine:
 
     def unsupported(self) -> list[tuple[str, str]]:
         """(flag, or flag and value; topic of the work that brings it) of everything declared but not built."""
-        from slime.backends.megatron_utils.flag_classes import later_megatron_flags
+        from slime.backends.megatron_utils.arguments import later_megatron_flags
 
         return [*later.unsupported_flags(_own_classes()), *later_megatron_flags().items()]
 
     def status_of(self, action: argparse.Action) -> ask.FlagStatus:
         """What a flag does today."""
-        from slime.backends.megatron_utils.flag_classes import megatron_flag_class
+        from slime.backends.megatron_utils.arguments import megatron_flag_class
 
         own = {f.name: later.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
         if action.dest in own:
@@ -281,7 +284,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     problems.extend(validate.collect(args, explicit, fields))
     problems.unsupported += later.unsupported_uses(args, explicit, classes)
     if not args.debug_rollout_only:  # V16: no trainers
-        problems.wrong += megatron_problems(args.replace(load=given_load), hf_config)
+        problems.extend(megatron_problems(args.replace(load=given_load), hf_config, explicit))
     if not args.debug_train_only:
         problems.extend(sglang_problems(args, port_is_free=is_port_available))
     _check_rewards(args, problems)
