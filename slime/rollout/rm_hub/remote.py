@@ -9,12 +9,13 @@ import asyncio
 import logging
 import random
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import aiohttp
-
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    import aiohttp
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] =
 
 
 def _session() -> aiohttp.ClientSession:
+    import aiohttp  # a fifth of a second that only runs with a reward service pay
+
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
@@ -51,6 +54,8 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
     Raises:
         RuntimeError: the service refused the request (4xx, at once, with its text) or every try failed.
     """
+    import aiohttp
+
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     for attempt in range(max_retries):
         try:

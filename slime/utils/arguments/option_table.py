@@ -98,9 +98,7 @@ class OptionTable:
         if not _is_direct(option.action):
             return values | {"action": functools.partial(_LazyAction, live=self._live)}
         action = _load(option.action)
-        known = inspect.signature(action).parameters
-        accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        accepted = {name: value for name, value in values.items() if accepts_all or name in known}
+        accepted = {name: value for name, value in values.items() if _accepts(action, name)}
         return accepted | option.extra | {"action": action}
 
     def _type_of(self, option: Option) -> Callable[[str], Any] | None:
@@ -250,6 +248,12 @@ def _is_direct(path: str) -> bool:
 def _load(path: str) -> Any:
     module, _, name = path.partition(":")
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+@functools.cache
+def _accepts(action: Any, keyword: str) -> bool:
+    known = inspect.signature(action).parameters
+    return keyword in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
 
 def _extra_of(action: argparse.Action) -> dict[str, Any]:

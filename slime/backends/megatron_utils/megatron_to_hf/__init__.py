@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family, TensorShape, family_of
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["convert_to_hf", "family_of_args", "remove_padding"]
 

@@ -16,12 +16,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
 from slime.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _concatenate(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    import torch  # here, since a command line that names a family is checked without it
+
+    return torch.cat(list(parts), dim)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Same:
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Concatenate along `dim`."""
-        return torch.cat(list(parts), dim)
+        return _concatenate(parts, dim)
 
 
 class Vocab(Same):
@@ -94,7 +101,7 @@ class Vocab(Same):
         """[[V, H]] -> [padded V, H]."""
         (tensor,) = tensors
         padding = tensor.new_zeros(shape.padded_vocab_size - tensor.shape[0], *tensor.shape[1:])
-        return torch.cat([tensor, padding])
+        return _concatenate([tensor, padding])
 
 
 class Qkv(Same):
@@ -110,7 +117,7 @@ class Qkv(Same):
         """[q, k, v] -> [(heads + 2 groups) * channels, ...]."""
         rows = self._rows(shape)
         grouped = [t.unflatten(0, (shape.num_query_groups, n)) for t, n in zip(tensors, rows, strict=True)]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
+        return _concatenate(grouped, dim=1).flatten(0, 1)
 
     @staticmethod
     def _rows(shape: TensorShape) -> list[int]:
@@ -128,17 +135,17 @@ class GateUp(Same):
 
     def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
         """[gate, up] -> [2 F, H]."""
-        return torch.cat(list(tensors))
+        return _concatenate(tensors)
 
     def split(self, param: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
         """Each rank's [gate share, up share]."""
         halves = [half.chunk(num_parts, dim) for half in param.chunk(2, dim)]
-        return [torch.cat(pair, dim) for pair in zip(*halves, strict=True)]
+        return [_concatenate(pair, dim) for pair in zip(*halves, strict=True)]
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """All gate shares, then all up shares."""
         halves = zip(*(part.chunk(2, dim) for part in parts), strict=True)
-        return torch.cat([share for half in halves for share in half], dim)
+        return _concatenate([share for half in halves for share in half], dim)
 
 
 @dataclass(frozen=True)
