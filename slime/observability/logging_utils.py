@@ -14,7 +14,8 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -41,6 +42,20 @@ def configure_logger(prefix: str = "") -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+@contextmanager
+def collect_warnings() -> Iterator[list[str]]:
+    """The warnings that slime logs in a block, as sentences: for a user who does not see this process's log."""
+    collected: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: collected.append(record.getMessage())  # type: ignore[method-assign]
+    root = logging.getLogger("slime")
+    root.addHandler(handler)
+    try:
+        yield collected
+    finally:
+        root.removeHandler(handler)
 
 
 class Sink(Protocol):

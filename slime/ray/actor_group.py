@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class RayTrainGroup:
                 name=None,
                 max_restarts=0,
                 scheduling_strategy=in_bundle(placement.group, bundle),
-                runtime_env={"env_vars": trainer_env(args.accelerator, self.world_size)},
+                runtime_env={"env_vars": trainer_env(args.accelerator, self.world_size, args.train_env_vars)},
                 **slot_options(args.accelerator, TRAINER_SHARE),
             ).remote(args, rank, self.world_size, str(self.log_path(rank)))
             for rank, bundle in enumerate(placement.trainer_bundles)
@@ -62,7 +63,7 @@ class RayTrainGroup:
         """Wait until every rank is built.
 
         Returns:
-            rank 0's "start_rollout_id" and "parallel_config".
+            rank 0's "start_rollout_id", "parallel_config" and "warnings".
         """
         return get(self._starting, f"the start of the trainer (logs: {self.log_dir})", START_DEADLINE_S)[0]
 
@@ -95,11 +96,13 @@ class RayTrainGroup:
         return get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
 
 
-def trainer_env(accelerator: str, world_size: int) -> dict[str, str]:
-    """Environment of a trainer rank: its share of the cores, and what NCCL needs to reach an engine."""
+def trainer_env(accelerator: str, world_size: int, more: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a trainer rank: its share of the cores, what NCCL needs to reach an engine, and `more`, which
+    was checked to contradict neither (--train-env-vars)."""
     if accelerator == "cpu":
         num_threads = max(1, (os.cpu_count() or 1) // world_size)
         # Threads that wait must sleep: spinning, they take the core that an engine or another rank needs.
-        return actor_env({"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"})
+        return actor_env({"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", **more})
     # SGLang sets the first in its own process; the two ends of a communicator must agree or NCCL fails.
-    return actor_env({"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    fixed = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return actor_env({**fixed, **more})

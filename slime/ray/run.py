@@ -7,6 +7,7 @@ It knows no algorithm: what a rollout or a train step is, the actors know.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any, Self
 import ray
 
 from slime.observability import logging_utils
+from slime.observability.profiler import nothing_recorded
 from slime.observability.progress import progress_bar, set_progress_factory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.placement_group import connect_ray, create_placement
@@ -59,6 +61,7 @@ class TrainingRun:
         self._trainers: RayTrainGroup | None = None
         self._manager: Any = None
         self._state_saved: ray.ObjectRef | None = None
+        self._trained = range(0)
 
     # ---- the verbs of the drivers
 
@@ -105,6 +108,7 @@ class TrainingRun:
         """Train on a rollout."""
         self._rollout_id = rollout_id
         self._log(self.trainers.train(rollout_id, data))
+        self._trained = range(self.plan.start_rollout_id, rollout_id + 1)
 
     def save_if_due(self, rollout_id: int) -> None:
         """Write a checkpoint every `--save-interval` rollouts, at epoch ends and after the last rollout."""
@@ -178,12 +182,15 @@ class TrainingRun:
         logger.info("everything is running after %.1f s", time.monotonic() - start)
 
     def _connect(self, started: dict[str, Any]) -> None:
+        for warning in started["warnings"]:
+            logger.warning("trainer: %s", warning)
         parallel = started["parallel_config"]
         get(self._manager.set_train_parallel_config.remote(parallel), "the rollout manager", STATE_DEADLINE_S)
         per_epoch = get(self._manager.get_num_rollout_per_epoch.remote(), "the data source", STATE_DEADLINE_S)
         first = started["start_rollout_id"] if self.args.start_rollout_id is None else self.args.start_rollout_id
         num_rollout = self.args.num_rollout
         self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
+        self._warn_of_no_profile(range(first, self.plan.num_rollout))
         if first > 0 and not self.args.eval_only:
             get(
                 self._manager.load.remote(first - 1),
@@ -201,7 +208,11 @@ class TrainingRun:
         """End everything that was started; after a failure without waiting for trainers that may be stuck."""
         with suppress(Exception):
             logging_utils.finish_tracking()
+        if not failed:
+            self._warn_of_no_profile(self._trained)
         if ray.is_initialized():
+            if self.args.ray_timeline_path:
+                self._end("the timeline", self._write_timeline)
             if self._trainers is not None:
                 self._end("the trainers", lambda: self.trainers.shutdown(graceful=not failed))
             if self._manager is not None:
@@ -229,6 +240,18 @@ class TrainingRun:
         return self.is_last(rollout_id) or should_run_periodic_action(
             rollout_id, self.args.save_interval, plan.num_rollout_per_epoch, plan.num_rollout
         )
+
+    def _warn_of_no_profile(self, rollouts: range) -> None:
+        args = self.args
+        asked = range(args.profile_step_start, args.profile_step_end)
+        if args.use_pytorch_profiler and (sentence := nothing_recorded(asked, rollouts)):
+            logger.warning("%s", sentence)
+
+    def _write_timeline(self) -> None:
+        path = Path(self.args.ray_timeline_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ray.timeline()))
+        logger.info("timeline of the Ray actors: %s", path)
 
     def _eval(self, rollout_id: int, *, step: int) -> None:
         records, shown = get(self._manager.eval.remote(rollout_id, step), "the evaluation", WORK_DEADLINE_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.backends.sglang_utils import weight_transfer
-from slime.observability.logging_utils import configure_logger
+from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import redirect_output
 from slime.utils import accelerator
@@ -24,7 +24,11 @@ class TrainRayActor(RayActor):
         self._actor: Any = None
 
     def init(self, master_addr: str, master_port: int) -> dict[str, Any]:
-        """Build the trainer of this rank; returns what `MegatronTrainActor.init` does, and its parallel layout."""
+        """Build the trainer of this rank.
+
+        Returns:
+            what `MegatronTrainActor.init` does, its "parallel_config" and the "warnings" on the way.
+        """
         # Imported here: the driver imports this module, and must not load torch.distributed and megatron for it. The
         # patches come first: some work only on a megatron that is not yet imported.
         from slime.backends.megatron_utils import megatron_patch
@@ -41,10 +45,11 @@ class TrainRayActor(RayActor):
             # Ray shows each actor only the GPU of its bundle, so every rank's own GPU is number 0.
             local_rank=0,
         )
-        started = self._actor.init()
+        with collect_warnings() as warnings:
+            started = self._actor.init()
         if not self.args.debug_train_only:
             weight_transfer.preload()  # the engines are still starting: nobody waits for it
-        return {**started, "parallel_config": self._actor.parallel_config()}
+        return {**started, "parallel_config": self._actor.parallel_config(), "warnings": warnings}
 
     def train(self, rollout_id: int, refs: list[Any]) -> list[tuple[dict[str, float], str]]:
         """Train on this rank's share of the rollout; returns metric records (of use on rank 0)."""

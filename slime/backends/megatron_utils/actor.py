@@ -30,6 +30,7 @@ from slime.backends.megatron_utils.model.forward_only import compute_log_probs
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.model.train_step import train_one_step
 from slime.backends.megatron_utils.update_weight import build_weight_updater
+from slime.observability.profiler import Profiler
 from slime.observability.timer import Timer, timer
 from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint
@@ -72,6 +73,13 @@ class MegatronTrainActor:
             "local_rank": local_rank,
         }
         self._updater: Any = None
+        records = args.use_pytorch_profiler and rank in args.profile_ranks
+        self._profiler = Profiler(
+            Path(args.output_dir) / "profile" if records else "",
+            rank=rank,
+            targets=args.profile_target if records else (),
+            rollouts=range(args.profile_step_start, args.profile_step_end),
+        )
 
     def init(self) -> dict[str, int]:
         """Join the other ranks, build the model and load its weights (every rank calls it).
@@ -125,20 +133,25 @@ class MegatronTrainActor:
 
     def train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
         """Train on this rank's share of a rollout, given as plain lists (`train` without Ray and without times)."""
+        with self._profiler.record("train_overall", rollout_id):
+            return self._train_on(rollout_id, rollout_data)
+
+    def _train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
         args = self.args
         with timer("data_preprocess"):
             to_tensors(rollout_data, accelerator.current_device())
             pad_multiple = args.tensor_model_parallel_size * args.data_pad_size_multiplier
             micro_batches = MicroBatches(rollout_data, pad_multiple)
         if args.loss_type != "sft_loss" and args.compute_advantages_and_returns:
-            self._add_log_probs(micro_batches)
+            with self._profiler.record("train_log_probs", rollout_id):
+                self._add_log_probs(micro_batches)
             compute_advantages_and_returns(args, rollout_data)
         if args.rollout_data_postprocess_path:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         rollout_metrics = {**column_means(micro_batches, group), "rollout/step": rollout_id}
         records: list[MetricRecord] = [(rollout_metrics, "rollout/step")]
-        with timer("actor_train"):
+        with timer("actor_train"), self._profiler.record("train_actor", rollout_id):
             for step_id in range(micro_batches.num_steps):
                 step = rollout_id * micro_batches.num_steps + step_id
                 metrics = train_one_step(args, self.state, micro_batches, rollout_id=rollout_id, step_id=step_id)
