@@ -71,7 +71,7 @@ def parse_args(argv: Sequence[str] | None, world_size: int) -> argparse.Namespac
         vars(args).update(model_args_from_hf(hf_config))
     if world_size > 1 and args.tensor_model_parallel_size == 1:
         args.tensor_model_parallel_size = world_size
-    if problems := megatron_problems(args, hf_config):
+    if problems := megatron_problems(args, hf_config).all():
         raise UsageError(problems)
     return set_default_megatron_args(args)
 

@@ -21,6 +21,8 @@ def make_args(**changes):
         "lr_warmup_fraction": None,
         "lr_warmup_init": 0.0,
         "lr_warmup_iters": 0,
+        "lr_wsd_decay_iters": None,
+        "lr_wsd_decay_style": "exponential",
         "min_lr": 0.0,
         "n_samples_per_prompt": 2,
         "num_rollout": 5,
@@ -53,6 +55,17 @@ def test_constant_stays_and_norms_are_not_decayed():
 def test_warm_up_is_linear_and_starts_at_its_initial_rate():
     assert rates(6, lr_warmup_iters=4, lr_warmup_init=0.2) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
     assert rates(3, lr_warmup_fraction=0.2) == pytest.approx([0.0, 0.5, 1.0])
+
+
+def test_warmup_stable_decay_is_constant_until_its_last_steps():
+    wsd = rates(11, lr_decay_style="WSD", lr_wsd_decay_iters=4, lr_wsd_decay_style="linear")
+    # 10 steps in all, of which the last 4 fall by a quarter each
+    assert wsd == pytest.approx([1.0] * 7 + [0.75, 0.5, 0.25, 0.0])
+
+
+def test_the_inverse_square_root_starts_from_the_warm_up():
+    found = rates(5, lr_decay_style="inverse-square-root", lr_warmup_iters=1, lr_decay_iters=10)
+    assert found == pytest.approx([0.0, 1.0, 1 / math.sqrt(2), 1 / math.sqrt(3), 0.5])
 
 
 def test_linear_and_cosine_end_at_the_minimum_after_the_whole_run():

@@ -7,7 +7,6 @@ import json
 import sys
 
 import pytest
-import torch
 
 from slime.backends.megatron_utils import arguments
 from slime.backends.megatron_utils.arguments import (
@@ -127,69 +126,125 @@ def test_a_model_that_we_do_not_have_is_refused_by_name(changes, named):
         model_args_from_hf({**QWEN3, **changes})
 
 
+def problems_of(flags: str = "", hf_config=QWEN3, **values):
+    """Problems of a line with all of the HF model's flags, after derivation, as the command line finds them."""
+    parser = add_megatron_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(flags.split())
+    options = parser._option_string_actions
+    explicit = {options[token].dest for token in flags.split() if token in options}
+    given = SLIME_DEFAULTS | {"accelerator": "cuda"} | model_args_from_hf(QWEN3) | values
+    vars(args).update({name: value for name, value in given.items() if name not in explicit})
+    vars(args).update(derive_megatron(args))
+    return megatron_problems(args, hf_config, explicit)
+
+
 def test_flags_from_the_hf_config_have_no_problems(hf):
     args = make_args(hf)
-    assert megatron_problems(args, QWEN3) == []
+    assert megatron_problems(args, QWEN3).all() == []
+    assert problems_of().all() == []
     assert args.padded_vocab_size == 128  # 100 rounded up to a multiple of 128
     assert make_args(hf, "--tensor-model-parallel-size 2").padded_vocab_size == 256
     assert make_args(hf, "--make-vocab-size-divisible-by 1").padded_vocab_size == 100
 
 
-def test_precision_follows_the_device(hf):
-    assert make_args(hf).params_dtype == torch.float32
-    assert make_args(hf, accelerator="cuda").params_dtype == torch.bfloat16
-    half = make_args(hf, "--fp16", accelerator="cuda")
-    assert (half.params_dtype, half.bf16) == (torch.float16, False)
-    assert make_args(hf).bf16 is False
-
-
-def test_derived_values_are_returned_and_not_set(hf):
-    args = parse("--weight-decay 0.1 --sequence-parallel", **model_args_from_hf(QWEN3), hf_checkpoint=str(hf))
-    before = dict(vars(args))
-    derived = derive_megatron(args)
-    assert vars(args) == before
-    assert (derived["start_weight_decay"], derived["end_weight_decay"]) == (0.1, 0.1)
-    assert derived["sequence_parallel"] is False  # nothing to split with TP 1
-    assert derived["use_distributed_optimizer"] is True
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--fp16 --bf16", "exclude each other"),
+        ("--grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "exclude each other"),
+        ("--use-flash-attn --attention-backend unfused", "exclude each other"),
+        ("--lr-decay-style linear --min-lr 1", "--min-lr 1.0 is above --lr"),
+        ("--min-lr 1e-4", "--min-lr has no effect with --lr-decay-style constant"),
+        ("--lr-warmup-iters 3 --lr-warmup-fraction 0.1", "--lr-warmup-fraction and --lr-warmup-iters"),
+        ("--lr-warmup-init 1e-4", "no effect without a warm-up"),
+        ("--lr-decay-iters 5", "no effect with --lr-decay-style constant"),
+        ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        ("--lr-wsd-decay-iters 5", "without --lr-decay-style WSD"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-decay-iters 4", "is more than --lr-decay-iters 4"),
+        ("--recompute-granularity full", "--recompute-method"),
+        ("--recompute-method uniform", "without --recompute-granularity full"),
+        ("--recompute-activations --recompute-num-layers 1", "without --recompute-granularity full"),
+        ("--recompute-granularity selective --recompute-modules core moe", "--recompute-modules core: choose from"),
+        ("--recompute-modules mlp", "without --recompute-granularity selective"),
+        ("--weight-decay-incr-style linear", "--start-weight-decay"),
+        ("--start-weight-decay 0.01 --end-weight-decay 0.1", "need --weight-decay-incr-style"),
+        ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "only raises it"),
+        ("--use-checkpoint-opt_param-scheduler --override-opt-param-scheduler", "exclude each other"),
+        ("--overlap-param-gather", "needs --overlap-grad-reduce"),
+        ("--ddp-bucket-size 8", "--ddp-bucket-size has no effect without --overlap-grad-reduce"),
+        ("--hysteresis 3", "no effect but with --fp16"),
+        ("--decoupled-min-lr 0.1", "without --decoupled-lr"),
+        ("--rope-scaling-factor 4", "without --use-rope-scaling"),
+        ("--padded-vocab-size 128 --make-vocab-size-divisible-by 64", "leave one out"),
+        ("--padded-vocab-size 64", "below the vocabulary of 100"),
+        ("--adam-beta1 2", "--adam-beta1 2.0 must be at most 1"),
+        ("--weight-decay -1", "--weight-decay -1.0 must be at least 0"),
+        ("--ddp-bucket-size 0 --overlap-grad-reduce", "--ddp-bucket-size 0 must be at least 1"),
+        ("--num-layers 99999999999", "must be at most 10000"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_wrong(flags, named):
+    problems = problems_of(flags)
+    assert len(problems.all()) == 1, problems
+    assert named in problems.wrong[0]
 
 
 @pytest.mark.parametrize(
-    ("flags", "values", "named"),
+    ("flags", "named"),
     [
-        ("--pipeline-model-parallel-size 2", {}, "not supported yet (parallelism)"),
-        ("--context-parallel-size 2", {}, "not supported yet (parallelism)"),
-        ("--tensor-model-parallel-size 4", {"actor_num_gpus_per_node": 4}, "--num-query-groups 2 does not divide"),
-        ("--tensor-model-parallel-size 2", {"actor_num_gpus_per_node": 3}, "3 trainer GPUs or slots"),
-        ("--bf16", {}, "computes in fp32"),
-        ("--fp16 --bf16", {"accelerator": "cuda"}, "exclude each other"),
-        ("--attention-backend flash", {}, "needs CUDA"),
-        ("--attention-dropout 0.1", {}, "--attention-dropout"),
-        ("--min-lr 1", {}, "--min-lr 1.0 is above --lr"),
-        ("--lr-warmup-iters 3 --lr-warmup-fraction 0.1", {}, "--lr-warmup-fraction and --lr-warmup-iters"),
-        ("--recompute-granularity full", {}, "--recompute-method"),
-        ("--weight-decay-incr-style linear", {}, "--start-weight-decay"),
+        ("--bf16", "--bf16: the trainer computes in fp32"),
+        ("--fp16", "--fp16: the trainer computes in fp32"),
+        ("--attention-backend flash", "--attention-backend flash needs CUDA"),
+        ("--use-flash-attn", "--use-flash-attn needs CUDA"),
     ],
 )
-def test_what_cannot_work_is_named(hf, flags, values, named):
-    args = parse(flags, **({**model_args_from_hf(QWEN3), "hf_checkpoint": str(hf)} | values))
-    problems = megatron_problems(args, QWEN3)
-    assert len(problems) == 1
-    assert named in problems[0]
+def test_what_only_a_gpu_can_do_is_a_problem_of_the_device(flags, named):
+    problems = problems_of(flags, accelerator="cpu")
+    assert problems.all() == problems.environment
+    assert named in problems.environment[0]
+    assert problems_of(flags).all() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--attention-dropout 0.1", "our attention has no dropout"),
+        ("--normalization LayerNorm", "--normalization LayerNorm is not supported yet (model families);"),
+        ("--optimizer sgd", "--optimizer sgd is not supported yet (algorithms)."),
+        ("--attention-backend fused", "it needs TransformerEngine"),
+    ],
+)
+def test_what_is_not_built_is_not_called_wrong(flags, named):
+    problems = problems_of(flags, hf_config=None)
+    assert problems.all() == problems.unsupported
+    assert named in problems.unsupported[0]
+
+
+def test_models_that_are_not_built_are_unsupported():
+    bare = {"swiglu": False, "add_bias_linear": True}
+    sentences = problems_of(hf_config=None, **bare).unsupported
+    assert [("--swiglu" in s, "--disable-bias-linear" in s) for s in sentences] == [(True, False), (False, True)]
+    glm = {**QWEN3, "model_type": "glm4"}
+    assert any("'glm4'" in sentence for sentence in problems_of(hf_config=glm).unsupported)
 
 
 def test_every_disagreement_with_the_hf_config_is_listed(hf):
     args = make_args(hf)
     args.num_layers, args.rotary_base, args.qk_layernorm = 3, 10000, False
-    problems = megatron_problems(args, QWEN3)
+    problems = megatron_problems(args, QWEN3).wrong
     assert [p.split(":")[0] for p in problems] == ["--num-layers", "--rotary-base", "--qk-layernorm"]
     assert "2" in problems[0]
     assert "3" in problems[0]
 
 
 def test_missing_model_flags_point_to_model_args_from_hf():
-    (problem,) = megatron_problems(parse(), None)
+    (problem,) = megatron_problems(parse(), None).wrong
     assert "--num-layers" in problem
     assert "--model-args-from-hf" in problem
+
+
+def test_a_model_of_a_hook_need_not_be_what_the_flags_describe():
+    assert megatron_problems(parse(custom_model_provider_path="m.f"), QWEN3).all() == []
 
 
 def test_a_checkpoint_of_another_shape_is_refused_at_parse_time(hf, tmp_path):
@@ -200,13 +255,19 @@ def test_a_checkpoint_of_another_shape_is_refused_at_parse_time(hf, tmp_path):
     shape = model_shape(args)
     (root / "iter_0000004" / MODEL_SHAPE_FILE).write_text(json.dumps(shape))
     args.load = str(root)
-    assert megatron_problems(args, QWEN3) == []
+    assert megatron_problems(args, QWEN3).all() == []
     (root / "iter_0000004" / MODEL_SHAPE_FILE).write_text(json.dumps(shape | {"hidden_size": 64}))
-    (problem,) = megatron_problems(args, QWEN3)
+    (problem,) = megatron_problems(args, QWEN3).environment
     assert problem == f"--load {root} holds a model with --hidden-size 64, the flags say 32."
     args.ckpt_step = 9
-    (problem,) = megatron_problems(args, QWEN3)
+    (problem,) = megatron_problems(args, QWEN3).environment
     assert "iter_0000009 does not exist" in problem
+
+
+def test_a_missing_checkpoint_ends_a_run_only_when_asked_to(tmp_path):
+    assert problems_of(load=str(tmp_path)).all() == []
+    (problem,) = problems_of("--exit-on-missing-checkpoint", load=str(tmp_path)).environment
+    assert f"--load {tmp_path} has no Megatron checkpoint" in problem
 
 
 def test_a_checkout_that_shadows_megatron_core_is_named(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from slime.backends.megatron_utils.config_flags import add_config_flags
@@ -38,6 +38,20 @@ def registered() -> dict[str, argparse.Action]:
     return {action.option_strings[0]: action for action in parser._actions}
 
 
+def option_of(attribute: str) -> str:
+    """The option string of one of Megatron's attributes; for any other, its name as an option."""
+    return _options_by_attribute().get(attribute, "--" + attribute.replace("_", "-"))
+
+
+@functools.cache
+def _options_by_attribute() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for option, action in registered().items():
+        if action.nargs != 0 or action.const in (True, False):  # not the short forms of other options
+            found.setdefault(action.dest, option)
+    return found
+
+
 def megatron_flag_class(option: str) -> tuple[Kind, str] | None:
     """(class, reason) of one of Megatron's options; None for any other option, slime's own included."""
     for first, action in registered().items():
@@ -60,33 +74,36 @@ def later_megatron_flags() -> dict[str, str]:
     return options | values
 
 
-def megatron_warnings(args: argparse.Namespace, explicit: Iterable[str]) -> list[str]:
+def megatron_warnings(args: argparse.Namespace, explicit: Collection[str]) -> list[str]:
     """One sentence that names every given option without an effect here; an empty list when there is none.
 
     Args:
-        args: parsed flags; not needed today.
+        args: parsed flags.
         explicit: attributes whose flags are on the command line.
     """
-    del args
     given: dict[str, list[str]] = {}
-    explicit = set(explicit)
     for option, action in registered().items():
         group = groups_by_option().get(option)
         if group is not None and group.kind == "warned" and action.dest in explicit:
             given.setdefault(group.reason, []).append(option)
+    if "sequence_parallel" in explicit and args.tensor_model_parallel_size == 1:
+        given["--tensor-model-parallel-size 1 leaves nothing to split"] = ["--sequence-parallel"]
     if not given:
         return []
     return ["accepted, without effect: " + "; ".join(f"{', '.join(o)} ({why})" for why, o in given.items()) + "."]
 
 
-def refused_flags(args: argparse.Namespace) -> list[str]:
-    """One sentence for each group of refused options that have another value than their default."""
+def refused_flags(args: argparse.Namespace, derived: Collection[str] = ()) -> list[str]:
+    """One sentence for each group of refused options that have another value than their default.
+
+    Args:
+        args: parsed flags, before or after derivation.
+        derived: attributes that were not given but derived; they are left alone.
+    """
     found: dict[tuple[str, str | None], list[str]] = {}
-    values = vars(args)
     for option, action in registered().items():
-        group = groups_by_option().get(option)
-        value = values.get(action.dest, action.default)
-        if group is None or value == action.default:
+        group, value = groups_by_option().get(option), vars(args).get(action.dest, action.default)
+        if group is None or value == action.default or (group.kind == "refused" and action.dest in derived):
             continue
         if group.kind == "refused" and value not in SAME_AS_DEFAULT.get(option, ()):
             found.setdefault((group.reason, group.later), []).append(_shown(option, value))

@@ -59,4 +59,6 @@ def make_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamSch
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=not args.use_checkpoint_opt_param_scheduler,
+        wsd_decay_steps=(args.lr_wsd_decay_iters or 0) * args.global_batch_size,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

@@ -34,8 +34,9 @@ def train_one_step(
         step_id: which of the rollout's train steps.
 
     Returns:
-        metrics of the step over all ranks, the same on each: what the loss reports, `grad_norm` (before clipping), the
-        learning rate of each parameter group in this update (`lr-pg_<i>`) and `global_batch_size`.
+        metrics of the step over all ranks, the same on each: what the loss reports, `grad_norm` (before clipping),
+        `num_zeros_in_grad` (with --log-num-zeros-in-grad), the learning rate of each parameter group in this update
+        (`lr-pg_<i>`) and `global_batch_size`.
     """
     for chunk in state.model:
         chunk.zero_grad_buffer()
@@ -47,7 +48,7 @@ def train_one_step(
     global_batch_size = micro_batches.global_batch_sizes[step_id]
     reports = _forward_backward(args, state.model, micro_batches, step_id)
     rates = [group["lr"] for group in state.optimizer.param_groups]
-    updated, grad_norm, _ = state.optimizer.step()
+    updated, grad_norm, num_zeros = state.optimizer.step()
     if updated:  # not when a 16-bit gradient overflowed: Megatron then only lowers the loss scale
         state.scheduler.step(increment=global_batch_size)
     metrics = reduce_reports(
@@ -57,6 +58,8 @@ def train_one_step(
     )
     if grad_norm is not None:  # an overflowed gradient has none
         metrics["grad_norm"] = float(grad_norm)
+    if args.log_num_zeros_in_grad and num_zeros is not None:
+        metrics["num_zeros_in_grad"] = float(num_zeros)
     metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(rates)}
     return metrics | {"global_batch_size": global_batch_size}
 

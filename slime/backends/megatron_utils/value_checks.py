@@ -1,0 +1,224 @@
+"""What contradicts what among Megatron's flags, apart from the parallel layout (layout.py).
+
+Each check reads `args` and returns sentences. `explicit` holds the attributes whose flags were given: some values are
+derived before the checks run, and only what was given can be without effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+from slime.backends.megatron_utils.flag_classes import option_of
+
+AT_LEAST: dict[int, str] = {
+    1: """num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size vocab_size
+    make_vocab_size_divisible_by padded_vocab_size seq_length max_position_embeddings lr_decay_iters
+    lr_wsd_decay_iters recompute_num_layers bucket_size kv_channels
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+    expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size loss_scale_window hysteresis""",
+    0: """lr_warmup_iters lr_warmup_init min_lr decoupled_lr decoupled_min_lr weight_decay start_weight_decay
+    end_weight_decay ckpt_step hidden_dropout attention_dropout adam_beta1 adam_beta2 adam_eps init_method_std
+    embedding_init_method_std layernorm_epsilon rotary_base rotary_percent num_moe_experts loss_scale""",
+}
+AT_MOST: dict[int, str] = {
+    1: "hidden_dropout attention_dropout adam_beta1 adam_beta2 rotary_percent",
+    10_000: "num_layers",
+    2**31 - 1: """hidden_size ffn_hidden_size vocab_size num_attention_heads num_query_groups kv_channels
+    make_vocab_size_divisible_by padded_vocab_size tensor_model_parallel_size pipeline_model_parallel_size
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size num_moe_experts""",
+}
+RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+
+
+def check_ranges(args: argparse.Namespace, derived: Collection[str] = ()) -> Iterator[str]:
+    """No number is smaller or larger than makes sense; what was derived from another is left to that one."""
+    values = vars(args)
+    for bounds, word, too_far in ((AT_LEAST, "least", operator.lt), (AT_MOST, "most", operator.gt)):
+        for bound, names in bounds.items():
+            for name in names.split():
+                if values[name] is not None and name not in derived and too_far(values[name], bound):
+                    yield f"{option_of(name)} {values[name]} must be at {word} {bound}."
+
+
+class Effect(NamedTuple):
+    """When the flags of some attributes have an effect.
+
+    Attributes:
+        names: the attributes.
+        holds: whether they have one, from args.
+        otherwise: the end of the sentence "<flag> has no effect ...".
+    """
+
+    names: str
+    holds: Callable[[Any], object]
+    otherwise: str
+
+
+EFFECTS: tuple[Effect, ...] = (
+    Effect("num_query_groups", lambda a: a.group_query_attention, "without --group-query-attention"),
+    Effect(
+        "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "
+        "rope_scaling_original_max_position_embeddings",
+        lambda a: a.use_rope_scaling,
+        "without --use-rope-scaling",
+    ),
+    Effect(
+        "rope_type",
+        lambda a: a.multi_latent_attention or a.rope_type == "rope",
+        "without --multi-latent-attention",
+    ),
+    Effect(
+        "recompute_method recompute_num_layers distribute_saved_activations",
+        lambda a: a.recompute_granularity == "full",
+        "without --recompute-granularity full",
+    ),
+    Effect(
+        "recompute_modules",
+        lambda a: a.recompute_granularity == "selective",
+        "without --recompute-granularity selective",
+    ),
+    Effect(
+        "distribute_saved_activations",
+        lambda a: a.tensor_model_parallel_size > 1,
+        "with --tensor-model-parallel-size 1",
+    ),
+    Effect("bucket_size", lambda a: a.overlap_grad_reduce, "without --overlap-grad-reduce"),
+    Effect(
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        lambda a: a.fp16 and a.loss_scale is None,
+        "but with --fp16 and without --loss-scale",
+    ),
+    Effect("grad_reduce_in_bf16", lambda a: not a.fp16, "with --fp16"),
+    Effect("decoupled_min_lr", lambda a: a.decoupled_lr is not None, "without --decoupled-lr"),
+    Effect("min_lr", lambda a: a.lr_decay_style != "constant", "with --lr-decay-style constant"),
+    Effect(
+        "lr_decay_iters",
+        lambda a: (
+            a.lr_decay_style != "constant"
+            or a.weight_decay_incr_style != "constant"
+            or a.lr_warmup_fraction is not None
+        ),
+        "with --lr-decay-style constant",
+    ),
+    Effect(
+        "lr_wsd_decay_style lr_wsd_decay_iters", lambda a: a.lr_decay_style == "WSD", "without --lr-decay-style WSD"
+    ),
+    Effect("lr_warmup_init", lambda a: a.lr_warmup_iters or a.lr_warmup_fraction, "without a warm-up"),
+    Effect("apply_wd_to_qk_layernorm no_weight_decay_cond_type", lambda a: a.qk_layernorm, "without --qk-layernorm"),
+)
+
+
+def check_effects(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+    """No given flag is without effect beside the others."""
+    for effect in EFFECTS:
+        given = [name for name in effect.names.split() if name in explicit and vars(args)[name] not in (None, False)]
+        if given and not effect.holds(args):
+            verb = "has" if len(given) == 1 else "have"
+            yield f"{', '.join(map(option_of, given))} {verb} no effect {effect.otherwise}; leave it out."
+    if "make_vocab_size_divisible_by" in explicit and "padded_vocab_size" in explicit:
+        yield "--make-vocab-size-divisible-by has no effect with --padded-vocab-size; leave one out."
+
+
+def check_precision(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+    """One precision, and gradients of one type."""
+    if args.fp16 and "bf16" in explicit:
+        yield "--bf16 and --fp16 exclude each other; give one."
+    if args.grad_reduce_in_bf16 and "grad_reduce_in_fp32" in explicit:
+        yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one."
+    if args.use_flash_attn and args.attention_backend == "unfused":
+        yield "--use-flash-attn and --attention-backend unfused exclude each other; give one."
+
+
+def check_device(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+    """What only a GPU can do is not asked of a CPU."""
+    if args.accelerator != "cpu":
+        return
+    for name in ("bf16", "fp16", "grad_reduce_in_bf16"):
+        if name in explicit and (vars(args)[name] or name == "bf16"):
+            yield f"{option_of(name)}: the trainer computes in fp32 on --accelerator cpu; leave it out."
+    if args.attention_backend == "flash":
+        option = "--use-flash-attn" if args.use_flash_attn else "--attention-backend flash"
+        yield f"{option} needs CUDA; leave it out on --accelerator cpu."
+
+
+def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+    """Learning rate and weight decay move as their styles say."""
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        yield "--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one."
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
+        yield f"--lr-warmup-fraction {args.lr_warmup_fraction} must lie in [0, 1)."
+    if args.lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} is above --lr {args.lr}."
+    if args.lr is not None and args.lr_warmup_init > args.lr:
+        yield f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}."
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the train steps of its decay."
+    if None not in (args.lr_wsd_decay_iters, args.lr_decay_iters) and args.lr_wsd_decay_iters > args.lr_decay_iters:
+        yield f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} is more than --lr-decay-iters {args.lr_decay_iters}."
+    first, last = args.start_weight_decay, args.end_weight_decay
+    first, last = (args.weight_decay if end is None else end for end in (first, last))
+    style = args.weight_decay_incr_style
+    if style != "constant" and first == last:
+        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay."
+    elif style == "constant" and first != last:
+        yield (
+            f"--start-weight-decay {first} and --end-weight-decay {last} need --weight-decay-incr-style linear or "
+            "cosine."
+        )
+    if last < first:
+        yield f"--end-weight-decay {last} is below --start-weight-decay {first}; Megatron only raises it."
+    if "override_opt_param_scheduler" in explicit and args.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one."
+
+
+def check_recompute(args: argparse.Namespace) -> Iterator[str]:
+    """Recomputation says which layers or modules, and gathers overlap where reductions do."""
+    kind = args.recompute_granularity
+    if kind == "full" and not (args.recompute_method and args.recompute_num_layers):
+        yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers."
+    if kind == "full" and args.distribute_saved_activations and args.sequence_parallel:
+        yield "--distribute-saved-activations and --sequence-parallel exclude each other; give one."
+    if wrong := sorted(set(args.recompute_modules or ()) - set(RECOMPUTED)):
+        yield f"--recompute-modules {' '.join(wrong)}: choose from {', '.join(RECOMPUTED)}."
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce."
+
+
+def check_model(args: argparse.Namespace) -> Iterator[str]:
+    """The numbers of the model fit each other; num_layers, hidden_size and num_attention_heads are given."""
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
+        yield (
+            f"--hidden-size {args.hidden_size} does not divide by --num-attention-heads {args.num_attention_heads}; "
+            "give --kv-channels, the size of a head."
+        )
+    if None not in (args.padded_vocab_size, args.vocab_size) and args.padded_vocab_size < args.vocab_size:
+        yield f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary of {args.vocab_size}."
+    experts, layers = args.num_moe_experts, args.moe_layer_freq
+    if experts and isinstance(layers, list) and len(layers) != args.num_layers:
+        yield f"--moe-layer-freq lists {len(layers)} layers, --num-layers says {args.num_layers}."
+    if experts and args.moe_router_topk > experts:
+        yield f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {experts}."
+    if experts and args.moe_router_num_groups and experts % args.moe_router_num_groups:
+        yield f"--num-experts {experts} does not divide by --moe-router-num-groups {args.moe_router_num_groups}."
+    if args.moe_router_group_topk and args.moe_router_group_topk > (args.moe_router_num_groups or 0):
+        yield (
+            f"--moe-router-group-topk {args.moe_router_group_topk} is more than --moe-router-num-groups "
+            f"{args.moe_router_num_groups or 0}."
+        )
+
+
+def check_built_models(args: argparse.Namespace) -> Iterator[str]:
+    """What our models lack: sentences about models that cannot be trained yet."""
+    ours = "is not supported yet (model families); the models that are built here need"
+    if args.normalization != "RMSNorm":
+        yield f"--normalization {args.normalization} {ours} --normalization RMSNorm."
+    if not args.swiglu:
+        yield f"an MLP without --swiglu {ours} it."
+    if args.add_bias_linear:
+        yield f"a model with biases {ours} --disable-bias-linear."
+    if args.attention_dropout:
+        yield f"--attention-dropout {args.attention_dropout} is not supported: our attention has no dropout; use 0."
