@@ -10,7 +10,13 @@ from slime.utils.arguments.parse import FLAG_CLASSES
 
 CPU = {"accelerator": "cpu", "bf16": False, "fp16": False, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
 CUDA = {"accelerator": "cuda", "bf16": True, "fp16": False}
-DERIVED = {"sglang_server_concurrency": 512, "sglang_overrides": {}, "eval_datasets": [], "output_dir": "out"}
+DERIVED = {
+    "sglang_server_concurrency": 512,
+    "sglang_overrides": {},
+    "eval_datasets": [],
+    "use_critic": False,
+    "output_dir": "out",
+}
 DENSE = {
     "num_layers": 4,
     "hidden_size": 64,

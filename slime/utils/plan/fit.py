@@ -58,18 +58,19 @@ def moments(
     device: Device,
     slots: SlotLayout,
     *,
-    trainer: TrainerMemory | None,
+    trainers: list[TrainerMemory],
     engines: list[EngineMemory],
 ) -> list[Moment]:
-    """The fullest moments of every kind of device that the run uses."""
+    """The fullest moments of every kind of device that the run uses; `trainers` are the actor and a critic."""
     if device.is_shared:
-        return [_host_moment(args, device, slots, trainer, engines)]
-    shares = bool(args.colocate and engines and trainer)
+        return [_host_moment(device, slots, trainers, engines)]
+    shares = bool(args.colocate and engines and trainers)
     found = []
-    if trainer is not None:
-        found.append(_training(args, device, trainer, engines if shares else []))
+    for trainer, name, other in zip(trainers, ("trainer", "critic"), reversed(trainers), strict=False):
+        waiting = [] if other is trainer else [other]
+        found.append(_training(args, device, trainer, engines if shares else [], name=name, waiting=waiting))
     for engine in engines:
-        found.append(_serving(args, device, trainer if shares else None, engine))
+        found.append(_serving(args, device, trainers if shares else [], engine))
     return found
 
 
@@ -78,7 +79,25 @@ def _moment(where: str, when: str, parts: dict[str, int], limit: int, remedy: st
     return Moment(where, when, parts, total, limit, total <= limit, "" if total <= limit else remedy)
 
 
-def _training(args: argparse.Namespace, device: Device, trainer: TrainerMemory, engines: list[EngineMemory]) -> Moment:
+def _released(args: argparse.Namespace) -> str:
+    return " (offloaded)" if args.offload_train else ""
+
+
+def _at_rest(args: argparse.Namespace, device: Device, trainers: list[TrainerMemory]) -> int:
+    """What trainers hold while others work."""
+    states = [max(stage.state for stage in trainer.stages) for trainer in trainers]
+    return len(states) * device.reserved_bytes if args.offload_train else sum(states)
+
+
+def _training(
+    args: argparse.Namespace,
+    device: Device,
+    trainer: TrainerMemory,
+    engines: list[EngineMemory],
+    *,
+    name: str,
+    waiting: list[TrainerMemory],
+) -> Moment:
     stage = trainer.peak
     peak = max(stage.train_peak, stage.log_probs_peak)
     parts = {
@@ -88,7 +107,9 @@ def _training(args: argparse.Namespace, device: Device, trainer: TrainerMemory, 
         stage.peak_is if stage.train_peak >= stage.log_probs_peak else "log-probs": peak - stage.state,
         "context": device.reserved_bytes,
     }
-    name = "trainer GPU" + (f" of pipeline stage {stage.stage}" if len(trainer.stages) > 1 else "")
+    if waiting:
+        parts["the other trainer" + _released(args)] = _at_rest(args, device, waiting)
+    name = f"{name} GPU" + (f" of pipeline stage {stage.stage}" if len(trainer.stages) > 1 else "")
     if not engines:
         remedy = LOWER_STATE if stage.state + device.reserved_bytes > device.memory_bytes else LOWER_TRAINER
         return _moment(name, "training", parts, device.memory_bytes, remedy)
@@ -98,19 +119,16 @@ def _training(args: argparse.Namespace, device: Device, trainer: TrainerMemory, 
     )
     trainer_alone = peak + 2 * device.reserved_bytes
     remedy = LOWER_SHARED if trainer_alone <= device.memory_bytes else LOWER_TRAINER
-    return _moment("shared GPU", "training", parts, device.memory_bytes, remedy)
+    return _moment(f"shared GPU ({name})" if waiting else "shared GPU", "training", parts, device.memory_bytes, remedy)
 
 
-def _serving(args: argparse.Namespace, device: Device, trainer: TrainerMemory | None, engine: EngineMemory) -> Moment:
+def _serving(args: argparse.Namespace, device: Device, trainers: list[TrainerMemory], engine: EngineMemory) -> Moment:
     parts = {"weights": engine.weights, "KV cache": max(engine.kv_cache, 0), "context": device.reserved_bytes}
-    name = "shared GPU" if trainer else "engine GPU"
+    name = "shared GPU" if trainers else "engine GPU"
     name += f" ({engine.name})" if engine.name else ""
-    if trainer is not None:
-        state = max(stage.state for stage in trainer.stages)
-        parts["trainer" + (" (offloaded)" if args.offload_train else "")] = (
-            device.reserved_bytes if args.offload_train else state
-        )
-    moment = _moment(name, "generating", parts, device.memory_bytes, LOWER_SHARED if trainer else LOWER_ENGINE)
+    if trainers:
+        parts["trainer" + _released(args)] = _at_rest(args, device, trainers)
+    moment = _moment(name, "generating", parts, device.memory_bytes, LOWER_SHARED if trainers else LOWER_ENGINE)
     if engine.kv_cache <= 0 or engine.full_length_requests < 1:
         remedy = LOWER_ENGINE if engine.kv_cache <= 0 else LOWER_CACHE
         return Moment(name, moment.when, parts, moment.total, moment.limit, False, remedy)
@@ -118,18 +136,14 @@ def _serving(args: argparse.Namespace, device: Device, trainer: TrainerMemory | 
 
 
 def _host_moment(
-    args: argparse.Namespace,
-    device: Device,
-    slots: SlotLayout,
-    trainer: TrainerMemory | None,
-    engines: list[EngineMemory],
+    device: Device, slots: SlotLayout, trainers: list[TrainerMemory], engines: list[EngineMemory]
 ) -> Moment:
     """Without GPUs everything lies in one memory, and no process gives any of it back."""
     parts = {}
-    if trainer is not None:
-        stage = trainer.peak
-        peak = max(stage.train_peak, stage.log_probs_peak)
-        parts[f"{slots.num_trainers} trainer rank(s)"] = slots.num_trainers * (peak + device.reserved_bytes)
+    if trainers:
+        peak = sum(max(each.peak.train_peak, each.peak.log_probs_peak) for each in trainers)
+        processes = len(trainers) * device.reserved_bytes
+        parts[f"{slots.num_trainers} trainer rank(s)"] = slots.num_trainers * (peak + processes)
     num_slots = slots.num_engine_slots
     if engines and num_slots:
         static = max(engine.static for engine in engines)

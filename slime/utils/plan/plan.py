@@ -90,6 +90,8 @@ class Plan:
     seats: list[Seat]
     batch: BatchPlan | None
     trainer_memory: TrainerMemory | None
+    critic_memory: TrainerMemory | None
+    """Of the critic, which takes turns with the actor on the same GPUs."""
     engine_memory: list[EngineMemory]
     fit: list[Moment]
     host_memory_per_node: int
@@ -130,7 +132,11 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
     kinds = engine_kinds(args, facts)
     slots = slot_layout(args)
     trainer = trainer_memory(args, shape, layout, batch) if shape and batch and slots.num_trainers else None
+    critic = None
+    if trainer and shape and batch and args.use_critic:
+        critic = trainer_memory(args, shape, layout, batch, is_critic=True)
     engines = _engine_memory(args, shape, device, batch, kinds)
+    trainers = [each for each in (trainer, critic) if each]
     sends = traffic.transport(args, shape, device, num_nodes=_num_nodes(args, slots)) if shape else None
     return Plan(
         device=device,
@@ -140,9 +146,10 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
         seats=seats(slots, layout, [kind.group for kind in kinds], num_gpus_per_node=_node_size(args)),
         batch=batch,
         trainer_memory=trainer,
+        critic_memory=critic,
         engine_memory=engines,
-        fit=moments(args, device, slots, trainer=trainer, engines=engines) if shape and batch else [],
-        host_memory_per_node=_host_memory(args, slots, trainer, engines),
+        fit=moments(args, device, slots, trainers=trainers, engines=engines) if shape and batch else [],
+        host_memory_per_node=_host_memory(args, slots, trainers, engines),
         phases=_phases(args, shape, device, layout, batch, trainer, engines, sends),
         transport=sends,
         outputs=traffic.outputs(args, shape),
@@ -198,12 +205,15 @@ def _num_nodes(args: argparse.Namespace, slots: SlotLayout) -> int:
 
 
 def _host_memory(
-    args: argparse.Namespace, slots: SlotLayout, trainer: TrainerMemory | None, engines: list[EngineMemory]
+    args: argparse.Namespace, slots: SlotLayout, trainers: list[TrainerMemory], engines: list[EngineMemory]
 ) -> int:
-    if args.accelerator == "cpu" or trainer is None:
+    if args.accelerator == "cpu":
         return 0
     ranks = min(slots.num_trainers, _node_size(args))
-    copies = max(stage.host_copies + stage.state * bool(args.offload_train) for stage in trainer.stages)
+    copies = sum(
+        max(stage.host_copies + stage.state * bool(args.offload_train) for stage in trainer.stages)
+        for trainer in trainers
+    )
     weights = max((engine.weights for engine in engines), default=0) * bool(args.offload_rollout)
     return ranks * copies + min(slots.num_engine_slots, _node_size(args)) * weights
 
@@ -235,6 +245,10 @@ def _phases(
         found.append(timing.log_probs_phase(shape, device, batch, layout, passes))
     is_recomputed = recompute_of(args).granularity == "full"
     found.append(timing.train_phase(shape, device, batch, layout, is_recomputed=is_recomputed))
+    if args.use_critic:
+        values = timing.log_probs_phase(shape, device, batch, layout, 1)
+        trained = timing.train_phase(shape, device, batch, layout, is_recomputed=is_recomputed)
+        found.append(timing.Phase("critic", values.seconds + trained.seconds, "values, then training as the actor"))
     if sends is not None:
         found.append(timing.sync_phase(sends.num_bytes, sends.bandwidth, sends.way.split(":")[0]))
     if (args.offload_train or args.offload_rollout) and args.accelerator != "cpu":
@@ -273,10 +287,8 @@ def _assumptions(
             )
     if any(engine.is_fraction_assumed for engine in engines) and not device.is_shared:
         found.append(f"--sglang-mem-fraction-static {engines[0].mem_fraction}, which SGLang chooses by itself")
-    if args.use_critic:
-        found.append("the critic takes turns with the actor on the same GPUs; its memory and time are not counted")
     if args.lora_rank:
-        found.append("--lora-rank: gradients and optimizer are counted for all weights, which is too much")
+        found.append("LoRA adapters on every linear layer")
     if args.rollout_external_engine_addrs:
         found.append("the engines of --rollout-external-engine-addrs run on GPUs that are not in the plan")
     found.append("times and memory are estimates: reward functions, tools and fragmentation are not in them")

@@ -17,6 +17,7 @@ from rich.table import Table
 from slime.utils.plan.engine_memory import EngineMemory
 from slime.utils.plan.layout import Seat
 from slime.utils.plan.plan import Plan, RowReport
+from slime.utils.plan.trainer_memory import TrainerMemory
 
 WIDTH = 110
 MAX_TEXT = 1500
@@ -159,17 +160,9 @@ def _batch(plan: Plan) -> Iterable[Any]:
 
 
 def _memory(plan: Plan) -> Iterable[Any]:
-    trainer = plan.trainer_memory
-    if trainer is not None:
-        yield f"trainer, {trainer.precision}, recomputation: {trainer.recompute}"
-        header = ("stage", "params", "weights", "gradients", "optimizer", "activations", "head", "log-probs", "train")
-        rows = [
-            (s.stage, count(s.params), size(s.weights), size(s.gradients), size(s.optimizer), size(s.activations))
-            + (size(s.head), size(s.log_probs_peak), size(s.train_peak))
-            for s in trainer.stages
-        ]
-        yield table(header, rows, right=range(1, len(header)))
-        yield f"the last two are peaks; that of train is its {trainer.peak.peak_is}"
+    for name, trainer in (("trainer", plan.trainer_memory), ("critic", plan.critic_memory)):
+        if trainer is not None:
+            yield from _trainer(name, trainer)
     for engine in plan.engine_memory:
         yield from _engine(engine)
     if plan.host_memory_per_node:
@@ -178,6 +171,21 @@ def _memory(plan: Plan) -> Iterable[Any]:
         parts = " + ".join(f"{name} {size(number)}" for name, number in moment.parts.items())
         yield f"{moment.where}, {moment.when}: {parts} = {size(moment.total)} of {size(moment.limit)}"
         yield "    -> " + ("fits" if moment.fits else f"DOES NOT FIT: {moment.remedy}")
+
+
+def _trainer(name: str, trainer: TrainerMemory) -> Iterable[Any]:
+    yield f"{name}, {trainer.precision}, recomputation: {trainer.recompute}"
+    header = (
+        *("stage", "params", "weights", "gradients", "optimizer", "activations", "head"),
+        *("peak: log-probs", "peak: train"),
+    )
+    rows = [
+        (s.stage, count(s.params), size(s.weights), size(s.gradients), size(s.optimizer), size(s.activations))
+        + (size(s.head), size(s.log_probs_peak), size(s.train_peak))
+        for s in trainer.stages
+    ]
+    yield table(header, rows, right=range(1, len(header)))
+    yield f"the peak of train is its {trainer.peak.peak_is}"
 
 
 def _engine(engine: EngineMemory) -> Iterable[str]:

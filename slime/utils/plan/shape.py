@@ -202,6 +202,21 @@ class ModelShape:
         shared = self._mlp_params(moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
         return LayerParams(matrices, shared, replicated + router, moe.num * self._mlp_params(moe.ffn_hidden_size))
 
+    def adapter_params(self, rank: int) -> int:
+        """Parameters of LoRA adapters of this rank on every linear layer: rank x (inputs + outputs) of each."""
+        hidden, qkv = self.hidden_size, self.query_width + self.key_width + self.value_width
+        attention = 2 * hidden + qkv + self.attention_out_width
+        dense = self._adapter_widths(self.ffn_hidden_size)
+        moe = self.experts
+        sparse = 0
+        if moe is not None:
+            shared = self._adapter_widths(moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
+            sparse = moe.num * self._adapter_widths(moe.ffn_hidden_size) + shared
+        return rank * sum(attention + (sparse if has_experts else dense) for has_experts in self.moe_layers)
+
+    def _adapter_widths(self, ffn: int) -> int:
+        return 2 * self.hidden_size + (2 + self.is_gated) * ffn
+
     def mtp_params(self) -> LayerParams:
         """Parameters of one multi-token prediction layer: a decoder layer like the last, a projection, three norms."""
         layer = self.layer_params(self.num_layers - 1)

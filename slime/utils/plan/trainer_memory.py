@@ -13,14 +13,16 @@
                  another 4 p / shards for fp32 copies of 16-bit gradients
                - the end of backward on the first stage: gradients of the embedding (two of a tied one)
 
-Without a GPU the reference's copy and the weights that it pushes aside lie in the same memory and count too; with one
-they are host memory. Allocator fragmentation is not counted: `Device.reserved_bytes` is for context and libraries.
+With --lora-rank only the adapters have gradients and an optimizer. A critic is a second trainer without output layer
+on the same GPUs. Without a GPU the reference's copy and the weights that it pushes aside lie in the same memory and
+count too; with one they are host memory. Fragmentation is not counted: `Device.reserved_bytes` is for context
+and libraries.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime.utils.plan.activations import (
     Compute,
@@ -58,6 +60,8 @@ class StageMemory:
     stage: int
     params: int
     """Parameters on one rank."""
+    trained_params: int
+    """Of these, with gradients: fewer with LoRA."""
     weights: int
     gradients: int
     optimizer: int
@@ -125,11 +129,17 @@ def recompute_of(args: argparse.Namespace) -> Recompute:
 
 
 def trainer_memory(
-    args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout, batch: BatchPlan
+    args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout, batch: BatchPlan, *, is_critic: bool = False
 ) -> TrainerMemory:
-    """Bytes of every pipeline stage of the trainer (see the module's docstring for the formula)."""
+    """Bytes of every pipeline stage of the trainer (see the module's docstring for the formula).
+
+    A critic has one value per token in place of logits, and no reference.
+    """
     precision, recompute = Precision.of(args), recompute_of(args)
-    stages = [_stage(args, shape, layout, batch, stage) for stage in range(layout.pp)]
+    if is_critic:
+        shape = replace(shape, is_tied=True)  # one embedding, and no output layer
+    trainer = _Trainer(args, shape, layout, batch, is_critic)
+    stages = [trainer.stage(stage) for stage in range(layout.pp)]
     return TrainerMemory(stages, precision.name, describe(recompute))
 
 
@@ -173,72 +183,120 @@ def num_host_copies(args: argparse.Namespace) -> int:
     return count + 1 if count else 0
 
 
-def _stage(
-    args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout, batch: BatchPlan, stage: int
-) -> StageMemory:
-    precision, is_cpu = Precision.of(args), args.accelerator == "cpu"
-    compute = Compute(is_cpu, precision.weight)
-    dense, experts = rank_params(shape, layout, stage)
-    params = dense + experts
-    shards = dense / layout.optimizer_shards + experts / layout.expert_dp
-    weights, gradients = params * precision.weight, params * precision.gradient
-    optimizer = round(shards * precision.optimizer)
-    host = num_host_copies(args) * weights
-    data = _rollout_data(batch, layout)
-    floor = weights + gradients + optimizer + data + (host if is_cpu else 0)
+@dataclass(frozen=True)
+class _Passes:
+    """Bytes of one micro-batch on one stage, beside the state."""
 
-    tokens, layers = batch.micro_batch_tokens, layout.stage_layers[stage]
-    kept, again = stage_saved(shape, layers, layout, compute, recompute_of(args))
-    saved = round(kept * tokens * in_flight(layout, stage, batch.micro_batches_per_rank))
-    layer = layers[-1] if layers else 0
-    working = again * tokens + layer_working(shape, layer, layout, compute, tokens)
-    forward = layer_forward(shape, layer, layout, compute, batch.log_prob_tokens)
-    head_size, embedding = 0, shape.embedding_params // layout.tp * precision.weight
-    if stage == layout.pp - 1:
-        head, forward_head = _heads(args, shape, layout, compute, batch)
-        saved += final_norm_saved(shape, layout, compute) * tokens
-        head_size, forward = max(head.forward, head.backward), max(forward, forward_head.forward)
-        if shape.is_tied and layout.pp == 1:
-            working += embedding  # the output layer's part of the gradient waits for the embedding's
-    peaks = {
-        "forward/backward": saved + max(head_size, working),
-        "optimizer step": round(shards * precision.step),
-        "embedding gradient": (2 if shape.is_tied and layout.pp == 1 else 1) * embedding if stage == 0 else 0,
-    }
-    largest = max(peaks, key=lambda name: peaks[name])
-    return StageMemory(
-        stage=stage,
-        params=params,
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        state=weights + gradients + optimizer,
-        host_copies=host,
-        rollout_data=data,
-        activations=saved,
-        head=head_size,
-        log_probs_peak=floor + forward,
-        train_peak=floor + peaks[largest],
-        peak_is=largest,
-    )
+    activations: int
+    head: int
+    forward_only: int
+    backward: int
+    """Activations and what works beside them at the fullest moment."""
 
 
-def _heads(
-    args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout, compute: Compute, batch: BatchPlan
-) -> tuple[HeadBytes, HeadBytes]:
-    """Of a train step, and of a pass without gradients, which always makes whole logits."""
-    chunk = args.log_probs_chunk_size
-    tokens, forward_tokens = batch.micro_batch_tokens, batch.log_prob_tokens
-    responses = min(batch.micro_batch_response_tokens, tokens)
-    forward_responses = min(batch.log_prob_response_tokens, forward_tokens)
-    forward_only = head_bytes(
-        shape, layout, compute, tokens=forward_tokens, response_tokens=forward_responses, chunk_size=chunk
-    )
-    if args.recompute_loss_function and args.loss_type != "custom_loss":
-        deferred = deferred_head_bytes(shape, layout, compute, response_tokens=responses, chunk_size=chunk)
-        return deferred, forward_only
-    whole = head_bytes(shape, layout, compute, tokens=tokens, response_tokens=responses, chunk_size=chunk)
-    return whole, forward_only
+@dataclass(frozen=True)
+class _Trainer:
+    """What the memory of a stage depends on."""
+
+    args: argparse.Namespace
+    shape: ModelShape
+    layout: ParallelLayout
+    batch: BatchPlan
+    is_critic: bool
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.of(self.args)
+
+    @property
+    def compute(self) -> Compute:
+        return Compute(self.args.accelerator == "cpu", self.precision.weight)
+
+    @property
+    def holds_both_ends(self) -> bool:
+        """Whether one stage has the embedding and an output layer tied to it."""
+        return self.shape.is_tied and self.layout.pp == 1 and not self.is_critic
+
+    def stage(self, stage: int) -> StageMemory:
+        precision = self.precision
+        params, trained, shards = self.num_params(stage)
+        weights, gradients = params * precision.weight, trained * precision.gradient
+        optimizer = round(shards * precision.optimizer)
+        state = weights + gradients + optimizer
+        host = 0 if self.is_critic else num_host_copies(self.args) * weights
+        data = _rollout_data(self.batch, self.layout)
+        floor = state + data + (host if self.compute.is_cpu else 0)
+        passes = self.passes(stage)
+        peaks = {
+            "forward/backward": passes.backward,
+            "optimizer step": round(shards * precision.step),
+            "embedding gradient": (1 + self.holds_both_ends) * self.embedding if stage == 0 else 0,
+        }
+        largest = max(peaks, key=lambda name: peaks[name])
+        return StageMemory(
+            stage=stage,
+            params=params,
+            trained_params=trained,
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            state=state,
+            host_copies=host,
+            rollout_data=data,
+            activations=passes.activations,
+            head=passes.head,
+            log_probs_peak=floor + passes.forward_only,
+            train_peak=floor + peaks[largest],
+            peak_is=largest,
+        )
+
+    @property
+    def embedding(self) -> int:
+        """Bytes of the embedding's gradient on one rank."""
+        return 0 if self.args.lora_rank else self.shape.embedding_params // self.layout.tp * self.precision.weight
+
+    def num_params(self, stage: int) -> tuple[int, int, float]:
+        """(parameters, those with gradients, those whose optimizer state this rank keeps)."""
+        layout = self.layout
+        dense, experts = rank_params(self.shape, layout, stage)
+        if self.args.lora_rank:
+            adapters = self.shape.adapter_params(self.args.lora_rank) // (layout.tp * layout.pp)
+            return dense + experts + adapters, adapters, adapters / layout.optimizer_shards
+        return dense + experts, dense + experts, dense / layout.optimizer_shards + experts / layout.expert_dp
+
+    def passes(self, stage: int) -> _Passes:
+        shape, layout, compute = self.shape, self.layout, self.compute
+        tokens, layers = self.batch.micro_batch_tokens, layout.stage_layers[stage]
+        kept, again = stage_saved(shape, layers, layout, compute, recompute_of(self.args))
+        saved = round(kept * tokens * in_flight(layout, stage, self.batch.micro_batches_per_rank))
+        layer = layers[-1] if layers else 0
+        working = again * tokens + layer_working(shape, layer, layout, compute, tokens)
+        forward = layer_forward(shape, layer, layout, compute, self.batch.log_prob_tokens)
+        head_size = 0
+        if stage == layout.pp - 1:
+            saved += final_norm_saved(shape, layout, compute) * tokens
+            if not self.is_critic:
+                head, forward_head = self.heads()
+                head_size, forward = max(head.forward, head.backward), max(forward, forward_head.forward)
+            if self.holds_both_ends:
+                working += self.embedding  # the output layer's part of its gradient waits for the other part
+        return _Passes(saved, head_size, forward, saved + max(head_size, working))
+
+    def heads(self) -> tuple[HeadBytes, HeadBytes]:
+        """Of a train step, and of a pass without gradients, which always makes whole logits."""
+        args, batch, chunk = self.args, self.batch, self.args.log_probs_chunk_size
+        of_this = (self.shape, self.layout, self.compute)
+        responses = min(batch.micro_batch_response_tokens, batch.micro_batch_tokens)
+        forward_only = head_bytes(
+            *of_this,
+            tokens=batch.log_prob_tokens,
+            response_tokens=min(batch.log_prob_response_tokens, batch.log_prob_tokens),
+            chunk_size=chunk,
+        )
+        if args.recompute_loss_function and args.loss_type != "custom_loss":
+            return deferred_head_bytes(*of_this, response_tokens=responses, chunk_size=chunk), forward_only
+        tokens = batch.micro_batch_tokens
+        return head_bytes(*of_this, tokens=tokens, response_tokens=responses, chunk_size=chunk), forward_only
 
 
 def _rollout_data(batch: BatchPlan, layout: ParallelLayout) -> int:
