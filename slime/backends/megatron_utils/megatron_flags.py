@@ -238,11 +238,7 @@ TABLE: tuple[Group, ...] = (
         "training in 8 and 4 bit",
         later="one GPU",
     ),
-    Group(
-        "refused",
-        "--profile --use-pytorch-profiler --profile-step-start --profile-step-end --memory-snapshot-path",
-        later="one GPU",
-    ),
+    Group("refused", "--memory-snapshot-path", later="one GPU"),
     Group(
         "refused",
         """--num-distributed-optimizer-instances --use-nccl-ub --use-sharp --sharp-enabled-group
@@ -307,7 +303,7 @@ TABLE: tuple[Group, ...] = (
     Group("refused", "--yaml-cfg", "settings come from --custom-config-path and --megatron-config-path"),
     Group("refused", "--pretrained-checkpoint", "initial weights come from --ref-load or --hf-checkpoint"),
     Group("refused", "--data-parallel-random-init", "all data-parallel ranks train one model"),
-    Group("refused", "--no-save-rng", "a run could not be resumed as if it had not ended"),
+    Group("refused", "--no-save-rng", "--checkpoint-contents model,optimizer says so"),
     Group(
         "refused",
         """--use-checkpoint-args --use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args""",

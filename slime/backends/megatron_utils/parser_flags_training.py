@@ -243,10 +243,6 @@ LOGS: tuple[Row, ...] = (
     Row("--wandb-exp-name", "name of a W&B run", str, ""),
     Row("--wandb-entity", "team of a W&B run", str, ""),
     Row("--wandb-save-dir", "directory of W&B", str, ""),
-    Row("--profile", "profile with Nsight"),
-    Row("--profile-step-start", "first train step of a profile", int, 10),
-    Row("--profile-step-end", "train step after the last", int, 12),
-    Row("--use-pytorch-profiler", "profile with torch"),
     Row("--memory-snapshot-path", "file of a memory snapshot", str, "snapshot.pickle"),
 )
 

@@ -238,6 +238,16 @@ def check_output_dirs(outputs: dict[str, str | None]) -> Iterator[str]:
             yield f"{option} {path} cannot be written: {reason}; choose another directory."
 
 
+def check_output_file(option: str, path: str | None) -> Iterator[str]:
+    """A file to write can be made where it is named."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        yield f"{option} {path} is a directory; name a file in it."
+    elif reason := why_not_writable(Path(path).parent):
+        yield f"{option} {path} cannot be written: {reason}; choose another place."
+
+
 def why_not_writable(directory: Path) -> str | None:
     """Why files cannot be made in `directory` (which need not exist), found by trying; None when they can."""
     missing = [part for part in (directory, *directory.parents) if not os.path.lexists(part)]

@@ -50,7 +50,7 @@ def _sentence(field: Field, value: Any) -> Iterator[str]:
     if later:
         yield f"{option_name(field)} is not supported yet ({later}); leave it out."
     for given in value if isinstance(value, list) else [value]:
-        if given in by_choice:
+        if by_choice and given in by_choice:
             rest = [str(choice) for choice in field.metadata["choices"] or () if choice not in by_choice]
             remedy = f"use {' or '.join(rest)}" if rest else "leave it out"
             yield f"{option_name(field)} {given} is not supported yet ({by_choice[given]}); {remedy}."

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slime.utils.arguments import ask, check_files, check_rollout, derive, later, validate
@@ -350,6 +349,7 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
                     check_hook(f"evaluation data set {dataset.name}: {name}", path, HOOKS[name], signature_problem)
                 )
     problems.extend(check_files.check_output_dirs(_outputs(args)))
+    problems.extend(check_files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
 
 
 def _outputs(args: Args) -> dict[str, str | None]:
@@ -360,7 +360,6 @@ def _outputs(args: Args) -> dict[str, str | None]:
         "--save-hf": _fixed_parent(args.save_hf),
         "--save-debug-rollout-data": _fixed_parent(args.save_debug_rollout_data),
         "--save-debug-train-data": _fixed_parent(args.save_debug_train_data),
-        "--ray-timeline-path": str(Path(args.ray_timeline_path).parent) if args.ray_timeline_path else None,
         "--wandb-dir": args.wandb_dir,
         "--tb-project-name": args.tb_project_name,
     }
