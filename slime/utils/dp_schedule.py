@@ -106,7 +106,7 @@ def group_into_steps(rollout_indices: Sequence[int], global_batch_size: int) -> 
     )
     if dropped := len(rollouts) - num_steps * global_batch_size:
         message = "%d of %d rollouts fill no train step of %d and are dropped"
-        logger.warning(message, dropped, len(rollouts), global_batch_size)
+        logger.info(message, dropped, len(rollouts), global_batch_size)
     chunks = (rollouts[step * global_batch_size : (step + 1) * global_batch_size] for step in range(num_steps))
     return [[sample for rollout in chunk for sample in rollout] for chunk in chunks]
 

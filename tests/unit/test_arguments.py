@@ -473,6 +473,16 @@ def test_a_group_of_one_is_warned_about(base: dict[str, list[str]], caplog: pyte
     assert "a group of one minus its mean is 0" in caplog.text
 
 
+def test_a_least_number_of_tokens_is_warned_about(
+    base: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine never samples an end token there, so its distribution is not the trainer's."""
+    parse_args(argv=line(base, "--rollout-min-new-tokens 2 --eval-only --eval-prompt-data data.jsonl"))
+    assert "log-probs" not in caplog.text, "nothing is trained"
+    parse_args(argv=line(base, "--rollout-min-new-tokens 2"))
+    assert "--rollout-min-new-tokens 2: up to there the engine samples without the end token" in caplog.text
+
+
 def test_every_hook_flag_has_a_protocol_and_every_protocol_a_flag() -> None:
     hooks = {f.name for c in FLAG_CLASSES for f in dataclasses.fields(c) if f.metadata["help"].startswith("hook")}
     assert hooks == set(HOOKS)

@@ -67,11 +67,16 @@ def warnings(args: argparse.Namespace, explicit: Iterable[str], *, given_load: s
     yield from without_effect(args, explicit)
     if given_load not in (None, args.load, args.save):
         yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
-    trains_policy = args.loss_type == "policy_loss" and not args.debug_train_only
+    trains_policy = args.loss_type == "policy_loss" and not args.debug_train_only and not args.eval_only
     if args.n_samples_per_prompt == 1 and args.rewards_normalization and trains_policy:
         yield (
             "--n-samples-per-prompt 1: a group of one minus its mean is 0, so nothing is learned; use more, or "
             "--disable-rewards-normalization."
+        )
+    if args.rollout_min_new_tokens and trains_policy:
+        yield (
+            f"--rollout-min-new-tokens {args.rollout_min_new_tokens}: up to there the engine samples without the end "
+            "token, but the trainer's log-probs count it in, so the two differ by its probability."
         )
     if args.advantage_estimator == "cispo" and args.eps_clip < 1:
         yield (
