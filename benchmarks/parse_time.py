@@ -3,7 +3,8 @@
     python benchmarks/parse_time.py [--rounds 5] [--output results.json]
 
 The command line is the GRPO line of scripts/run-tiny-cpu.sh, with model and data that exist. The time is that of
-`from slime.utils.arguments import parse_args; parse_args(argv=...)`; `process` adds Python's own start and end.
+`from slime.utils.arguments import parse_args; parse_args(argv=...)`; `CPU` is what the process and its children
+compute for it, which other work on the machine changes less; `process` adds Python's own start and end.
 
     cold   SLIME_CACHE_DIR is empty: SGLang, its router and megatron-core are imported once, to ask for their options
     warm   the median of the rounds that follow
@@ -22,17 +23,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = {"cold": 15.0, "warm": 3.0}
 HEAVY = ("torch", "transformers", "megatron", "sglang", "sglang_router", "ray", "pyarrow")
 PROGRAM = f"""
-import json, sys, time
-start = time.perf_counter()
+import json, os, sys, time
+start, cpu = time.perf_counter(), sum(os.times()[:4])
 from slime.utils.arguments import parse_args
 parse_args(argv=sys.argv[1:])
 seconds = time.perf_counter() - start
-print(json.dumps({{"seconds": seconds, "imported": [name for name in {HEAVY!r} if name in sys.modules]}}))
+cpu = sum(os.times()[:4]) - cpu
+print(json.dumps({{"seconds": seconds, "cpu": cpu, "imported": [name for name in {HEAVY!r} if name in sys.modules]}}))
 """
 
 
@@ -57,15 +60,12 @@ def measure(work: Path, rounds: int) -> dict[str, float]:
     print(f"$ python benchmarks/parse_time.py    # {len(line)} tokens: {' '.join(line[:6])} ...", flush=True)
     cold = parse_once(work, line)
     warm = [parse_once(work, line) for _ in range(rounds)]
-    report = {
-        "cold": cold[0],
-        "cold_process": cold[1],
-        "warm": statistics.median(seconds for seconds, _, _ in warm),
-        "warm_process": statistics.median(process for _, process, _ in warm),
-    }
-    print(f"cold  {report['cold']:6.2f} s   process {report['cold_process']:6.2f} s   budget {BUDGET['cold']:.0f} s")
-    print(f"warm  {report['warm']:6.2f} s   process {report['warm_process']:6.2f} s   budget {BUDGET['warm']:.0f} s")
-    print(f"heavy packages that a warm parse imports: {', '.join(warm[0][2]) or 'none'}")
+    report = {}
+    for name, runs in (("cold", [cold]), ("warm", warm)):
+        seconds, cpu, process = (statistics.median(run[key] for run in runs) for key in ("seconds", "cpu", "process"))
+        report |= {name: seconds, f"{name}_cpu": cpu, f"{name}_process": process}
+        print(f"{name} {seconds:6.2f} s   budget {BUDGET[name]:4.0f} s   CPU {cpu:6.2f} s   process {process:6.2f} s")
+    print(f"heavy packages that a warm parse imports: {', '.join(warm[0]['imported']) or 'none'}")
     return report
 
 
@@ -95,16 +95,15 @@ def training_line(work: Path) -> list[str]:
     return flags.split()
 
 
-def parse_once(work: Path, line: list[str]) -> tuple[float, float, list[str]]:
-    """(seconds of the parse, seconds of the whole process, heavy packages that were imported)."""
+def parse_once(work: Path, line: list[str]) -> dict[str, Any]:
+    """Seconds of one parse, of its CPU time and of its whole process, and the heavy packages that it imported."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SLIME_CACHE_DIR": str(work / "cache")}
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", PROGRAM, *line], cwd=ROOT, env=environment, capture_output=True)
     process = time.perf_counter() - start
     if done.returncode != 0:
         sys.exit(f"error: the command line was refused:\n{done.stderr.decode()[-2000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
-    return result["seconds"], process, result["imported"]
+    return json.loads(done.stdout.splitlines()[-1]) | {"process": process}
 
 
 if __name__ == "__main__":

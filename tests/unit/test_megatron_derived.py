@@ -11,6 +11,7 @@ import torch
 
 from slime.backends.megatron_utils import derived
 from slime.backends.megatron_utils.arguments import add_megatron_arguments
+from slime.backends.megatron_utils.config_values import torch_type
 from tests.unit.megatron_fakes import SLIME_DEFAULTS
 
 
@@ -38,9 +39,9 @@ def test_bf16_is_not_fp16_and_neither_without_a_gpu():
 
 
 def test_weights_have_the_type_of_the_precision():
-    assert derive(accelerator="cuda").params_dtype == torch.bfloat16
-    assert derive("--fp16", accelerator="cuda").params_dtype == torch.float16
-    assert derive(accelerator="cpu").params_dtype == torch.float32
+    assert torch_type(derive(accelerator="cuda").params_dtype) == torch.bfloat16
+    assert torch_type(derive("--fp16", accelerator="cuda").params_dtype) == torch.float16
+    assert torch_type(derive(accelerator="cpu").params_dtype) == torch.float32
 
 
 def test_bf16_keeps_gradients_in_fp32_unless_told_not_to():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.flag_classes import fields_without_effect
 
+if TYPE_CHECKING:
+    import torch
+
 _TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
-_TYPED = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_TYPED = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def config_kwargs(config: type, args: argparse.Namespace) -> dict[str, Any]:
@@ -27,8 +30,11 @@ def config_kwargs(config: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _typed(name: str, value: Any) -> Any:
-    if name not in _TYPED or not isinstance(value, str):
-        return value
+    return torch_type(value) if name in _TYPED and value is not None else value
+
+
+def torch_type(name: str | torch.dtype) -> torch.dtype:
+    """Return the torch type with this name, torch's own ("bfloat16") or Megatron's ("bf16"); a type is itself."""
     import torch
 
-    return getattr(torch, _TYPES[value])
+    return getattr(torch, _TYPES.get(name, name)) if isinstance(name, str) else name

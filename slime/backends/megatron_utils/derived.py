@@ -1,7 +1,6 @@
 """Values that follow from Megatron's flags: small pure functions, and `derive_megatron`, which applies them.
 
-Nothing here judges a value. torch is imported only to name a type; a directory's config.json is read for the
-vocabulary.
+Nothing here judges a value, and torch is not needed; a directory's config.json is read for the vocabulary.
 """
 
 from __future__ import annotations
@@ -64,11 +63,9 @@ def trains_in_bf16(accelerator: str, *, fp16: bool) -> bool:
     return accelerator != "cpu" and not fp16
 
 
-def parameter_type(*, bf16: bool, fp16: bool) -> Any:
-    """The torch type of the weights."""
-    import torch
-
-    return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+def parameter_type(*, bf16: bool, fp16: bool) -> str:
+    """The name of the weights' torch type; config_values.torch_type has the type (torch takes a second to import)."""
+    return "bfloat16" if bf16 else "float16" if fp16 else "float32"
 
 
 def gradients_in_fp32(given: bool, *, bf16: bool, in_bf16: bool) -> bool:

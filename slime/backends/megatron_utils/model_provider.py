@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.config_values import config_kwargs
+from slime.backends.megatron_utils.config_values import config_kwargs, torch_type
 from slime.backends.megatron_utils.model.spec import block_spec
 from slime.utils.misc import load_function
 
@@ -28,7 +28,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "gated_linear_unit": args.swiglu,
         "activation_func": F.silu if args.swiglu else F.gelu,
         "attention_backend": AttnBackend[args.attention_backend],
-        "pipeline_dtype": args.params_dtype,
+        "pipeline_dtype": torch_type(args.params_dtype),
         "use_cpu_initialization": on_cpu,
         # Kernels of TransformerEngine and Apex, which we do without.
         "transformer_impl": "local",
