@@ -36,6 +36,7 @@ CASES = {
     "1024 tokens": "--max-tokens-per-gpu 1024",
     "1024 tokens, full recompute": f"--max-tokens-per-gpu 1024 {RECOMPUTE}",
     "1024 tokens, chunks of 128": "--max-tokens-per-gpu 1024 --log-probs-chunk-size 128",
+    "1024 tokens, deferred logits": "--max-tokens-per-gpu 1024 --recompute-loss-function --log-probs-chunk-size 128",
     "512 tokens, KL loss": "--max-tokens-per-gpu 512 --use-kl-loss --kl-loss-coef 0.1 --ref-load {model}",
     "static, 2 samples, selective": "--micro-batch-size 2 --recompute-granularity selective",
 }
