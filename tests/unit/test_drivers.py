@@ -139,6 +139,24 @@ def test_the_data_source_is_saved_before_a_rollout_ahead_draws_its_prompts():
     assert asked == [("generate", 0), ("save", 0), ("generate", 1), ("save", 1)]
 
 
+def warnings_of_a_run(caplog, *, trained, **profile):
+    """What a run says at its end that trained on these rollouts."""
+    flags = {"use_pytorch_profiler": True, "profile_step_start": 3, "profile_step_end": 5, "ray_timeline_path": None}
+    run = TrainingRun(run_args(**(flags | profile)))
+    run._trained = trained
+    caplog.clear()
+    run.finish()
+    return caplog.text
+
+
+def test_a_run_that_recorded_nothing_says_so_at_its_end(caplog):
+    assert "this run trains on rollouts 0 to 2; change them" in warnings_of_a_run(caplog, trained=range(3))
+    assert "this run trains on no rollout" in warnings_of_a_run(caplog, trained=range(0))
+    assert "name rollouts 3 to 4" in warnings_of_a_run(caplog, trained=range(5, 9))
+    assert not warnings_of_a_run(caplog, trained=range(4))
+    assert not warnings_of_a_run(caplog, trained=range(3), use_pytorch_profiler=False)
+
+
 def test_both_drivers_only_evaluate_what_was_loaded_with_eval_only(driver_module):
     assert calls_of(driver_module, num_rollout=0, eval_only=True) == ["eval 0", "finish"]
     assert calls_of(driver_module, num_rollout=0, eval_only=True, first=5) == ["eval 5", "finish"]

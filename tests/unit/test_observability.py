@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from slime.observability import logging_utils, plots, progress, wandb_utils
 from slime.observability.console import ConsoleSink
 from slime.observability.logging_utils import (
+    collect_warnings,
     finish_tracking,
     init_tracking,
     log,
@@ -214,6 +217,85 @@ def test_wandb_offline_writes_a_run_with_no_key_in_its_config(tmp_path: Path, mo
     assert b"train/loss" in content and b"eval/addition" in content and b"a secret" not in content
 
 
+class FakeWandb:
+    """In the place of the package: writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.logins: list[dict] = []
+        self.run: dict = {}
+
+    def login(self, **keywords: object) -> None:
+        self.logins.append(keywords)
+
+    def init(self, **keywords: object) -> Namespace:
+        self.run = keywords
+        return Namespace(define_metric=lambda *names, **options: None)
+
+
+@pytest.fixture
+def wandb_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What W&B is asked for under some flags: (its logins, the keywords of its run)."""
+
+    def start(**flags: object) -> tuple[list[dict], dict]:
+        fake = FakeWandb()
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        wandb_utils.WandbAdapter(make_args(tmp_path, use_wandb=True, **flags))
+        return fake.logins, fake.run
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "keyword"),
+    [
+        ("wandb_mode", "disabled", "mode"),
+        ("wandb_team", "t", "entity"),
+        ("wandb_project", "other", "project"),
+        ("wandb_group", "other", "group"),
+        ("wandb_run_id", "r", "id"),
+    ],
+)
+def test_a_wandb_flag_is_a_keyword_of_the_run(wandb_asked, flag: str, value: str, keyword: str):
+    (_, default), (_, run) = wandb_asked(), wandb_asked(**{flag: value})
+    assert run[keyword] == value != default[keyword]
+
+
+def test_wandb_goes_on_with_a_run_that_is_named(wandb_asked):
+    assert wandb_asked()[1]["resume"] is None
+    assert wandb_asked(wandb_run_id="r")[1]["resume"] == "allow"
+
+
+def test_wandb_files_are_below_their_directory(wandb_asked, tmp_path: Path):
+    assert wandb_asked()[1]["dir"] == str(tmp_path)
+    assert wandb_asked(wandb_dir=str(tmp_path / "w"))[1]["dir"] == str(tmp_path / "w")
+    assert (tmp_path / "w").is_dir()
+
+
+def test_wandb_is_logged_in_at_the_host_and_with_the_key_that_are_given(wandb_asked):
+    assert wandb_asked(wandb_mode="online")[0] == [{"key": "a secret", "host": None}]
+    assert wandb_asked(wandb_mode="online", wandb_host="h")[0] == [{"key": "a secret", "host": "h"}]
+    assert wandb_asked(wandb_mode="online", wandb_host="h", wandb_key=None)[0] == [{"key": None, "host": "h"}]
+    assert wandb_asked(wandb_mode="online", wandb_key=None)[0] == [], "wandb's own settings"
+    assert wandb_asked()[0] == [], "offline"
+
+
+def test_wandb_runs_of_a_group_have_names_of_their_own_unless_told_not_to(wandb_asked):
+    first, second = (wandb_asked()[1]["name"] for _ in range(2))
+    assert first.startswith("g-") and first != second
+    assert wandb_asked(wandb_random_suffix=False)[1]["name"] == "g"
+
+
+def test_tensorboard_files_are_in_a_directory_of_their_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    assert tensorboard_dir(make_args(tmp_path, tb_project_name="p", tb_experiment_name="e")) == Path("p/e")
+    unnamed = tensorboard_dir(make_args(tmp_path, tb_project_name="p"))
+    assert unnamed.parent == Path("p") and unnamed.name.startswith(time.strftime("%Y")), "its name is the time"
+    monkeypatch.setenv("TENSORBOARD_DIR", "env")
+    assert tensorboard_dir(make_args(tmp_path)) == Path("env")
+    assert tensorboard_dir(make_args(tmp_path, tb_experiment_name="e")) == Path("env/e")
+    assert tensorboard_dir(make_args(tmp_path, tb_project_name="p", tb_experiment_name="e")) == Path("p/e")
+
+
 def test_rollout_records_carry_the_train_step_for_wandb_when_asked(tmp_path: Path):
     class Recorder(logging_utils.WandbSink):
         def __init__(self) -> None:
@@ -303,3 +385,14 @@ def test_the_bar_comes_from_the_factory_of_the_process():
     finally:
         progress.set_progress_factory(progress.tqdm_bar)
     assert made == [(3, "rollout")]
+
+
+def test_warnings_of_a_block_are_collected_for_another_process() -> None:
+    logger = logging.getLogger("slime.backends.some_module")
+    logger.warning("before")
+    with collect_warnings() as collected:
+        logger.info("no warning")
+        logger.warning("%s holds no optimizer state", "out/iter_0000003")
+        logging.getLogger("megatron").warning("not ours")
+    logger.warning("after")
+    assert collected == ["out/iter_0000003 holds no optimizer state"]
