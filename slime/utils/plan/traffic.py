@@ -71,6 +71,8 @@ def outputs(args: argparse.Namespace, shape: ModelShape | None) -> list[Output]:
         Output("metrics", f"{directory}/metrics.jsonl", None, "every rollout"),
         Output("logs", f"{directory}/logs/", None, "as they come"),
     ]
+    if args.log_eval_samples:
+        found.append(Output("answers", f"{directory}/eval_samples.jsonl", None, "every evaluation"))
     when = (
         f"every {args.save_interval} rollouts, and after the last" if args.save_interval else "after the last rollout"
     )
