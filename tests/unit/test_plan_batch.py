@@ -53,6 +53,24 @@ def test_a_sample_longer_than_the_budget_is_a_micro_batch():
     assert (batch.micro_batch_tokens, batch.micro_batches_per_rank) == (500, 32)
 
 
+def test_a_micro_batch_holds_no_more_than_a_step_has():
+    batch = batch_of(
+        use_dynamic_batch_size=True, max_tokens_per_gpu=10**6, data_pad_size_multiplier=1, global_batch_size=4
+    )
+    assert batch.micro_batch_tokens == 4 * 500
+    assert batch.log_prob_tokens == 32 * 500  # a pass without gradients packs the whole rollout
+
+
+def test_passes_without_gradients_have_a_budget_of_their_own():
+    batch = batch_of(
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=1000,
+        log_probs_max_tokens_per_gpu=3000,
+        data_pad_size_multiplier=1,
+    )
+    assert (batch.micro_batch_tokens, batch.log_prob_tokens) == (1000, 3000)
+
+
 def test_static_micro_batches_hold_samples_of_the_longest_kind():
     batch = batch_of(micro_batch_size=2, data_pad_size_multiplier=1, actor_num_gpus_per_node=4)
     assert (batch.micro_batch_tokens, batch.micro_batch_response_tokens) == (2 * 500, 2 * 400)

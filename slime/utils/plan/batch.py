@@ -112,9 +112,9 @@ def batch_plan(args: argparse.Namespace, layout: ParallelLayout, facts: DataFact
     samples = prompts * per_prompt
     per_step = max(1, min(args.global_batch_size or samples, samples))
     lengths = lengths_of(args, facts)
-    tokens, response_tokens = _tokens(args, layout, lengths, args.max_tokens_per_gpu)
+    tokens, response_tokens = _tokens(args, layout, lengths, args.max_tokens_per_gpu, num_samples=per_step)
     forward_budget = args.log_probs_max_tokens_per_gpu or args.max_tokens_per_gpu
-    forward_tokens, forward_responses = _tokens(args, layout, lengths, forward_budget)
+    forward_tokens, forward_responses = _tokens(args, layout, lengths, forward_budget, num_samples=samples)
     micro_batches = _num_micro_batches(args, layout, lengths, per_step)
     num_rollouts = _num_rollouts(args, facts)
     return BatchPlan(
@@ -141,11 +141,13 @@ def _is_dynamic(args: argparse.Namespace) -> bool:
     return bool(args.use_dynamic_batch_size and args.max_tokens_per_gpu)
 
 
-def _tokens(args: argparse.Namespace, layout: ParallelLayout, lengths: Lengths, budget: int | None) -> tuple[int, int]:
+def _tokens(
+    args: argparse.Namespace, layout: ParallelLayout, lengths: Lengths, budget: int | None, *, num_samples: int
+) -> tuple[int, int]:
     """(most tokens of a micro-batch on a GPU, response tokens among them) under a token budget per GPU."""
     if _is_dynamic(args) and budget:
         # A sample longer than the budget is a micro-batch by itself.
-        tokens = max(budget * layout.cp, lengths.longest)
+        tokens = max(min(budget * layout.cp, num_samples * lengths.longest), lengths.longest)
         responses = math.ceil(tokens * lengths.max_response / max(lengths.longest, 1))
     else:
         tokens, responses = args.micro_batch_size * lengths.longest, args.micro_batch_size * lengths.max_response

@@ -28,12 +28,14 @@ def render(plan: Plan, stream: IO[str]) -> None:
     """Write the plan; colours only on a terminal."""
     width = min(max(os.get_terminal_size(stream.fileno()).columns, 100), 120) if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False, emoji=False)
-    for title, section in SECTIONS.items():
-        lines = list(section(plan))
-        if lines:
-            console.print(f"\n[bold]{title}[/bold]")
-            for line in lines:
-                console.print(line if isinstance(line, Table) else escape(line))
+    with console.capture() as captured:
+        for title, section in SECTIONS.items():
+            lines = list(section(plan))
+            if lines:
+                console.print(f"\n[bold]{title}[/bold]")
+                for line in lines:
+                    console.print(line if isinstance(line, Table) else escape(line))
+    stream.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()[1:]))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()) -> Table:
@@ -68,6 +70,18 @@ def seconds(value: float) -> str:
     if value >= 5400:
         return f"{value / 3600:.1f} h"
     return f"{value / 60:.1f} min" if value >= 120 else f"{value:.2f} s"
+
+
+def _summary(plan: Plan) -> Iterable[Any]:
+    slots, found = plan.slots, [f"{plan.slots.total} x {plan.device.name}"]
+    if plan.fit:
+        tight = [moment.where for moment in plan.fit if not moment.fits]
+        found.append(f"DOES NOT FIT ({', '.join(tight)})" if tight else "fits")
+    if plan.phases:
+        found.append(f"one rollout about {seconds(sum(phase.seconds for phase in plan.phases))}")
+    if plan.refused:
+        found.append(f"a run would be refused for {len(plan.refused)} reason(s), listed at the end")
+    return ["; ".join(found)] if slots.total else []
 
 
 def _model(plan: Plan) -> Iterable[Any]:
@@ -271,6 +285,7 @@ def _refused(plan: Plan) -> Iterable[Any]:
 
 
 SECTIONS: dict[str, Callable[[Plan], Iterable[Any]]] = {
+    "Plan": _summary,
     "Model": _model,
     "Placement": _placement,
     "Parallel layout": _parallel,

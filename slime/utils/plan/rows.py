@@ -44,7 +44,7 @@ def read_rows_of(args: argparse.Namespace) -> Found:
         keys = _keys(args, dataset)
         reports.append(row_report(args, name, path, keys=keys, tokenizer=tokenizer))
         if dataset is None:
-            facts = data_facts(path, keys, tokenizer)
+            facts = data_facts(path, keys, tokenizer, is_whole=args.loss_type == "sft_loss")
     return facts, reports, missing
 
 
@@ -58,8 +58,9 @@ def _tokenizer(args: argparse.Namespace, missing: list[str]) -> Any:
         return None
     try:
         return load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-    except UsageError as error:
-        missing.append(f"a tokenizer: {error}; data rows are shown raw")
+    except Exception as error:  # its files are the user's: whatever transformers raises about them is an answer here
+        kind = "" if isinstance(error, UsageError) else f"{args.hf_checkpoint} raises {type(error).__name__}: "
+        missing.append(f"a tokenizer: {kind}{error}; data rows are shown raw")
         return None
 
 
@@ -111,11 +112,12 @@ def head_of(path: str, number: int) -> str:
     return f"{file}@[{start}:{start + number if stop is None else min(stop, start + number)}]"
 
 
-def _prompt(sample: Sample, tokenizer: Any) -> Shown:
-    """(text, no spans, tokens, nothing trained) of a prompt."""
+def _prompt(sample: Sample, tokenizer: Any, *, is_whole: bool = False) -> Shown:
+    """(text, no spans, tokens, nothing trained) of a prompt, or of a whole conversation."""
     text = sample.prompt
     if isinstance(text, list):  # a custom generate function renders it
-        text = render_chat(tokenizer, text, tools=sample.metadata.get("tools"))
+        tools = sample.metadata.get("tools")
+        text = render_chat(tokenizer, text, tools=tools, add_generation_prompt=not is_whole)
     return text, [], len(tokenizer.encode(text, add_special_tokens=False)), None
 
 
@@ -141,14 +143,14 @@ def _shown(label: Any) -> str | None:
     return None if label is None else str(label)
 
 
-def data_facts(path: str, keys: dict[str, Any], tokenizer: Any) -> DataFacts | None:
+def data_facts(path: str, keys: dict[str, Any], tokenizer: Any, *, is_whole: bool = False) -> DataFacts | None:
     """Rows of the prompt file, and prompt lengths of the first `MEASURED_ROWS`; None where a row cannot be used."""
     try:
         num_rows = sum(1 for _ in read_rows(path, [] if keys["skip_malformed"] else None))
         if tokenizer is None or not num_rows:
             return DataFacts(num_rows) if num_rows else None
         samples = first_samples(path, keys, tokenizer, MEASURED_ROWS)
-        lengths = [_prompt(sample, tokenizer)[2] for sample in samples]
+        lengths = [_prompt(sample, tokenizer, is_whole=is_whole)[2] for sample in samples]
         return DataFacts(num_rows, len(lengths), round(sum(lengths) / len(lengths)), max(lengths))
     except (UsageError, ValueError):
         return None
