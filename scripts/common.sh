@@ -6,6 +6,7 @@
 #                                        (--dry-run, --help ...) train.py answers right here: no Ray, and no installation where .venv is
 #                                        complete. Without GPUs (--accelerator cpu) NUM_SLOTS=N says how many slots the run needs.
 #   slime_only_asks [flags of train.py]  succeeds if one of the flags only asks.
+#   slime_env_to_ask                     slime_env for that: a .venv that is complete is used as it is.
 #   slime_ray_start NUM_SLOTS            start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
 #                                        GPUs count); sets RAY_ADDRESS and SLIME_RAY_DASHBOARD. It ends with the script.
 #   slime_ray_stop                       end that Ray head, and nothing else.
@@ -30,6 +31,15 @@ slime_env() {
     export PYTHON PYTHONPATH="$SLIME_ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
 }
 
+slime_env_to_ask() {
+    local venv="$SLIME_ROOT/.venv"
+    # setup_env.sh leaves the stamp with its last stage, and .making where it was cut off.
+    if [ -z "${SLIME_PYTHON:-}" ] && [ -f "$venv/.stamp-slime" ] && [ ! -e "$venv/.making" ]; then
+        local SLIME_PYTHON="$venv/bin/python"
+    fi
+    slime_env
+}
+
 slime_only_asks() {
     local flag
     for flag in "$@"; do
@@ -42,10 +52,7 @@ slime_only_asks() {
 
 slime_train() {
     if slime_only_asks "$@"; then
-        if [ -z "${SLIME_PYTHON:-}" ] && [ -f "$SLIME_ROOT/.venv/.stamp-slime" ] && [ ! -e "$SLIME_ROOT/.venv/.making" ]; then
-            local SLIME_PYTHON="$SLIME_ROOT/.venv/bin/python"
-        fi
-        slime_env || return
+        slime_env_to_ask || return
         (cd "$SLIME_ROOT" && "$PYTHON" train.py "$@")
         return
     fi

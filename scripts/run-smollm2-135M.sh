@@ -21,12 +21,16 @@ if [ -z "${ACCELERATOR:-}" ]; then
 fi
 OUTPUT="${OUTPUT:-outputs/smollm2-135M}"
 SEED="${SEED:-0}"
-slime_env "--$ACCELERATOR"
-mkdir -p "$OUTPUT"
-
-[ -f "$OUTPUT/model/model.safetensors" ] || "$PYTHON" tools/convert_gguf_to_hf.py --output "$OUTPUT/model"
-[ -f "$OUTPUT/data/train.jsonl" ] || "$PYTHON" tools/prepare_reasoning_gym.py --output "$OUTPUT/data" --task chain_sum --num-train 3000 \
-    --instruction "Answer with the number only." --config min_terms=2 max_terms=3 min_digits=1 max_digits=1
+if slime_only_asks "$@"; then
+    slime_env_to_ask
+else
+    slime_env "--$ACCELERATOR"
+    mkdir -p "$OUTPUT"
+    [ -f "$OUTPUT/model/model.safetensors" ] || "$PYTHON" tools/convert_gguf_to_hf.py --output "$OUTPUT/model"
+    [ -f "$OUTPUT/data/train.jsonl" ] || "$PYTHON" tools/prepare_reasoning_gym.py --output "$OUTPUT/data" --task chain_sum \
+        --num-train 3000 --instruction "Answer with the number only." \
+        --config min_terms=2 max_terms=3 min_digits=1 max_digits=1
+fi
 
 if [ "$ACCELERATOR" = cuda ]; then
     NUM_ROLLOUT="${NUM_ROLLOUT:-200}"

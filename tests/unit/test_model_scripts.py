@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -146,10 +147,8 @@ case "$*" in
     *"job submit"*) bash "${@: -1}" ;;
 esac
 """
-# --dry-run-json only says where the plan of --dry-run goes.
-QUESTIONS = sorted(
-    {"-h", "--help"} | {option_name(field) for field in dataclasses.fields(AskFlags)} - {"--dry-run-json"}
-)
+# A flag that needs another one says how that one's answer is to be.
+QUESTIONS = ["-h", "--help", *(option_name(f) for f in dataclasses.fields(AskFlags) if not f.metadata["needs"])]
 GROUPS = ["MODEL", "CKPT", "ROLLOUT", "EVAL", "PERF", "GRPO", "OPTIMIZER", "WANDB", "SGLANG", "MISC"]
 
 
@@ -216,6 +215,24 @@ def test_a_question_to_a_script_starts_no_ray(tmp_path, question):
     flags, log = run_script(tmp_path, "run-glm4-9B", question)
     assert flags[-1] == question
     assert "ray" not in log
+
+
+def test_a_question_is_answered_by_a_complete_environment_as_it_is(tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "scripts" / "setup_env.sh").write_text("echo installing >&2; exit 7")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$@"')
+    python.chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLIME_")}
+
+    def dry_run() -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(tmp_path / "scripts" / "run-qwen3-4B.sh"), "--dry-run"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert (dry_run().returncode, dry_run().stderr) == (7, "installing\n")
+    (tmp_path / ".venv" / ".stamp-slime").touch()
+    assert dry_run().stdout.startswith("train.py --num-layers 36")
 
 
 def test_a_script_submits_its_flags_to_a_ray_of_its_own_unchanged_by_any_shell(tmp_path):
