@@ -6,6 +6,7 @@ It knows the directory rule and the writer, nothing of what the metrics mean. te
 from __future__ import annotations
 
 import os
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from slime.utils.errors import UsageError
 
 
 class _TensorboardAdapter:
-    """Writes scalars under `$TENSORBOARD_DIR`, else under `<tb_project_name>/<tb_experiment_name>`.
+    """Writes scalars under `<tb_project_name>/<tb_experiment_name>`, or under `$TENSORBOARD_DIR`.
 
     Raises:
         UsageError: neither the variable nor `--tb-project-name` is given, or tensorboard is not installed.
@@ -52,9 +53,10 @@ class _TensorboardAdapter:
 
 
 def tensorboard_dir(args: Namespace) -> Path:
-    """Where the event files go (see `_TensorboardAdapter`)."""
-    if directory := os.environ.get("TENSORBOARD_DIR"):
-        return Path(directory)
-    if not args.tb_project_name:
+    """Where the event files go: --tb-project-name wins over the environment, whose directory is that of one run."""
+    root = args.tb_project_name or os.environ.get("TENSORBOARD_DIR")
+    if not root:
         raise UsageError("--use-tensorboard needs --tb-project-name, or the environment variable TENSORBOARD_DIR")
-    return Path(args.tb_project_name) / (args.tb_experiment_name or "run")
+    if args.tb_project_name or args.tb_experiment_name:
+        return Path(root) / (args.tb_experiment_name or time.strftime("%Y%m%d-%H%M%S"))
+    return Path(root)

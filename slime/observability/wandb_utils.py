@@ -40,7 +40,7 @@ class WandbAdapter:
         except ImportError as error:
             raise UsageError("--use-wandb needs the package wandb: pip install wandb") from error
         mode = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
-        if args.wandb_key and mode == "online":
+        if (args.wandb_key or args.wandb_host) and mode == "online":
             wandb.login(key=args.wandb_key, host=args.wandb_host)
         directory = Path(args.wandb_dir or args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary directory when it is absent

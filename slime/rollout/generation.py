@@ -111,13 +111,16 @@ def sampling_seed(*parts: int | str) -> int:
     return stable_hash("sampling", *parts)
 
 
-async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
     """The default generate function: one call to the router's /generate, answer appended to the sample.
 
     Args:
-        args: router address, `rollout_max_context_len`.
+        args: router address, `rollout_max_context_len`, `eval_max_context_len`.
         sample: its prompt is text; tokens that it already has are continued.
         sampling_params: SGLang's, with `max_new_tokens`; it and `min_new_tokens` count what the response already has.
+        evaluation: the limit of the context is that of evaluations.
 
     Raises:
         HttpError: the engine refused the request or could not be reached.
@@ -131,8 +134,9 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     if sampling_params["max_new_tokens"] is None:
         raise ValueError("--rollout-max-response-len is not set; the default generate function needs it")
     budget = sampling_params["max_new_tokens"] - sample.response_length
-    if args.rollout_max_context_len is not None:
-        budget = min(budget, args.rollout_max_context_len - len(sample.tokens))
+    context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
+    if context is not None:
+        budget = min(budget, context - len(sample.tokens))
     if budget <= 0:
         sample.status = Status.TRUNCATED
         return sample
@@ -200,7 +204,7 @@ async def _call_generate(
 ) -> Sample | list[Sample]:
     path = sample.generate_function_path or args.custom_generate_function_path
     if not path:
-        return await generate(args, sample, sampling_params)
+        return await generate(args, sample, sampling_params, evaluation)
     fn = load_function(path)
     extra = {"evaluation": evaluation} if _has_parameter(fn, "evaluation") else {}
     completed: Sample | list[Sample] = await fn(args, sample, sampling_params, **extra)

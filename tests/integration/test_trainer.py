@@ -189,6 +189,20 @@ def test_hooks_are_called_with_their_arguments_at_their_time(hf_path: Path):
     train(trainer_args(hf_path, global_batch_size=6, **hooks), check_hooks, num_rollouts=2)
 
 
+def check_padding(actor: Any, records: list[Any]) -> None:
+    args, *widths = calls()
+    assert args is actor.args, "the init hook ran, once, and before the model was built"
+    assert widths and all(width % 5 == 0 for width in widths) and any(width % 128 for width in widths)
+
+
+def test_a_hook_after_the_start_a_model_of_the_user_and_padding_to_a_multiple(hf_path: Path):
+    hooks = {
+        "custom_megatron_init_path": f"{HOOKS}:remember_args",
+        "custom_model_provider_path": f"{HOOKS}:model_that_tells_its_widths",
+    }
+    train(trainer_args(hf_path, data_pad_size_multiplier=5, **hooks), check_padding)
+
+
 def check_sft(actor: Any, records: list[Any]) -> None:
     losses = [metrics["train/loss"] for metrics in of(records, "train/step")]
     assert losses[-1] < losses[0] - 0.1

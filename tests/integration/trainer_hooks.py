@@ -35,3 +35,20 @@ def perturb_before_train_step(
 def no_advantage(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     CALLS.append((rollout_id, sorted(rollout_data)))
     rollout_data["advantages"] = [torch.zeros_like(a) for a in rollout_data["advantages"]]
+
+
+def remember_args(args: Any) -> None:
+    CALLS.append(args)
+
+
+def model_that_tells_its_widths(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> torch.nn.Module:
+    """The usual model of the args that `remember_args` saw; notes how many tokens each micro-batch has."""
+    from slime.backends.megatron_utils.model_provider import build_gpt
+
+    model = build_gpt(CALLS[0], pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+    model.embedding.register_forward_pre_hook(
+        lambda module, values, named: CALLS.append(named.get("input_ids", *values[:1]).shape[1]), with_kwargs=True
+    )
+    return model

@@ -142,6 +142,7 @@ def rollout_args(**changes: Any) -> Namespace:
         "rollout_top_k": -1,
         "rollout_max_response_len": 20,
         "rollout_max_context_len": None,
+        "eval_max_context_len": None,
         "rollout_max_prompt_len": None,
         "rollout_min_new_tokens": 0,
         "rollout_ignore_eos": False,

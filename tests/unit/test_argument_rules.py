@@ -538,6 +538,17 @@ def test_numbers_and_parameters_are_in_range(check: Check, changes: str, sentenc
     has(check(changes).problems.wrong, sentence)
 
 
+def test_either_name_and_a_target_turn_the_profiler_on(check: Check) -> None:
+    for changes in ("--profile", "--use-pytorch-profiler", "--profile-target train_actor"):
+        assert check(changes).args.use_pytorch_profiler is True
+    assert check().args.use_pytorch_profiler is False
+
+
+def test_a_kl_in_the_rewards_is_said_not_to_train_grpo(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+    accept(check("--kl-coef 0.1 --ref-load hf"))
+    assert "--kl-coef 0.1: --advantage-estimator grpo does not take the KL into its rewards" in caplog.text
+
+
 def test_token_mean_and_the_per_token_loss_are_one_thing(check: Check) -> None:
     for changes in ("--calculate-per-token-loss", "--loss-agg-mode token-mean"):
         args = check(changes).args

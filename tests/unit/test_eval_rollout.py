@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from argparse import Namespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from slime.rollout import generation
 from slime.rollout.eval import EvalDatasets
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.errors import UsageError
-from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
 
@@ -113,3 +114,71 @@ def test_the_last_sibling_stands_for_a_fan_out_execution(evaluate):
     settings = {"custom_generate_function_path": f"{__file__}:fan_out"}
     (output,), _, _ = evaluate({"a": "bc"}, settings=settings)
     assert output.data["a"]["rewards"] == [2.0, 2.0]
+
+
+FLAGS = {
+    "eval_input_key": None,
+    "eval_label_key": None,
+    "eval_tool_key": None,
+    "n_samples_per_eval_prompt": 1,
+    "eval_temperature": None,
+    "eval_top_p": None,
+    "eval_top_k": None,
+    "eval_max_response_len": None,
+    "eval_min_new_tokens": None,
+}
+
+
+@pytest.fixture
+def evaluate_by_flags(monkeypatch, tmp_path):
+    """Evaluate one row as the flags of a command line say; returns (samples, requests)."""
+    monkeypatch.setattr(generation, "load_tokenizer", lambda name, **kw: LetterTokenizer())
+    path = tmp_path / "row.jsonl"
+    path.write_text(json.dumps({"input": "pd", "question": "qd", "answer": "yes", "functions": [{"f": 1}]}) + "\n")
+
+    def build(**changes):
+        GenerateState.clear_instances()
+        EvalDatasets.clear_instances()
+        with FakeEngine().serve() as engine:
+            values = {**vars(rollout_args(sglang_router_port=engine.port)), **FLAGS, **changes}
+            args = Namespace(**values)
+            args.eval_datasets = build_eval_dataset_configs(args, [{"name": "e", "path": str(path)}])
+            output = generate_rollout(args, 0, None, evaluation=True)
+        return output.data["e"]["samples"], engine.requests
+
+    yield build
+    GenerateState.clear_instances()
+    EvalDatasets.clear_instances()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "parameter"),
+    [
+        ("eval_temperature", 0.25, "temperature"),
+        ("eval_top_p", 0.5, "top_p"),
+        ("eval_top_k", 3, "top_k"),
+        ("eval_max_response_len", 7, "max_new_tokens"),
+        ("eval_min_new_tokens", 2, "min_new_tokens"),
+    ],
+)
+def test_an_evaluation_flag_is_a_parameter_of_its_requests(evaluate_by_flags, flag, value, parameter):
+    (_, (default,)), (_, (request,)) = evaluate_by_flags(), evaluate_by_flags(**{flag: value})
+    assert default["sampling_params"].get(parameter) != value
+    assert request["sampling_params"] == {**default["sampling_params"], parameter: value}
+
+
+def test_evaluation_flags_say_what_of_a_row_is_read_and_how_often(evaluate_by_flags):
+    keys = {"eval_input_key": "question", "eval_label_key": "answer", "eval_tool_key": "functions"}
+    (plain,), _ = evaluate_by_flags()
+    samples, requests = evaluate_by_flags(**keys, n_samples_per_eval_prompt=3)
+    assert (plain.prompt, plain.label, plain.metadata) == ("pd", None, {})
+    seen = [(sample.prompt, sample.label, sample.metadata) for sample in samples]
+    assert seen == [("qd", "yes", {"tools": [{"f": 1}]})] * 3
+    assert len(requests) == 3
+
+
+def test_an_evaluation_has_a_context_limit_of_its_own(evaluate_by_flags):
+    _, (request,) = evaluate_by_flags(rollout_max_context_len=4, eval_max_context_len=9)
+    assert request["sampling_params"]["max_new_tokens"] == 9 - len("pd")
+    _, (request,) = evaluate_by_flags(rollout_max_context_len=4)
+    assert request["sampling_params"]["max_new_tokens"] == 20, "parsing makes the rollout's limit the default"

@@ -89,6 +89,8 @@ class MegatronTrainActor:
         """
         initialize.init(self.args, **self._where)
         init_gloo_group()
+        if self.args.custom_megatron_init_path:
+            load_function(self.args.custom_megatron_init_path)(self.args)
         self.state = setup_model_and_optimizer(self.args)
         self._weights = TensorBackuper(self._named_weights)
         if self._needs_reference:
