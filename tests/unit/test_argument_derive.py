@@ -80,3 +80,18 @@ def test_eval_pairs() -> None:
     ]
     assert derive.raw_eval_datasets(["x.jsonl"]) == [{"name": "aime", "path": "x.jsonl"}]
     assert derive.raw_eval_datasets(None) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "no_save_optim", "parts", "leaves_optimizer_out"),
+    [
+        (None, False, ["model", "optimizer", "rng"], False),
+        (None, True, ["model", "rng"], True),
+        (["model,hf", "model"], False, ["model", "hf"], True),
+    ],
+)
+def test_what_a_checkpoint_holds(
+    given: list[str] | None, no_save_optim: bool, parts: list[str], leaves_optimizer_out: bool
+) -> None:
+    found = derive.checkpoint_contents(given, no_save_optim=no_save_optim)
+    assert found == {"checkpoint_contents": parts, "no_save_optim": leaves_optimizer_out}

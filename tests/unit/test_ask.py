@@ -55,6 +55,12 @@ def test_an_unknown_flag_is_not_explained_but_its_neighbour_is_named(command_lin
         command_line.answer(["--explain", "gama"])
 
 
+def test_what_is_not_built_is_listed_with_the_work_that_brings_it(command_line: CommandLine) -> None:
+    text = answer(command_line, "--list-unsupported")
+    assert "--gamma" in text and "algorithms" in text
+    assert "--rollout-batch-size" not in text
+
+
 def test_bash_completes_flags_and_choices_behind_an_interpreter(command_line: CommandLine) -> None:
     script = command_line.answer(["--completion", "bash"])
     assert script is not None

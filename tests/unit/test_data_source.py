@@ -143,3 +143,69 @@ def test_an_interrupted_save_leaves_the_old_state(make, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         source.save(0)
     assert state_path(str(tmp_path), 0).read_bytes() == before
+
+
+ROW = {
+    "input": "hi",
+    "question": "who",
+    "answer": "you",
+    "metadata": {"m": 1},
+    "notes": {"n": 2},
+    "functions": [{"f": 3}],
+}
+CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+class ThinkingTokenizer(LetterTokenizer):
+    """Its chat template has a setting."""
+
+    def apply_chat_template(self, messages, thinking=True, **kwargs) -> str:
+        return super().apply_chat_template(messages, **kwargs) + ("" if thinking else "<no_think>")
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "label", "metadata"),
+    [
+        ({}, "hi", None, {"m": 1}),
+        ({"input_key": "question"}, "who", None, {"m": 1}),
+        ({"label_key": "answer"}, "hi", "you", {"m": 1}),
+        ({"metadata_key": "notes"}, "hi", None, {"n": 2}),
+        (
+            {"tool_key": "functions", "apply_chat_template": True},
+            "[1 tools]" + CHAT,
+            None,
+            {"m": 1, "tools": [{"f": 3}]},
+        ),
+        ({"apply_chat_template": True}, CHAT, None, {"m": 1}),
+        (
+            {"apply_chat_template": True, "apply_chat_template_kwargs": {"thinking": False}},
+            CHAT + "<no_think>",
+            None,
+            {"m": 1},
+        ),
+    ],
+)
+def test_flags_say_what_of_a_row_becomes_a_sample(tmp_path, monkeypatch, flags, prompt, label, metadata):
+    monkeypatch.setattr(data_source, "load_tokenizer", lambda name, **kw: ThinkingTokenizer())
+    path = tmp_path / "row.jsonl"
+    path.write_text(json.dumps(ROW) + "\n")
+    ((sample, _),) = RolloutDataSource(rollout_args(prompt_data=str(path), **flags)).get_samples(1)
+    assert (sample.prompt, sample.label, sample.metadata) == (prompt, label, metadata)
+
+
+def test_the_seed_decides_the_order_of_shuffled_prompts(make):
+    def order(seed):
+        return letters(make(rollout_shuffle=True, rollout_seed=seed).get_samples(5))
+
+    assert order(1) == order(1)
+    assert len({order(seed) for seed in range(5)}) > 1
+
+
+def test_the_tokenizer_is_the_checkpoints_whose_code_runs_only_where_it_is_trusted(make, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        data_source, "load_tokenizer", lambda name, **kw: asked.append((name, kw)) or LetterTokenizer()
+    )
+    make(hf_checkpoint="here")
+    make(hf_checkpoint="there", trust_remote_code=True)
+    assert asked == [("here", {"trust_remote_code": False}), ("there", {"trust_remote_code": True})]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, remove_padding
+from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, family_of_args, remove_padding
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, GateUp, Qkv, TensorShape, family_of
 from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
@@ -76,6 +77,12 @@ def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
     for other in ("qwen3_moe", "Qwen3-30B-A3B", "qwen3_next", "glm4", "qwen3_5"):
         with pytest.raises(UsageError, match="llama"):
             family_of(other)
+
+
+def test_a_model_name_says_which_rules_hold_whatever_the_checkpoint_is_called(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert family_of_args(Namespace(model_name=None, hf_checkpoint=tmp_path)).model_type == "qwen3"
+    assert family_of_args(Namespace(model_name="qwen2", hf_checkpoint=tmp_path)).model_type == "qwen2"
 
 
 def test_a_parameter_that_no_rule_names_is_an_error(tmp_path):

@@ -240,3 +240,28 @@ def test_a_custom_advantage_function_replaces_the_table_and_must_fill_it():
         losses.compute_advantages_and_returns(
             make_args(custom_advantage_function_path=f"{__file__}:sets_nothing"), make_data()
         )
+
+
+def loss_of_ratios(first, second, **changes):
+    """pg_loss where both tokens of the sample with advantage 1 have the first ratio, the one with -2 the second."""
+    args, logits = make_args(**changes), make_logits()
+    now = picked(logits)
+    old = [now[:2] - torch.tensor(first).log(), now[2:] - torch.tensor(second).log()]
+    return run(args, make_batch(args, log_probs=old), logits)[2]["pg_loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, -(1 + 0.28) + 2 * (1 - 0.2)),
+        ({"eps_clip_high": 0.4}, -(1 + 0.4) + 2 * (1 - 0.2)),
+        ({"eps_clip": 0.3}, -(1 + 0.28) + 2 * (1 - 0.3)),
+    ],
+)
+def test_ratios_are_clipped_at_the_flags_distances_from_one(changes, expected):
+    assert loss_of_ratios(1.5, 0.5, **changes) == pytest.approx(expected, rel=1e-5)
+
+
+def test_dual_clip_bounds_what_a_bad_sample_costs():
+    assert loss_of_ratios(1.0, 10.0) == pytest.approx(-1 + 2 * 10, rel=1e-5)
+    assert loss_of_ratios(1.0, 10.0, eps_clip_c=3.0) == pytest.approx(-1 + 2 * 3, rel=1e-5)

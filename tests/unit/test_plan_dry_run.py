@@ -228,6 +228,14 @@ def test_a_plan_for_gpus_names_the_device_that_it_assumes(monkeypatch):
     assert find_device("cpu").is_shared
 
 
+def test_the_plan_is_for_the_device_that_is_named(tmp_path, capsys):
+    names = ("h200-141gb", "l40s-48gb")
+    for name in names:
+        dry_run(checked(**CUDA, plan_device=name, dry_run_json=str(tmp_path / f"{name}.json")))
+    large, small = (json.loads((tmp_path / f"{name}.json").read_text())["device"] for name in names)
+    assert large["memory_bytes"] > 2 * small["memory_bytes"]
+
+
 def test_a_plan_for_several_nodes_fits_the_page_and_survives_json():
     args = plan_args(
         **CUDA,

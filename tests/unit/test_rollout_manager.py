@@ -211,3 +211,11 @@ def test_an_evaluation_alone_reads_no_prompts_unless_by_a_data_source_of_the_use
     manager.args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
     with pytest.raises(KeyError):
         manager._load_user_code()
+
+
+def test_rollouts_and_evaluations_are_made_by_the_functions_of_their_flags(manager):
+    manager.args.eval_only = False
+    manager.args.rollout_function_path, manager.args.eval_function_path = "halve_rewards", "log_nothing"
+    manager.args.data_source_path = "PromptsOfTheUser"
+    manager._load_user_code()
+    assert (manager._generate, manager._evaluate) == (halve_rewards, log_nothing)

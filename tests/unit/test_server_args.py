@@ -47,6 +47,11 @@ def test_each_engine_has_its_own_seed() -> None:
     ]
 
 
+def test_code_of_a_checkpoint_is_run_only_where_it_is_trusted() -> None:
+    assert build(arguments())["trust_remote_code"] is False
+    assert build(arguments(trust_remote_code=True))["trust_remote_code"] is True
+
+
 def test_pipeline_stages_share_the_gpus_of_an_engine() -> None:
     assert build(arguments(rollout_num_gpus_per_engine=8, sglang_overrides={"pp_size": 2}))["tp_size"] == 4
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.sglang_engine import EngineStartError
-from slime.ray.rollout.router import RouterAddress, router_values
+from slime.ray.rollout.router import Router, RouterAddress, router_values
 from slime.ray.rollout.server_group import EngineActor, threads_per_engine
 
 
@@ -95,3 +95,14 @@ def test_the_start_error_survives_the_pickling_that_ray_does() -> None:
 
     error = pickle.loads(pickle.dumps(EngineStartError("engine 0 ended", True)))
     assert str(error) == "engine 0 ended" and error.port_taken
+
+
+def test_a_router_that_runs_already_is_used_and_not_started(tmp_path: Path) -> None:
+    args = Namespace(sglang_router_ip="10.0.0.7", sglang_router_port=3000)
+    router = Router(args, host="127.0.0.1", log_path=tmp_path / "router.log")
+    router.launch()
+    assert (router.is_ours, router.address.url) == (False, "http://10.0.0.7:3000")
+    assert not any(tmp_path.iterdir())
+    ours = Namespace(sglang_router_ip=None, sglang_router_port=3000)
+    router = Router(ours, host="127.0.0.1", log_path=tmp_path / "router.log")
+    assert (router.is_ours, router.address.url) == (True, "http://127.0.0.1:3000")

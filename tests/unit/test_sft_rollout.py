@@ -56,3 +56,12 @@ def test_what_cannot_be_trained_is_an_error():
         generate(TURNS, n_samples_per_prompt=2)
     with pytest.raises(UsageError, match="cannot evaluate"):
         sft_rollout.generate_rollout(rollout_args(), 0, OnePromptSource(TURNS), evaluation=True)
+
+
+def test_the_chat_family_decides_which_turns_are_trained():
+    turns = [*TURNS, {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    (every,) = generate(turns, rollout_batch_size=1).samples[0]
+    sft_rollout._MaskGenerator.clear_instances()
+    (last,) = generate(turns, rollout_batch_size=1, loss_mask_type="distill_qwen").samples[0]
+    assert sum(every.loss_mask) == 2 * len("2<|im_end|>")
+    assert sum(last.loss_mask) == len("4<|im_end|>"), "its template drops the reasoning of earlier turns"

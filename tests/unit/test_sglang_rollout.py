@@ -93,6 +93,27 @@ def test_the_engine_is_told_to_ignore_the_end_token_and_of_the_fewest_tokens_onl
     assert engine.requests and not {"ignore_eos", "min_new_tokens"} & engine.requests[0]["sampling_params"].keys()
 
 
+@pytest.mark.parametrize(
+    ("flags", "parameter", "expected"),
+    [
+        ({"rollout_temperature": 0.3}, "temperature", 0.3),
+        ({"rollout_top_p": 0.8}, "top_p", 0.8),
+        ({"rollout_top_k": 7}, "top_k", 7),
+        ({"rollout_max_response_len": 11}, "max_new_tokens", 11),
+        ({"rollout_stop": ["END"]}, "stop", ["END"]),
+        ({"rollout_stop_token_ids": [3, 4]}, "stop_token_ids", [3, 4]),
+        ({"rollout_skip_special_tokens": True}, "skip_special_tokens", True),
+    ],
+)
+def test_sampling_flags_are_the_parameters_of_every_request(make, engine, flags, parameter, expected):
+    args, source = make("bc", **flags)
+    generate_rollout(args, 0, source)
+    assert [request["sampling_params"][parameter] for request in engine.requests] == [expected] * 4
+    assert GenerateState(rollout_args()).sampling_params[parameter] == expected, "one state a process"
+    GenerateState.clear_instances()
+    assert GenerateState(rollout_args()).sampling_params[parameter] != expected, "the default is another"
+
+
 def test_the_fewest_tokens_never_exceed_the_room_that_is_left(make, engine):
     args, source = make("jj", rollout_max_context_len=5, rollout_min_new_tokens=9)
     generate_rollout(args, 0, source)

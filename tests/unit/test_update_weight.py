@@ -145,3 +145,31 @@ def test_expected_names_read_a_sharded_checkpoint_from_its_index(tmp_path):
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert expected_hf_names(tmp_path) == {"a", "b"}
+
+
+def test_a_sync_waits_no_longer_than_a_collective_may_take(checkpoint, buckets):
+    import threading
+
+    release, engine = threading.Event(), FakeEngine()
+    engine.flush_cache = release.wait
+    args = SimpleNamespace(
+        update_weight_buffer_size=16, distributed_timeout_minutes=0.002, hf_checkpoint=str(checkpoint)
+    )
+    updater = FakeUpdater(args, model=[])
+    updater.connect([engine], num_gpus_per_engine=1)
+    with pytest.raises(WeightSyncError, match="waited 0 s for"):
+        updater.update()
+    release.set()
+
+
+def test_buckets_are_of_the_size_that_the_flag_says(checkpoint, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        base,
+        "iter_hf_buckets",
+        lambda args, model, *, buffer_size: asked.append(buffer_size) or iter([[*TENSORS.items()]]),
+    )
+    updater = make_updater(checkpoint, [FakeEngine()])
+    updater.args.update_weight_buffer_size = 48
+    updater.update()
+    assert asked == [48]
