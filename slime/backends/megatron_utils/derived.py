@@ -15,6 +15,7 @@ from slime.backends.megatron_utils.layout import Layout, ffn_size, query_groups,
 CONSTANTS: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "variable_seq_lengths": True,
+    "attention_softmax_in_fp32": True,
     "use_persistent_ckpt_worker": True,
     "ckpt_assume_constant_structure": True,
     "ckpt_fully_parallel_load": True,

@@ -1,0 +1,196 @@
+"""Parallel layouts: what contradicts what, with the nearest layout that works."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from slime.backends.megatron_utils.arguments import add_megatron_arguments, derive_megatron, megatron_problems
+from slime.backends.megatron_utils.layout import Layout, layout_problems, nearest_divisor
+from tests.unit.megatron_fakes import SLIME_DEFAULTS
+
+MODEL = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 13696 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --vocab-size 151552 --swiglu --disable-bias-linear --normalization RMSNorm"
+)
+EXPERTS = "--num-experts 64 --moe-ffn-hidden-size 1408 --moe-router-topk 6"
+
+
+def parse(flags: str, *, gpus: int = 8, **values):
+    parser = add_megatron_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(f"{MODEL} {flags}".split())
+    options = parser._option_string_actions
+    explicit = {options[token].dest for token in f"{MODEL} {flags}".split() if token in options}
+    vars(args).update(SLIME_DEFAULTS | {"accelerator": "cuda", "actor_num_gpus_per_node": gpus} | values)
+    vars(args).update(derive_megatron(args))
+    return args, explicit
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "sentence"),
+    [
+        (
+            6,
+            "--tensor-model-parallel-size 4",
+            "6 trainer GPUs or slots (--actor-num-nodes x --actor-num-gpus-per-node) do not divide by "
+            "--tensor-model-parallel-size 4; the nearest that works: 4 or 8 GPUs, or --tensor-model-parallel-size 2.",
+        ),
+        (
+            8,
+            "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4",
+            "do not divide by --tensor-model-parallel-size 4 x --pipeline-model-parallel-size 4 = 16; the nearest "
+            "that works: 16 GPUs, or --tensor-model-parallel-size 2.",
+        ),
+        (
+            12,
+            "--tensor-model-parallel-size 3",
+            "--num-attention-heads 32, --ffn-hidden-size 13696, --num-query-groups 8 do not divide by "
+            "--tensor-model-parallel-size 3; the nearest that works is 2.",
+        ),
+        (8, "--num-query-groups 5", "32 does not divide by --num-query-groups 5; the nearest that works is 4."),
+        (
+            6,
+            "--pipeline-model-parallel-size 3",
+            "--num-layers 32 does not divide into 3 pipeline stages of one size (--pipeline-model-parallel-size 3); "
+            "the nearest size that works is 2",
+        ),
+        (
+            # 32 - 5 = 27 layers on the three other stages would do; on 32 - 6 = 26 they do not
+            4,
+            "--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 6",
+            "--num-layers 32 without the first 0 and the last 6 leaves 26, which does not divide into 3",
+        ),
+        (
+            4,
+            "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers-per-virtual-pipeline-stage 3 does not divide a stage of 8 layers; the "
+            "nearest that works is 2.",
+        ),
+        (
+            4,
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3",
+            "--num-virtual-stages-per-pipeline-rank 3 does not divide a stage of 8 layers; the "
+            "nearest that works is 2.",
+        ),
+        (
+            4,
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+            "--num-layers-per-virtual-pipeline-stage 4",
+            "exclude each other",
+        ),
+        (
+            8,
+            "--decoder-first-pipeline-num-layers 4",
+            "--decoder-first-pipeline-num-layers cannot be met with --pipeline-model-parallel-size 1",
+        ),
+        (8, "--account-for-loss-in-pipeline-split", "cannot be met with --pipeline-model-parallel-size 1"),
+        (8, "--pipeline-model-parallel-layout Et*32L", "cannot be met with --pipeline-model-parallel-size 1"),
+        (8, "--expert-model-parallel-size 8", "--expert-model-parallel-size 8 needs --num-experts"),
+        (
+            6,
+            f"{EXPERTS} --expert-model-parallel-size 6",
+            "--num-experts 64 does not divide by --expert-model-parallel-size 6; the nearest that works is 4.",
+        ),
+        (
+            8,
+            f"{EXPERTS} --expert-model-parallel-size 16",
+            "8 trainer GPUs or slots do not divide by --expert-tensor-parallel-size 1 x --expert-model-parallel-size "
+            "16 x --pipeline-model-parallel-size 1 = 16; the nearest --expert-model-parallel-size that works is 8.",
+        ),
+        (8, f"{EXPERTS} --tensor-model-parallel-size 2", "needs --sequence-parallel"),
+        (8, f"{EXPERTS} --moe-layer-freq [1]*31", "--moe-layer-freq lists 31 layers, --num-layers says 32."),
+        (8, "--num-experts 4 --moe-router-topk 6", "--moe-router-topk 6 is more than --num-experts 4."),
+        (
+            # 32 heads on 4 tensor-parallel ranks are 8, which 3 context-parallel ranks cannot share
+            12,
+            "--tensor-model-parallel-size 4 --context-parallel-size 3 --cp-comm-type a2a",
+            "--cp-comm-type a2a: --num-attention-heads 32 does not divide by --tensor-model-parallel-size 4 x "
+            "--context-parallel-size 3 = 12; the nearest --context-parallel-size that works is 2.",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_be_is_wrong_and_the_nearest_is_named(gpus, flags, sentence):
+    args, explicit = parse(flags, gpus=gpus)
+    wrong = megatron_problems(args, None, explicit).wrong
+    assert len(wrong) == 1, wrong
+    assert sentence in wrong[0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 8 --sequence-parallel",
+        "--tensor-model-parallel-size 1 --expert-tensor-parallel-size 1 --expert-model-parallel-size 1",
+        "--sequence-parallel",
+    ],
+)
+def test_layouts_of_dense_models_with_tensor_parallelism_work(flags):
+    args, explicit = parse(flags)
+    assert megatron_problems(args, None, explicit).all() == []
+
+
+def test_key_and_value_heads_are_not_shared_yet():
+    args, explicit = parse("--tensor-model-parallel-size 16", gpus=16)
+    problems = megatron_problems(args, None, explicit)
+    assert problems.wrong == []
+    assert "ranks would share key and value heads; use at most 8." in problems.unsupported[0]
+
+
+def test_64_gpus_in_every_dimension_are_only_unsupported():
+    args, explicit = parse(
+        f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4 "
+        "--context-parallel-size 2 --expert-model-parallel-size 8",
+        actor_num_nodes=8,
+    )
+    problems = megatron_problems(args, None, explicit)
+    assert (problems.wrong, problems.environment) == ([], [])
+    sizes = (
+        "--pipeline-model-parallel-size 4, --context-parallel-size 2, --expert-model-parallel-size 8 are not "
+        "supported yet (parallelism)."
+    )
+    assert sizes in problems.unsupported
+    assert (args.world_size, args.data_parallel_size) == (64, 4)  # 64 / (2 * 4 * 2)
+    assert Layout.of(args).expert_data == 1  # 64 / (2 * 8 * 4): experts keep the tensor-parallel size
+    assert "--num-experts 64" in problems.unsupported[1]
+    assert "--expert-tensor-parallel-size" not in " ".join(problems.unsupported)  # derived, not given
+
+
+def test_layers_that_differ_at_the_ends_divide():
+    # DeepSeek-V3's 61 layers on 8 stages: 6 times 8, and 7 and 6 at the ends
+    args, explicit = parse(
+        "--num-layers 61 --pipeline-model-parallel-size 8 --decoder-first-pipeline-num-layers 7 "
+        "--decoder-last-pipeline-num-layers 6"
+    )
+    assert megatron_problems(args, None, explicit).wrong == []
+    # ... or 61 layers, the embedding and the loss on 9 stages of 7
+    args, explicit = parse(
+        "--num-layers 61 --pipeline-model-parallel-size 9 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split",
+        gpus=9,
+    )
+    assert megatron_problems(args, None, explicit).wrong == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "context", "is_wrong"),
+    [("DeepseekV32ForCausalLM", 2, False), ("GlmMoeDsaForCausalLM", 2, False), ("Qwen3ForCausalLM", 2, True)]
+    + [("Qwen3ForCausalLM", 1, False)],
+)
+def test_contiguous_context_shares_are_for_sparse_attention(architecture, context, is_wrong):
+    args, _ = parse(f"--context-parallel-size {context}", allgather_cp=True)
+    problems = layout_problems(args, {"architectures": [architecture]})
+    assert [architecture in problem for problem in problems] == [True] * is_wrong
+
+
+def test_the_nearest_divisor_is_common_to_all_numbers():
+    assert nearest_divisor(3, [8, 12]) == 2  # 2 and 4 are equally near: the smaller
+    assert nearest_divisor(5, [8]) == 4
+    assert nearest_divisor(100, [7]) == 7
+    assert nearest_divisor(3, [10**30]) == 2
+
+
+def test_sizes_that_are_no_sizes_end_in_sentences():
+    for flags in ("--tensor-model-parallel-size 0", "--pipeline-model-parallel-size -2", "--num-query-groups 0"):
+        args, explicit = parse(flags)
+        assert any("must be at least 1" in sentence for sentence in megatron_problems(args, None, explicit).wrong)
