@@ -101,3 +101,10 @@ def test_help_is_grouped_and_shows_types_and_defaults(monkeypatch: pytest.Monkey
     assert "--count INT a number" in lines
     assert "--kind {a,b} one of two (default: a)" in lines
     assert all(len(text) <= 100 for text in parser.format_help().splitlines())
+
+
+def test_a_flag_without_an_attribute_is_not_among_the_given_attributes() -> None:
+    parser = Parser()
+    parser.add_argument("--number", type=int)
+    parser.add_argument("--gone", dest=argparse.SUPPRESS, action="store_true")
+    assert parser.explicit(["--number=3", "--gone"]) == {"number"}

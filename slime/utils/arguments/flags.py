@@ -234,9 +234,10 @@ class Parser(argparse.ArgumentParser):
         )
 
     def explicit(self, tokens: Sequence[str]) -> set[str]:
-        """The attributes whose flags appear on the command line."""
+        """The attributes whose flags appear on the command line (a flag without effect has none)."""
         options = self.options()
-        return {options[name].dest for token in tokens if (name := token.split("=", 1)[0]) in options}
+        given = {options[name].dest for token in tokens if (name := token.split("=", 1)[0]) in options}
+        return given - {argparse.SUPPRESS}
 
 
 def _without(tokens: list[str], names: list[str]) -> list[str]:
