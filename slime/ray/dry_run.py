@@ -47,9 +47,13 @@ def dry_run(checked: Any) -> int:
     if problems.wrong:
         raise UsageError(problems.all())
     plan = make_plan(args, gather_facts(args, list(dict.fromkeys([*problems.environment, *problems.unsupported]))))
-    render(plan, sys.stdout)
     if args.dry_run_json:
         write_json(plan, args.dry_run_json)
+    try:
+        render(plan, sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; what is left of the output has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_USAGE if plan.refused else 0
 
 
@@ -135,6 +139,10 @@ def hook_reports(args: Any) -> Iterator[HookReport]:
         for path in value if isinstance(value, list) else [value]:
             if path and not (attribute == "eval_function_path" and path in (own, args.rollout_function_path)):
                 yield hook_report("--" + attribute.replace("_", "-"), path, protocol)
+    for dataset in args.eval_datasets:
+        for name in ("custom_rm_path", "custom_generate_function_path"):
+            if path := vars(dataset)[name]:
+                yield hook_report(f"{name} of {dataset.name}", path, HOOKS[name])
 
 
 def hook_report(flag: str, path: str, protocol: type) -> HookReport:

@@ -130,6 +130,15 @@ def test_a_demonstration_is_shown_with_its_loss_mask(model_dir, tmp_path):
     assert "    | >>>2<|im_end|><<<\n" in shown
 
 
+def test_a_row_that_the_terminal_cannot_show_is_no_error(tmp_path):
+    data = written(tmp_path / "d.jsonl", {"input": "1 ≤ 2"})
+    _, rows, _ = read_rows_of(checked(prompt_data=data).args)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    render(make_plan(plan_args(), Facts(rows=rows)), stream)
+    stream.flush()
+    assert b"| 1 ? 2" in stream.buffer.getvalue()
+
+
 def test_every_evaluation_set_shows_a_row_under_its_own_keys(model_dir, tmp_path):
     train = written(tmp_path / "t.jsonl", {"input": "1+1="})
     held_out = written(tmp_path / "e.jsonl", {"question": "2+2=", "answer": "4"})
@@ -186,9 +195,12 @@ def test_hooks_are_shown_with_their_place_or_why_they_do_not_load(tmp_path):
     assert good.where is not None and good.where.endswith("mine.py:2") and good.problem is None
     assert "it is called as (args, sample" in str(hook_report("--x", f"{file}:no_sample", RewardFn).problem)
     assert "no attribute 'gone'" in str(hook_report("--x", f"{file}:gone", RewardFn).problem)
-    args = checked(custom_rm_path=f"{file}:reward", rollout_sample_hook_path=[f"{file}:gone"]).args
+    held_out = EvalDatasetConfig(name="held-out", path="e.jsonl", custom_rm_path=f"{file}:reward")
+    changes = {"rollout_sample_hook_path": [f"{file}:gone"], "eval_datasets": [held_out]}
+    args = checked(custom_rm_path=f"{file}:reward", **changes).args
     shown = {report.flag: report for report in hook_reports(args)}
     assert shown["--custom-rm-path"].where == good.where
+    assert shown["custom_rm_path of held-out"].where == good.where
     assert shown["--rollout-sample-hook-path"].where is None
     assert shown["--rollout-function-path"].where.startswith("slime/rollout/sglang_rollout.py:")
 

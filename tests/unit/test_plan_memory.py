@@ -7,7 +7,15 @@ from itertools import accumulate
 import pytest
 import torch
 
-from slime.utils.plan.activations import Compute, Recompute, final_norm_saved, head_bytes, layer_saved, stage_saved
+from slime.utils.plan.activations import (
+    Compute,
+    Recompute,
+    deferred_head_bytes,
+    final_norm_saved,
+    head_bytes,
+    layer_saved,
+    stage_saved,
+)
 from slime.utils.plan.batch import batch_plan
 from slime.utils.plan.layout import ParallelLayout
 from slime.utils.plan.shape import ModelShape
@@ -185,3 +193,23 @@ def test_the_head_needs_what_the_log_probs_allocate(chunk_size):
         assert peak_of(forward) == pytest.approx(head.forward, rel=0.02)
     expected = max(head.forward, head.backward)
     assert peak_of(lambda: forward().sum().backward()) == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_a_matrix_that_is_used_twice_has_both_gradients_and_their_sum(num_chunks):
+    """A tied embedding, and an output layer used once per chunk: autograd adds their gradients out of place."""
+    _, shape, layout = parts(padded_vocab_size=20_000)
+    weight = torch.nn.Parameter(torch.randn(20_000, 64))
+
+    def backward() -> None:
+        states = torch.nn.functional.embedding(torch.arange(8), weight)
+        chunks = (torch.nn.functional.linear(chunk, weight).sum() for chunk in states.chunk(num_chunks))
+        torch.stack(list(chunks)).sum().backward()
+        weight.grad = None
+
+    matrix = shape.embedding_params * 4
+    assert peak_of(backward) == pytest.approx(3 * matrix, rel=0.1)
+    deferred = deferred_head_bytes(
+        shape, layout, Compute(is_cpu=True, element_size=4), response_tokens=8, chunk_size=2
+    )
+    assert deferred.backward == pytest.approx(3 * matrix, rel=0.1)

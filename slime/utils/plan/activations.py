@@ -190,7 +190,7 @@ def deferred_head_bytes(
     """The same with --recompute-loss-function: logits of one chunk of rows at a time, made again on the way back.
 
     Forward: the chunk's logits, a scaled copy and its exponential. Backward: logits and their gradient beside the
-    three fp32 copies of the loss, or the output matrix's gradient of all chunks so far and of this one.
+    three fp32 copies of the loss, or the output matrix's gradient of all chunks so far, of this one, and their sum.
     """
     columns = shape.vocab_size / layout.tp
     rows = min(chunk_size if chunk_size > 0 else DEFERRED_CHUNK, response_tokens)
@@ -198,7 +198,8 @@ def deferred_head_bytes(
     matrix = columns * shape.hidden_size * compute.element_size
     selected = 2 * response_tokens * shape.hidden_size * compute.element_size  # hidden states and their gradient
     return HeadBytes(
-        forward=round(selected + logits + 2 * copy), backward=round(selected + max(2 * logits + 3 * copy, 2 * matrix))
+        forward=round(selected + logits + 2 * copy),
+        backward=round(selected + max(2 * logits + 3 * copy, logits + 3 * matrix)),
     )
 
 

@@ -35,7 +35,9 @@ def render(plan: Plan, stream: IO[str]) -> None:
                 console.print(f"\n[bold]{title}[/bold]")
                 for line in lines:
                     console.print(line if isinstance(line, Table) else escape(line))
-    stream.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()[1:]))
+    text = "".join(line.rstrip() + "\n" for line in captured.get().splitlines()[1:])
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding))  # a row may hold what the terminal has not
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()) -> Table:

@@ -94,8 +94,11 @@ def row_report(args: argparse.Namespace, name: str, path: str, *, keys: dict[str
             _masked(args, sample, tokenizer) if is_demonstration else _prompt(sample, tokenizer)
         )
         return RowReport(name, path, where, text, pieces, count, trained, _shown(sample.label), None)
-    except (UsageError, ValueError) as error:
+    except UsageError as error:
         return RowReport(name, path, where, None, [], None, None, None, str(error))
+    except Exception as error:  # tokenizer and template are the user's code
+        problem = f"{type(error).__name__}: {error}"
+        return RowReport(name, path, where, None, [], None, None, None, problem)
 
 
 def first_samples(path: str, keys: dict[str, Any], tokenizer: Any, number: int) -> list[Sample]:
@@ -152,5 +155,5 @@ def data_facts(path: str, keys: dict[str, Any], tokenizer: Any, *, is_whole: boo
         samples = first_samples(path, keys, tokenizer, MEASURED_ROWS)
         lengths = [_prompt(sample, tokenizer, is_whole=is_whole)[2] for sample in samples]
         return DataFacts(num_rows, len(lengths), round(sum(lengths) / len(lengths)), max(lengths))
-    except (UsageError, ValueError):
+    except Exception:  # what it is stands in the report of the first row, or in the problems of the command line
         return None

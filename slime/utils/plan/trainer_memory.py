@@ -11,7 +11,8 @@
                  head and one layer's backward
                - the optimizer's step: 4 p / shards for Adam's denominators (our Adam makes one for all weights), and
                  another 4 p / shards for fp32 copies of 16-bit gradients
-               - the end of backward on the first stage: gradients of the embedding (two of a tied one)
+               - the end of backward on the first stage: the embedding's gradient (of a tied one both parts and
+                 their sum)
 
 With --lora-rank only the adapters have gradients and an optimizer. A critic is a second trainer without output layer
 on the same GPUs. Without a GPU the reference's copy and the weights that it pushes aside lie in the same memory and
@@ -230,7 +231,7 @@ class _Trainer:
         peaks = {
             "forward/backward": passes.backward,
             "optimizer step": round(shards * precision.step),
-            "embedding gradient": (1 + self.holds_both_ends) * self.embedding if stage == 0 else 0,
+            "embedding gradient": (3 if self.holds_both_ends else 1) * self.embedding if stage == 0 else 0,
         }
         largest = max(peaks, key=lambda name: peaks[name])
         return StageMemory(
