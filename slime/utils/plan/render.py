@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import IO, Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +24,7 @@ MAX_TEXT = 1500
 """Characters of a data row that are shown."""
 
 
-def render(plan: Plan, stream: IO[str]) -> None:
+def render(plan: Plan, stream: TextIO) -> None:
     """Write the plan; colours only on a terminal."""
     width = min(max(os.get_terminal_size(stream.fileno()).columns, 100), 120) if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False, emoji=False)
