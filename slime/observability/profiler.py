@@ -55,7 +55,7 @@ def nothing_recorded(asked: range, done: range) -> str | None:
     """A sentence when none of the rollouts to record is among those that a run does or did."""
     if set(asked) & set(done):
         return None
-    ran = f"trains on rollouts {done[0]} to {done[-1]}" if done else "trains on no rollout"
+    ran = f"trains on rollouts from {done[0]} to {done[-1]}" if done else "trains on no rollout"
     return (
         f"nothing is profiled: --profile-step-start {asked.start} --profile-step-end {asked.stop} name rollouts "
         f"{asked.start} to {asked.stop - 1}, and this run {ran}; change them."

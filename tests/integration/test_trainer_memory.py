@@ -24,8 +24,9 @@ def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def compare(left: Any, right: Any, *, atol: float) -> None:
-    """Weights and records of two runs agree, except for --train's times."""
+def compare(left: Any, right: Any) -> None:
+    """Weights and records of two runs agree; an update moves a weight by about the learning rate of 1e-2."""
+    atol = 1e-4
     for name in left[0]:
         torch.testing.assert_close(left[0][name], right[0][name], atol=atol, rtol=0)
     for (a, key), (b, other_key) in zip(left[1], right[1], strict=True):
@@ -65,14 +66,14 @@ def test_log_prob_passes_have_a_token_budget_of_their_own_and_the_same_results(h
     same, small = (torch.load(tmp_path / f"{name}.passes") for name in ("same", "small"))
     assert max(small) <= LONGEST_SAMPLE < max(same) <= 60
     assert sum(small) == sum(same), "both passes, of the reference and of the actor, saw every token"
-    compare(torch.load(tmp_path / "same"), torch.load(tmp_path / "small"), atol=1e-5)
+    compare(torch.load(tmp_path / "same"), torch.load(tmp_path / "small"))
 
 
 # ---- --recompute-loss-function
 
 
 def save_with_kept_bytes(actor: Any, records: list[Any], out: Path, kept: dict[str, int]) -> None:
-    save(actor, records, out)
+    save_on_rank_0(actor, records, out)
     torch.save(kept, out.with_suffix(".kept"))
 
 
@@ -126,4 +127,18 @@ def test_recomputed_logits_give_the_same_training_and_are_never_all_in_memory(
     hidden = plain["rows"] * 32 * 4
     assert plain["bytes"] >= logits
     assert less["bytes"] < plain["bytes"] - logits + 2 * hidden
-    compare(torch.load(tmp_path / "plain"), torch.load(tmp_path / "less"), atol=1e-5)
+    compare(torch.load(tmp_path / "plain"), torch.load(tmp_path / "less"))
+
+
+def test_recomputed_logits_wait_for_weights_that_are_still_gathered(hf_path: Path, tmp_path: Path):
+    """With --overlap-param-gather the second step's forward pass gathers what the first step's update left."""
+    flags = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
+    for name, changes in (("plain", {}), ("less", {"recompute_loss_function": True})):
+        args = trainer_args(hf_path, flags, lr=1e-2, global_batch_size=6, dp_size=2, **changes)
+        train(args, save_on_rank_0, tmp_path / name, num_rollouts=2, dp_size=2)
+    compare(torch.load(tmp_path / "plain"), torch.load(tmp_path / "less"))
+
+
+def save_on_rank_0(actor: Any, records: list[Any], out: Path) -> None:
+    if torch.distributed.get_rank() == 0:
+        save(actor, records, out)

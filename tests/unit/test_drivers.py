@@ -150,7 +150,7 @@ def warnings_of_a_run(caplog, *, trained, **profile):
 
 
 def test_a_run_that_recorded_nothing_says_so_at_its_end(caplog):
-    assert "this run trains on rollouts 0 to 2; change them" in warnings_of_a_run(caplog, trained=range(3))
+    assert "this run trains on rollouts from 0 to 2; change them" in warnings_of_a_run(caplog, trained=range(3))
     assert "this run trains on no rollout" in warnings_of_a_run(caplog, trained=range(0))
     assert "name rollouts 3 to 4" in warnings_of_a_run(caplog, trained=range(5, 9))
     assert not warnings_of_a_run(caplog, trained=range(4))

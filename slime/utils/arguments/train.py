@@ -15,8 +15,8 @@ class TrainFlags:
     train_env_vars: dict[str, str] = flag({}, "JSON: more environment variables for trainer processes", is_json=True)
     recompute_loss_function: bool = flag(
         False,
-        "compute logits a chunk of --log-probs-chunk-size rows at a time and again in the backward pass: no more than "
-        "a chunk of them is in memory",
+        "compute logits a chunk of --log-probs-chunk-size rows (1024 if that is -1) at a time and again in the "
+        "backward pass: no more than a chunk of them is in memory",
     )
     log_probs_chunk_size: int = flag(-1, "tokens per chunk when log-probs and entropy are computed; -1 = one chunk")
     only_train_params_name_list: list[str] | None = flag(
