@@ -78,7 +78,7 @@ class Ours:
         self.gpus_per_engine = gpus_per_engine
         self._parser = Parser()
         add_flags(self._parser, SglangFlags)
-        options.add_sglang_arguments(self._parser)
+        options.add_sglang_arguments(self._parser, options.sglang_tables())
 
     def parse(self, tokens: list[str]) -> argparse.Namespace:
         """The parsed and derived flags, with what `build_server_args` and `router_values` read besides."""

@@ -24,7 +24,7 @@ OWN = list(defaults_of(sglang.SglangFlags))
 def make_parser() -> Parser:
     parser = Parser()
     add_flags(parser, sglang.SglangFlags)
-    sglang.add_sglang_arguments(parser)
+    sglang.add_sglang_arguments(parser, sglang.sglang_tables())
     return parser
 
 

@@ -20,6 +20,7 @@ from slime.backends.sglang_utils.options import (
     explain_unknown,
     missing_packages,
     set_aside,
+    sglang_tables,
 )
 from slime.backends.sglang_utils.sglang_config import sglang_config_problems
 from slime.utils.arguments.flags import flag
@@ -33,6 +34,7 @@ __all__ = [
     "explain_unknown",
     "set_aside",
     "sglang_problems",
+    "sglang_tables",
 ]
 
 # ServerArgs field -> the other attribute that upstream's users read.

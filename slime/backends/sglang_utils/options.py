@@ -68,20 +68,25 @@ def missing_packages() -> list[str]:
     return [package for package in ("sglang", "sglang_router") if not is_installed(package)]
 
 
-def add_sglang_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every option of the installed SGLang and router; options that the parser already has stay as they are.
-
-    Without SGLang only the attributes that slime reads exist.
+def sglang_tables() -> list[OptionTable]:
+    """The options of what is installed: SGLang, its router. The first time for a version that takes seconds.
 
     Raises:
         UsageError: one of them is installed and cannot be imported.
     """
-    missing = missing_packages()
-    if "sglang" not in missing:
-        server_table().add_to(parser)
-    parser.set_defaults(**{PREFIX + name: value for name, value in READ_BY_SLIME.items() if "sglang" in missing})
-    if "sglang_router" not in missing:
-        router_table().add_to(parser)
+    tables = {"sglang": server_table, "sglang_router": router_table}
+    return [table() for package, table in tables.items() if is_installed(package)]
+
+
+def add_sglang_arguments(parser: argparse.ArgumentParser, tables: Sequence[OptionTable]) -> None:
+    """Add every option of `sglang_tables()`; options that the parser already has stay as they are.
+
+    Without SGLang only the attributes that slime reads exist.
+    """
+    for table in tables:
+        table.add_to(parser)
+    if not is_installed("sglang"):
+        parser.set_defaults(**{PREFIX + name: value for name, value in READ_BY_SLIME.items()})
 
 
 def server_table() -> OptionTable:

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,12 +245,15 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
     groups[0].add_argument(
         *ask.HELP, nargs="?", metavar="GROUP", default=argparse.SUPPRESS, help="these flags, or those of one group"
     )
-    if add_custom_arguments is not None:
-        add_custom_arguments(parser)
-    add_megatron_arguments(parser)
+    with ThreadPoolExecutor(1) as asking:
+        # The first time, another process imports SGLang to ask for its options, and this one meanwhile Megatron.
+        tables = asking.submit(sglang.sglang_tables)
+        if add_custom_arguments is not None:
+            add_custom_arguments(parser)
+        add_megatron_arguments(parser)
     for group, flags_class in zip(groups, classes, strict=True):
         add_flags(group, flags_class)
-    sglang.add_sglang_arguments(parser)
+    sglang.add_sglang_arguments(parser, tables.result())
     return parser
 
 
