@@ -7,6 +7,7 @@ a Megatron checkpoint root: `latest_checkpointed_iteration.txt` (a number, or th
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -23,10 +24,9 @@ def classify_checkpoint(path: str | Path | None) -> Literal["megatron", "hf"] | 
     """Return "megatron" for a root with a tracker file, "hf" for a directory with config.json, else None."""
     if path is None:
         return None
-    root = Path(path)
-    if (root / TRACKER_FILE).is_file():
+    if os.path.isfile(Path(path) / TRACKER_FILE):  # Path.is_file raises where the name is too long
         return "megatron"
-    return "hf" if (root / "config.json").is_file() else None
+    return "hf" if os.path.isfile(Path(path) / "config.json") else None
 
 
 def read_tracker(path: str | Path) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import re
 from argparse import Namespace
@@ -54,7 +55,7 @@ def read_file(path: str, malformed: list[str] | None = None) -> Iterator[dict[st
 def read_rows(path: str, malformed: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """As `read_file`, each row with its place ("file:line") for error messages."""
     file, rows = parse_slice(path)
-    if not file.is_file():
+    if not os.path.isfile(file):  # Path.is_file raises where the name is too long
         raise UsageError(
             f"data file {file} does not exist; --prompt-data and --eval-prompt-data take .jsonl or .parquet"
         )

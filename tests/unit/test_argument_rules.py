@@ -582,3 +582,10 @@ def test_a_data_file_is_read_again_only_when_it_changed(check: Check, monkeypatc
 def test_checking_needs_no_gpu_for_a_layout_of_gpus(check: Check) -> None:
     problems = check(f"--accelerator cuda --dry-run --actor-num-gpus-per-node 8 {NO_OFFLOAD}").problems
     assert problems.environment == []
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "/a" * 3000, "x" * 300 + ".jsonl", "a" * 300 + ".py:f"])
+def test_names_that_are_no_paths_are_refused(check: Check, name: str) -> None:
+    for flag in ("--hf-checkpoint", "--prompt-data", "--ref-load", "--load", "--save", "--custom-rm-path"):
+        problems = check(f"{flag} {name}").problems
+        assert problems.environment or flag == "--load", flag

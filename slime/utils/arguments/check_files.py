@@ -20,6 +20,7 @@ from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
 
+# os.path.isfile and its like say no to what cannot be a path (a name that is too long, a null byte); Path's raise.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -29,7 +30,7 @@ def read_hf_config(path: str | None) -> tuple[dict[str, Any] | None, list[str]]:
     if path is None:
         return None, []
     root = Path(path)
-    if not root.is_dir():
+    if not os.path.isdir(root):
         return None, [
             f"--hf-checkpoint {path} is no directory; download the model first (hf download NAME --local-dir DIR) and "
             "give DIR."
@@ -81,12 +82,12 @@ def check_checkpoints(
             yield f"{option} {path} {_why_no_checkpoint(path)}"
     if load is None or classify_checkpoint(load) is not None or (save is not None and Path(save) == Path(load)):
         return
-    if Path(load).exists() and (not Path(load).is_dir() or any(Path(load).iterdir())):
+    if os.path.exists(load) and (not os.path.isdir(load) or any(Path(load).iterdir())):
         yield f"--load {load} {_why_no_checkpoint(load)}"
 
 
 def _why_no_checkpoint(path: str) -> str:
-    if not Path(path).exists():
+    if not os.path.exists(path):
         return "does not exist; give a Megatron checkpoint root or an HF directory."
     return "is no checkpoint: it has neither latest_checkpointed_iteration.txt (Megatron) nor config.json (HF)."
 
@@ -227,7 +228,7 @@ def check_replay(template: str | None, first_rollout: int | None) -> Iterator[st
         path = Path(template.format(rollout_id=first_rollout))
     except (ValueError, KeyError, IndexError, AttributeError):
         return  # check_template says what is wrong
-    if not path.is_file():
+    if not os.path.isfile(path):
         yield f"--load-debug-rollout-data {template}: there is no file {path}; dump it with --save-debug-rollout-data."
 
 
@@ -242,7 +243,7 @@ def check_output_file(option: str, path: str | None) -> Iterator[str]:
     """A file to write can be made where it is named."""
     if path is None:
         return
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         yield f"{option} {path} is a directory; name a file in it."
     elif reason := why_not_writable(Path(path).parent):
         yield f"{option} {path} cannot be written: {reason}; choose another place."
@@ -261,6 +262,6 @@ def why_not_writable(directory: Path) -> str | None:
         return str(error)
     finally:
         for part in missing:  # innermost first; only what did not exist before
-            if part.is_dir() and not any(part.iterdir()):
+            if os.path.isdir(part) and not any(part.iterdir()):
                 part.rmdir()
     return None
