@@ -351,6 +351,11 @@ def _read(path: Path, key: Mapping[str, str]) -> list[Option] | None:
         return None
 
 
+@functools.cache
+def _warn_once(what: str) -> None:
+    logger.warning("options of installed packages are not cached: %s; set SLIME_CACHE_DIR", what)
+
+
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     """Write under another name first, so that no process ever reads half a file."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
@@ -361,4 +366,4 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        logger.debug("the options are not cached in %s, so each start takes longer: %s", path, error)
+        _warn_once(f"{path.parent} cannot be written ({error.strerror}), so every start takes seconds longer")
