@@ -344,7 +344,7 @@ def _read(path: Path, key: Mapping[str, str]) -> list[Option] | None:
         if content["key"] != key:
             raise ValueError("it is another table")
         return options_from_json(content["options"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("the cached options in %s cannot be used and are made again: %s", path, error)
