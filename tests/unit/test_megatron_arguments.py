@@ -180,6 +180,7 @@ def test_flags_from_the_hf_config_have_no_problems(hf):
         ("--adam-beta1 2", "--adam-beta1 2.0 must be at most 1"),
         ("--weight-decay -1", "--weight-decay -1.0 must be at least 0"),
         ("--ddp-bucket-size 0 --overlap-grad-reduce", "--ddp-bucket-size 0 must be at least 1"),
+        ("--adam-eps nan", "--adam-eps nan must be a finite number"),
         ("--num-layers 99999999999", "must be at most 10000"),
     ],
 )

@@ -100,6 +100,7 @@ def parse(flags: str, *, gpus: int = 8, **values):
         ),
         (8, f"{EXPERTS} --tensor-model-parallel-size 2", "needs --sequence-parallel"),
         (8, f"{EXPERTS} --moe-layer-freq [1]*31", "--moe-layer-freq lists 31 layers, --num-layers says 32."),
+        (8, "--kv-channels 7", "--rotary-percent 1.0 of --kv-channels 7 is not an even number"),
         (8, "--num-experts 4 --moe-router-topk 6", "--moe-router-topk 6 is more than --num-experts 4."),
         (
             # 32 heads on 4 tensor-parallel ranks are 8, which 3 context-parallel ranks cannot share

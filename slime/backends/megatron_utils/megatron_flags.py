@@ -40,7 +40,7 @@ TABLE: tuple[Group, ...] = (
         "used",
         """--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
         --num-query-groups --kv-channels --softmax-scale --vocab-size --make-vocab-size-divisible-by
-        --padded-vocab-size --seq-length --max-position-embeddings --normalization --norm-epsilon
+        --padded-vocab-size --normalization --norm-epsilon
         --disable-bias-linear --add-qkv-bias --qk-layernorm --swiglu --untie-embeddings-and-output-weights
         --position-embedding-type --use-rotary-position-embeddings --rotary-base --rotary-percent
         --rotary-interleaved --use-rope-scaling --rope-scaling-factor --rope-scaling-low-freq-factor
@@ -101,6 +101,11 @@ TABLE: tuple[Group, ...] = (
         "warned",
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --fp16-lm-cross-entropy",
         "slime computes log-probs itself",
+    ),
+    Group(
+        "warned",
+        "--seq-length --max-position-embeddings",
+        "packed samples have lengths of their own, and rotary positions have no end",
     ),
     Group(
         "warned",

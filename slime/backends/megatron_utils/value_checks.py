@@ -7,11 +7,12 @@ derived before the checks run, and only what was given can be without effect.
 from __future__ import annotations
 
 import argparse
+import math
 import operator
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from slime.backends.megatron_utils.flag_classes import option_of
+from slime.backends.megatron_utils.flag_classes import option_of, registered
 
 AT_LEAST: dict[int, str] = {
     1: """num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size vocab_size
@@ -37,6 +38,10 @@ RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", 
 def check_ranges(args: argparse.Namespace, derived: Collection[str] = ()) -> Iterator[str]:
     """No number is smaller or larger than makes sense; what was derived from another is left to that one."""
     values = vars(args)
+    for action in registered().values():
+        value = values.get(action.dest)
+        if isinstance(value, float) and not math.isfinite(value) and action.dest not in derived:
+            yield f"{option_of(action.dest)} {value} must be a finite number."
     for bounds, word, too_far in ((AT_LEAST, "least", operator.lt), (AT_MOST, "most", operator.gt)):
         for bound, names in bounds.items():
             for name in names.split():
@@ -194,6 +199,12 @@ def check_model(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"--hidden-size {args.hidden_size} does not divide by --num-attention-heads {args.num_attention_heads}; "
             "give --kv-channels, the size of a head."
+        )
+    head = args.kv_channels or args.hidden_size // args.num_attention_heads
+    if args.position_embedding_type == "rope" and not args.multi_latent_attention and head * args.rotary_percent % 2:
+        yield (
+            f"--rotary-percent {args.rotary_percent} of --kv-channels {head} is not an even number of channels, which "
+            "rotary embeddings turn in pairs; change one of them."
         )
     if None not in (args.padded_vocab_size, args.vocab_size) and args.padded_vocab_size < args.vocab_size:
         yield f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary of {args.vocab_size}."
