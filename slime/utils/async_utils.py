@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from slime.utils.misc import SingletonMeta
@@ -44,3 +44,15 @@ def get_async_loop() -> AsyncLoop:
 def run(coro: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the process's background loop and return its result."""
     return get_async_loop().run(coro)
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T] | Awaitable[T]]) -> list[T]:
+    """Results of all, in order; when one fails the others are cancelled and its error is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

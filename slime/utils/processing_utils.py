@@ -1,10 +1,13 @@
-"""Loading tokenizers, and turning text and messages into token ids.
+"""Loading tokenizers and processors, and turning text, messages and images into what an engine takes.
 
-It imports transformers only when a tokenizer is loaded, and of it only AutoTokenizer: image classes need torchvision.
+It imports transformers only when a tokenizer or a processor is loaded, and PIL only for images: a text-only run needs
+neither image classes nor torchvision.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
@@ -32,6 +37,87 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
     except (OSError, ValueError) as error:
         kind = "directory" if Path(name).is_dir() else "path"
         raise UsageError(f"no tokenizer could be loaded from the {kind} {name} (--hf-checkpoint): {error}") from error
+
+
+def load_processor(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+    """The processor of an HF checkpoint (it expands images into placeholder tokens and pixels); None if it has none.
+
+    Args:
+        name: a local HF directory, or a hub name.
+        trust_remote_code: run Python code that the checkpoint ships (--trust-remote-code).
+        kwargs: passed on to `AutoProcessor.from_pretrained`.
+
+    Raises:
+        UsageError: there is one, but it cannot be loaded here.
+    """
+    from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+    if Path(name).is_dir() and not has_processor(name):
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(f"the processor of --hf-checkpoint {name} could not be loaded: {error}") from error
+    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+
+
+def has_processor(directory: str) -> bool:
+    """Whether a local HF directory ships a processor."""
+    return any((Path(directory) / file).is_file() for file in PROCESSOR_FILES)
+
+
+def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments for calling a processor: what is there of images and videos, and tensors as the result."""
+    given = {kind: value for kind, value in (multimodal_inputs or {}).items() if value}
+    return {**given, "return_tensors": "pt"}
+
+
+def process_vision_info(messages: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
+    """The images and videos of a conversation, in order.
+
+    Args:
+        messages: contents are texts, or lists of parts such as {"type": "image", "image": ...}.
+        processor: unused by images; part of the public signature.
+
+    Returns:
+        {"images": list of PIL images or None, "videos": list as given or None}.
+    """
+    parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
+    images = [open_image(part["image"]) for part in parts if part.get("type") == "image"]
+    videos = [part["video"] for part in parts if part.get("type") == "video"]
+    return {"images": images or None, "videos": videos or None}
+
+
+def open_image(value: Any) -> Any:
+    """A PIL image from what a data row may hold: a path, a data URI, bytes, {"bytes", "path"}, or an image.
+
+    Raises:
+        UsageError: it is no image, or the file is missing.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    try:
+        if isinstance(value, str) and value.startswith("data:"):
+            value = base64.b64decode(value.partition(",")[2])
+        if isinstance(value, bytes):
+            return Image.open(io.BytesIO(value)).convert("RGB")
+        if isinstance(value, str):
+            with Image.open(value.removeprefix("file://")) as image:
+                return image.convert("RGB")
+    except (OSError, ValueError, UnidentifiedImageError) as error:
+        raise UsageError(f"an image could not be read: {str(error)[:200]}") from error
+    if isinstance(value, Image.Image):
+        return value
+    raise UsageError(f"an image must be a path, a data URI or bytes, not {str(value)[:80]!r}")
+
+
+def encode_image_for_rollout_engine(image: Any) -> str:
+    """A PIL image as a PNG data URI, as SGLang's `image_data` takes it."""
+    buffer = io.BytesIO()
+    (image.convert("RGB") if image.mode not in ("RGB", "L") else image).save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def render_chat(
