@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from slime.rollout.base_types import flatten
+from slime.rollout.model_urls import router_url
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
@@ -92,18 +93,6 @@ def fresh_copy(sample: Sample) -> Sample:
         custom_rm_path=sample.custom_rm_path,
         train_metadata=sample.train_metadata,
     )
-
-
-def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
-    """Address of a model's router by its name; the default router for a name that has none."""
-    routers = args.sglang_model_routers or {}
-    ip, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
-    return f"http://{ip}:{port}{endpoint}"
-
-
-def router_url(args: Namespace) -> str:
-    """Address of the default router."""
-    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
 
 
 def sampling_seed(*parts: int | str) -> int:

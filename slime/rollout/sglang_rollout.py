@@ -26,9 +26,8 @@ from slime.rollout.generation import (
     generate,
     generate_and_rm,
     generate_and_rm_group,
-    get_model_url,
-    router_url,
 )
+from slime.rollout.model_urls import get_model_url, router_url
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils import async_utils
 from slime.utils.misc import load_function
