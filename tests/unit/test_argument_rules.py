@@ -523,6 +523,9 @@ def test_engine_flags_of_a_train_only_run_are_named_once(check: Check, caplog: p
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ("--num-steps-per-rollout 0", "--num-steps-per-rollout 0 must be at least 1"),
+        ("--prefill-num-servers 0", "--prefill-num-servers 0 must be at least 1"),
+        ("--prefill-num-servers 1 --rollout-num-gpus-per-engine 0", "-gpus-per-engine 0 must be at least 1"),
         ("--eps-clip nan", "--eps-clip nan is no finite number"),
         ("--lr inf", "--lr inf is no finite number"),
         ("--advantage-estimator ppo --lambd 1.5", "--lambd 1.5 must be at most 1"),

@@ -262,7 +262,7 @@ def read_topology(args: argparse.Namespace) -> tuple[SglangConfig | None, Proble
     located = LocatedYaml("", "--prefill-num-servers", {"sglang": [{"server_groups": []}]})
     if args.sglang_config is not None:
         config, located = read_file(problems, _read, args.sglang_config) or (None, located)
-    elif args.prefill_num_servers is not None and args.rollout_num_gpus is not None:
+    elif _counts_engines(args):
         config = read_file(problems, SglangConfig.from_prefill_num_servers, args)
     if config is None:
         return None, problems
@@ -274,6 +274,12 @@ def read_topology(args: argparse.Namespace) -> tuple[SglangConfig | None, Proble
             text = f"{model.model_path} is no HF directory: it has no config.json."
             problems.environment.append(located.sentence(("sglang", number, "model_path"), text))
     return config, problems
+
+
+def _counts_engines(args: argparse.Namespace) -> bool:
+    """Whether --prefill-num-servers is given and there are numbers to compute with; others are refused elsewhere."""
+    prefill, per_engine = args.prefill_num_servers or 0, args.rollout_num_gpus_per_engine
+    return prefill > 0 and per_engine > 0 and args.rollout_num_gpus is not None
 
 
 def _size_problems(config: SglangConfig, located: LocatedYaml, args: argparse.Namespace) -> Iterator[str]:

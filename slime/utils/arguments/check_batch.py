@@ -59,7 +59,7 @@ def check_batch(args: argparse.Namespace) -> Iterable[str]:
         args.num_steps_per_rollout,
         args.global_batch_size,
     )
-    if total < 1 or step < 1 or (steps or 1) < 1:
+    if total < 1 or step < 1 or (steps is not None and steps < 1):
         return  # check_range says so
     samples = (
         f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} = "
