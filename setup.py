@@ -24,6 +24,7 @@ BASE = [
     "pydantic",
     "PyYAML",
     "requests",
+    "rich",
     "safetensors",
     "shtab",
     "sympy",
