@@ -168,6 +168,7 @@ def test_every_variable_that_a_trainer_rank_gets_is_refused_or_a_default_that_ma
     [
         ({"debug_train_only": True, "actor_num_gpus_per_node": 4}, 4, 0),
         ({"actor_num_gpus_per_node": 4}, 6, 4),
+        ({"actor_num_nodes": 3, "actor_num_gpus_per_node": 4}, 3 * 4 + 2, 3 * 4),
         ({"actor_num_gpus_per_node": 4, "colocate": True}, 4, 0),
         ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 16, "colocate": True}, 16, 0),
     ],

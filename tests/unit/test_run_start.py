@@ -1,0 +1,74 @@
+"""What is decided before the first rollout: whether to run at all, where to begin and where to end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slime.ray import driver
+from slime.ray import run as run_module
+from slime.ray.run import RunPlan, TrainingRun
+from tests.unit.argument_mutations import base_lines, write_files
+
+
+class Manager:
+    """In the place of the rollout manager's actor: answers at once, and notes which state of the data is loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        answers = {"get_num_rollout_per_epoch": lambda: 4, "load": self.loaded.append}
+        return SimpleNamespace(remote=answers.get(name, lambda *values: None))
+
+
+def plan_of(monkeypatch: pytest.MonkeyPatch, **flags: object) -> tuple[RunPlan, list[int]]:
+    """The plan of a run whose checkpoint says that rollout 3 is next, and the loaded states of its data."""
+    monkeypatch.setattr(run_module, "get", lambda value, *what: value)
+    values = {
+        "start_rollout_id": None,
+        "num_rollout": 9,
+        "num_epoch": None,
+        "eval_only": False,
+        "debug_train_only": True,
+        "use_pytorch_profiler": False,
+        "profile_step_start": 0,
+        "profile_step_end": 1,
+    }
+    run = TrainingRun(SimpleNamespace(**(values | flags)))
+    run._manager = manager = Manager()
+    run._connect({"start_rollout_id": 3, "parallel_config": {}, "warnings": []})
+    return run.plan, manager.loaded
+
+
+def test_a_run_begins_where_its_checkpoint_ends_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, loaded = plan_of(monkeypatch)
+    assert (plan.start_rollout_id, loaded) == (3, [2])
+    plan, loaded = plan_of(monkeypatch, start_rollout_id=6)
+    assert (plan.start_rollout_id, loaded) == (6, [5])
+    plan, loaded = plan_of(monkeypatch, start_rollout_id=0)
+    assert (plan.start_rollout_id, loaded) == (0, [])
+
+
+def test_a_run_ends_after_its_rollouts_or_its_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_of(monkeypatch)[0].num_rollout == 9
+    assert plan_of(monkeypatch, num_rollout=None, num_epoch=5)[0].num_rollout == 5 * 4
+
+
+def test_a_dry_run_plans_and_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(driver.signal, "signal", lambda *_: None)
+    write_files(tmp_path)
+    trained: list[object] = []
+    line = ["train.py", *base_lines()[0]]
+    monkeypatch.setattr(sys, "argv", line)
+    assert driver.drive(trained.append) == 0
+    assert len(trained) == 1 and capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "argv", [*line, "--dry-run"])
+    driver.drive(trained.append)
+    assert len(trained) == 1 and "4 prompts" in capsys.readouterr().out
