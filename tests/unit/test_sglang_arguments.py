@@ -113,6 +113,7 @@ def test_deprecated_options_do_what_their_successors_do(parser: Parser, caplog: 
         ("--sglang-tensor-parallel-size 2", "is set by slime: use --rollout-num-gpus-per-engine."),
         ("--sglang-model-path m", "--sglang-model-path is set by slime: use --hf-checkpoint."),
         ("--router-prefill u", "--router-prefill is set by slime: slime registers its engines."),
+        ("--sglang-lora-paths {}", "--sglang-lora-paths: invalid value: '{}' looks like a JSON str"),
     ],
 )
 def test_a_wrong_flag_is_refused_by_name(parser: Parser, line: str, sentence: str) -> None:

@@ -156,7 +156,10 @@ class _LazyAction(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """As argparse's."""
-        self._live()[option_string or self.option_strings[0]](parser, namespace, values, option_string)
+        try:
+            self._live()[option_string or self.option_strings[0]](parser, namespace, values, option_string)
+        except (AssertionError, TypeError, ValueError) as error:  # how packages say that a value is wrong
+            raise argparse.ArgumentError(self, f"invalid value: {error}") from error
 
 
 def capture(fill: Fill) -> OptionTable:
