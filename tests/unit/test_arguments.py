@@ -287,7 +287,12 @@ WRONG = {
     "--actor-num-gpus-per-node 3": "3 data-parallel ranks x --micro-batch-size 1",
     "--use-dynamic-batch-size": "--use-dynamic-batch-size needs --max-tokens-per-gpu",
     "--use-dynamic-batch-size --max-tokens-per-gpu 9 --actor-num-gpus-per-node 9": "8 is too small: 9 data-parallel",
+    "--num-steps-per-rollout 3 --drop-last-rollouts": "make 2 a step, of which there are 4",
+    "--lr nan": "--lr nan is no finite number",
     # Flags without effect
+    "--tis-clip 3": "--tis-clip has no effect without --use-tis",
+    "--update-weight-disk-dir d": "--update-weight-disk-dir has no effect without --update-weight-transport disk",
+    "--loss-type sft_loss --eps-clip 0.1": "--eps-clip has no effect with --loss-type sft_loss",
     "--max-tokens-per-gpu 64": "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
     "--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2": "--micro-batch-size has no effect",
     "--kl-loss-coef 0.1": "--kl-loss-coef has no effect without --use-kl-loss",
@@ -301,6 +306,10 @@ WRONG = {
     # Devices
     "--offload": "--offload-train (or --offload) has no effect with --accelerator cpu",
     "--offload-rollout": "--offload-rollout (or --offload) has no effect with --accelerator cpu",
+    "--distributed-backend nccl": "--distributed-backend nccl does not work with --accelerator cpu",
+    "--debug-rollout-only --debug-train-only": "starts no trainers and --debug-train-only no engines",
+    "--rollout-external-engine-addrs x": "--rollout-external-engine-addrs x is no address",
+    "--release-train": "--release-train needs --save",
     "--rollout-num-gpus 2": "--colocate: --rollout-num-gpus 2 is more than the trainer's 1 GPUs (slots)",
     "--rollout-num-gpus 0": "runs without engines of their own are not supported yet",
     "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2": "--rollout-num-gpus 3 does not divide into engines",
@@ -312,6 +321,8 @@ WRONG = {
     "--pipeline-model-parallel-size 2": "--pipeline-model-parallel-size 2 is not supported yet (parallelism)",
     # Losses and rewards
     "--disable-compute-advantages-and-returns": "leaves --loss-type policy_loss without advantages",
+    "--advantage-estimator reinforce_plus_plus": "needs --normalize-advantages",
+    "--use-opd": "--use-opd needs --opd-type",
     "--loss-type custom_loss": "--loss-type custom_loss needs --custom-loss-function-path",
     "--custom-loss-function-path hooks.py:one": "--custom-loss-function-path has no effect",
     "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1": "would count the KL twice",

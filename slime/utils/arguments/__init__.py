@@ -2,8 +2,8 @@
 
 Every flag is a field of a dataclass in this package: cluster, data, rollout, eval, algorithm (checkpoints, losses,
 rewards), train, weight_sync, observability, debug. What follows from flags is in derive.py; what cannot work is in
-validate.py (values), check_files.py (files and directories) and check_hooks.py; parse.py puts it together. Files
-that stand for flags: custom_config.py and roles.py. Nothing here starts anything.
+validate.py (values; the rules by topic are in check_*.py), check_files.py (files and directories) and check_hooks.py;
+parse.py puts it together. Files that stand for flags: custom_config.py and roles.py. Nothing here starts anything.
 """
 
 from slime.utils.arguments.args import Args, publish_runtime

@@ -1,6 +1,6 @@
 """Flags that say how many devices the trainer and the engines get.
 
-Declarations only: the rules are in derive.py and validate.py.
+Declarations only: the rules are in derive.py and check_devices.py.
 """
 
 from __future__ import annotations
