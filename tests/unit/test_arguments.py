@@ -519,7 +519,7 @@ def test_sharing_a_gpu_without_offload_has_to_be_said(
     on_gpu = "--accelerator cuda --actor-num-gpus-per-node 1"
     for changes in (on_gpu, on_gpu + " --offload"):
         (message,) = errors(line(base, changes))
-        assert "--offload-train and --offload-rollout is not supported yet (one GPU)" in message
+        assert "--offload-train and --offload-rollout are not supported yet (one GPU)" in message
         assert "give --no-offload-train --no-offload-rollout" in message
     (message,) = errors(line(base, on_gpu + " --no-offload-train"))
     assert message.startswith("--offload-rollout is not supported yet")

@@ -158,15 +158,13 @@ def offload_not_built(args: argparse.Namespace) -> Iterable[str]:
     if args.accelerator == "cpu" or not names:
         return
     options = " and ".join("--" + name.replace("_", "-") for name in names)
-    reason = " (--colocate turns them on unless told otherwise)" if args.colocate else ""
+    what = f"{options} {'are' if len(names) > 1 else 'is'} not supported yet (one GPU)"
     if args.use_critic:
-        yield f"{options} is not supported yet (one GPU), and --advantage-estimator ppo needs it."
+        yield f"{what}, and --advantage-estimator ppo needs it."
         return
+    reason = ", and --colocate turns them on unless told otherwise" if args.colocate else ""
     remedy = " ".join("--no-" + name.replace("_", "-") for name in names)
-    yield (
-        f"{options} is not supported yet (one GPU){reason}; give {remedy}, and leave room for both with "
-        "--sglang-mem-fraction-static."
-    )
+    yield f"{what}{reason}; give {remedy}, and leave room for both with --sglang-mem-fraction-static."
 
 
 UNSUPPORTED = (engines_not_built, offload_not_built)
