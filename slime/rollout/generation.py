@@ -7,28 +7,45 @@ is generated and when; this module does not. User code imports these names from 
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import logging
 import uuid
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from slime.rollout.base_types import flatten
+from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload
 from slime.rollout.model_urls import router_url
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.sample_errors import SampleError, blame, check_completed, check_continued, describe, generate_name
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.rollout.scoring import score_each, score_group
+from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta, load_function, stable_hash
-from slime.utils.processing_utils import encode_text, load_tokenizer
+from slime.utils.processing_utils import build_processor_kwargs, encode_text, load_processor, load_tokenizer
 from slime.utils.types import Sample
 
+__all__ = [
+    "GenerateState",
+    "append_engine_output",
+    "fresh_copy",
+    "gather_or_cancel",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "is_unfinished",
+    "sampling_seed",
+    "snapshot",
+]
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Group = list[Sample]
 Status = Sample.Status
 _FINISHED = (Status.COMPLETED, Status.TRUNCATED)
+GREEDY_REWARD = "greedy_reward"
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -57,8 +74,27 @@ class GenerateState(metaclass=SingletonMeta):
             "spaces_between_special_tokens": False,
         }
         self.encode = functools.lru_cache(maxsize=4096)(self._encode)
+        self.group_sampling_seeds: list[int] | None = None
+        if args.sglang_enable_deterministic_inference:
+            self.group_sampling_seeds = [args.rollout_seed + j for j in range(args.n_samples_per_prompt)]
+        self._dp_counts = [0] * (args.sglang_dp_size or 1)
         init_http_client(args)
         self.reset()
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """The checkpoint's processor, loaded at first use; None when it has none."""
+        return load_processor(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
+
+    @contextmanager
+    def dp_rank_context(self) -> Iterator[int]:
+        """The data-parallel rank of an engine that has the fewest calls in flight, counted while inside."""
+        rank = self._dp_counts.index(min(self._dp_counts))
+        self._dp_counts[rank] += 1
+        try:
+            yield rank
+        finally:
+            self._dp_counts[rank] -= 1
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
         return tuple(encode_text(self.tokenizer, prompt))
@@ -71,13 +107,22 @@ class GenerateState(metaclass=SingletonMeta):
         self.finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
 
     def submit_generate_tasks(self, groups: list[Group]) -> None:
-        """Start one task per group; each prompt is kept as it was, to be returned if its group is not used."""
+        """Start one task per group; each group is kept as it was, to be returned if its result is not used."""
         for group in groups:
-            untouched = [fresh_copy(sample) for sample in group]
+            untouched = [snapshot(sample) for sample in group]
             task = asyncio.create_task(generate_and_rm_group(self.args, group, dict(self.sampling_params)))
             self.pendings[task] = untouched
             task.add_done_callback(self.finished.put_nowait)
         self.remaining_batch_size += len(groups)
+
+
+def snapshot(sample: Sample) -> Sample:
+    """The sample as it is now: what is generated into the original, or changed in its metadata, is not seen here."""
+    twin = copy.copy(sample)
+    for name, value in vars(sample).items():
+        if isinstance(value, list | dict | Sample.SpecInfo | Sample.PrefixCacheInfo):
+            setattr(twin, name, copy.copy(value))
+    return twin
 
 
 def fresh_copy(sample: Sample) -> Sample:
@@ -86,6 +131,7 @@ def fresh_copy(sample: Sample) -> Sample:
         group_index=sample.group_index,
         index=sample.index,
         prompt=sample.prompt,
+        multimodal_inputs=sample.multimodal_inputs,
         apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
         label=sample.label,
         metadata=dict(sample.metadata),
@@ -105,8 +151,11 @@ async def generate(
 ) -> Sample:
     """The default generate function: one call to the router's /generate, answer appended to the sample.
 
+    With --rollout-fire-temperature the first token of a new response is a call of its own, at that temperature. It is
+    masked: it was not the policy that chose it, so the policy must not be trained on it.
+
     Args:
-        args: router address, `rollout_max_context_len`, `eval_max_context_len`.
+        args: router address, `rollout_max_context_len`, `eval_max_context_len`, `rollout_fire_temperature`.
         sample: its prompt is text; tokens that it already has are continued.
         sampling_params: SGLang's, with `max_new_tokens`; it and `min_new_tokens` count what the response already has.
         evaluation: the limit of the context is that of evaluations.
@@ -117,46 +166,58 @@ async def generate(
     """
     state = GenerateState(args)
     if not sample.tokens:
-        if not isinstance(sample.prompt, str):
-            raise ValueError("the prompt is a message list; --apply-chat-template turns it into text")
-        sample.tokens = list(state.encode(sample.prompt))
-    if sampling_params["max_new_tokens"] is None:
-        raise ValueError("--rollout-max-response-len is not set; the default generate function needs it")
-    budget = sampling_params["max_new_tokens"] - sample.response_length
-    context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
-    if context is not None:
-        budget = min(budget, context - len(sample.tokens))
-    if budget <= 0:
+        await _tokenize_prompt(state, sample)
+    limit = args.eval_max_context_len if evaluation else args.rollout_max_context_len
+    is_new = sample.response_length == 0
+    params = call_budget(sample, sampling_params, max_context_len=limit)
+    if params is not None and is_new and not evaluation and _is_fire(args, params):
+        if not await _generate_hot_token(state, sample, params):
+            return sample
+        params, is_new = call_budget(sample, sampling_params, max_context_len=limit), False
+    if params is None:
         sample.status = Status.TRUNCATED
         return sample
-    params = {**sampling_params, "max_new_tokens": budget}
-    if params.get("min_new_tokens"):
-        params["min_new_tokens"] = min(max(params["min_new_tokens"] - sample.response_length, 0), budget)
-    payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
-    output = await post(f"{router_url(args)}/generate", payload)
-    append_engine_output(args, sample, output)
+    await _call_engine(args, sample, params)
+    if not is_new:  # a character may be split between two calls
+        skip = sampling_params.get("skip_special_tokens", False)
+        ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+        sample.response = state.tokenizer.decode(ids, skip_special_tokens=skip)
     return sample
 
 
-def append_engine_output(args: Namespace, sample: Sample, output: Any) -> None:
-    """Append what /generate answered: tokens, log-probs, text, and how it ended.
+async def _tokenize_prompt(state: GenerateState, sample: Sample) -> None:
+    if not isinstance(sample.prompt, str):
+        raise ValueError("the prompt is a message list; --apply-chat-template turns it into text")
+    if not sample.multimodal_inputs:
+        sample.tokens = list(state.encode(sample.prompt))
+        return
+    keywords = build_processor_kwargs(sample.multimodal_inputs)
+    outputs = await asyncio.to_thread(state.processor, text=sample.prompt, **keywords)
+    sample.tokens = [int(token) for token in outputs["input_ids"][0]]
+    rest = {key: value for key, value in outputs.items() if key not in ("input_ids", "attention_mask")}
+    sample.multimodal_train_inputs = rest or None
 
-    Raises:
-        RuntimeError: the answer has no log-probs, or is none of /generate.
-    """
-    if not isinstance(output, dict) or "meta_info" not in output:
-        raise RuntimeError(f"/generate answered {str(output)[:500]!r}, which has no meta_info")
-    meta_info = output["meta_info"]
-    pairs = meta_info.get("output_token_logprobs")
-    if pairs is None and meta_info.get("completion_tokens"):
-        raise RuntimeError("/generate returned no output_token_logprobs although return_logprob was asked for")
-    sample.append_response_tokens(
-        args,
-        tokens=[pair[1] for pair in pairs or []],
-        log_probs=[pair[0] for pair in pairs or []],
-        meta_info=meta_info,
-        text=output.get("text"),
-    )
+
+async def _call_engine(args: Namespace, sample: Sample, params: dict[str, Any], *, trainable: bool = True) -> None:
+    url = f"{router_url(args)}/generate"
+    output = await post(url, engine_payload(sample, params), headers=engine_headers(args, sample))
+    append_engine_output(args, sample, output, trainable=trainable)
+
+
+def _is_fire(args: Namespace, params: dict[str, Any]) -> bool:
+    return args.rollout_fire_temperature is not None and params.get("temperature") != 0
+
+
+async def _generate_hot_token(state: GenerateState, sample: Sample, params: dict[str, Any]) -> bool:
+    """Append the hot first token, masked; returns whether the response goes on."""
+    hot = {**params, "temperature": state.args.rollout_fire_temperature, "max_new_tokens": 1}
+    if hot.get("min_new_tokens"):
+        hot["min_new_tokens"] = 1
+    await _call_engine(state.args, sample, hot, trainable=False)
+    if sample.status is not Status.TRUNCATED:
+        return False
+    sample.status = Status.ABORTED if state.aborted else Status.PENDING
+    return not state.aborted
 
 
 async def generate_and_rm(
@@ -169,8 +230,13 @@ async def generate_and_rm(
 
     Returns:
         The sample, or the list that a custom generate function made of it (they share a rollout_id).
+
+    Raises:
+        SampleError: the generate function, a hook or the reward failed, or returned what cannot be used.
     """
     state = GenerateState(args)
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
+        sample.loss_mask = [0] * sample.response_length  # older weights wrote it
     if sample.status in _FINISHED:
         completed: Sample | list[Sample] = sample
     else:
@@ -184,21 +250,27 @@ async def generate_and_rm(
     if isinstance(completed, list):
         _share_rollout_id(sample, samples)
     if not args.group_rm or evaluation:
-        await _score_each(args, samples)
+        await score_each(args, samples, evaluation=evaluation)
     return samples if isinstance(completed, list) else completed
 
 
 async def _call_generate(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
+    name, before = generate_name(args, sample), snapshot(sample)
+    if sample.status is Status.ABORTED:
+        sample.status = Status.PENDING  # of an earlier rollout
     path = sample.generate_function_path or args.custom_generate_function_path
-    if not path:
-        return await generate(args, sample, sampling_params, evaluation)
-    fn = load_function(path)
-    extra = {"evaluation": evaluation} if _has_parameter(fn, "evaluation") else {}
-    completed: Sample | list[Sample] = await fn(args, sample, sampling_params, **extra)
-    if not completed or not isinstance(completed, Sample | list):
-        raise TypeError(f"--custom-generate-function-path {path} returned {completed!r}; expected a Sample or a list")
+    with blame(name, before):
+        if path:
+            fn = load_function(path)
+            extra = {"evaluation": evaluation} if _has_parameter(fn, "evaluation") else {}
+            completed: Sample | list[Sample] = await fn(args, sample, sampling_params, **extra)
+        else:
+            completed = await generate(args, sample, sampling_params, evaluation)
+    check_completed(name, before, completed)
+    if path:
+        check_continued(name, before, completed)
     return completed
 
 
@@ -211,7 +283,7 @@ def _share_rollout_id(origin: Sample, siblings: list[Sample]) -> None:
     """Make fan-out siblings one execution, members of the origin's group."""
     given = {sibling.rollout_id for sibling in siblings if sibling.rollout_id is not None}
     if len(given) > 1:
-        raise ValueError(f"a custom generate function returned siblings with different rollout_ids: {sorted(given)}")
+        raise SampleError(f"the siblings made of {describe(origin)} have different rollout_ids: {sorted(given)}")
     rollout_id = given.pop() if given else origin.index
     for sibling in siblings:
         sibling.rollout_id = rollout_id
@@ -221,57 +293,61 @@ def _share_rollout_id(origin: Sample, siblings: list[Sample]) -> None:
             sibling.index = origin.index
 
 
-async def _score_each(args: Namespace, samples: list[Sample]) -> None:
-    unscored = [s for s in samples if s.reward is None and s.status is not Status.ABORTED]
-    rewards = await gather_or_cancel(async_rm(args, sample) for sample in unscored)
-    for sample, reward in zip(unscored, rewards, strict=True):
-        sample.reward = reward
-
-
 async def generate_and_rm_group(
     args: Namespace, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
     """Complete and score the samples of one prompt; fan-out lists are flattened into the group.
 
     With deterministic inference each sample gets a sampling seed of its own. With --group-rm the reward function sees
-    the whole group at once, unless a sample was aborted.
+    the whole group at once, unless a sample was aborted. With --advantage-estimator remax one more response is
+    generated greedily; its reward becomes metadata["greedy_reward"] of every sample, and it is not trained on.
+
+    Raises:
+        SampleError: as `generate_and_rm`; the rest of the group is cancelled.
     """
     state = GenerateState(args)
-    if state.aborted:
+    if state.aborted and not evaluation:
         for sample in group:
-            sample.status = Status.ABORTED
+            if sample.status not in _FINISHED:
+                sample.status = Status.ABORTED
         return group
-    calls = []
+    calls: list[Any] = []
     for sample in group:
         sample.session_id = sample.session_id or uuid.uuid4().hex
         params = dict(sampling_params)
         if args.sglang_enable_deterministic_inference:
             params["sampling_seed"] = sampling_seed(args.rollout_seed, str(sample.index))
         calls.append(generate_and_rm(args, sample, params, evaluation))
-    completed = flatten(await gather_or_cancel(calls))
+    needs_baseline = not evaluation and _lacks_baseline(args, group)
+    if needs_baseline:
+        calls.append(_greedy_reward(args, group[0], dict(sampling_params)))
+    results = await gather_or_cancel(calls)
+    baseline = results.pop() if needs_baseline else None
+    completed = flatten(results)
+    if baseline is not None:
+        for sample in completed:
+            sample.metadata[GREEDY_REWARD] = baseline
     if args.group_rm and not evaluation and not any(s.status is Status.ABORTED for s in completed):
-        await _score_group(args, completed)
+        await score_group(args, completed)
     return completed
 
 
-async def _score_group(args: Namespace, group: Group) -> None:
-    if all(sample.reward is not None for sample in group):
-        return
-    rewards = await batched_async_rm(args, group)
-    if len(rewards) != len(group):
-        raise ValueError(f"--group-rm: the reward function returned {len(rewards)} rewards for {len(group)} samples")
-    for sample, reward in zip(group, rewards, strict=True):
-        if sample.reward is None:
-            sample.reward = reward
+def is_unfinished(args: Namespace, group: Group) -> bool:
+    """Whether something of a group was aborted: one of its samples, or its greedy baseline."""
+    return any(sample.status is Status.ABORTED for sample in group) or _lacks_baseline(args, group)
 
 
-async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T] | Awaitable[T]]) -> list[T]:
-    """Results of all, in order; when one fails the others are cancelled and its error is raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+def _lacks_baseline(args: Namespace, group: Group) -> bool:
+    return args.advantage_estimator == "remax" and any(GREEDY_REWARD not in sample.metadata for sample in group)
+
+
+async def _greedy_reward(args: Namespace, sample: Sample, params: dict[str, Any]) -> float | None:
+    """The reward of the prompt's greedy response; None when it was aborted."""
+    twin = fresh_copy(sample)
+    twin.session_id = uuid.uuid4().hex
+    completed = flatten(await generate_and_rm(args, twin, {**params, "temperature": 0.0}))
+    if completed[-1].status is Status.ABORTED:
+        return None
+    if args.group_rm:
+        await score_group(args, completed[-1:])
+    return float(completed[-1].get_reward_value(args))

@@ -11,11 +11,13 @@ from contextvars import ContextVar
 from typing import Any
 
 from slime.rollout.base_types import accepts_keyword
+from slime.rollout.sample_errors import SampleError, blame, describe, hook_name
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 # A context variable: tasks inherit it, so a rollout and a background evaluation each see their own.
 _rollout_id: ContextVar[int | None] = ContextVar("slime_rollout_id", default=None)
+_DONE = "sample_hooks_done"
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
@@ -24,34 +26,40 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 
 
 async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: Any) -> Any:
-    """Run every sample hook on a sample, or on each sample of (nested) lists.
+    """Run every sample hook on a sample, or on each sample of (nested) lists, once in the sample's life.
 
     Args:
         args: reads `rollout_sample_hook_path`.
-        value: a Sample or a list of any depth; lists keep their shape.
+        value: a Sample or a list of any depth; lists keep their shape. Aborted samples are left alone: their hooks run
+            when they are finished.
         kwargs: offered to hooks that have such parameters (`evaluation`); `rollout_id` is added.
 
     Raises:
-        TypeError: a hook returned neither a Sample nor None.
+        SampleError: a hook failed, or returned neither a Sample nor None.
     """
     if not args.rollout_sample_hook_path:
         return value
     if isinstance(value, list):
         return [await apply_rollout_sample_hooks(args, entry, **kwargs) for entry in value]
+    if value.status is Sample.Status.ABORTED or vars(value).get(_DONE):
+        return value
     for path in args.rollout_sample_hook_path:
         value = await _apply_one(path, args, value, {"rollout_id": _rollout_id.get(), **kwargs})
+    setattr(value, _DONE, True)  # a finished sample of an incomplete group comes by again, in the next rollout
     return value
 
 
 async def _apply_one(path: str, args: Namespace, sample: Sample, offered: dict[str, Any]) -> Sample:
     hook = load_function(path)
-    result = hook(args, sample, **{name: value for name, value in offered.items() if accepts_keyword(hook, name)})
-    if inspect.isawaitable(result):
-        result = await result
+    name = f"--rollout-sample-hook-path {hook_name(path)}"
+    with blame(name, sample):
+        result = hook(args, sample, **{key: value for key, value in offered.items() if accepts_keyword(hook, key)})
+        if inspect.isawaitable(result):
+            result = await result
     if result is None:
         return sample
     if not isinstance(result, Sample):
-        raise TypeError(
-            f"--rollout-sample-hook-path {path} returned {type(result).__name__}; it must return a Sample or None"
+        raise SampleError(
+            f"{name} returned {type(result).__name__} for {describe(sample)}; it must return a Sample or None"
         )
     return result

@@ -1,11 +1,14 @@
 """The default rollout function: groups generated concurrently until enough were accepted, the rest aborted.
 
-Departs from upstream in three points:
-1. Prompts of aborted and surplus groups go back to the data source, fresh, so that no prompt is lost.
+Departs from upstream in four points:
+1. Prompts of aborted and surplus groups go back to the data source, so that no prompt is lost; with --partial-rollout
+   they take along what was generated for them.
 2. A group that an engine aborted by itself is generated again instead of being trained on.
-3. Endless filtering ends with an error that names the filter.
+3. Endless filtering ends with an error that names the filter (--max-dynamic-sampling-rounds).
+4. A sample whose generation or scoring fails is named, and --on-sample-error says what becomes of its group.
 
-What one sample goes through is in slime.rollout.generation, evaluation in slime.rollout.eval.
+What one sample goes through is in slime.rollout.generation, what becomes of a finished group in
+slime.rollout.collector, evaluation in slime.rollout.eval.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from typing import Any
 from slime.backends.sglang_utils import server_control
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.collector import Collector
 from slime.rollout.eval import eval_rollout, eval_rollout_single_dataset
-from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.generation import (
     GenerateState,
     generate,
@@ -49,7 +52,6 @@ logger = logging.getLogger(__name__)
 Group = list[Sample]
 _ABORT_EVERY_S = 1.0
 _ABORT_DEADLINE_S = 60.0
-_MAX_DROPPED_PER_PROMPT = 100
 
 
 def generate_rollout(
@@ -84,12 +86,13 @@ async def generate_rollout_async(
         (output with the groups ordered by sample index, groups to give back to the data source).
 
     Raises:
-        RuntimeError: the filter drops (or engines abort) group after group.
+        SampleError: generating or scoring a sample failed (--on-sample-error fail).
+        RuntimeError: the filter drops, engines abort, or samples fail, group after group.
     """
     set_current_rollout_id(rollout_id)
     state = GenerateState(args)
     state.reset()
-    collector = _Collector(args)
+    collector = Collector(args, rollout_id)
     try:
         with progress_bar(args.rollout_batch_size, f"rollout {rollout_id}") as bar:
             while len(collector.accepted) < args.rollout_batch_size:
@@ -98,67 +101,12 @@ async def generate_rollout_async(
                 bar.update(collector.take(state, await state.finished.get()))
         while not state.finished.empty():  # finished in the same instant
             collector.take(state, state.finished.get_nowait())
-        unused = collector.unused + await abort(args, rollout_id)
+        unused = collector.unused + await _abort(args, rollout_id, collector)
     except BaseException:
         await _cancel_all(state)
         raise
     output = _finish(args, collector, data_source)
     return output, sorted(unused, key=_first_index)
-
-
-class _Collector:
-    """Sorts finished groups into accepted, dropped and unused."""
-
-    def __init__(self, args: Namespace) -> None:
-        self.args = args
-        self.filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
-        self.metrics = MetricGatherer()
-        self.accepted: list[Group] = []
-        self.dropped: list[Group] = []
-        self.unused: list[Group] = []
-        self.num_aborted_by_engine = 0
-
-    def take(self, state: GenerateState, task: asyncio.Task[Group]) -> int:
-        """Sort one finished task; returns 1 when its group was accepted, else 0. The task's error is raised."""
-        untouched = state.pendings.pop(task)
-        group = task.result()
-        if len(self.accepted) >= self.args.rollout_batch_size:
-            self.unused.append(untouched)
-            return 0
-        if any(sample.status is Sample.Status.ABORTED for sample in group):
-            self._count_aborted(group)
-            state.remaining_batch_size -= 1
-            self.unused.append(untouched)
-            return 0
-        verdict = call_dynamic_filter(self.filter, self.args, group)
-        target = self.args.rollout_batch_size
-        if should_drop_dynamic_filter_output(
-            verdict, remaining_batch_size=state.remaining_batch_size, target_data_size=target
-        ):
-            self._drop(group, verdict.reason)
-            state.remaining_batch_size -= 1
-            return 0
-        self.accepted.append(group)
-        return 1
-
-    def _drop(self, group: Group, reason: str | None) -> None:
-        self.dropped.append(group)
-        self.metrics.on_dynamic_filter_drop(reason)
-        limit = _MAX_DROPPED_PER_PROMPT * self.args.rollout_batch_size
-        if self.metrics.num_dropped >= limit:
-            raise RuntimeError(
-                f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path} dropped {limit} groups, "
-                f"{len(self.accepted)} of {self.args.rollout_batch_size} were accepted: {self.metrics.collect()}"
-            )
-
-    def _count_aborted(self, group: Group) -> None:
-        self.num_aborted_by_engine += 1
-        logger.warning("an engine aborted a sample of prompt group %s; it is generated again", group[0].group_index)
-        if self.num_aborted_by_engine > max(10, self.args.rollout_batch_size):
-            raise RuntimeError(
-                f"engines aborted {self.num_aborted_by_engine} groups although this rollout was not ending; "
-                "see the engine logs (memory, timeouts), or what the custom generate function sets as status"
-            )
 
 
 async def abort(args: Namespace, rollout_id: int) -> list[Group]:
@@ -167,27 +115,41 @@ async def abort(args: Namespace, rollout_id: int) -> list[Group]:
     Tasks that do not end within a minute are cancelled, which closes their connections.
 
     Returns:
-        The prompts of the groups that were in flight, fresh, to be given back to the data source.
+        The groups that were in flight, to be given back to the data source: as they were when they were started, or
+        with --partial-rollout with what they have, marked with metadata["start_rollout_id"].
     """
+    return await _abort(args, rollout_id, Collector(args, rollout_id))
+
+
+async def _abort(args: Namespace, rollout_id: int, collector: Collector) -> list[Group]:
     state = GenerateState(args)
     state.aborted = True
-    returned = list(state.pendings.values())
+    returned = []
     deadline = time.monotonic() + _ABORT_DEADLINE_S
     while state.pendings:
         await _abort_engines(args)
         # Asked again every second: a request may have been on its way, a multi-turn function may start another turn.
         done, _ = await asyncio.wait(state.pendings, timeout=_ABORT_EVERY_S)
         for task in done:
-            del state.pendings[task]
-            if not task.cancelled() and task.exception():
-                logger.warning("a group that was being aborted in rollout %d failed: %r", rollout_id, task.exception())
+            returned.append(collector.give_back(_result_of(task, rollout_id), state.pendings.pop(task)))
         if state.pendings and time.monotonic() > deadline:
             logger.warning(
                 "cancelling %d groups that ignored the abort of rollout %d", len(state.pendings), rollout_id
             )
+            returned += state.pendings.values()
             await _cancel_all(state)
             await _abort_engines(args)
     return returned
+
+
+def _result_of(task: asyncio.Task[Group], rollout_id: int) -> Group | None:
+    """The group of a task that is done; None where it failed, which does no harm to a rollout that is complete."""
+    if task.cancelled():
+        return None
+    if error := task.exception():
+        logger.warning("a group that was being aborted in rollout %d failed: %s", rollout_id, error)
+        return None
+    return task.result()
 
 
 async def _abort_engines(args: Namespace) -> None:
@@ -203,7 +165,7 @@ async def _cancel_all(state: GenerateState) -> None:
     state.pendings.clear()
 
 
-def _finish(args: Namespace, collector: _Collector, data_source: Any) -> RolloutFnTrainOutput:
+def _finish(args: Namespace, collector: Collector, data_source: Any) -> RolloutFnTrainOutput:
     """Order the groups and run the two hooks at the end of a rollout."""
     data = sorted(collector.accepted, key=_first_index)
     if args.rollout_sample_filter_path:
@@ -211,7 +173,7 @@ def _finish(args: Namespace, collector: _Collector, data_source: Any) -> Rollout
     if args.rollout_all_samples_process_path:
         every = sorted(data + collector.dropped, key=_first_index)
         load_function(args.rollout_all_samples_process_path)(args, every, data_source)
-    return RolloutFnTrainOutput(samples=data, metrics=collector.metrics.collect())
+    return RolloutFnTrainOutput(samples=data, metrics=collector.metrics())
 
 
 def _first_index(group: Group) -> int:

@@ -28,6 +28,11 @@ class FakeEngine:
         self.held: set[int] = set()  # last letters whose generation ends only by an abort
         self.aborts = 0
         self.fail_with: tuple[int, str] | None = None
+        self.fails_on: set[int] = set()  # last letters that alone fail; empty: all
+        self.headers: list[dict[str, str]] = []
+        self.resumes = False  # an input that begins with an earlier prompt goes on with that prompt's answer
+        self.partial = 0  # tokens that a held prompt has when it is aborted
+        self._prompts: list[list[int]] = []
         self.running = self.most_running = 0
         self._release: list[asyncio.Event] = []
         self.url = ""
@@ -35,25 +40,36 @@ class FakeEngine:
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
-        if self.fail_with:
+        self.headers.append(dict(request.headers))
+        script, start = self._script(body["input_ids"])
+        if self.fail_with and (not self.fails_on or script in self.fails_on):
             return web.Response(status=self.fail_with[0], text=self.fail_with[1])
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         reason = "stop"
-        count = body["input_ids"][-1] - A
-        if body["input_ids"][-1] in self.held:
+        count = script - A - start
+        if script in self.held:
             self._release.append(asyncio.Event())
             await self._release[-1].wait()
-            reason, count = "abort", 0
+            reason, count = "abort", min(self.partial, count)
         else:
             await asyncio.sleep(0.005)
         self.running -= 1
         if count >= body["sampling_params"]["max_new_tokens"]:
             reason, count = "length", body["sampling_params"]["max_new_tokens"]
-        pairs = [[-0.5 - i, 100 + i, None] for i in range(count)]
+        pairs = [[-0.5 - i, 100 + i, None] for i in range(start, start + count)]
         meta = {"finish_reason": {"type": reason}, "output_token_logprobs": pairs, "completion_tokens": count}
         meta |= {"weight_version": "7", "prompt_tokens": len(body["input_ids"]), "cached_tokens": 1}
         return web.json_response({"text": "x" * count, "meta_info": meta})
+
+    def _script(self, ids: list[int]) -> tuple[int, int]:
+        """(the letter that scripts the answer, tokens of it that the input already has)."""
+        if self.resumes:
+            for prompt in self._prompts:
+                if ids[: len(prompt)] == prompt:
+                    return prompt[-1], len(ids) - len(prompt)
+            self._prompts.append(ids)
+        return ids[-1], 0
 
     async def abort(self, request: web.Request) -> web.Response:
         self.aborts += 1
@@ -146,6 +162,19 @@ def rollout_args(**changes: Any) -> Namespace:
         "rollout_max_prompt_len": None,
         "rollout_min_new_tokens": 0,
         "rollout_ignore_eos": False,
+        "rollout_fire_temperature": None,
+        "partial_rollout": False,
+        "mask_offpolicy_in_partial_rollout": False,
+        "on_sample_error": "fail",
+        "max_group_retries": 3,
+        "max_dynamic_sampling_rounds": 100,
+        "advantage_estimator": "grpo",
+        "router_policy": "cache_aware",
+        "sglang_dp_size": 1,
+        "rollout_global_dataset": True,
+        "multimodal_keys": None,
+        "load_forge_rollout_data": None,
+        "load_debug_rollout_data_subsample": None,
         "prompt_truncation": "drop",
         "filter_prompts_workers": 1,
         "skip_malformed_data": False,

@@ -25,6 +25,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
+from slime.rollout.sample_errors import SampleError
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import generate, generate_rollout
 from slime.utils.async_utils import run
@@ -138,5 +139,5 @@ def test_sample_hooks_keep_the_shape_of_fan_out_lists():
 
 
 def test_a_sample_hook_that_returns_something_else_is_refused():
-    with pytest.raises(TypeError, match="wrong returned str; it must return a Sample or None"):
+    with pytest.raises(SampleError, match="wrong returned str for sample None .* must return a Sample or None"):
         run(apply_rollout_sample_hooks(rollout_args(rollout_sample_hook_path=[f"{__file__}:wrong"]), Sample()))

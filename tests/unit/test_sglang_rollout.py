@@ -11,10 +11,10 @@ import pytest
 from slime.rollout import data_source, generation, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.sample_errors import SampleError
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, get_model_url
 from slime.utils import async_utils
 from slime.utils.eval_config import EvalDatasetConfig
-from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
 
@@ -212,14 +212,14 @@ def drop_everything(args, group):
 
 def test_a_filter_that_drops_everything_is_an_error_that_names_it(make):
     args, source = make("b", rollout_batch_size=1, dynamic_sampling_filter_path=f"{__file__}:drop_everything")
-    with pytest.raises(RuntimeError, match=r"drop_everything dropped 100 groups, 0 of 1"):
+    with pytest.raises(RuntimeError, match=r"drop_everything dropped 100 groups in rollout 0, 0 of 1 were accepted"):
         generate_rollout(args, 0, source)
 
 
 def test_an_error_of_the_engine_ends_the_rollout_with_its_text_and_leaves_no_task(make, engine):
     args, source = make("bc")
     engine.fail_with = (400, "input is longer than the context")
-    with pytest.raises(HttpError, match="input is longer than the context"):
+    with pytest.raises(SampleError, match="HTTP 400: input is longer than the context"):
         generate_rollout(args, 0, source)
     assert len(engine.requests) <= 4, "a 4xx answer is not asked again"
     assert not GenerateState(args).pendings
@@ -287,7 +287,7 @@ async def disagreeing_siblings(args, sample, sampling_params):
 
 def test_siblings_with_different_rollout_ids_are_refused(make):
     args, source = make("bc", custom_generate_function_path=f"{__file__}:disagreeing_siblings")
-    with pytest.raises(ValueError, match=r"different rollout_ids: \[1, 2\]"):
+    with pytest.raises(SampleError, match=r"different rollout_ids: \[1, 2\]"):
         generate_rollout(args, 0, source)
 
 

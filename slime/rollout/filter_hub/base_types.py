@@ -25,10 +25,16 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Call a filter; no filter keeps everything, and a filter may return a plain bool."""
+    """Call a filter; no filter keeps everything, and a filter may return a plain bool.
+
+    Raises:
+        TypeError: it returned None, which is more likely a forgotten `return` than a wish to drop everything.
+    """
     if fn is None:
         return DynamicFilterOutput(keep=True)
     output = fn(*args, **kwargs)
+    if output is None:
+        raise TypeError("it returned None; a filter must return a DynamicFilterOutput or a bool")
     return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(output))
 
 

@@ -1,0 +1,184 @@
+"""Sorts the finished groups of a rollout: accepted, dropped by the filter, failed, or to be given back.
+
+It decides what --on-sample-error, --partial-rollout and the dynamic filter make of a group. When groups are started,
+and when the rollout is over, slime.rollout.sglang_rollout decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+
+from slime.rollout.filter_hub.base_types import (
+    DynamicFilterOutput,
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.generation import GREEDY_REWARD, GenerateState, is_unfinished
+from slime.rollout.sample_errors import SampleError, blame, hook_name
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+Group = list[Sample]
+START = "start_rollout_id"
+_WARN_AFTER_BATCHES = 5
+_LEAST_FAILURES = 16
+_MAX_FAILURES_PER_PROMPT = 4
+
+
+class Collector:
+    """The groups of one rollout.
+
+    Args:
+        args: reads the flags of filter, errors, partial rollouts and batch size.
+        rollout_id: the rollout.
+
+    Attributes:
+        accepted: groups of the batch, at most `rollout_batch_size`.
+        dropped: finished groups that the filter dropped.
+        unused: groups to give back to the data source.
+    """
+
+    def __init__(self, args: Namespace, rollout_id: int) -> None:
+        self.args, self.rollout_id = args, rollout_id
+        path = args.dynamic_sampling_filter_path
+        self._filter = load_function(path) if path else None
+        self._filter_name = f"--dynamic-sampling-filter-path {hook_name(path)}" if path else ""
+        self._drops = MetricGatherer()
+        self._failures: Counter[str] = Counter()
+        self._tries: Counter[int | None] = Counter()
+        self._num_aborted_by_engine = 0
+        self.accepted: list[Group] = []
+        self.dropped: list[Group] = []
+        self.unused: list[Group] = []
+
+    def take(self, state: GenerateState, task: asyncio.Task[Group]) -> int:
+        """Sort one finished task; returns 1 when its group was accepted, else 0.
+
+        Raises:
+            SampleError: a sample failed, and --on-sample-error says that this ends the rollout.
+            RuntimeError: group after group is dropped, fails, or is aborted by an engine.
+        """
+        untouched = state.pendings.pop(task)
+        is_full = len(self.accepted) >= self.args.rollout_batch_size
+        try:
+            group = task.result()
+            if is_full:
+                self.unused.append(self.give_back(group, untouched))
+                return 0
+            if is_unfinished(self.args, group):
+                self._take_aborted(group, untouched)
+                state.remaining_batch_size -= 1
+                return 0
+            verdict = self._judge(group)
+        except SampleError as error:
+            self._take_failed(state, untouched, error, is_needed=not is_full)
+            return 0
+        target = self.args.rollout_batch_size
+        if should_drop_dynamic_filter_output(
+            verdict, remaining_batch_size=state.remaining_batch_size, target_data_size=target
+        ):
+            self._drop(group, verdict.reason)
+            state.remaining_batch_size -= 1
+            return 0
+        self.accepted.append(group)
+        return 1
+
+    def _judge(self, group: Group) -> DynamicFilterOutput:
+        if self._filter is None:
+            return DynamicFilterOutput(keep=True)
+        with blame(self._filter_name, group[0]):
+            return call_dynamic_filter(self._filter, self.args, group)
+
+    def give_back(self, group: Group | None, untouched: Group) -> Group:
+        """What returns to the data source of a group that is not used.
+
+        With --partial-rollout it is the group with what it has, if that can be continued: each sample is still itself
+        (no fan-out), and something was generated. Otherwise the group as it was when it was started.
+
+        Args:
+            group: as its task left it; None when the task failed or was cancelled.
+        """
+        if not self.args.partial_rollout or group is None or not _can_continue(group, untouched):
+            return untouched
+        for sample in group:
+            if sample.response_length:
+                sample.metadata.setdefault(START, self.rollout_id)
+        return group
+
+    def _take_aborted(self, group: Group, untouched: Group) -> None:
+        self.unused.append(self.give_back(group, untouched))
+        self._num_aborted_by_engine += 1
+        logger.warning("an engine aborted a sample of prompt group %s; it is generated again", group[0].group_index)
+        if self._num_aborted_by_engine > max(10, self.args.rollout_batch_size):
+            raise RuntimeError(
+                f"engines aborted {self._num_aborted_by_engine} groups although this rollout was not ending; "
+                "see the engine logs (memory, timeouts), or what the custom generate function sets as status"
+            )
+
+    def _take_failed(self, state: GenerateState, untouched: Group, error: SampleError, *, is_needed: bool) -> None:
+        """A group whose generation or scoring failed: again, without it, or not at all."""
+        policy, first = self.args.on_sample_error, untouched[0].index
+        if not is_needed:
+            logger.warning("a group beyond the batch failed and goes back to the data source: %s", error)
+            self.unused.append(untouched)
+            return
+        if policy == "fail":
+            raise error
+        state.remaining_batch_size -= 1
+        if policy == "retry" and not error.is_final and self._tries[first] < self.args.max_group_retries:
+            self._tries[first] += 1
+            self._failures["retried_groups"] += 1
+            logger.warning("try %d of a group failed and is repeated: %s", self._tries[first], error)
+            state.submit_generate_tasks([untouched])
+            return
+        self._failures["dropped_groups"] += 1
+        logger.warning("a group failed and is replaced by another prompt: %s", error)
+        num_dropped = self._failures["dropped_groups"]
+        if num_dropped > max(_LEAST_FAILURES, _MAX_FAILURES_PER_PROMPT * self.args.rollout_batch_size):
+            raise RuntimeError(
+                f"--on-sample-error {policy}: {num_dropped} groups of rollout {self.rollout_id} failed, "
+                f"{len(self.accepted)} of {self.args.rollout_batch_size} were accepted; the last error: {error}"
+            ) from error
+
+    def _drop(self, group: Group, reason: str | None) -> None:
+        self.dropped.append(group)
+        self._drops.on_dynamic_filter_drop(reason)
+        batch, num_dropped = self.args.rollout_batch_size, self._drops.num_dropped
+        found = (
+            f"{self._filter_name} dropped {num_dropped} groups in rollout {self.rollout_id}, {len(self.accepted)} of "
+            f"{batch} were accepted: {self._drops.collect()}"
+        )
+        if num_dropped == _WARN_AFTER_BATCHES * batch:
+            logger.warning("%s", found)
+        rounds = self.args.max_dynamic_sampling_rounds
+        if num_dropped >= rounds * batch:
+            raise RuntimeError(f"{found}; --max-dynamic-sampling-rounds is {rounds}")
+
+    def metrics(self) -> dict[str, float]:
+        """What happened beside the samples: drops by reason, failures, resumed samples, the greedy baseline."""
+        metrics: dict[str, float] = dict(self._drops.collect())
+        metrics |= {f"rollout/sample_errors/{name}": float(count) for name, count in self._failures.items()}
+        samples = [sample for group in self.accepted for sample in group]
+        if self.args.partial_rollout:
+            resumed = sum(sample.metadata.get(START, self.rollout_id) != self.rollout_id for sample in samples)
+            metrics["rollout/partial_rollout/resumed_samples"] = float(resumed)
+        if baselines := [group[0].metadata[GREEDY_REWARD] for group in self.accepted if _has_baseline(group)]:
+            metrics["rollout/greedy_reward"] = sum(baselines) / len(baselines)
+        return metrics
+
+
+def _can_continue(group: Sequence[Sample], untouched: Sequence[Sample]) -> bool:
+    is_itself = [sample.index for sample in group] == [sample.index for sample in untouched]
+    # An engine gets the text of a prompt with images, and would cut what was generated into other tokens.
+    has_images = any(sample.multimodal_inputs for sample in group)
+    return is_itself and not has_images and any(sample.response_length for sample in group)
+
+
+def _has_baseline(group: Sequence[Sample]) -> bool:
+    return bool(group) and GREEDY_REWARD in group[0].metadata

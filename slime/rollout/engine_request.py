@@ -1,0 +1,80 @@
+"""What is sent to the engine for one sample, and what its answer adds to the sample.
+
+It builds and reads plain dicts; it sends nothing and knows no rollout.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.types import Sample
+
+AFFINITY_POLICY = "consistent_hashing"
+AFFINITY_HEADER = "X-SMG-Routing-Key"
+
+
+def engine_payload(sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any]:
+    """The body of a /generate call: token ids; with images the text, which the engine's processor expands."""
+    payload: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
+    images = (sample.multimodal_inputs or {}).get("images")
+    if not images:
+        return {"input_ids": sample.tokens, **payload}
+    if not isinstance(sample.prompt, str):
+        raise ValueError("the prompt is a message list; --apply-chat-template turns it into text")
+    data = [encode_image_for_rollout_engine(image) for image in images]
+    return {"text": sample.prompt + sample.response, "image_data": data, **payload}
+
+
+def engine_headers(args: Namespace, sample: Sample) -> dict[str, str] | None:
+    """The header that keeps the calls of one session on one engine, where the router's policy reads it."""
+    if args.router_policy != AFFINITY_POLICY or not sample.session_id:
+        return None
+    return {AFFINITY_HEADER: sample.session_id}
+
+
+def call_budget(
+    sample: Sample, sampling_params: dict[str, Any], *, max_context_len: int | None
+) -> dict[str, Any] | None:
+    """Sampling parameters with what the response already has taken off its limits; None when no token is left.
+
+    Raises:
+        ValueError: no response length is set.
+    """
+    if sampling_params["max_new_tokens"] is None:
+        raise ValueError("--rollout-max-response-len is not set; the default generate function needs it")
+    budget = sampling_params["max_new_tokens"] - sample.response_length
+    if max_context_len is not None:
+        budget = min(budget, max_context_len - len(sample.tokens))
+    if budget <= 0:
+        return None
+    params = {**sampling_params, "max_new_tokens": budget}
+    if params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(max(params["min_new_tokens"] - sample.response_length, 0), budget)
+    return params
+
+
+def append_engine_output(args: Namespace, sample: Sample, output: Any, *, trainable: bool = True) -> None:
+    """Append what /generate answered: tokens, log-probs, text, and how it ended.
+
+    Args:
+        trainable: False masks the tokens (their log-probs are not the policy's).
+
+    Raises:
+        RuntimeError: the answer has no log-probs, or is none of /generate.
+    """
+    if not isinstance(output, dict) or "meta_info" not in output:
+        raise RuntimeError(f"/generate answered {str(output)[:500]!r}, which has no meta_info")
+    meta_info = output["meta_info"]
+    pairs = meta_info.get("output_token_logprobs")
+    if pairs is None and meta_info.get("completion_tokens"):
+        raise RuntimeError("/generate returned no output_token_logprobs although return_logprob was asked for")
+    sample.append_response_tokens(
+        args,
+        tokens=[pair[1] for pair in pairs or []],
+        log_probs=[pair[0] for pair in pairs or []] if trainable else None,
+        trainable=trainable,
+        meta_info=meta_info,
+        text=output.get("text"),
+    )

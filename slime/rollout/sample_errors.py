@@ -1,0 +1,154 @@
+"""What can be wrong with one sample, and the error that says so: hook, sample index, head of the prompt.
+
+`blame` turns whatever a generate function, a hook or a reward raised into a `SampleError`; the `check_*` functions
+find returns that would only fail much later, in the trainer. What is done about it (--on-sample-error) is decided
+by the rollout (slime.rollout.collector) and by the evaluation (slime.rollout.eval).
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from slime.rollout.base_types import flatten
+from slime.utils.http_utils import HttpError
+from slime.utils.types import Sample
+
+_HEAD = 60
+
+
+class SampleError(RuntimeError):
+    """Generating or scoring one sample failed.
+
+    Attributes:
+        is_final: the same request would fail again (an engine or a service refused it), so it is never retried.
+    """
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (str(self), self.is_final)  # Ray pickles errors; keyword arguments would be lost
+
+
+def _rebuild(message: str, is_final: bool) -> SampleError:
+    return SampleError(message, is_final=is_final)
+
+
+def hook_name(path: str) -> str:
+    """A hook path as module:function, whichever way it was written."""
+    module, colon, attribute = path.rpartition(":")
+    if not colon:
+        module, _, attribute = path.rpartition(".")
+    return f"{module}:{attribute}"
+
+
+def generate_name(args: Namespace, sample: Sample) -> str:
+    """What completes a sample, for an error."""
+    path = sample.generate_function_path or args.custom_generate_function_path
+    return f"--custom-generate-function-path {hook_name(path)}" if path else "the engine's /generate"
+
+
+def reward_name(args: Namespace, sample: Sample) -> str:
+    """What scores a sample, for an error."""
+    path = sample.custom_rm_path or args.custom_rm_path
+    if path:
+        return f"--custom-rm-path {hook_name(path)}"
+    return f"the reward {sample.metadata.get('rm_type') or args.rm_type or '(none is named)'}"
+
+
+def describe(sample: Sample) -> str:
+    """Which sample it is: its index, its prompt's number and how the prompt begins."""
+    text = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt)
+    head = text if len(text) <= _HEAD else text[:_HEAD] + "..."
+    return f"sample {sample.index} (prompt {sample.group_index}: {head!r})"
+
+
+@contextmanager
+def blame(name: str, sample: Sample) -> Iterator[None]:
+    """Raise what is raised inside as a SampleError that names the function and the sample."""
+    try:
+        yield
+    except SampleError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        refused = isinstance(error, HttpError) and error.status is not None and error.status < 500
+        text = f"{name} failed on {describe(sample)}: {type(error).__name__}: {error}"
+        raise SampleError(text, is_final=refused) from error
+
+
+def check_completed(name: str, origin: Sample, completed: Any) -> None:
+    """A generate function returned a sample, or a list of them, whose parallel lists fit together.
+
+    Raises:
+        SampleError: it did not.
+    """
+    try:
+        samples = flatten(completed)
+    except TypeError:
+        samples = []
+    if not samples:
+        found = "an empty list" if completed == [] else f"{str(completed)[:80]!r} ({type(completed).__name__})"
+        raise SampleError(f"{name} returned {found} for {describe(origin)}; it must return a Sample or a list of them")
+    for sample in samples:
+        if problem := _length_problem(sample):
+            raise SampleError(f"{name} returned {describe(sample)} with {problem}")
+
+
+def _length_problem(sample: Sample) -> str | None:
+    length = sample.response_length
+    if length > len(sample.tokens) and sample.tokens:
+        return f"response_length {length} but only {len(sample.tokens)} tokens"
+    for field in ("loss_mask", "rollout_log_probs"):
+        values = vars(sample)[field]
+        if values is not None and len(values) != length:
+            return f"a {field} of {len(values)} entries for response_length {length}; they must be equal"
+    return None
+
+
+def check_continued(name: str, before: Sample, completed: Sample | Sequence[Sample]) -> None:
+    """A generate function that was given a partial sample went on from its tokens, as --partial-rollout needs.
+
+    Raises:
+        SampleError: it began anew, which would train tokens under the wrong prompt.
+    """
+    if not before.response_length:
+        return
+    num_prompt = len(before.tokens) - before.response_length
+    for sample in flatten(completed):
+        same_prompt = len(sample.tokens) - sample.response_length == num_prompt
+        if not same_prompt or sample.tokens[: len(before.tokens)] != before.tokens:
+            raise SampleError(
+                f"{name} did not go on from the {before.response_length} response tokens that {describe(before)} "
+                "had from an earlier rollout; append to sample.tokens, or leave --partial-rollout out"
+            )
+
+
+def check_reward(name: str, sample: Sample, reward: Any, *, key: str | None) -> None:
+    """A reward is a number, or a dict whose entry `key` is one.
+
+    Raises:
+        SampleError: None, NaN, infinity, or something else.
+    """
+    value = reward
+    if isinstance(reward, dict):
+        if key is None:
+            return  # read by a post-processing hook, or refused with the flag that is missing
+        if key not in reward:
+            raise SampleError(
+                f"{name} returned {reward!r} for {describe(sample)}, which has no {key!r} (--reward-key)"
+            )
+        value = reward[key]
+    try:
+        is_number = not isinstance(value, str | None) and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        is_number = False
+    if not is_number:
+        kind = "" if isinstance(value, float) else f" ({type(value).__name__})"
+        raise SampleError(
+            f"{name} returned {str(value)[:80]!r}{kind} for {describe(sample)}; it must be a finite number"
+        )

@@ -1,0 +1,62 @@
+"""Scoring finished samples, and checking what the reward function returned.
+
+Which reward function it is, slime.rollout.rm_hub decides. It does not know when a sample is finished.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.sample_errors import SampleError, blame, check_reward, describe, reward_name
+from slime.utils.async_utils import gather_or_cancel
+from slime.utils.types import Sample
+
+
+async def score_each(args: Namespace, samples: list[Sample], *, evaluation: bool) -> None:
+    """Score every sample that has no reward yet and was not aborted.
+
+    Raises:
+        SampleError: the reward function failed, or returned no finite number.
+    """
+    unscored = [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
+    rewards = await gather_or_cancel(_score(args, sample, evaluation) for sample in unscored)
+    for sample, reward in zip(unscored, rewards, strict=True):
+        sample.reward = reward
+
+
+async def _score(args: Namespace, sample: Sample, evaluation: bool) -> Any:
+    name = reward_name(args, sample)
+    with blame(name, sample):
+        reward = await async_rm(args, sample)
+    _check(args, name, sample, reward, evaluation=evaluation)
+    return reward
+
+
+async def score_group(args: Namespace, group: list[Sample]) -> None:
+    """Score a group with one call that sees all of it (--group-rm); rewards that are there are kept.
+
+    Raises:
+        SampleError: the reward function failed, or returned another number of rewards than samples.
+    """
+    if not group or all(sample.reward is not None for sample in group):
+        return
+    name = reward_name(args, group[0])
+    with blame(name, group[0]):
+        rewards = await batched_async_rm(args, group)
+    if len(rewards) != len(group):
+        raise SampleError(
+            f"{name} returned {len(rewards)} rewards for the {len(group)} samples of {describe(group[0])} (--group-rm)"
+        )
+    for sample, reward in zip(group, rewards, strict=True):
+        if sample.reward is None:
+            _check(args, name, sample, reward, evaluation=False)
+            sample.reward = reward
+
+
+def _check(args: Namespace, name: str, sample: Sample, reward: Any, *, evaluation: bool) -> None:
+    if args.custom_reward_post_process_path and reward is not None and not isinstance(reward, float):
+        return  # that hook may read rewards of any kind
+    key = args.reward_key if not evaluation else args.eval_reward_key or args.reward_key
+    check_reward(name, sample, reward, key=key)
