@@ -1,0 +1,148 @@
+"""Every given flag has an effect or is refused, numbers are in range, and what is not there is no contradiction."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+from slime.utils.arguments import CommandLine, accept, check_files
+from slime.utils.arguments.check_effect import POINTLESS
+from slime.utils.arguments.parse import FLAG_CLASSES
+from slime.utils.arguments.problems import Problems
+from tests.unit.argument_lines import NO_OFFLOAD, Check, check, command_line, has
+
+__all__ = ["check", "command_line"]  # fixtures
+
+
+# ---- every given flag has an effect
+
+NO_EFFECT = {
+    "--tis-clip 3": "--tis-clip has no effect without --use-tis.",
+    "--opsm-delta 1": "--opsm-delta has no effect without --use-opsm.",
+    "--opd-kl-coef 2": "--opd-kl-coef has no effect without --use-opd.",
+    "--opd-teacher-ckpt-step 1": "--opd-teacher-ckpt-step has no effect without --opd-teacher-load.",
+    "--kl-target 1": "--kl-target has no effect without --kl-ctrl adaptive.",
+    "--gamma 0.9": "no effect without --advantage-estimator ppo or --advantage-estimator reinforce_plus_plus or",
+    "--value-clip 0.1": "--value-clip has no effect without --advantage-estimator ppo.",
+    "--pf-ppo-weight-pow 3": "--pf-ppo-weight-pow has no effect without --pf-ppo-reweight pow.",
+    "--lora-alpha 1": "--lora-alpha has no effect without --lora-rank.",
+    "--update-weight-disk-dir x": "--update-weight-disk-dir has no effect without --update-weight-transport disk.",
+    "--update-weight-delta-checksum blake3": "has no effect without --update-weight-mode delta.",
+    "--rollout-health-check-interval 3": "has no effect without --use-fault-tolerance.",
+    "--mask-offpolicy-in-partial-rollout": "has no effect without --partial-rollout.",
+    "--memory-snapshot-num-steps 1": "has no effect without --record-memory-history.",
+    "--ci-save-grad-norm x": "--ci-save-grad-norm has no effect without --ci-test.",
+    "--code-sandbox-concurrency 2": "has no effect without --code-sandbox-url.",
+    "--rollout-task-type code": "--rollout-task-type has no effect without --rollout-buffer-url.",
+    "--eval-reward-key x": "--eval-reward-key has no effect without --eval-prompt-data or --eval-config.",
+    "--load-forge-rollout-data x/{rollout_id}": "without --rollout-function-path slime.rollout.forge_load",
+    "--loss-type sft_loss --entropy-coef 0.1": "--entropy-coef has no effect with --loss-type sft_loss;",
+    "--disable-compute-advantages-and-returns --loss-type sft_loss --kl-coef 0.1": "--kl-coef has no effect with --l",
+    "--disable-rollout-global-dataset": "--prompt-data has no effect with --disable-rollout-global-dataset;",
+    "--loss-mask-type qwen3": "--loss-mask-type qwen3 has no effect with the default rollout",
+    "--offload --no-offload-train": "--offload-train has no effect with --offload;",
+}
+
+
+@pytest.mark.parametrize("changes", NO_EFFECT)
+def test_a_flag_that_would_do_nothing_is_refused(check: Check, changes: str) -> None:
+    has(check(changes).problems.wrong, NO_EFFECT[changes])
+
+
+def test_a_coefficient_of_zero_asks_for_nothing(check: Check) -> None:
+    assert check("--kl-loss-coef 0 --kl-coef 0.00 --entropy-coef 0").problems == Problems()
+
+
+def test_what_a_flag_needs_exists(command_line: CommandLine) -> None:
+    attributes = {action.dest for action in command_line.parser.options().values()}
+    for field in (field for flags_class in FLAG_CLASSES for field in dataclasses.fields(flags_class)):
+        for need in field.metadata["needs"]:
+            assert need.partition("=")[0] in attributes, (field.name, need)
+    assert {name for mode in POINTLESS for name in mode.pointless} <= attributes
+
+
+def test_engine_flags_of_a_train_only_run_are_named_once(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+    sft = (
+        "--debug-train-only --loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout "
+        "--sglang-mem-fraction-static 0.7 --router-policy random --rollout-num-gpus 2"
+    )
+    accept(check(sft, without="--colocate --rm-type --label-key"))
+    sentence = "these flags have no effect: --rollout-num-gpus --router-policy --sglang-mem-fraction-static."
+    assert [record.levelno for record in caplog.records if sentence in record.getMessage()] == [logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ("--num-steps-per-rollout 0", "--num-steps-per-rollout 0 must be at least 1"),
+        ("--prefill-num-servers 0", "--prefill-num-servers 0 must be at least 1"),
+        ("--prefill-num-servers 1 --rollout-num-gpus-per-engine 0", "-gpus-per-engine 0 must be at least 1"),
+        ("--eps-clip nan", "--eps-clip nan is no finite number"),
+        ("--lr inf", "--lr inf is no finite number"),
+        ("--advantage-estimator ppo --lambd 1.5", "--lambd 1.5 must be at most 1"),
+        (
+            "--use-stateless-adam",
+            "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam",
+        ),
+        ("--kl-ctrl adaptive --kl-coef 0.1 --ref-load hf", "--kl-ctrl adaptive needs --kl-target and --kl-horizon"),
+        ("--rollout-max-response-len 4 --overlong-buffer-len 5", "--overlong-buffer-len 5 is longer than"),
+    ],
+)
+def test_numbers_and_parameters_are_in_range(check: Check, changes: str, sentence: str) -> None:
+    has(check(changes).problems.wrong, sentence)
+
+
+def test_either_name_and_a_target_turn_the_profiler_on(check: Check) -> None:
+    for changes in ("--profile", "--use-pytorch-profiler", "--profile-target train_actor"):
+        assert check(changes).args.use_pytorch_profiler is True
+    assert check().args.use_pytorch_profiler is False
+
+
+def test_a_kl_in_the_rewards_is_said_not_to_train_grpo(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+    accept(check("--kl-coef 0.1 --ref-load hf"))
+    assert "--kl-coef 0.1: --advantage-estimator grpo does not take the KL into its rewards" in caplog.text
+
+
+def test_token_mean_and_the_per_token_loss_are_one_thing(check: Check) -> None:
+    for changes in ("--calculate-per-token-loss", "--loss-agg-mode token-mean"):
+        args = check(changes).args
+        assert (args.calculate_per_token_loss, args.loss_agg_mode) == (True, "token-mean")
+
+
+def test_an_evaluation_set_that_compares_has_a_label(check: Check) -> None:
+    wrong = check("--eval-interval 1 --eval-prompt-data a data.jsonl", without="--label-key").problems.wrong
+    has(wrong, "evaluation data set a: rm_type math compares with a label: name its field with --eval-label-key")
+
+
+def test_unreadable_things_are_no_contradictions(check: Check) -> None:
+    for changes in ("--prompt-data absent.jsonl", "--hf-checkpoint absent", "--custom-rm-path hooks.py:absent"):
+        problems = check(changes).problems
+        assert problems.environment and not any("absent" in sentence for sentence in problems.wrong), problems
+
+
+def test_a_data_file_is_read_again_only_when_it_changed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    original = check_files.check_data_file
+    monkeypatch.setattr(
+        check_files, "check_data_file", lambda path, **keys: reads.append(path) or original(path, **keys)
+    )
+    assert check().problems == check().problems == Problems()
+    assert reads == ["data.jsonl"]
+    Path("data.jsonl").write_text('{"input": "a", "label": "b"}\nbroken\n')
+    has(check().problems.environment, "data.jsonl:2: not valid JSON")
+    assert len(reads) == 2
+
+
+def test_checking_needs_no_gpu_for_a_layout_of_gpus(check: Check) -> None:
+    problems = check(f"--accelerator cuda --dry-run --actor-num-gpus-per-node 8 {NO_OFFLOAD}").problems
+    assert problems.environment == []
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "/a" * 3000, "x" * 300 + ".jsonl", "a" * 300 + ".py:f"])
+def test_names_that_are_no_paths_are_refused(check: Check, name: str) -> None:
+    for flag in ("--hf-checkpoint", "--prompt-data", "--ref-load", "--load", "--save", "--custom-rm-path"):
+        problems = check(f"{flag} {name}").problems
+        assert problems.environment or flag == "--load", flag

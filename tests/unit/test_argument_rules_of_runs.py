@@ -1,0 +1,159 @@
+"""The rules V19-V27 (batches, length of a run, model parts, weights on disk), through whole command lines.
+
+The numbers are those of the contract's list; a sentence is looked for in the kind that it belongs to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.utils.arguments import accept
+from slime.utils.arguments.problems import Problems
+from tests.unit.argument_lines import Check, check, command_line, has
+
+__all__ = ["check", "command_line"]  # fixtures
+
+
+# ---- V19 to V22: batches and the length of the run
+
+
+def test_v19_steps_give_the_global_batch_size(check: Check) -> None:
+    # 4 prompts x 2 responses = 8 samples
+    assert check().args.global_batch_size == 8
+    assert check("--num-steps-per-rollout 2").args.global_batch_size == 8 // 2
+    assert check("--num-steps-per-rollout 2 --global-batch-size 4").problems == Problems()
+    has(
+        check("--num-steps-per-rollout 2 --global-batch-size 8").problems.wrong,
+        "make 4 a step, but --global-batch-size is 8",
+    )
+
+
+def test_samples_that_fill_no_step_are_dropped_only_where_asked(check: Check) -> None:
+    uneven = "--global-batch-size 3"  # of 4 x 2 = 8 samples
+    has(check(uneven).problems.wrong, "= 8 samples do not divide into steps of --global-batch-size 3")
+    assert check(f"{uneven} --drop-last-rollouts").problems == Problems()
+    has(check("--global-batch-size 9 --drop-last-rollouts").problems.wrong, "= 8 samples")
+    has(check("--num-steps-per-rollout 3").problems.wrong, "= 8 samples do not divide into --num-steps-per-rollout 3")
+    # 3 steps would be of 8 // 3 = 2 samples, of which 8 make 4
+    has(check("--num-steps-per-rollout 3 --drop-last-rollouts").problems.wrong, "make 2 a step, of which there are 4")
+
+
+def test_v20_a_group_of_one_has_no_standard_deviation(check: Check) -> None:
+    assert check("--n-samples-per-prompt 1").args.grpo_std_normalization is False
+    assert check().args.grpo_std_normalization is True
+
+
+def test_v21_prompts_asked_for_at_once_make_a_batch(check: Check) -> None:
+    assert check().args.over_sampling_batch_size == 4
+    assert check("--over-sampling-batch-size 5").args.over_sampling_batch_size == 5
+    has(check("--over-sampling-batch-size 3").problems.wrong, "3 must be at least --rollout-batch-size 4")
+
+
+def test_v22_the_length_of_a_run_is_given(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+    has(check(without="--num-rollout").problems.wrong, "--num-rollout or --num-epoch is required")
+    both = check("--num-epoch 7")
+    accept(both)
+    assert both.args.num_rollout == 3, "--num-rollout wins"
+    assert "--num-epoch 7 has no effect: --num-rollout 3 says how long to train" in caplog.text
+    own_data = check("--num-epoch 1 --disable-rollout-global-dataset", without="--num-rollout --prompt-data")
+    has(own_data.problems.wrong, "--num-epoch 1 needs prompts to count")
+    has(check("--start-rollout-id 3").problems.wrong, "--start-rollout-id 3 leaves nothing to do")
+
+
+def test_v22_epochs_become_rollouts_where_every_row_is_used(check: Check) -> None:
+    epochs = "--num-epoch 3 --rollout-batch-size 2"
+    Path("five.jsonl").write_text('{"input": "a", "label": "b"}\n' * 5)
+    args = check(f"{epochs} --prompt-data five.jsonl", without="--num-rollout").args
+    assert args.num_rollout == 3 * (5 // 2)
+    filtered = check(f"{epochs} --prompt-data five.jsonl --rollout-max-prompt-len 9", without="--num-rollout")
+    assert filtered.args.num_rollout is None, "a tokenizer has to say which prompts are too long"
+    assert filtered.problems == Problems()
+    cut = f"{epochs} --prompt-data five.jsonl --rollout-max-prompt-len 9 --prompt-truncation left"
+    assert check(cut, without="--num-rollout").args.num_rollout == 6
+    absent = check(f"{epochs} --prompt-data absent.jsonl", without="--num-rollout")
+    assert absent.args.num_rollout is None and absent.problems.wrong == []
+    few = check("--num-epoch 3", without="--num-rollout").problems.environment
+    has(few, "data.jsonl has 2 rows, fewer than --rollout-batch-size 4")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "--lr-decay-style cosine",
+        "--lr-warmup-fraction 0.1",
+        "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+    ],
+)
+def test_a_schedule_over_the_whole_run_knows_its_length(check: Check, schedule: str) -> None:
+    epochs = f"--num-epoch 3 --rollout-batch-size 2 {schedule}"
+    assert check(epochs, without="--num-rollout").problems == Problems()
+    unknown = check(f"{epochs} --rollout-max-prompt-len 9", without="--num-rollout").problems.wrong
+    has(unknown, " ".join(schedule.split()[:2]) + " needs the number of train steps")
+    known = f"{epochs} --rollout-max-prompt-len 9 --lr-decay-iters 5"
+    assert check(known, without="--num-rollout").problems == Problems()
+
+
+# ---- V23 to V27: model parts, lengths, frozen parameters, weights on disk
+
+
+def test_v23_multi_token_prediction_and_routing_replay(check: Check) -> None:
+    has(check("--enable-mtp-training").problems.wrong, "--enable-mtp-training has no effect without --mtp-num-layers")
+    assert check("--enable-mtp-training --mtp-num-layers 1").problems.wrong == []
+    replayed = check("--use-rollout-routing-replay")
+    assert replayed.args.use_routing_replay is True and check().args.use_routing_replay is False
+    has(replayed.problems.wrong, "--use-rollout-routing-replay has no effect without --num-experts")
+
+
+def test_v25_a_context_limit_leaves_room_for_a_response(check: Check) -> None:
+    args = check("--rollout-max-context-len 10").args
+    assert (args.rollout_max_prompt_len, args.eval_max_context_len) == (9, 10)
+    evaluated = "--rollout-max-context-len 10 --eval-interval 1 --eval-prompt-data data.jsonl --eval-max-context-len 7"
+    assert check(evaluated).args.eval_max_context_len == 7
+    has(
+        check("--rollout-max-context-len 10 --rollout-max-prompt-len 10").problems.wrong,
+        "--rollout-max-prompt-len 10 leaves no room for a response in --rollout-max-context-len 10",
+    )
+    assert check("--rollout-max-context-len 10 --rollout-max-prompt-len 9").problems == Problems()
+
+
+def test_v26_parameters_are_trained_by_name_or_frozen_by_name(check: Check) -> None:
+    has(
+        check("--only-train-params-name-list a --freeze-params-name-list b").problems.wrong,
+        "--only-train-params-name-list and --freeze-params-name-list exclude each other",
+    )
+    assert check("--freeze-params-name-list b").problems.wrong == []
+
+
+DISK = "--rollout-num-gpus 1 --update-weight-transport disk --update-weight-disk-dir sync"
+
+
+def test_v27_weights_on_disk_have_a_directory(check: Check) -> None:
+    has(
+        check("--update-weight-transport disk").problems.wrong,
+        "--update-weight-transport disk needs --update-weight-disk-dir",
+    )
+    problems = check(DISK, without="--colocate").problems
+    assert problems.wrong == []
+    has(problems.unsupported, "--update-weight-transport disk is not supported yet (several GPUs); use nccl.")
+
+
+def test_v27_deltas_are_files_beside_a_local_copy(check: Check) -> None:
+    delta = "--update-weight-mode delta"
+    has(check(delta).problems.wrong, f"{delta} needs --update-weight-transport disk, not nccl")
+    has(check(delta).problems.wrong, f"{delta} does not go with --colocate")
+    has(check(delta).problems.wrong, f"{delta} needs --update-weight-local-checkpoint-dir")
+    right = f"{DISK} {delta} --update-weight-local-checkpoint-dir local --update-weight-delta-encoding overwrite"
+    assert check(right, without="--colocate").problems.wrong == []
+
+
+def test_v27_released_trainers_have_everything_on_disk(check: Check) -> None:
+    wrong = check("--release-train --advantage-estimator ppo --keep-old-actor").problems.wrong
+    has(wrong, "--release-train does not go with a critic (--advantage-estimator ppo)")
+    has(wrong, "--release-train does not go with --keep-old-actor")
+    has(wrong, "--release-train needs --save")
+    has(wrong, "--release-train needs --update-weight-transport disk and --update-weight-mode full, not nccl and full")
+    right = check("--release-train --save out --update-weight-transport disk --update-weight-disk-dir sync")
+    assert right.problems.wrong == [] and right.args.save_interval == 1
+    assert check("--save out").args.save_interval is None
