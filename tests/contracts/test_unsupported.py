@@ -1,4 +1,4 @@
-"""What is declared but not built, pinned: building something takes its line out of unsupported.txt, in the same commit.
+"""What is declared but not built, pinned: building something takes its line out of unsupported.txt.
 
 The topics are the work that is still to come; nothing may be put off without one.
 """
