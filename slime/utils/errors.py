@@ -1,9 +1,12 @@
-"""The one exception for input that a user can correct.
+"""The exception for input that a user can correct, and the one for a request that failed.
 
-It knows nothing about flags or files: whoever raises it writes the whole sentence (value found, flag, remedy).
+It knows nothing about flags, files or servers: whoever raises one writes the whole sentence (value found, flag,
+remedy).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class UsageError(Exception):
@@ -19,3 +22,18 @@ class UsageError(Exception):
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[list[str]]]:
         return type(self), (self.messages,)  # Exception would pickle the joined text, and Ray pickles exceptions
+
+
+class HttpError(RuntimeError):
+    """A request that failed for good; `status` is the HTTP status, or None when no answer came."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def __reduce__(self) -> Any:
+        return _rebuild_http_error, (str(self), self.status)  # Ray pickles errors; keyword arguments would be lost
+
+
+def _rebuild_http_error(message: str, status: int | None) -> HttpError:
+    return HttpError(message, status=status)

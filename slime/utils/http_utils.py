@@ -25,6 +25,7 @@ import aiohttp
 import orjson
 import requests
 
+from slime.utils.errors import HttpError
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
 
 __all__ = [
@@ -45,21 +46,6 @@ __all__ = [
     "terminate_process",
 ]
 logger = logging.getLogger(__name__)
-
-
-class HttpError(RuntimeError):
-    """A request that failed for good; `status` is the HTTP status, or None when no answer came."""
-
-    def __init__(self, message: str, *, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-
-    def __reduce__(self) -> Any:
-        return _rebuild_http_error, (str(self), self.status)  # Ray pickles errors; keyword arguments would be lost
-
-
-def _rebuild_http_error(message: str, status: int | None) -> HttpError:
-    return HttpError(message, status=status)
 
 
 @dataclass
