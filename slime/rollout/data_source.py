@@ -16,7 +16,7 @@ from typing import Any
 
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,9 @@ class RolloutDataSource(DataSource):
     Args:
         args: reads `prompt_data`, `hf_checkpoint`, `trust_remote_code`, the column and template flags,
             `rollout_max_prompt_len`, `prompt_truncation`, `filter_prompts_workers`, `skip_malformed_data`,
-            `rollout_shuffle`, `rollout_seed`, `n_samples_per_prompt`, `save`, `load`.
+            `rollout_shuffle`, `rollout_seed`, `n_samples_per_prompt`, `save`, `load`. Without
+            `rollout_global_dataset` there is no file: samples are empty but for their numbers, for a rollout function
+            that makes its own prompts.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -67,45 +69,37 @@ class RolloutDataSource(DataSource):
         self.sample_index = 0
         self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
-        self.dataset = Dataset(
-            args.prompt_data,
-            load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code),
-            None,
-            args.rollout_max_prompt_len,
-            prompt_key=args.input_key,
-            label_key=args.label_key,
-            tool_key=args.tool_key,
-            metadata_key=args.metadata_key,
-            seed=args.rollout_seed,
-            apply_chat_template=args.apply_chat_template,
-            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-            truncation=args.prompt_truncation,
-            num_workers=args.filter_prompts_workers,
-            skip_malformed=args.skip_malformed_data,
-        )
+        self.dataset = _open_dataset(args) if args.rollout_global_dataset else None
         self._order_epoch()
 
     def _order_epoch(self) -> None:
-        if self.args.rollout_shuffle:
+        if self.dataset is not None and self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return 0 if self.dataset is None else len(self.dataset)
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """The next `num_samples` prompts as groups; group_index and index go up over the whole run."""
         return [self._next_group() for _ in range(num_samples)]
 
-    def _next_group(self) -> Group:
+    def _next_prompt(self) -> Sample:
+        if self.dataset is None:
+            return Sample()
         if self.sample_offset >= len(self.dataset):
             self.epoch_id += 1
             self.sample_offset = 0
             self._order_epoch()
         prompt = self.dataset[self.sample_offset]
         self.sample_offset += 1
+        return prompt
+
+    def _next_group(self) -> Group:
+        prompt = self._next_prompt()
+        shared = {} if prompt.multimodal_inputs is None else {id(prompt.multimodal_inputs): prompt.multimodal_inputs}
         group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = copy.deepcopy(prompt, dict(shared))  # images are large, and only read
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index
             self.sample_index += 1
@@ -133,15 +127,15 @@ class RolloutDataSource(DataSource):
             "sample_group_index": self.sample_group_index,
             "sample_index": self.sample_index,
             "metadata": copy.deepcopy(self.metadata),
-            "num_prompts": len(self.dataset),
+            "num_prompts": len(self),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a place that `state_dict` described."""
-        if state.get("num_prompts", len(self.dataset)) != len(self.dataset):
+        if state.get("num_prompts", len(self)) != len(self):
             logger.warning(
                 "the data source's state was saved with %d prompts, but --prompt-data %s has %d now",
-                *(state["num_prompts"], self.args.prompt_data, len(self.dataset)),
+                *(state["num_prompts"], self.args.prompt_data, len(self)),
             )
         self.sample_offset = state["sample_offset"]
         self.epoch_id = state["epoch_id"]
@@ -177,6 +171,27 @@ class RolloutDataSource(DataSource):
 
         self.load_state_dict(torch.load(path, weights_only=False))
         logger.info("data source goes on at prompt %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path)
+
+
+def _open_dataset(args: Namespace) -> Dataset:
+    trust = args.trust_remote_code
+    return Dataset(
+        args.prompt_data,
+        load_tokenizer(args.hf_checkpoint, trust_remote_code=trust),
+        load_processor(args.hf_checkpoint, trust_remote_code=trust) if args.multimodal_keys else None,
+        args.rollout_max_prompt_len,
+        prompt_key=args.input_key,
+        multimodal_keys=args.multimodal_keys,
+        label_key=args.label_key,
+        tool_key=args.tool_key,
+        metadata_key=args.metadata_key,
+        seed=args.rollout_seed,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        truncation=args.prompt_truncation,
+        num_workers=args.filter_prompts_workers,
+        skip_malformed=args.skip_malformed_data,
+    )
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):

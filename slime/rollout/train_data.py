@@ -77,27 +77,34 @@ def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
 def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:
     if any(sample.rollout_log_probs is not None for sample in samples):
         data["rollout_log_probs"] = [
-            _rollout_log_probs(sample, mask) for sample, mask in zip(samples, data["loss_masks"], strict=True)
+            _log_probs(sample, mask, "rollout_log_probs")
+            for sample, mask in zip(samples, data["loss_masks"], strict=True)
+        ]
+    if any(sample.teacher_log_probs is not None for sample in samples):
+        data["teacher_log_probs"] = [
+            _log_probs(sample, mask, "teacher_log_probs")
+            for sample, mask in zip(samples, data["loss_masks"], strict=True)
         ]
     if any("round_number" in sample.metadata for sample in samples):
         data["round_number"] = [int(sample.metadata.get("round_number", 1)) for sample in samples]
     if any(sample.train_metadata is not None for sample in samples):
         data["metadata"] = [sample.train_metadata for sample in samples]
+    if any(sample.multimodal_train_inputs is not None for sample in samples):
+        data["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
     sources = [get_source(sample) for sample in samples]
     if any(source != "unknown" for source in sources):
         data["source_names"] = sources
 
 
-def _rollout_log_probs(sample: Sample, mask: list[int]) -> list[float]:
-    if sample.rollout_log_probs is None:
+def _log_probs(sample: Sample, mask: list[int], field: str) -> list[float]:
+    log_probs = vars(sample)[field]
+    if log_probs is None:
         if any(mask):
             raise ValueError(
-                f"sample {sample.index} has no rollout_log_probs, but other samples of this rollout do; a custom "
-                "generate function must set them on every sample that is trained, or on none"
+                f"sample {sample.index} has no {field}, but other samples of this rollout do; custom code "
+                "must set them on every sample that is trained, or on none"
             )
         return [0.0] * len(mask)  # neutral: nothing of this sample is trained
-    if len(sample.rollout_log_probs) != len(mask):
-        raise ValueError(
-            f"sample {sample.index} has {len(sample.rollout_log_probs)} rollout_log_probs for {len(mask)} tokens"
-        )
-    return list(sample.rollout_log_probs)
+    if len(log_probs) != len(mask):
+        raise ValueError(f"sample {sample.index} has {len(log_probs)} {field} for {len(mask)} tokens")
+    return list(log_probs)

@@ -1,109 +1,44 @@
 """The prompt file: rows to samples, checks at parse time, and the trainer's fetch of its share of a rollout.
 
-Files are .jsonl or .parquet, with an optional slice: `path@[a:b]` (negative ends count from the end). A row that
-cannot be used is an error that names the file and the line. It does not know who draws the prompts: that is
-slime.rollout.data_source.
+Files are .jsonl or .parquet, with an optional slice: `path@[a:b]` (negative ends count from the end); they may be
+larger than memory (slime.utils.row_files). A row that cannot be used is an error that names the file and the line. It
+does not know who draws the prompts: that is slime.rollout.data_source.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import random
-import re
 from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, overload
 
 import orjson
 
 from slime.utils.errors import UsageError
-from slime.utils.processing_utils import render_chat
-from slime.utils.prompt_length import fit_prompts
+from slime.utils.multimodal import with_parts
+from slime.utils.processing_utils import process_vision_info, render_chat
+from slime.utils.prompt_length import CUTS, fit_prompts
+from slime.utils.row_files import JsonlRows, ParquetRows, Row, open_rows, parse_slice, read_file, read_rows
 from slime.utils.types import Sample
 
+__all__ = [
+    "Dataset",
+    "check_data_file",
+    "filter_long_prompt",
+    "get_source",
+    "parse_slice",
+    "process_rollout_data",
+    "read_file",
+    "read_rows",
+]
 logger = logging.getLogger(__name__)
 
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-
-
-def parse_slice(path: str) -> tuple[Path, slice]:
-    """Split `path@[a:b]` into the file and the slice of its rows; without a suffix the slice is everything."""
-    match = _SLICE.match(path)
-    if not match:
-        return Path(path), slice(None)
-    start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
-    return Path(match["path"]), slice(start, stop)
-
-
-def read_file(path: str, malformed: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a data file, in order.
-
-    Args:
-        path: file, with an optional slice.
-        malformed: where given, lines of a .jsonl that are no JSON object are left out, and why is added to this list.
-
-    Raises:
-        UsageError: the file is missing or of an unknown type, or a line is malformed (file:line and the reason).
-    """
-    for _, row in read_rows(path, malformed):
-        yield row
-
-
-def read_rows(path: str, malformed: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As `read_file`, each row with its place ("file:line") for error messages."""
-    file, rows = parse_slice(path)
-    if not os.path.isfile(file):  # Path.is_file raises where the name is too long
-        raise UsageError(
-            f"data file {file} does not exist; --prompt-data and --eval-prompt-data take .jsonl or .parquet"
-        )
-    if file.suffix not in (".jsonl", ".parquet"):
-        raise UsageError(f"data file {file} ends with {file.suffix!r}; only .jsonl and .parquet can be read")
-    every = _read_jsonl(file, malformed) if file.suffix == ".jsonl" else _read_parquet(file)
-    if (rows.start or 0) < 0 or (rows.stop or 0) < 0:
-        return iter(list(every)[rows])  # an end counted from the end needs the length
-    return itertools.islice(every, rows.start, rows.stop)
-
-
-def _read_jsonl(file: Path, malformed: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                row = _object_of_line(line, where)
-            except UsageError as error:
-                if malformed is None:
-                    raise
-                malformed += error.messages
-            else:
-                yield where, row
-
-
-def _object_of_line(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise UsageError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
-    if not isinstance(row, dict):
-        raise UsageError(f"{where}: a {type(row).__name__}, but each line must be one JSON object")
-    return row
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    number = itertools.count(1)
-    try:
-        with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                yield from ((f"{file}: row {next(number)}", row) for row in batch.to_pylist())
-    except pyarrow.ArrowInvalid as error:
-        raise UsageError(f"{file} is no parquet file: {error}") from error
+HELD_BYTES = 64 * 2**20
+"""Files up to this size are held in memory as samples; of larger ones only where each row is."""
+_CHUNK = 250
 
 
 def check_data_file(
@@ -185,12 +120,15 @@ def _metadata_of(row: dict[str, Any], where: str, key: str) -> dict[str, Any]:
 class Dataset:
     """The prompts of one file as samples, each without a response.
 
+    A file larger than `HELD_BYTES` is not held: every access reads its row again.
+
     Args:
         path: file, with an optional slice.
         tokenizer: renders chat templates and measures prompts.
-        processor: must be None; prompts with images are not supported yet.
+        processor: of a model that sees images; None for text.
         max_length: tokens of a prompt, at most; None keeps all.
         prompt_key: column of the prompt (a text or a message list).
+        multimodal_keys: kind ("image", ...) -> column of what stands for the placeholders of the prompt.
         label_key: column copied to `Sample.label`.
         tool_key: column of tool schemas (list or JSON text), copied to `metadata["tools"]`.
         metadata_key: column copied to `Sample.metadata`.
@@ -200,16 +138,20 @@ class Dataset:
         truncation, num_workers: what happens to longer prompts, and how many threads look for them (see
             slime.utils.prompt_length).
         skip_malformed: leave out lines that are no JSON object, with one warning.
+
+    Raises:
+        UsageError: a row cannot be used, or no row is left.
     """
 
     def __init__(
         self,
         path: str,
         tokenizer: Any,
-        processor: None,
+        processor: Any,
         max_length: int | None,
         *,
         prompt_key: str = "text",
+        multimodal_keys: dict[str, str] | None = None,
         label_key: str | None = None,
         tool_key: str | None = None,
         metadata_key: str = "metadata",
@@ -220,42 +162,80 @@ class Dataset:
         num_workers: int = 1,
         skip_malformed: bool = False,
     ) -> None:
-        if processor is not None:
-            raise UsageError("prompts with images, video or audio are not supported yet; pass processor=None")
         self._template_kwargs = apply_chat_template_kwargs or {}
-        self._apply_template, self._tokenizer = apply_chat_template, tokenizer
+        self._apply_template, self._tokenizer, self._processor = apply_chat_template, tokenizer, processor
         self._keys = {"prompt": prompt_key, "label": label_key, "tools": tool_key, "metadata": metadata_key}
-        samples, places = self._read(path, skip_malformed=skip_malformed)
-        self.origin_samples = fit_prompts(
-            samples, tokenizer, max_length, truncation=truncation, num_workers=num_workers, places=places
-        )
-        if not self.origin_samples:
-            raise UsageError(f"all {len(samples)} prompts of {path} are longer than {max_length} tokens")
-        self.seed = seed
-        self.epoch_id = -1
-        self.samples = self.origin_samples
-
-    def _read(self, path: str, *, skip_malformed: bool) -> tuple[list[Sample], list[str]]:
+        self._multimodal_keys = multimodal_keys or {}
+        self._max_length, self._truncation, self._num_workers = max_length, truncation, num_workers
         malformed: list[str] | None = [] if skip_malformed else None
-        samples, places = [], []
-        for where, row in read_rows(path, malformed):
-            samples.append(self._sample(where, row))
-            places.append(where)
-        if not samples:
-            raise UsageError(_no_rows(path, malformed))
+        self.origin_samples = self._read(path, malformed)
         if malformed:
             logger.warning("%d malformed lines are skipped; the first: %s", len(malformed), malformed[0])
-        return samples, places
+        self.seed = seed
+        self.epoch_id = -1
+        self.samples: Sequence[Sample] = self.origin_samples
+
+    def _read(self, path: str, malformed: list[str] | None) -> Sequence[Sample]:
+        rows = open_rows(path, malformed)
+        is_held = rows.num_bytes <= HELD_BYTES and not self._multimodal_keys  # images are opened when asked for
+        held: list[Sample] = []
+        lazy = _LazySamples(self, rows)
+        num_rows = 0
+        size = _CHUNK * max(4, self._num_workers)
+        scan = rows.scan(remember=not is_held)
+        while chunk := list(islice(scan, size)):
+            num_rows += len(chunk)
+            samples = [self._sample(row.place, row.fields) for row in chunk]
+            fitting = self._fit(samples, [row.place for row in chunk])
+            if is_held:
+                held += fitting
+            else:
+                kept = {id(sample) for sample in fitting}
+                lazy.add(row for row, sample in zip(chunk, samples, strict=True) if id(sample) in kept)
+        if not num_rows:
+            raise UsageError(_no_rows(path, malformed))
+        found: Sequence[Sample] = held if is_held else lazy
+        if not found:
+            raise UsageError(f"all {num_rows} prompts of {path} are longer than {self._max_length} tokens")
+        if len(found) < num_rows:
+            logger.info("%d of %d prompts of %s are too long and left out", num_rows - len(found), num_rows, path)
+        return found
+
+    def _fit(self, samples: list[Sample], places: list[str]) -> list[Sample]:
+        return fit_prompts(
+            samples,
+            self._tokenizer,
+            self._max_length,
+            truncation=self._truncation,
+            num_workers=self._num_workers,
+            places=places,
+        )
+
+    def sample_of(self, place: str, row: dict[str, Any]) -> Sample:
+        """The sample of a row that was found to fit: its images are opened, a prompt that is cut is cut again."""
+        sample = self._sample(place, row)
+        if self._processor is not None and self._multimodal_keys:
+            sample.multimodal_inputs = process_vision_info(self._messages(place, row), self._processor)
+        return self._fit([sample], [place])[0] if self._truncation in CUTS else sample
+
+    def _messages(self, where: str, row: dict[str, Any]) -> list[dict[str, Any]]:
+        prompt = _prompt_of(row, where, self._keys["prompt"] or "")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return with_parts(messages, row, self._multimodal_keys, where) if self._multimodal_keys else messages
 
     def _sample(self, where: str, row: dict[str, Any]) -> Sample:
-        prompt = _prompt_of(row, where, self._keys["prompt"] or "")
         metadata = _metadata_of(row, where, self._keys["metadata"] or "")
         tool_key = self._keys["tools"]
         if tool_key and row.get(tool_key):
             metadata["tools"] = _object_of(row[tool_key], where, tool_key, kind=list)
+        prompt: str | list[dict[str, Any]]
         if self._apply_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = self._messages(where, row)
             prompt = render_chat(self._tokenizer, messages, tools=metadata.get("tools"), **self._template_kwargs)
+        elif self._multimodal_keys:
+            prompt = self._messages(where, row)
+        else:
+            prompt = _prompt_of(row, where, self._keys["prompt"] or "")
         label_key = self._keys["label"]
         return Sample(
             prompt=prompt,
@@ -268,9 +248,9 @@ class Dataset:
         """Put the prompts into the order of this epoch: a permutation of the file's order seeded by seed + epoch."""
         if epoch_id == self.epoch_id:
             return
-        order = list(range(len(self.origin_samples)))
+        order = array("Q", range(len(self.origin_samples)))
         random.Random(self.seed + epoch_id).shuffle(order)
-        self.samples = [self.origin_samples[i] for i in order]
+        self.samples = _Reordered(self.origin_samples, order)
         self.epoch_id = epoch_id
 
     def __getitem__(self, index: int) -> Sample:
@@ -280,7 +260,56 @@ class Dataset:
         return len(self.samples)
 
 
-def filter_long_prompt(samples: list[Sample], tokenizer: Any, processor: None, max_length: int | None) -> list[Sample]:
+class _Samples(Sequence[Sample]):
+    """A sequence that makes each sample when it is asked for."""
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self._at(i) for i in range(*index.indices(len(self)))]
+        return self._at(range(len(self))[index])
+
+    def _at(self, index: int) -> Sample:
+        raise NotImplementedError
+
+
+class _LazySamples(_Samples):
+    """The samples of a large file: 16 bytes a row say where it is."""
+
+    def __init__(self, dataset: Dataset, rows: JsonlRows | ParquetRows) -> None:
+        self._dataset, self._rows = dataset, rows
+        self._positions, self._sizes = array("Q"), array("Q")
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._positions.append(row.position)
+            self._sizes.append(row.size)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def _at(self, index: int) -> Sample:
+        row = self._rows.read(self._positions[index], self._sizes[index])
+        return self._dataset.sample_of(f"prompt {index}", row)
+
+
+class _Reordered(_Samples):
+    """Samples in another order: 8 bytes a sample."""
+
+    def __init__(self, samples: Sequence[Sample], order: Sequence[int]) -> None:
+        self._samples, self._order = samples, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def _at(self, index: int) -> Sample:
+        return self._samples[self._order[index]]
+
+
+def filter_long_prompt(samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None) -> list[Sample]:
     """The samples whose prompt has at most `max_length` tokens (None: all), in order; message lists are rendered."""
     return fit_prompts(samples, tokenizer, max_length)
 

@@ -7,7 +7,6 @@ prompts are read at all, it does not know.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 from slime.utils.errors import UsageError
 from slime.utils.processing_utils import encode_text, render_chat
 from slime.utils.types import Sample
-
-logger = logging.getLogger(__name__)
 
 CUTS = ("left", "right", "middle")
 _CHUNK = 250
@@ -53,7 +50,6 @@ def fit_prompts(
     too_long = [i for i, length in enumerate(lengths) if length > max_length]
     if not too_long:
         return list(samples)
-    logger.info("%d of %d prompts have over %d tokens: %s", len(too_long), len(samples), max_length, truncation)
     if truncation == "drop":
         return [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_length]
     first = too_long[0]

@@ -49,10 +49,14 @@ class TrainData(TypedDict):
     """[S] trained tokens of the sample's whole execution; the per-rollout mean divides by it."""
     rollout_log_probs: NotRequired[list[list[float]]]
     """[S][R] by the engine."""
+    teacher_log_probs: NotRequired[list[list[float]]]
+    """[S][R] by the teacher (slime.rollout.on_policy_distillation)."""
     round_number: NotRequired[list[int]]
     """[S] turns of a multi-turn sample (metadata["round_number"]); logged."""
     metadata: NotRequired[list[dict[str, Any] | None]]
     """[S] Sample.train_metadata; read by custom losses."""
+    multimodal_train_inputs: NotRequired[list[dict[str, Any] | None]]
+    """[S] what the checkpoint's processor made of the images; None for a sample without."""
     source_names: NotRequired[list[str]]
     """[S] data set of the prompt; logged."""
     total_lengths: NotRequired[list[int]]

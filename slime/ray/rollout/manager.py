@@ -89,9 +89,11 @@ class RolloutManager(RayActor):
         init_http_client(self.args)
 
     def get_num_rollout_per_epoch(self) -> int:
-        """Rollouts that go once through the data set (at least 1)."""
+        """Rollouts that go once through the data set (at least 1); 0 where there is none, so no epoch ends."""
         if self._data_source is None:
             return 1
+        if not len(self._data_source):
+            return 0
         return max(1, len(self._data_source) // self.args.rollout_batch_size)
 
     def get_engines(self) -> list[Any]:

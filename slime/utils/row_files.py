@@ -1,0 +1,201 @@
+"""Rows of a .jsonl or .parquet file, one after the other or by number, without holding the file in memory.
+
+A row is found again by its position: the byte offset of its line; rows of a .parquet, which has no cheap access to one
+row, are written to a temporary file as they are read. It knows nothing about what a row means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from slime.utils.errors import UsageError
+
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+
+
+class Row(NamedTuple):
+    """One row.
+
+    Attributes:
+        place: "file:line", for a reader of error messages.
+        position, size: where `read` finds it again.
+        fields: its content.
+    """
+
+    place: str
+    position: int
+    size: int
+    fields: dict[str, Any]
+
+
+def parse_slice(path: str) -> tuple[Path, slice]:
+    """Split `path@[a:b]` into the file and the slice of its rows; without a suffix the slice is everything."""
+    match = _SLICE.match(path)
+    if not match:
+        return Path(path), slice(None)
+    start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
+    return Path(match["path"]), slice(start, stop)
+
+
+def read_file(path: str, malformed: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a data file, in order.
+
+    Args:
+        path: file, with an optional slice.
+        malformed: where given, lines of a .jsonl that are no JSON object are left out, and why is added to this list.
+
+    Raises:
+        UsageError: the file is missing or of an unknown type, or a line is malformed (file:line and the reason).
+    """
+    for row in open_rows(path, malformed).scan():
+        yield row.fields
+
+
+def read_rows(path: str, malformed: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As `read_file`, each row with its place ("file:line") for error messages."""
+    for row in open_rows(path, malformed).scan():
+        yield row.place, row.fields
+
+
+def open_rows(path: str, malformed: list[str] | None = None) -> JsonlRows | ParquetRows:
+    """The rows of a file, with an optional slice; arguments and errors as for `read_file`."""
+    file, rows = parse_slice(path)
+    if not os.path.isfile(file):  # Path.is_file raises where the name is too long
+        raise UsageError(
+            f"data file {file} does not exist; --prompt-data and --eval-prompt-data take .jsonl or .parquet"
+        )
+    if file.suffix not in (".jsonl", ".parquet"):
+        raise UsageError(f"data file {file} ends with {file.suffix!r}; only .jsonl and .parquet can be read")
+    return JsonlRows(file, rows, malformed) if file.suffix == ".jsonl" else ParquetRows(file, rows)
+
+
+class JsonlRows:
+    """The objects of a .jsonl; a position is the byte offset of a line.
+
+    Args:
+        file: the file.
+        rows: which of its objects; ends may count from the end.
+        malformed: as for `read_file`.
+    """
+
+    def __init__(self, file: Path, rows: slice, malformed: list[str] | None) -> None:
+        self._file, self._rows, self._malformed = file, rows, malformed
+        self._handle: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the rows in memory, roughly: that of the whole file."""
+        return self._file.stat().st_size
+
+    def scan(self, *, remember: bool = False) -> Iterator[Row]:
+        """The rows in order, one at a time.
+
+        Args:
+            remember: `read` will be called; the file stays open for it.
+        """
+        if remember:
+            self._handle = self._file.open("rb")
+        skipped: list[str] | None = None if self._malformed is None else []
+        yield from _sliced(lambda: self._lines(self._malformed), self._rows, lambda: self._count(skipped))
+
+    def _count(self, malformed: list[str] | None) -> int:
+        return sum(1 for _ in self._lines(malformed))
+
+    def _lines(self, malformed: list[str] | None) -> Iterator[Row]:
+        end = 0
+        with self._file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                start, end = end, end + len(line)
+                if not line.strip():
+                    continue
+                place = f"{self._file}:{number}"
+                try:
+                    yield Row(place, start, len(line), _object_of_line(line, place))
+                except UsageError as error:
+                    if malformed is None:
+                        raise
+                    malformed += error.messages
+
+    def read(self, position: int, size: int) -> dict[str, Any]:
+        """A row that `scan(remember=True)` has passed; any thread may ask."""
+        return _object_of_line(os.pread(self._handle.fileno(), size, position), f"{self._file}, byte {position}")
+
+
+class ParquetRows:
+    """The rows of a .parquet; a position is an offset in a temporary file that `scan` writes.
+
+    Args:
+        file: the file.
+        rows: which of its rows; ends may count from the end.
+    """
+
+    def __init__(self, file: Path, rows: slice) -> None:
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        self._file, self._rows = file, rows
+        try:
+            with parquet.ParquetFile(file) as table:
+                self._num_rows = table.metadata.num_rows
+                groups = range(table.num_row_groups)
+                self.num_bytes = sum(table.metadata.row_group(i).total_byte_size for i in groups)
+        except pyarrow.ArrowInvalid as error:
+            raise UsageError(f"{file} is no parquet file: {error}") from error
+        self._spool: Any = None
+
+    def scan(self, *, remember: bool = False) -> Iterator[Row]:
+        """The rows in order, one batch of 1024 in memory at a time.
+
+        Args:
+            remember: `read` will be called; the rows go to a nameless file in the directory for temporary files.
+        """
+        if remember:
+            self._spool = tempfile.TemporaryFile(prefix="slime-rows-")  # noqa: SIM115 (open for the life of this object)
+        yield from _sliced(self._batches, self._rows, lambda: self._num_rows)
+        if remember:
+            self._spool.flush()
+
+    def _batches(self) -> Iterator[Row]:
+        import pyarrow.parquet as parquet
+
+        number, position = itertools.count(1), 0
+        with parquet.ParquetFile(self._file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    size = 0
+                    if self._spool is not None:
+                        size = self._spool.write(pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL))
+                    yield Row(f"{self._file}: row {next(number)}", position, size, row)
+                    position += size
+
+    def read(self, position: int, size: int) -> dict[str, Any]:
+        """A row that `scan(remember=True)` has passed; any thread may ask, once the scan is over."""
+        row: dict[str, Any] = pickle.loads(os.pread(self._spool.fileno(), size, position))
+        return row
+
+
+def _sliced(rows: Any, wanted: slice, count: Any) -> Iterator[Row]:
+    """Those of the rows; an end that counts from the end costs counting them."""
+    start, stop = wanted.start, wanted.stop
+    if (start or 0) < 0 or (stop or 0) < 0:
+        start, stop, _ = wanted.indices(count())
+    return itertools.islice(rows(), start, max(stop, start or 0) if stop is not None else None)
+
+
+def _object_of_line(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{place}: not valid JSON ({error}); each line must be one JSON object") from error
+    if not isinstance(row, dict):
+        raise UsageError(f"{place}: a {type(row).__name__}, but each line must be one JSON object")
+    return row
