@@ -95,6 +95,12 @@ def test_numbers_and_parameters_are_in_range(check: Check, changes: str, sentenc
     has(check(changes).problems.wrong, sentence)
 
 
+def test_a_checkpoint_holds_no_optimizer_where_it_is_left_out(check: Check) -> None:
+    assert check("--save out").args.checkpoint_contents == ["model", "optimizer", "rng"]
+    assert check("--save out --no-save-optim").args.checkpoint_contents == ["model", "rng"]
+    assert check("--save out --checkpoint-contents model").args.no_save_optim is True
+
+
 def test_either_name_and_a_target_turn_the_profiler_on(check: Check) -> None:
     for changes in ("--profile", "--use-pytorch-profiler", "--profile-target train_actor"):
         assert check(changes).args.use_pytorch_profiler is True
