@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from slime.observability.metric_utils import compute_pass_rate, compute_statistics, dict_add_prefix, has_repetition
+from slime.utils.overlong import overlong_metrics, overlong_penalties
 from slime.utils.types import Sample
 
 
@@ -21,7 +22,7 @@ def compute_rollout_metrics(args: Namespace, samples: Sequence[Sample], rollout_
 
     Args:
         args: reads `reward_key`, `rollout_num_gpus`, `n_samples_per_prompt`, `log_passrate`, `log_multi_turn`,
-            `log_reward_category`, `log_correct_samples`.
+            `log_reward_category`, `log_correct_samples`, `overlong_buffer_len` and what goes with it.
         samples: every sample of the batch, flat.
         rollout_time_s: wall-clock seconds that the generation took.
 
@@ -31,6 +32,8 @@ def compute_rollout_metrics(args: Namespace, samples: Sequence[Sample], rollout_
     metrics = dict_add_prefix(sample_metrics(samples), "rollout/")
     metrics |= dict_add_prefix(zero_std_counts(args, samples), "rollout/")
     metrics |= dict_add_prefix(perf_metrics(samples, rollout_time_s, num_gpus=args.rollout_num_gpus), "perf/")
+    if args.overlong_buffer_len is not None:
+        metrics |= dict_add_prefix(overlong_metrics(overlong_penalties(args, samples)), "rollout/")
     if args.log_passrate:
         metrics |= dict_add_prefix(pass_rate(_rewards(args, samples), samples, args.n_samples_per_prompt), "passrate/")
     if args.log_multi_turn:
@@ -46,7 +49,7 @@ def compute_eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]])
     """Metrics of one evaluation.
 
     Args:
-        args: reads `log_passrate`, `n_samples_per_eval_prompt`.
+        args: reads `log_passrate`, `log_multi_turn`, `n_samples_per_eval_prompt`.
         data: per data set `{"rewards": list[float], "truncated": list[bool], "samples": list[Sample]}`.
 
     Returns:
@@ -60,6 +63,8 @@ def compute_eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]])
             metrics[f"eval/{name}"] = sum(rewards) / len(rewards)
         if samples:
             metrics |= dict_add_prefix(sample_metrics(samples), f"eval/{name}/")
+            if args.log_multi_turn:
+                metrics |= dict_add_prefix(multi_turn_metrics(samples), f"eval/{name}/multi_turn/")
         if result.get("truncated"):
             metrics[f"eval/{name}-truncated_ratio"] = sum(map(bool, result["truncated"])) / len(result["truncated"])
         if args.log_passrate:
@@ -83,17 +88,26 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Response lengths with and without what tools and users wrote, and turns (metadata["round_number"], else 1)."""
+    """Response lengths with and without what tools and users wrote, turns (metadata["round_number"], else 1), and what
+    slime.rollout.multi_turn noted: samples with a tool call, failed calls, and tokens of template drift per sample.
+    """
     families = {
         "raw_response_length/": [s.response_length for s in samples],
         "wo_obs_response_length/": [s.effective_response_length for s in samples],
         "multi_turn_metric/round_number_": [int(s.metadata.get("round_number", 1)) for s in samples],
     }
-    return {
+    metrics = {
         name: value
         for prefix, values in families.items()
         for name, value in dict_add_prefix(compute_statistics(values), prefix).items()
     }
+    if with_tools := [s.metadata for s in samples if "tool_calls" in s.metadata]:
+        calls = sum(metadata["tool_calls"] for metadata in with_tools)
+        metrics["tool_call_rate"] = _mean([metadata["tool_calls"] > 0 for metadata in with_tools])
+        metrics["tool_error_rate"] = sum(metadata["tool_errors"] for metadata in with_tools) / max(calls, 1)
+    if drifts := [s.metadata["template_drift"] for s in samples if "template_drift" in s.metadata]:
+        metrics["template_drift"] = sum(drifts) / len(drifts)
+    return metrics
 
 
 def reward_categories(samples: Sequence[Sample], key: str) -> dict[str, float]:

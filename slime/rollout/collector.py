@@ -19,6 +19,7 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generation import GREEDY_REWARD, GenerateState, is_unfinished
+from slime.rollout.rm_hub import take_reward_failures
 from slime.rollout.sample_errors import SampleError, blame, hook_name
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -164,6 +165,8 @@ class Collector:
         """What happened beside the samples: drops by reason, failures, resumed samples, the greedy baseline."""
         metrics: dict[str, float] = dict(self._drops.collect())
         metrics |= {f"rollout/sample_errors/{name}": float(count) for name, count in self._failures.items()}
+        if lost := take_reward_failures():
+            metrics["rollout/reward_failures"] = float(lost)
         samples = [sample for group in self.accepted for sample in group]
         if self.args.partial_rollout:
             resumed = sum(sample.metadata.get(START, self.rollout_id) != self.rollout_id for sample in samples)

@@ -1,8 +1,8 @@
 """From scored samples to the rewards that advantages are made of: normalisation by group.
 
-Departs from upstream in two points: groups are always those of `group_index` (never guessed from counts), and a
-fan-out rollout (several samples that share a `rollout_id`) counts once in its group's mean and deviation. It scores
-nothing.
+Departs from upstream in three points: groups are always those of `group_index` (never guessed from counts), a fan-out
+rollout (several samples that share a `rollout_id`) counts once in its group's mean and deviation, and with
+--overlong-buffer-len a penalty for long responses is added first. It scores nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from slime.utils.misc import group_by, load_function
+from slime.utils.overlong import overlong_penalties
 from slime.utils.types import Sample
 
 _STD_EPSILON = 1e-6
@@ -22,7 +23,7 @@ def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[f
 
     Args:
         args: reads `custom_reward_post_process_path`, `reward_key`, `advantage_estimator`, `rewards_normalization`,
-            `grpo_std_normalization`.
+            `grpo_std_normalization`, `overlong_buffer_len`, `overlong_penalty_factor`, `rollout_max_response_len`.
         samples: every sample of the rollout, scored.
 
     Raises:
@@ -39,11 +40,12 @@ def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[f
     from slime.utils.ppo_utils.estimators import ESTIMATORS  # torch: not needed by whoever only generates
 
     raw = [raw_reward(args, sample) for sample in samples]
+    rewards = [reward + penalty for reward, penalty in zip(raw, overlong_penalties(args, samples), strict=True)]
     estimator = ESTIMATORS[args.advantage_estimator]
     if not (estimator.centers_rewards_by_group and args.rewards_normalization):
-        return raw, raw
+        return raw, rewards
     divide = estimator.allows_std_norm and args.grpo_std_normalization
-    return raw, normalize_by_group(samples, raw, divide_by_std=divide)
+    return raw, normalize_by_group(samples, rewards, divide_by_std=divide)
 
 
 def raw_reward(args: Namespace, sample: Sample) -> float:

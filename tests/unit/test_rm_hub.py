@@ -7,18 +7,15 @@ boxed_deepscaler).
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import threading
 import time
 from argparse import Namespace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 
 from slime.rollout import rm_hub
-from slime.rollout.rm_hub import async_rm, batched_async_rm, remote, remote_rm, rm_needs_label
+from slime.rollout.rm_hub import async_rm, batched_async_rm, rm_needs_label
 from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
 from slime.utils.types import Sample
@@ -91,6 +88,9 @@ RIGHT_HERE = [
     ("boxed_math", "\\boxed{42}", "42", {}, 1),
     ("boxed_math", "\\boxed{41}", "42", {}, 0),
     ("boxed_deepscaler", "</think>\\boxed{42}", "42", {}, 1),
+    ("boxed_dapo", "\\boxed{Answer: 42}", "42", {}, {"score": 1.0, "acc": True, "pred": "42"}),
+    ("boxed_ifbench", "a, \\boxed{b}", None, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, 1.0),
+    ("ifbench", "a, \\boxed{b}", None, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, 0.0),
 ]
 OVERTURNED = {(row[0], row[1], row[2]) for row in RIGHT_HERE}
 
@@ -108,7 +108,15 @@ def test_the_observed_scores(rm_type: str | None, response: str, label: Any, met
     assert score(rm_type, response, label, metadata) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("rm_type", "message"), [(None, "not specified"), ("nosuch", "nosuch is not implemented")])
+@pytest.mark.parametrize(
+    ("rm_type", "message"),
+    [
+        (None, r"^Rule-based RM type is not specified\."),
+        (" ", r"^Rule-based RM type is not specified\."),
+        ("nosuch", r"^Rule-based RM for nosuch is not implemented\."),
+        ("boxed_nosuch", r"^Rule-based RM for boxed_nosuch is not implemented\."),
+    ],
+)
 def test_an_unknown_name_is_an_error_that_says_so(rm_type: str | None, message: str):
     with pytest.raises(NotImplementedError, match=message):
         score(rm_type, "x", "y", {})
@@ -210,6 +218,18 @@ async def batch(args, samples, **kwargs):
 """
 
 
+def test_the_samples_own_hook_goes_before_the_flags_which_goes_before_names(tmp_path):
+    path = tmp_path / "my_reward.py"
+    path.write_text(REWARD_FILE)
+    args = Namespace(custom_rm_path=f"{path}:plain", rm_type="f1")
+    named = {"rm_type": "math"}
+    assert asyncio.run(async_rm(args, Sample(response="ab", metadata=named, custom_rm_path=f"{path}:one"))) == 12.0
+    assert asyncio.run(async_rm(args, Sample(response="ab", metadata=named))) == 20.0
+    args.custom_rm_path = None
+    assert asyncio.run(async_rm(args, Sample(response="\\boxed{1} 1", label="1", metadata=named))) == 1
+    assert asyncio.run(async_rm(args, Sample(response="one two", label="one"))) == pytest.approx(2 / 3)
+
+
 def test_custom_rewards_by_sample_by_flag_and_in_a_batch(tmp_path):
     path = tmp_path / "my_reward.py"
     path.write_text(REWARD_FILE)
@@ -218,67 +238,9 @@ def test_custom_rewards_by_sample_by_flag_and_in_a_batch(tmp_path):
     assert asyncio.run(async_rm(args, Sample(response="abc", custom_rm_path=f"{path}:plain"))) == 20.0
     batch_args = Namespace(custom_rm_path=f"{path}:batch", rm_type=None)
     assert asyncio.run(batched_async_rm(batch_args, [Sample(), Sample()])) == [0.0, 1.0]
+    sync_args = Namespace(custom_rm_path=f"{path}:plain", rm_type=None)
+    with pytest.raises(TypeError, match="got 2 samples and returned 20.0, not a list"):
+        asyncio.run(batched_async_rm(sync_args, [Sample(), Sample()]))
     by_name = Namespace(custom_rm_path=None, rm_type="f1")
     samples = [Sample(response="fox", label="fox"), Sample(response="dog", label="fox")]
     assert asyncio.run(batched_async_rm(by_name, samples)) == [1.0, 0.0]
-
-
-class RewardService(BaseHTTPRequestHandler):
-    """Answers with the statuses it was given, then with 200 and the length of the response as reward."""
-
-    statuses: list[int] = []
-    requests: list[dict] = []
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.requests.append(body)
-        status = self.statuses.pop(0) if self.statuses else 200
-        answer = json.dumps({"score": len(body["response"])} if status == 200 else {"why": "bad label"}).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *ignored: object) -> None: ...
-
-
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remote, "backoff_s", lambda attempt: 0.0)
-    RewardService.statuses, RewardService.requests = [], []
-    server = HTTPServer(("127.0.0.1", 0), RewardService)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Namespace(rm_url=f"http://127.0.0.1:{server.server_port}/")
-    server.shutdown()
-    server.server_close()
-
-
-async def ask(args: Namespace, **kwargs: Any) -> Any:
-    try:
-        return await remote_rm(args, Sample(prompt="p", response="abc", label="l"), **kwargs)
-    finally:
-        await remote._session().close()
-
-
-def test_the_service_gets_three_fields_and_its_json_is_the_reward(service: Namespace):
-    assert asyncio.run(ask(service)) == {"score": 3}
-    assert RewardService.requests == [{"prompt": "p", "response": "abc", "label": "l"}]
-
-
-def test_a_server_error_is_tried_again(service: Namespace):
-    RewardService.statuses = [500, 503]
-    assert asyncio.run(ask(service)) == {"score": 3}
-    assert len(RewardService.requests) == 3
-
-
-def test_a_refused_request_fails_at_once_with_the_text(service: Namespace):
-    RewardService.statuses = [400]
-    with pytest.raises(RuntimeError, match="bad label"):
-        asyncio.run(ask(service))
-    assert len(RewardService.requests) == 1
-
-
-def test_a_service_that_stays_down_is_named(service: Namespace):
-    RewardService.statuses = [500] * 2
-    with pytest.raises(RuntimeError, match="--rm-url"):
-        asyncio.run(ask(service, max_retries=2))

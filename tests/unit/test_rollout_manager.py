@@ -93,6 +93,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         log_reward_category=None,
         log_correct_samples=False,
         log_eval_samples=0,
+        overlong_buffer_len=None,
         rollout_num_gpus=1,
         n_samples_per_prompt=2,
         n_samples_per_eval_prompt=1,

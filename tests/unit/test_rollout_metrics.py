@@ -19,6 +19,9 @@ FLAGS = {
     "rollout_num_gpus": 2,
     "n_samples_per_prompt": 2,
     "n_samples_per_eval_prompt": 2,
+    "overlong_buffer_len": None,
+    "overlong_penalty_factor": 1.0,
+    "rollout_max_response_len": 8,
 }
 ARGS = Namespace(**FLAGS)
 

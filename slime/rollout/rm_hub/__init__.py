@@ -10,20 +10,26 @@ import asyncio
 import inspect
 import random
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from slime.rollout.rm_hub.classify import classify_reward
+from slime.rollout.rm_hub.code_sandbox import code_reward
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.ifbench import ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 from slime.rollout.rm_hub.remote import remote_rm
+from slime.rollout.rm_hub.service import RewardError, take_reward_failures
+from slime.utils.async_utils import gather_or_cancel
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 __all__ = [
     "RM_TYPES",
+    "RewardError",
     "async_rm",
     "batched_async_rm",
     "compute_gpqa_reward",
@@ -34,6 +40,7 @@ __all__ = [
     "grade_answer_verl",
     "remote_rm",
     "rm_needs_label",
+    "take_reward_failures",
 ]
 
 Reward = float | dict[str, Any]
@@ -62,6 +69,18 @@ async def _gpqa(args: Namespace, response: str, sample: Sample) -> Reward:
     return compute_gpqa_reward(response, sample.label, sample.metadata)
 
 
+async def _ifbench(args: Namespace, response: str, sample: Sample) -> Reward:
+    return ifbench_reward(response, sample.metadata)
+
+
+async def _code(args: Namespace, response: str, sample: Sample) -> Reward:
+    return await code_reward(args, response, sample)
+
+
+async def _classify(args: Namespace, response: str, sample: Sample) -> Reward:
+    return await classify_reward(args, sample)
+
+
 async def _random(args: Namespace, response: str, sample: Sample) -> Reward:
     return random.randint(0, 1)
 
@@ -86,11 +105,14 @@ _PLAIN: dict[str, Grader] = {
     "dapo": _dapo,
     "f1": _f1,
     "gpqa": _gpqa,
+    "ifbench": _ifbench,
+    "code": _code,
+    "classify": _classify,
     "random": _random,
 }
 # math and deepscaler look for the box themselves: unboxing first would leave them nothing to find.
 _BOXED: dict[str, Grader] = {"math": _math, "deepscaler": _deepscaler} | {
-    name: _on_boxed_answer(_PLAIN[name]) for name in ("dapo", "f1", "gpqa")
+    name: _on_boxed_answer(_PLAIN[name]) for name in ("dapo", "f1", "gpqa", "ifbench")
 }
 RM_TYPES: dict[str, Grader] = _PLAIN | {BOXED_PREFIX + name: grade for name, grade in _BOXED.items()}
 _NEED_LABEL = frozenset({"math", "deepscaler", "dapo", "f1"})
@@ -106,6 +128,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
 
     Raises:
         NotImplementedError: no reward is named, or the name is not built in.
+        RewardError: a reward service failed.
     """
     path = sample.custom_rm_path or args.custom_rm_path
     if path is not None:
@@ -126,8 +149,11 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
     """Score several samples: one call of `--custom-rm-path` with the list when given, else each by `async_rm`."""
     if args.custom_rm_path is not None:
-        return list(await _call(load_function(args.custom_rm_path), args, samples, **kwargs))
-    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+        rewards = await _call(load_function(args.custom_rm_path), args, samples, **kwargs)
+        if not isinstance(rewards, Iterable) or isinstance(rewards, str | dict):
+            raise TypeError(f"the reward function got {len(samples)} samples and returned {rewards!r:.80}, not a list")
+        return list(rewards)
+    return await gather_or_cancel(async_rm(args, sample, **kwargs) for sample in samples)
 
 
 async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -213,18 +213,17 @@ class RewardFlags:
     overlong_buffer_len: int | None = flag(
         None,
         "last tokens of --rollout-max-response-len in which a penalty grows",
-        later="rollout",
         at_least=1,
         needs="rollout_max_response_len",
     )
     overlong_penalty_factor: float = flag(
-        1.0, "the penalty at the full length", later="rollout", needs="overlong_buffer_len"
+        1.0, "the penalty at the full length", needs="overlong_buffer_len", at_least=0
     )
     reward_model_path: str | None = flag(None, "a classifying model that an engine serves as reward", later="rollout")
     reward_model_num_gpus: int | None = flag(
         None, "GPUs (slots) of the reward model", later="rollout", at_least=1, needs="reward_model_path"
     )
-    code_sandbox_url: str | None = flag(None, "service that runs code for --rm-type code", later="rollout")
-    code_sandbox_concurrency: int = flag(
-        64, "requests to it in flight", later="rollout", at_least=1, needs="code_sandbox_url"
+    code_sandbox_url: str | None = flag(
+        None, "address of the service that runs code for --rm-type code; /run_code is added"
     )
+    code_sandbox_concurrency: int = flag(64, "requests to it in flight", at_least=1, needs="code_sandbox_url")

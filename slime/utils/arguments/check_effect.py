@@ -50,6 +50,7 @@ _POLICY = (
     "custom_pg_loss_reducer_function_path",
     "normalize_advantages",
     "custom_advantage_function_path",
+    "overlong_buffer_len",
 )
 POINTLESS = (
     Mode("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("micro_batch_size",)),

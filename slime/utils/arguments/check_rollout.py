@@ -6,6 +6,7 @@ Each check reads `args` after derivation and returns sentences; it opens no file
 from __future__ import annotations
 
 import argparse
+import re
 import string
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
@@ -52,6 +53,12 @@ def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
         yield (
             f"--loss-mask-type {args.loss_mask_type} has no effect with the default rollout, which trains on what the "
             "engine generated; leave it out."
+        )
+    generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
+    if args.max_turns is not None and not any(generates) and args.data_source_path.startswith("slime."):
+        yield (
+            f"--max-turns {args.max_turns} has no effect without --custom-generate-function-path: the default one "
+            "writes one turn; slime.rollout.multi_turn.generate writes several."
         )
     if args.group_rm and args.custom_generate_function_path and not args.custom_rm_path and not args.rm_type:
         yield "--group-rm needs --custom-rm-path or --rm-type."
@@ -121,12 +128,12 @@ def check_rewards(
         fields: says which fields the prompt file has.
     """
     builtin = uses_builtin_reward(args)
-    yield from check_rm_type(args.rm_type, "--rm-type", rm_url=args.rm_url, known=known)
+    yield from check_rm_type(args, args.rm_type, "--rm-type", known=known)
     if builtin and args.prompt_data and args.rm_type and args.label_key is None and needs_label(args.rm_type):
         yield f"--rm-type {args.rm_type} compares with a label: name its field with --label-key ({fields})."
     for dataset in args.eval_datasets:
         where = f"evaluation data set {dataset.name}"
-        yield from check_rm_type(dataset.rm_type, f"{where}: rm_type", rm_url=args.rm_url, known=known)
+        yield from check_rm_type(args, dataset.rm_type, f"{where}: rm_type", known=known)
         if dataset.rm_type and args.custom_rm_path and not dataset.custom_rm_path:
             yield (
                 f"{where}: rm_type {dataset.rm_type} has no effect: --custom-rm-path {args.custom_rm_path} goes "
@@ -139,8 +146,18 @@ def check_rewards(
             )
 
 
-def check_rm_type(rm_type: str | None, where: str, *, rm_url: str | None, known: Collection[str]) -> Iterator[str]:
-    """A reward name exists, and remote_rm has its address."""
+# What a built-in reward cannot do without: attribute, and what its flag names.
+REWARD_NEEDS = {
+    "remote_rm": ("rm_url", "the address of the reward service"),
+    "code": ("code_sandbox_url", "the address of the service that runs the code"),
+    "classify": ("reward_model_path", "the reward model"),
+}
+
+
+def check_rm_type(
+    args: argparse.Namespace, rm_type: str | None, where: str, *, known: Collection[str]
+) -> Iterator[str]:
+    """A reward name exists, and the service that it asks has its address."""
     if rm_type is None:
         return
     name = rm_type.strip()
@@ -148,8 +165,36 @@ def check_rm_type(rm_type: str | None, where: str, *, rm_url: str | None, known:
         near = nearest(name, known)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}."
         yield f"{where} {rm_type} is no built-in reward: {hint}"
-    if name.removeprefix("boxed_") == "remote_rm" and not rm_url:
-        yield f"{where} {name} needs --rm-url, the address of the reward service."
+    elif name in REWARD_NEEDS:
+        attribute, what = REWARD_NEEDS[name]
+        if not vars(args)[attribute]:
+            yield f"{where} {name} needs --{attribute.replace('_', '-')}, {what}."
+
+
+def check_reward_services(args: argparse.Namespace) -> Iterable[str]:
+    """Addresses of reward services and of their proxy are ones that a client can use."""
+    addresses = {
+        "--rm-url": args.rm_url,
+        "--code-sandbox-url": args.code_sandbox_url,
+        "--http-proxy": args.http_proxy,
+    }
+    for option, value in addresses.items():
+        if value is not None and not re.match(r"https?://[^/\s]", value):
+            yield f"{option} {value!r} is no address: it must begin with http:// or https:// and name a host."
+
+
+def check_overlong(args: argparse.Namespace) -> Iterable[str]:
+    """The penalty for long responses is added by the default reward post-processing."""
+    if args.overlong_buffer_len is not None and args.custom_reward_post_process_path:
+        yield (
+            "--overlong-buffer-len has no effect with --custom-reward-post-process-path, which makes the rewards; add "
+            "slime.utils.overlong.overlong_penalties there."
+        )
+    if args.overlong_buffer_len is not None and args.custom_convert_samples_to_train_data_path:
+        yield (
+            "--overlong-buffer-len has no effect with --custom-convert-samples-to-train-data-path, which makes the "
+            "rewards; leave one of the two out."
+        )
 
 
 def check_tensorboard(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[str]:
@@ -161,4 +206,4 @@ def check_tensorboard(args: argparse.Namespace, environment: Mapping[str, str]) 
         )
 
 
-CHECKS = (check_eval, check_rollout_source, check_prompts, check_dumps)
+CHECKS = (check_eval, check_rollout_source, check_prompts, check_dumps, check_reward_services, check_overlong)

@@ -113,7 +113,9 @@ class RolloutFlags:
         None, "weight versions that a trained token may be old", later="rollout", at_least=0
     )
     use_distributed_post: bool = flag(False, "send requests through a Ray actor on every node", later="rollout")
-    http_proxy: str | None = flag(None, "proxy for requests to reward services", later="rollout")
+    http_proxy: str | None = flag(
+        None, "proxy for requests to --rm-url and --code-sandbox-url", needs=("rm_url", "code_sandbox_url")
+    )
 
 
 @dataclass

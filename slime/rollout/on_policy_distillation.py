@@ -1,0 +1,87 @@
+"""On-policy distillation from a teacher that an SGLang engine serves: the reward hook asks for its log-probs.
+
+    --custom-rm-path slime.rollout.on_policy_distillation.reward_func
+    --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
+    --rm-url http://<teacher>/generate            (or a model named "teacher" under --sglang-config)
+
+Every reward is 0.0: what is learnt comes from `Sample.teacher_log_probs`, which the trainer turns into a penalty
+(--use-opd). Departs from upstream in one point: the log-probs are on the sample as soon as it is scored, so that
+filters, dumps and hooks see a number as its reward, not the teacher's whole answer.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.model_urls import required_model_url
+from slime.rollout.rm_hub.service import Service, ask, unusable
+from slime.utils.types import Sample
+
+MODEL_NAME = "teacher"
+MAX_IN_FLIGHT = 512  # the engine batches
+SAMPLING_PARAMS = {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False}
+
+
+async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+    """Put the teacher's log-probs of the response tokens on the sample ([R]) and return 0.0.
+
+    Raises:
+        RewardError: the teacher failed, or answered about other tokens (it must share the policy's vocabulary).
+        ValueError: there is neither --rm-url nor a model named "teacher".
+    """
+    if not sample.response_length:
+        sample.teacher_log_probs = []
+        return 0.0
+    service = _teacher(args)
+    # From the last prompt token on: an engine gives no log-prob to the first token it is asked about.
+    start = max(len(sample.tokens) - sample.response_length - 1, 0)
+    payload = {
+        "input_ids": sample.tokens,
+        "sampling_params": SAMPLING_PARAMS,
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+    answer = await ask(service, payload, sample)
+    sample.teacher_log_probs = _response_log_probs(service, sample, answer)
+    return 0.0
+
+
+def post_process_rewards(args: Namespace, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards for training), all 0.0.
+
+    Raises:
+        ValueError: a sample was not scored by `reward_func`.
+    """
+    for sample in samples:
+        if sample.teacher_log_probs is None or len(sample.teacher_log_probs) != sample.response_length:
+            found = "no" if sample.teacher_log_probs is None else len(sample.teacher_log_probs)
+            raise ValueError(
+                f"sample {sample.index} has {found} teacher_log_probs for {sample.response_length} response tokens; "
+                "--custom-rm-path slime.rollout.on_policy_distillation.reward_func sets them"
+            )
+    return [0.0] * len(samples), [0.0] * len(samples)
+
+
+def _teacher(args: Namespace) -> Service:
+    timeout_s = float(args.sglang_router_request_timeout_secs)
+    if args.rm_url:
+        return Service(
+            "the teacher of --rm-url", args.rm_url, MAX_IN_FLIGHT, timeout_s=timeout_s, proxy=args.http_proxy
+        )
+    remedy = "give --rm-url, the address of a teacher's /generate, or name one under --sglang-config"
+    url = required_model_url(args, MODEL_NAME, "/generate", remedy=remedy)
+    return Service("the model 'teacher'", url, MAX_IN_FLIGHT, timeout_s=timeout_s)
+
+
+def _response_log_probs(service: Service, sample: Sample, answer: Any) -> list[float]:
+    meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
+    pairs = meta_info.get("input_token_logprobs") if isinstance(meta_info, dict) else None
+    if not isinstance(pairs, list) or len(pairs) < sample.response_length:
+        raise unusable(service, sample, answer)
+    pairs = pairs[-sample.response_length :]
+    if [pair[1] for pair in pairs] != sample.tokens[-sample.response_length :]:
+        raise unusable(service, sample, "log-probs of other tokens than those of the response")
+    if any(pair[0] is None for pair in pairs):
+        raise unusable(service, sample, "no log-prob for a response token; a prompt must have at least one token")
+    return [float(pair[0]) for pair in pairs]

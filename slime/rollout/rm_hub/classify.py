@@ -1,0 +1,66 @@
+"""The reward of rm_type classify: the score of a reward model that an SGLang engine serves (/classify).
+
+The conversation is rendered by the reward model's own tokenizer and chat template, because its words and turns are not
+those of the policy. It does not start the engine: the run does (--reward-model-path), under the model name "reward".
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.model_urls import required_model_url
+from slime.rollout.rm_hub.service import Service, ask, unusable
+from slime.utils.misc import SingletonMeta
+from slime.utils.processing_utils import encode_text, load_tokenizer, render_chat
+from slime.utils.types import Sample
+
+MODEL_NAME = "reward"
+MAX_IN_FLIGHT = 512  # the engine batches
+
+
+class RewardTokenizer(metaclass=SingletonMeta):
+    """The reward model's tokenizer, read once per process."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.tokenizer = load_tokenizer(args.reward_model_path, trust_remote_code=args.trust_remote_code)
+
+
+def conversation(sample: Sample) -> list[dict[str, Any]]:
+    """The sample as messages: the prompt's (metadata["messages"], else the prompt itself), then the response.
+
+    A prompt that is text counts as one user turn.
+    """
+    prompt = sample.metadata.get("messages") or sample.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*messages, {"role": "assistant", "content": sample.response}]
+
+
+def conversation_ids(tokenizer: Any, sample: Sample) -> list[int]:
+    """Token ids of the whole conversation under the reward model's chat template."""
+    text = render_chat(tokenizer, conversation(sample), add_generation_prompt=False)
+    return encode_text(tokenizer, text)
+
+
+async def classify_reward(args: Namespace, sample: Sample) -> float:
+    """The reward model's score of the sample.
+
+    Raises:
+        RewardError: the engine failed, refused the sample (longer than its context, say), or answered more than one
+            score.
+        ValueError: no reward model runs.
+    """
+    url = required_model_url(args, MODEL_NAME, "/classify", remedy="--reward-model-path starts one")
+    service = Service(
+        "the reward model of --reward-model-path",
+        url,
+        max_in_flight=MAX_IN_FLIGHT,
+        timeout_s=float(args.sglang_router_request_timeout_secs),
+    )
+    payload = {"input_ids": conversation_ids(RewardTokenizer(args).tokenizer, sample)}
+    answer = await ask(service, payload, sample)
+    entry = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    scores = entry.get("embedding") if isinstance(entry, dict) else None
+    if not isinstance(scores, list) or len(scores) != 1:
+        raise unusable(service, sample, f"{len(scores)} scores, not 1" if isinstance(scores, list) else answer)
+    return float(scores[0])

@@ -1,0 +1,190 @@
+"""Requests to reward services: bounded in number, each with a deadline, tried again with back-off, counted when lost.
+
+Wait graph: a request waits for one of the service's slots (each is held for one try, so for `timeout_s` at most, never
+during a back-off), then for the service; what comes of it unblocks the scoring of one sample. A reward that every try
+failed for is a `RewardError`, which the rollout treats as --on-sample-error says. It does not know what is sent or
+what an answer means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from slime.utils.errors import HttpError
+from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 30.0
+_HEAD_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Service:
+    """Where rewards come from and how patiently they are asked for.
+
+    Attributes:
+        name: as errors call it, with the flag that has its address.
+        url: full address.
+        max_in_flight: requests at a time, from this process.
+        timeout_s: one try, from the moment it has a slot.
+        max_tries: tries in all.
+        proxy: address of an HTTP proxy, None = none.
+    """
+
+    name: str
+    url: str
+    max_in_flight: int = 64
+    timeout_s: float = 120.0
+    max_tries: int = 10
+    proxy: str | None = None
+
+
+class RewardError(HttpError):
+    """A sample that a reward service did not score.
+
+    Attributes:
+        service: name of the service, with its flag.
+        sample_index: `Sample.index` of the sample.
+        answer: head of the last answer, or the last error where none came.
+        status: HTTP status of the last answer, None without one; below 500 the request was refused, and trying again
+            cannot help.
+    """
+
+    def __init__(
+        self, service: str, what: str, *, sample_index: int | None, answer: str, status: int | None = None
+    ) -> None:
+        super().__init__(f"{service} {what} for sample {sample_index}: {answer}", status=status)
+        self.service, self.what, self.sample_index, self.answer = service, what, sample_index, answer
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self.service, self.what, self.sample_index, self.answer, self.status)
+
+
+def _rebuild(service: str, what: str, sample_index: int | None, answer: str, status: int | None) -> RewardError:
+    return RewardError(service, what, sample_index=sample_index, answer=answer, status=status)
+
+
+class _Client:
+    """Owner of one session per event loop, of the slots of each service, and of the count of lost rewards."""
+
+    def __init__(self) -> None:
+        self._sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = WeakKeyDictionary()
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = (
+            WeakKeyDictionary()
+        )
+        self.num_failures = 0
+
+    def session(self) -> aiohttp.ClientSession:
+        import aiohttp  # a fifth of a second that only runs with a reward service pay
+
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None or session.closed:
+            # No limit here: a request that waited in the pool would wait inside its own deadline.
+            session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0))
+            self._sessions[loop] = session
+        return session
+
+    def slots(self, service: Service) -> asyncio.Semaphore:
+        of_loop = self._slots.setdefault(asyncio.get_running_loop(), {})
+        return of_loop.setdefault((service.url, service.max_in_flight), asyncio.Semaphore(service.max_in_flight))
+
+    async def close(self) -> None:
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+
+
+_client = _Client()
+
+
+async def close_reward_client() -> None:
+    """Close the running loop's session (a process that ends needs no call)."""
+    await _client.close()
+
+
+def take_reward_failures() -> int:
+    """Rewards that services failed to give since the last call, in training and evaluation."""
+    count, _client.num_failures = _client.num_failures, 0
+    return count
+
+
+def backoff_s(attempt: int) -> float:
+    """Seconds to wait after the failed attempt number `attempt` (from 0), with jitter so that tries do not align."""
+    return min(2.0**attempt, MAX_BACKOFF_S) + random.random()
+
+
+async def ask(
+    service: Service, payload: Any, sample: Sample, *, reject: Callable[[Any], str | None] | None = None
+) -> Any:
+    """POST `payload` and return the answer's JSON.
+
+    Server errors, lost connections, slow answers and answers that are no JSON are tried again.
+
+    Args:
+        reject: says why an answer cannot be used (it is asked for again), or None.
+
+    Raises:
+        RewardError: the service refused the request (4xx, at once) or every try failed.
+    """
+    for attempt in range(service.max_tries):
+        if attempt:
+            await asyncio.sleep(backoff_s(attempt - 1))
+        problem, status, value = await _try_once(service, payload, reject)
+        if problem is None:
+            return value
+        if status is not None and 400 <= status < 500:
+            raise _lost(service, "refused the request", sample, problem, status)
+        if attempt + 1 == service.max_tries:
+            raise _lost(service, f"failed {service.max_tries} times", sample, problem, status)
+        logger.warning("%s, try %d of %d: %s", service.name, attempt + 1, service.max_tries, problem)
+    raise ValueError(f"max_retries must be at least 1, got {service.max_tries}")
+
+
+async def _try_once(
+    service: Service, payload: Any, reject: Callable[[Any], str | None] | None
+) -> tuple[str | None, int | None, Any]:
+    """(why it failed or None, status or None, the answer's JSON)."""
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=service.timeout_s)
+    async with _client.slots(service):
+        try:
+            async with _client.session().post(
+                service.url, json=payload, proxy=service.proxy, timeout=timeout
+            ) as answer:
+                status, text = answer.status, await answer.text(errors="replace")
+        except TimeoutError:
+            return f"no answer within {service.timeout_s:g} s", None, None
+        except (aiohttp.ClientError, OSError) as error:
+            return f"{type(error).__name__}: {error}", None, None
+    if status >= 400:
+        return f"HTTP {status}: {text[:_HEAD_CHARS]}", status, None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return f"HTTP {status} with a body that is no JSON: {text[:_HEAD_CHARS]!r}", status, None
+    return (reject(value) if reject is not None else None), status, value
+
+
+def _lost(service: Service, what: str, sample: Sample, answer: str, status: int | None) -> RewardError:
+    _client.num_failures += 1
+    return RewardError(
+        f"{service.name} ({service.url})", what, sample_index=sample.index, answer=answer, status=status
+    )
+
+
+def unusable(service: Service, sample: Sample, answer: object) -> RewardError:
+    """The error for an answer that is JSON, but not what the service is to answer; it counts as a lost reward."""
+    return _lost(service, "gave an unexpected answer", sample, str(answer)[:_HEAD_CHARS], None)
