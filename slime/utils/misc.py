@@ -155,6 +155,9 @@ def decode_int32_meta_array(meta: dict[str, Any], keys: Iterable[str]) -> list[i
     """The first of `keys` that the engine's `meta_info` has, as a flat list of ints; None when it has none.
 
     Engines send int32 arrays as base64 text, raw bytes, (nested) lists or arrays.
+
+    Raises:
+        ValueError: the value is none of them.
     """
     import numpy as np
 
@@ -162,11 +165,14 @@ def decode_int32_meta_array(meta: dict[str, Any], keys: Iterable[str]) -> list[i
         value = meta.get(key)
         if value is None:
             continue
-        if isinstance(value, str):
-            value = base64.b64decode(value)
-        if isinstance(value, bytes | bytearray):
-            return np.frombuffer(value, dtype=np.int32).tolist()
-        return np.asarray(value, dtype=np.int64).reshape(-1).tolist()
+        try:
+            if isinstance(value, str):
+                value = base64.b64decode(value, validate=True)
+            if isinstance(value, bytes | bytearray):
+                return np.frombuffer(value, dtype=np.int32).tolist()
+            return np.asarray(value, dtype=np.int64).reshape(-1).tolist()
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"meta_info[{key!r}] is no int32 array: {error}") from error
     return None
 
 

@@ -235,11 +235,14 @@ class Sample:
             update_terminal_info: False keeps status, weight versions and counters as they are.
 
         Raises:
-            ValueError: lengths differ, or log-probs are missing or given where they cannot be.
+            ValueError: lengths differ, log-probs are missing or given where they cannot be, or what `meta_info` says
+                does not fit. The sample is then as it was.
         """
-        tokens = list(tokens or [])
-        self._check_append(tokens, log_probs, trainable=trainable)
+        tokens, meta_info = list(tokens or []), meta_info or {}
         previous = self.response_length
+        self._check_append(tokens, log_probs, trainable=trainable)
+        spans = self._top_p_spans(len(tokens), meta_info if trainable else {})
+        experts = self._routed_experts(args, meta_info, num_tokens=len(self.tokens) + len(tokens))
         if self.loss_mask is None:
             self.loss_mask = [1] * previous
         if self.rollout_log_probs is None and previous == 0 and tokens:
@@ -252,11 +255,12 @@ class Sample:
             self.rollout_log_probs = [*self.rollout_log_probs, *new]
         if text:
             self.response += text
-        self._append_top_p_spans(previous, len(tokens), meta_info or {})
-        if meta_info:
-            self._append_routed_experts(args, meta_info)
-            if update_terminal_info and meta_info.get("finish_reason"):
-                self.update_from_meta_info(args, meta_info)
+        if spans is not None:
+            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = spans
+        if experts is not None:
+            self.rollout_routed_experts = experts
+        if update_terminal_info and meta_info.get("finish_reason"):
+            self.update_from_meta_info(args, meta_info)
 
     def update_from_meta_info(self, args: Namespace | None, meta_info: dict[str, Any]) -> None:
         """Take over how an engine call ended: status, weight version and counters."""
@@ -280,33 +284,53 @@ class Sample:
         if self.response_length and self.rollout_log_probs is None:
             raise ValueError(f"the response already has {self.response_length} tokens without rollout_log_probs")
 
-    def _append_top_p_spans(self, previous: int, num_new: int, meta_info: dict[str, Any]) -> None:
+    def _top_p_spans(self, num_new: int, meta_info: dict[str, Any]) -> tuple[list[int], list[int]] | None:
+        """(ids, offsets) of the response with `num_new` more tokens; None where no token ever had any."""
         ids = decode_int32_meta_array(meta_info, _TOP_P_ID_KEYS)
         offsets = decode_int32_meta_array(meta_info, _TOP_P_OFFSET_KEYS)
-        if ids is None and self.rollout_top_p_token_ids is None:
-            return
+        if (ids is None) != (offsets is None):
+            raise ValueError("meta_info has only one of top_p_token_ids and top_p_token_offsets; both are needed")
         if ids is None or offsets is None:
+            if self.rollout_top_p_token_ids is None:
+                return None
             ids, offsets = [], [0] * (num_new + 1)
-        if len(offsets) != num_new + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
-            raise ValueError(f"top-p offsets must be {num_new + 1} entries from 0 to {len(ids)}: {offsets}")
-        old_ids = [] if self.rollout_top_p_token_ids is None else list(self.rollout_top_p_token_ids)
+        if len(offsets) != num_new + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or sorted(offsets) != offsets:
+            raise ValueError(f"top-p offsets must be {num_new + 1} rising entries from 0 to {len(ids)}: {offsets}")
+        old_ids = [] if self.rollout_top_p_token_ids is None else _as_list(self.rollout_top_p_token_ids)
         old_offsets = self.rollout_top_p_token_offsets
-        old_offsets = [0] * (previous + 1) if old_offsets is None else list(old_offsets)
-        self.rollout_top_p_token_ids = [*old_ids, *ids]
-        self.rollout_top_p_token_offsets = [*old_offsets, *(old_offsets[-1] + offset for offset in offsets[1:])]
+        old_offsets = [0] * (self.response_length + 1) if old_offsets is None else _as_list(old_offsets)
+        return [*old_ids, *ids], [*old_offsets, *(old_offsets[-1] + offset for offset in offsets[1:])]
 
-    def _append_routed_experts(self, args: Namespace | None, meta_info: dict[str, Any]) -> None:
+    def _routed_experts(self, args: Namespace | None, meta_info: dict[str, Any], *, num_tokens: int) -> Any:
+        """[rows, num_layers, topk] of all tokens so far; None where the engine says nothing of experts."""
         flat = decode_int32_meta_array(meta_info, ("routed_experts",))
         if flat is None:
-            return
+            return None
         if args is None:
             raise ValueError("meta_info has routed_experts: pass args (num_layers, moe_router_topk give their shape)")
         import numpy as np
 
+        width = args.num_layers * args.moe_router_topk
+        if len(flat) % width:
+            raise ValueError(
+                f"{len(flat)} routed_experts are no whole number of tokens with num_layers {args.num_layers} x "
+                f"moe_router_topk {args.moe_router_topk}"
+            )
         rows = np.asarray(flat, dtype=np.int32).reshape(-1, args.num_layers, args.moe_router_topk)
-        start = int(meta_info.get("routed_experts_start_len", 0))
-        old = self.rollout_routed_experts
-        self.rollout_routed_experts = rows if old is None else np.concatenate([np.asarray(old)[:start], rows])
+        start = int(meta_info.get("routed_experts_start_len") or 0)
+        num_old = 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
+        if start > num_old:
+            raise ValueError(f"routed_experts begin at token {start}, but the sample has those of {num_old} tokens")
+        if start + len(rows) >= max(num_tokens, 1):
+            raise ValueError(
+                f"routed_experts of {start + len(rows)} tokens for {num_tokens}: the last token was never an input"
+            )
+        return np.concatenate([np.asarray(self.rollout_routed_experts)[:start], rows]) if start else rows
+
+
+def _as_list(values: Any) -> list[int]:
+    """A list of ints, from a list, an array or a tensor."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 @dataclass(frozen=True)
