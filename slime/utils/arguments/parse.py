@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from slime.utils.arguments import ask, check_files, check_rollout, derive, later, validate
+from slime.utils.arguments import ask, check_files, check_generation, check_rollout, derive, later, validate
 from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_devices import check_trainer
-from slime.utils.arguments.check_hooks import check_hook, check_hooks
+from slime.utils.arguments.check_hooks import check_hook, check_hooks, check_tool_function
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
 from slime.utils.arguments.config_files import apply_config_files
 from slime.utils.arguments.custom_config import apply_extra
@@ -142,7 +142,7 @@ class CommandLine:
         Raises:
             UsageError: the question cannot be answered.
         """
-        tokens = with_current_names(argv)
+        tokens = with_current_names(argv, say=False)
         if any(token.split("=", 1)[0] in ask.HELP for token in tokens):
             titles = [group_title(flags_class)[0] for flags_class in _own_classes()]
             return ask.help_text(self.parser, ask.value_after(tokens, *ask.HELP), own_titles=titles)
@@ -199,6 +199,7 @@ class CommandLine:
         given_load = args.load
         _finish(args, explicit, problems)
         problems.wrong += apply_extra(args, custom)
+        problems.environment += _check_tools(args)
         for kind in (problems.wrong, problems.environment, problems.unsupported):
             kind[:] = without_repeats(kind, line_problems)
         problems.wrong[:0] = line_problems
@@ -216,12 +217,12 @@ def _own_classes() -> tuple[type, ...]:
     return (*FLAG_CLASSES, SglangFlags)
 
 
-def with_current_names(tokens: Sequence[str]) -> list[str]:
-    """The command line with names from older documents replaced; each use prints one line."""
+def with_current_names(tokens: Sequence[str], *, say: bool = True) -> list[str]:
+    """The command line with names from older documents replaced; each use prints one line (unless `say` is False)."""
     current = []
     for token in tokens:
         name, equals, value = token.partition("=")
-        if name in OLDER_NAMES:
+        if say and name in OLDER_NAMES:
             logger.warning("%s is called %s now", name, OLDER_NAMES[name])
         current.append(OLDER_NAMES.get(name, name) + equals + value)
     return current
@@ -343,6 +344,7 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
         )
     )
     problems.extend(check_files.check_replay(args.load_debug_rollout_data, args.start_rollout_id))
+    problems.extend(check_generation.check_generation_files(args))
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     defaults["eval_function_path"] = check_rollout.DEFAULT_ROLLOUT
     problems.extend(check_hooks(vars(args), defaults, HOOKS, signature_problem))
@@ -354,6 +356,15 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
                 )
     problems.extend(check_files.check_output_dirs(_outputs(args)))
     problems.extend(check_files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
+
+
+def _check_tools(args: Args) -> list[str]:
+    """What is wrong with the tool function, which the custom config names."""
+    from slime.rollout.base_types import signature_problem
+    from slime.rollout.tool_calls import ToolFn
+
+    generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
+    return list(check_tool_function(generates, vars(args).get("tool_function_path"), ToolFn, signature_problem))
 
 
 def _outputs(args: Args) -> dict[str, str | None]:
