@@ -24,7 +24,9 @@ COMPOSITION_ROOT_MAY_IMPORT = (
     "slime.backends.megatron_utils.arguments",
     "slime.backends.sglang_utils.arguments",
     "slime.rollout.base_types",
+    "slime.rollout.hook_signatures",
     "slime.rollout.rm_hub",
+    "slime.rollout.tool_calls",
 )
 TRANSFER_GATE = "slime.backends.sglang_utils.weight_transfer"
 OWNERS = {

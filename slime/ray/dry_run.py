@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.base_types import HOOKS, signature_problem
+from slime.rollout.base_types import HOOKS
+from slime.rollout.hook_signatures import signature_problem
 from slime.utils.accelerator import cuda_is_available
 from slime.utils.arguments.flags import defaults_of
 from slime.utils.arguments.rollout import RolloutFlags

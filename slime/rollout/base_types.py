@@ -1,19 +1,20 @@
 """Every hook's contract on one page, and the outputs of rollout functions.
 
 A hook is a user's function that a flag names (`pkg.mod.attr`, `pkg.mod:attr`, `path/to/file.py:attr`). Each Protocol
-below is the exact call that slime makes; `HOOKS` maps the flag's attribute to it, and `signature_problem` tells before
-anything starts, whether a function can be called that way. Nothing here calls a hook except `call_rollout_fn`.
+below is the exact call that slime makes, with when it makes it and what must come back; docs/reference/hooks.md is
+made of them. `HOOKS` maps the flag's attribute to its Protocol; slime.rollout.hook_signatures tells before anything
+starts whether a function can be called that way. Nothing here calls a hook except `call_rollout_fn`.
 """
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.utils.misc import function_name
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -41,18 +42,21 @@ class RolloutFnEvalOutput:
 class RolloutFn(Protocol):
     """--rollout-function-path, --eval-function-path: one whole rollout, or one whole evaluation.
 
-    Returns RolloutFnTrainOutput / RolloutFnEvalOutput. Legacy returns are understood: a list of samples, of groups,
-    or of groups of fan-out lists; for an evaluation, the data dict alone.
+    Called: by the RolloutManager, once for each rollout, and once for each evaluation with `evaluation=True`.
+    Returns: RolloutFnTrainOutput; for an evaluation RolloutFnEvalOutput. Legacy returns are understood: a list of
+        samples, of groups, or of groups of fan-out lists; for an evaluation, the data dict alone.
     """
 
     def __call__(self, args: Namespace, rollout_id: int, data_source: Any, *, evaluation: bool = False) -> Any: ...
 
 
 class GenerateFn(Protocol):
-    """--custom-generate-function-path, `Sample.generate_function_path`: complete one sample (tokens, text, status).
+    """--custom-generate-function-path: complete one sample (tokens, text, status). It must be `async def`.
 
-    May return several samples (fan-out, e.g. sub-agents); they share one rollout_id and count once in every mean.
-    May set the reward. Gets `evaluation=` too if it has such a parameter.
+    Called: for each sample of a training rollout and of an evaluation, with a place among the requests that the
+        engines take at once. A path in `Sample.generate_function_path`, or of an evaluation set, wins.
+    Returns: the Sample, or a list of them (fan-out, e.g. sub-agents); these share one rollout_id and count once in
+        every mean. A sample that comes back with a reward is not scored again.
     """
 
     def __call__(
@@ -61,38 +65,53 @@ class GenerateFn(Protocol):
 
 
 class SampleHook(Protocol):
-    """--rollout-sample-hook-path (repeatable): edit or replace a generated sample before its reward; None keeps it.
+    """--rollout-sample-hook-path: edit or replace a generated sample. The flag is repeatable; sync or async.
 
-    Sync or async. Gets `rollout_id=` and `evaluation=` if it has such parameters.
+    Called: for each sample after its generation, before its reward; for each of the samples of a fan-out list.
+    Returns: a Sample, or None, which keeps the one that came in.
     """
 
     def __call__(self, args: Namespace, sample: Sample) -> Sample | None | Awaitable[Sample | None]: ...
 
 
 class RewardFn(Protocol):
-    """--custom-rm-path, `Sample.custom_rm_path`: a number, or a dict that --reward-key reads.
+    """--custom-rm-path: score a sample, or with --group-rm a group. Async or sync.
 
-    With --group-rm it gets the group's list of samples and returns a list of rewards; without, always one sample, also
-    when a custom generate function returned several.
+    Called: with one sample, also when a generate function made several of one; with --group-rm with the list of the
+        group's samples. Not for aborted samples, nor for samples that have a reward. A path in
+        `Sample.custom_rm_path`, or of an evaluation set, wins; those are always called with one sample.
+    Returns: a finite number, or a dict that --reward-key reads; with --group-rm a list of them, one for each sample.
     """
 
     def __call__(self, args: Namespace, sample: Any, **kwargs: Any) -> Awaitable[Any]: ...
 
 
 class DynamicFilter(Protocol):
-    """--dynamic-sampling-filter-path: keep or drop a finished group (a dropped one is replaced by a new prompt)."""
+    """--dynamic-sampling-filter-path: keep or drop a finished group (a dropped one is replaced by a new prompt).
+
+    Called: for each finished and scored group of a training rollout, until --rollout-batch-size groups were kept.
+    Returns: slime.rollout.filter_hub.base_types.DynamicFilterOutput, or a bool.
+    """
 
     def __call__(self, args: Namespace, group: Group) -> DynamicFilterOutput | bool: ...
 
 
 class BufferFilter(Protocol):
-    """--buffer-filter-path: pick at most `num_samples` groups from the buffer and remove them from it."""
+    """--buffer-filter-path: pick at most `num_samples` groups from the data source's buffer.
+
+    Called: whenever prompts are drawn and the buffer is not empty; `rollout_id` is always None.
+    Returns: the list of the groups that it picked, which it must have removed from `buffer`.
+    """
 
     def __call__(self, args: Namespace, rollout_id: None, buffer: list[Group], num_samples: int) -> list[Group]: ...
 
 
 class RolloutSampleFilter(Protocol):
-    """--rollout-sample-filter-path: set `remove_sample` on samples of the accepted groups, at the end of a rollout."""
+    """--rollout-sample-filter-path: set `remove_sample` on samples that shall not be trained on.
+
+    Called: once at the end of a training rollout, with the groups of the batch.
+    Returns: nothing; it changes the samples.
+    """
 
     def __call__(self, args: Namespace, data: list[Group]) -> None: ...
 
@@ -100,26 +119,42 @@ class RolloutSampleFilter(Protocol):
 class AllSamplesProcess(Protocol):
     """--rollout-all-samples-process-path: see every finished group, those that the filter dropped too.
 
-    `data_source` is the data source object; calling it gets prompts, as its `get_samples`.
+    Called: once at the end of a training rollout, after the sample filter. `data_source` is the data source object;
+        calling it draws prompts, as its `get_samples` does.
+    Returns: anything; it is ignored.
     """
 
     def __call__(self, args: Namespace, all_samples: list[Group], data_source: Any) -> None: ...
 
 
 class RewardPostProcess(Protocol):
-    """--custom-reward-post-process-path: (raw rewards, rewards used for training) of the flat list of samples."""
+    """--custom-reward-post-process-path: turn rewards into those that advantages are made of.
+
+    Called: once for each training rollout with all of its samples as a flat list, before they become training data.
+    Returns: (raw rewards, rewards for training), two lists with one number for each sample.
+    """
 
     def __call__(self, args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]: ...
 
 
 class ConvertSamples(Protocol):
-    """--custom-convert-samples-to-train-data-path: the flat list of samples as slime.utils.train_data.TrainData."""
+    """--custom-convert-samples-to-train-data-path: make the training data, in slime's place.
+
+    Called: once for each training rollout with all of its samples as a flat list.
+    Returns: slime.utils.train_data.TrainData, a dict of columns with one entry for each sample. `tokens`,
+        `response_lengths`, `rewards`, `raw_reward`, `truncated`, `sample_indices`, `rollout_ids` and `loss_masks` must
+        be there. Columns of your own reach a custom loss.
+    """
 
     def __call__(self, args: Namespace, samples: list[Sample]) -> dict[str, Any]: ...
 
 
 class RolloutLog(Protocol):
-    """--custom-rollout-log-function-path: a true return value skips the default logging."""
+    """--custom-rollout-log-function-path: log a training rollout.
+
+    Called: once for each training rollout with all of its samples as a flat list and the time it took in seconds.
+    Returns: true to leave out what slime would log, false to have that too.
+    """
 
     def __call__(
         self,
@@ -132,7 +167,11 @@ class RolloutLog(Protocol):
 
 
 class EvalLog(Protocol):
-    """--custom-eval-rollout-log-function-path: a true return value skips the default logging."""
+    """--custom-eval-rollout-log-function-path: log an evaluation.
+
+    Called: once for each evaluation, with what the evaluation function returned.
+    Returns: true to leave out what slime would log, false to have that too.
+    """
 
     def __call__(
         self, rollout_id: int, args: Namespace, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None
@@ -140,31 +179,52 @@ class EvalLog(Protocol):
 
 
 class DataSourceClass(Protocol):
-    """--data-source-path: a class; its objects have get_samples, add_samples, save, load and __len__."""
+    """--data-source-path: a class; its objects give the prompts.
+
+    Called: once, by the RolloutManager.
+    Returns: an object with `get_samples(num_samples)` -> groups, `add_samples(groups)`, `save(rollout_id)`,
+        `load(rollout_id=None)` and `__len__` (slime.rollout.data_source.DataSource is such a class).
+    """
 
     def __call__(self, args: Namespace) -> Any: ...
 
 
 class ModelProvider(Protocol):
-    """--custom-model-provider-path: build the Megatron model. Gets `vp_stage=` if it has such a parameter."""
+    """--custom-model-provider-path: build the Megatron model.
+
+    Called: when the trainer builds its model, on every rank, once for each virtual pipeline stage.
+    Returns: the model.
+    """
 
     def __call__(self, *, pre_process: bool, post_process: bool) -> torch.nn.Module: ...
 
 
 class MegatronInit(Protocol):
-    """--custom-megatron-init-path: after Megatron's initialisation, on every rank."""
+    """--custom-megatron-init-path: set up what your Megatron code needs.
+
+    Called: once after Megatron's initialisation, on every rank.
+    Returns: nothing.
+    """
 
     def __call__(self, args: Namespace) -> None: ...
 
 
 class BeforeLogProb(Protocol):
-    """--custom-megatron-before-log-prob-hook-path: before each forward-only pass; the prefix is "" or "ref_"."""
+    """--custom-megatron-before-log-prob-hook-path: prepare the model for a forward-only pass.
+
+    Called: before each forward-only pass, on every rank; `store_prefix` is "", "ref_" or "teacher_".
+    Returns: nothing.
+    """
 
     def __call__(self, args: Namespace, model: list[torch.nn.Module], store_prefix: str) -> None: ...
 
 
 class BeforeTrainStep(Protocol):
-    """--custom-megatron-before-train-step-hook-path: before each optimizer step, after gradients were zeroed."""
+    """--custom-megatron-before-train-step-hook-path: prepare the model for an optimizer step.
+
+    Called: before each optimizer step, after gradients were zeroed, on every rank.
+    Returns: nothing.
+    """
 
     def __call__(
         self,
@@ -178,13 +238,21 @@ class BeforeTrainStep(Protocol):
 
 
 class RolloutDataPostprocess(Protocol):
-    """--rollout-data-postprocess-path: edit the rank's rollout data in place, after advantages, before training."""
+    """--rollout-data-postprocess-path: edit a rank's rollout data in place.
+
+    Called: once for each rollout after advantages, before logging and training, on every rank.
+    Returns: nothing.
+    """
 
     def __call__(self, args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None: ...
 
 
 class CustomLoss(Protocol):
-    """--custom-loss-function-path (with --loss-type custom_loss): the loss of one micro-batch and its metrics."""
+    """--custom-loss-function-path: a loss of your own (with --loss-type custom_loss).
+
+    Called: for each micro-batch, where the logits are.
+    Returns: (the loss, name -> scalar tensor to log).
+    """
 
     def __call__(
         self,
@@ -196,7 +264,11 @@ class CustomLoss(Protocol):
 
 
 class CustomAdvantage(Protocol):
-    """--custom-advantage-function-path: set rollout_data["advantages"] and ["returns"]."""
+    """--custom-advantage-function-path: compute advantages.
+
+    Called: once for each rollout, after `kl` is there, before whitening.
+    Returns: nothing; it sets rollout_data["advantages"] and ["returns"].
+    """
 
     def __call__(self, args: Namespace, rollout_data: dict[str, Any]) -> None: ...
 
@@ -204,7 +276,8 @@ class CustomAdvantage(Protocol):
 class TisFunction(Protocol):
     """--custom-tis-function-path: correct the policy loss for the difference between engine and trainer.
 
-    Lists are per sample, of response length. Returns the loss, the loss masks to use, and per-token metrics.
+    Called: for each micro-batch with --use-tis or --get-mismatch-metrics. Lists are per sample, of response length.
+    Returns: (the loss, the loss masks to use, name -> per-token metric).
     """
 
     def __call__(
@@ -221,7 +294,11 @@ class TisFunction(Protocol):
 
 
 class PgLossReducer(Protocol):
-    """--custom-pg-loss-reducer-function-path: make the function that reduces the policy loss to a number."""
+    """--custom-pg-loss-reducer-function-path: reduce the policy loss of tokens to a number.
+
+    Called: for each micro-batch.
+    Returns: the function that reduces.
+    """
 
     def __call__(
         self,
@@ -233,7 +310,11 @@ class PgLossReducer(Protocol):
 
 
 class PostWrite(Protocol):
-    """--custom-update-weight-post-write-path: on every rank, once the files of a weight version are written."""
+    """--custom-update-weight-post-write-path: do something with the files of a weight version.
+
+    Called: on every rank, once the files are written.
+    Returns: nothing.
+    """
 
     def __call__(self, args: Namespace, version_dir: str, rollout_engines: list[Any]) -> None: ...
 
@@ -267,55 +348,48 @@ HOOKS: dict[str, type] = {
 """Attribute of the flag (its name with underscores) -> the Protocol of its function."""
 
 
-def signature_problem(fn: Any, protocol: type) -> str | None:
-    """Why `fn` cannot be called as `protocol` says; None when it can (or has no readable signature).
-
-    Positional parameters are passed by position, so their names are free.
-    """
-    if not callable(fn):
-        return f"it is a {type(fn).__name__}, not a function"
-    try:
-        own = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return None  # written in C
-    parameters = list(inspect.signature(protocol.__call__).parameters.values())[1:]
-    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    try:
-        own.bind(*positional, **dict.fromkeys(keywords))
-    except TypeError as error:
-        wanted = ", ".join([p.name for p in positional] + [f"{name}=..." for name in keywords])
-        return f"it is called as ({wanted}), but its signature is {own}: {error}"
-    return None
-
-
-def accepts_keyword(fn: Any, name: str) -> bool:
-    """Whether a function has a parameter of this name, or takes any keyword."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return any(p.kind is p.VAR_KEYWORD or p.name == name for p in parameters)
-
-
 def call_rollout_fn(fn: RolloutFn, *args: Any, evaluation: bool, **kwargs: Any) -> Any:
     """Call a rollout function and bring legacy returns into RolloutFnTrainOutput / RolloutFnEvalOutput.
 
     Raises:
         TypeError: it returned something else.
+        ValueError: it returned no sample, or an evaluation without rewards.
     """
     output = fn(*args, evaluation=evaluation, **kwargs)
-    if evaluation:
-        if isinstance(output, dict):
-            return RolloutFnEvalOutput(data=output)
-        if isinstance(output, RolloutFnEvalOutput):
-            return output
-        raise TypeError(f"the eval function returned {type(output).__name__}; expected RolloutFnEvalOutput or a dict")
-    if isinstance(output, list):
-        return RolloutFnTrainOutput(samples=as_groups(output))
-    if isinstance(output, RolloutFnTrainOutput):
-        return RolloutFnTrainOutput(samples=as_groups(output.samples), metrics=output.metrics)
-    raise TypeError(f"the rollout function returned {type(output).__name__}; expected RolloutFnTrainOutput or a list")
+    return _as_eval_output(fn, output) if evaluation else _as_train_output(fn, output)
+
+
+def _as_train_output(fn: RolloutFn, output: Any) -> RolloutFnTrainOutput:
+    name = f"--rollout-function-path {function_name(fn)}"
+    samples, metrics = (output.samples, output.metrics) if isinstance(output, RolloutFnTrainOutput) else (output, None)
+    if not isinstance(samples, list):
+        raise TypeError(f"{name} returned {_kind(output)}; it must return a RolloutFnTrainOutput or a list of samples")
+    try:
+        groups = as_groups(samples)
+    except TypeError as error:
+        raise TypeError(f"{name} returned a list that holds something else than samples: {error}") from error
+    if not any(groups):
+        raise ValueError(f"{name} returned no sample; there is nothing to train on")
+    return RolloutFnTrainOutput(samples=groups, metrics=metrics)
+
+
+def _as_eval_output(fn: RolloutFn, output: Any) -> RolloutFnEvalOutput:
+    name = f"--eval-function-path {function_name(fn)}"
+    output = RolloutFnEvalOutput(data=output) if isinstance(output, dict) else output
+    if not isinstance(output, RolloutFnEvalOutput) or not isinstance(output.data, dict):
+        raise TypeError(f"{name} returned {_kind(output)}; it must return a RolloutFnEvalOutput or its data dict")
+    for data_set, result in output.data.items():
+        if not isinstance(result, dict) or "rewards" not in result:
+            found = f"the keys {sorted(result)}" if isinstance(result, dict) else _kind(result)
+            raise ValueError(
+                f"{name} returned {found} for the data set {data_set!r}; "
+                'it must return {"rewards": [...], "truncated": [...], "samples": [...]} for each'
+            )
+    return output
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def as_groups(samples: list[Any]) -> list[Group]:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from contextvars import ContextVar
 from typing import Any
 
-from slime.rollout.base_types import accepts_keyword
+from slime.rollout.hook_signatures import accepts_keyword
 from slime.rollout.sample_errors import SampleError, blame, describe, hook_name
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

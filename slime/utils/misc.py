@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+_FILE_MODULE = "slime_hook_"
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
@@ -62,7 +63,7 @@ def _load_file(file: str, *, asked: str) -> Any:
     if not location.is_file():
         raise ImportError(f"cannot load {asked!r}: there is no file {location}")
     # Named after the whole path, so that two files of the same name stay two modules.
-    name = f"slime_hook_{location.stem}_{hashlib.sha1(str(location).encode()).hexdigest()[:8]}"
+    name = f"{_FILE_MODULE}{location.stem}_{hashlib.sha1(str(location).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, location)
@@ -76,6 +77,15 @@ def _load_file(file: str, *, asked: str) -> Any:
         del sys.modules[name]
         raise
     return module
+
+
+def function_name(fn: Any) -> str:
+    """A function for an error sentence: module:name, or file.py:name where `load_function` read it from a file."""
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    owner = fn if hasattr(fn, "__qualname__") else type(fn)
+    module = sys.modules.get(owner.__module__)
+    is_file = module is not None and owner.__module__.startswith(_FILE_MODULE)
+    return f"{module.__file__ if module and is_file else owner.__module__}:{owner.__qualname__}"
 
 
 class SingletonMeta(type):

@@ -13,7 +13,6 @@ from slime.rollout.base_types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     call_rollout_fn,
-    signature_problem,
 )
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
@@ -25,6 +24,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
+from slime.rollout.hook_signatures import signature_problem
 from slime.rollout.sample_errors import SampleError
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import generate, generate_rollout
@@ -82,10 +82,11 @@ def test_legacy_returns_become_groups(output, shape):
 
 
 def test_eval_returns_are_wrapped_and_others_refused():
-    assert call_rollout_fn(lambda evaluation: {"a": {}}, evaluation=True) == RolloutFnEvalOutput({"a": {}})
-    with pytest.raises(TypeError, match="eval function returned list"):
+    data = {"a": {"rewards": [1.0]}}
+    assert call_rollout_fn(lambda evaluation: data, evaluation=True) == RolloutFnEvalOutput(data)
+    with pytest.raises(TypeError, match="--eval-function-path .* returned a list; it must"):
         call_rollout_fn(lambda evaluation: [], evaluation=True)
-    with pytest.raises(TypeError, match="rollout function returned int"):
+    with pytest.raises(TypeError, match="--rollout-function-path .*<lambda> returned a int; it must"):
         call_rollout_fn(lambda evaluation: 3, evaluation=False)
     with pytest.raises(TypeError, match="expected a Sample"):
         call_rollout_fn(lambda evaluation: [["text"]], evaluation=False)

@@ -332,7 +332,8 @@ def _check_rewards(args: Args, problems: Problems) -> None:
 
 def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:
     """What else the flags point at: checkpoints, hooks, directories."""
-    from slime.rollout.base_types import HOOKS, signature_problem
+    from slime.rollout.base_types import HOOKS
+    from slime.rollout.hook_signatures import signature_problem
 
     if has_config:
         reads_weights = not args.debug_train_only and args.sglang_load_format != "dummy"
@@ -360,7 +361,7 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
 
 def _check_tools(args: Args) -> list[str]:
     """What is wrong with the tool function, which the custom config names."""
-    from slime.rollout.base_types import signature_problem
+    from slime.rollout.hook_signatures import signature_problem
     from slime.rollout.tool_calls import ToolFn
 
     generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
