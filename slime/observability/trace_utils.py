@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -131,6 +131,7 @@ class trace_span:  # noqa: N801 (used like a function)
     """
 
     __slots__ = ("_attrs", "_more", "_name", "_open", "_record_error", "_target", "_token")
+    is_recorded: ClassVar[bool] = True
 
     def __init__(
         self, target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
@@ -185,6 +186,8 @@ class trace_span:  # noqa: N801 (used like a function)
 class _NoSpan:
     """Stands for a span that records nothing; one object serves all."""
 
+    is_recorded: ClassVar[bool] = False
+
     def set(self, key: str, value: Any) -> None:
         """Nothing."""
 
@@ -206,9 +209,15 @@ def is_traced(sample: Any) -> bool:
     return "trace" in vars(sample)
 
 
-def span_if_traced(sample: Any, name: str) -> trace_span | _NoSpan:
-    """`trace_span` for a sample that has a trace; otherwise a span that records nothing and costs one look-up."""
-    return trace_span(sample, name) if "trace" in vars(sample) else NO_SPAN
+def span_if_traced(target: Any, name: str) -> trace_span | _NoSpan:
+    """`trace_span` for what has a trace: a sample, or those of a flat list that have one.
+
+    Without a trace it is a span that records nothing, and costs one look-up a sample. `is_recorded` tells which it is.
+    """
+    if isinstance(target, list):
+        traced = [sample for sample in target if "trace" in vars(sample)]
+        return trace_span(traced, name) if traced else NO_SPAN
+    return trace_span(target, name) if "trace" in vars(target) else NO_SPAN
 
 
 def trace_function(

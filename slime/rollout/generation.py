@@ -17,6 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.observability.trace_utils import (
+    bind_trace,
+    build_sglang_meta_trace_attrs,
+    is_traced,
+    span_if_traced,
+    trace_next_attempt,
+)
 from slime.rollout.base_types import flatten
 from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload
 from slime.rollout.model_urls import router_url
@@ -200,8 +207,11 @@ async def _tokenize_prompt(state: GenerateState, sample: Sample) -> None:
 
 async def _call_engine(args: Namespace, sample: Sample, params: dict[str, Any], *, trainable: bool = True) -> None:
     url = f"{router_url(args)}/generate"
-    output = await post(url, engine_payload(sample, params), headers=engine_headers(args, sample))
-    append_engine_output(args, sample, output, trainable=trainable)
+    with span_if_traced(sample, "engine call") as span:
+        output = await post(url, engine_payload(sample, params), headers=engine_headers(args, sample))
+        append_engine_output(args, sample, output, trainable=trainable)
+        if span.is_recorded:
+            span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
 
 
 def _is_fire(args: Namespace, params: dict[str, Any]) -> bool:
@@ -258,10 +268,14 @@ async def _call_generate(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
     name, before = generate_name(args, sample), snapshot(sample)
+    if args.save_debug_rollout_data is not None:
+        bind_trace(sample)  # the dump is where traces are read
     if sample.status is Status.ABORTED:
         sample.status = Status.PENDING  # of an earlier rollout
+        if is_traced(sample):
+            trace_next_attempt(sample)
     path = sample.generate_function_path or args.custom_generate_function_path
-    with blame(name, before):
+    with blame(name, before), span_if_traced(sample, "generate"):
         if path:
             fn = load_function(path)
             extra = {"evaluation": evaluation} if _has_parameter(fn, "evaluation") else {}

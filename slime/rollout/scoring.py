@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.observability.trace_utils import span_if_traced
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_errors import SampleError, blame, check_reward, describe, reward_name
 from slime.utils.async_utils import gather_or_cancel
@@ -28,7 +29,7 @@ async def score_each(args: Namespace, samples: list[Sample], *, evaluation: bool
 
 async def _score(args: Namespace, sample: Sample, evaluation: bool) -> Any:
     name = reward_name(args, sample)
-    with blame(name, sample):
+    with blame(name, sample), span_if_traced(sample, "reward"):
         reward = await async_rm(args, sample)
     _check(args, name, sample, reward, evaluation=evaluation)
     return reward
@@ -43,7 +44,7 @@ async def score_group(args: Namespace, group: list[Sample]) -> None:
     if not group or all(sample.reward is not None for sample in group):
         return
     name = reward_name(args, group[0])
-    with blame(name, group[0]):
+    with blame(name, group[0]), span_if_traced(group, "reward"):
         rewards = await batched_async_rm(args, group)
     if len(rewards) != len(group):
         raise SampleError(

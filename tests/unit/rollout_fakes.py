@@ -213,6 +213,7 @@ def rollout_args(**changes: Any) -> Namespace:
         "apply_chat_template_kwargs": {},
         "loss_mask_type": "qwen",
         "save": None,
+        "save_debug_rollout_data": None,
         "load": None,
     }
     unknown = changes.keys() - flags.keys()

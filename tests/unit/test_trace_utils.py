@@ -198,12 +198,13 @@ def test_a_function_is_called_although_its_span_cannot_be_made(caplog):
 def test_slime_s_own_spans_record_only_on_samples_that_are_traced():
     untraced, traced = Sample(), Sample()
     bind_trace(traced)
-    for sample in (untraced, traced):
-        with span_if_traced(sample, "generate") as span:
+    for target in (untraced, traced, [untraced, traced], [untraced]):
+        with span_if_traced(target, "generate") as span:
             span.set("a", 1)
             span.update({"b": 2})
+        assert span.is_recorded == (target is traced or target == [untraced, traced])
     assert "trace" not in vars(untraced)
-    assert short(traced) == [("span_start", "generate"), ("span_end", "generate")]
+    assert short(traced) == [("span_start", "generate"), ("span_end", "generate")] * 2
 
 
 def test_a_sample_keeps_a_bounded_number_of_events(monkeypatch):
