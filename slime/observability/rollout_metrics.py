@@ -49,13 +49,14 @@ def compute_eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]])
     """Metrics of one evaluation.
 
     Args:
-        args: reads `log_passrate`, `log_multi_turn`, `n_samples_per_eval_prompt`.
+        args: reads `log_passrate`, `log_multi_turn`, `eval_datasets`, `n_samples_per_eval_prompt`.
         data: per data set `{"rewards": list[float], "truncated": list[bool], "samples": list[Sample]}`.
 
     Returns:
         `eval/<set>` (mean reward), `eval/<set>-truncated_ratio`, `eval/<set>/<sample metric>`, `eval/<set>-pass@k`.
     """
     metrics: dict[str, float] = {}
+    own = {config.name: config.n_samples_per_eval_prompt for config in args.eval_datasets}
     for name, result in data.items():
         rewards = [float(reward) for reward in result["rewards"]]
         samples: Sequence[Sample] = result.get("samples") or []
@@ -68,7 +69,8 @@ def compute_eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]])
         if result.get("truncated"):
             metrics[f"eval/{name}-truncated_ratio"] = sum(map(bool, result["truncated"])) / len(result["truncated"])
         if args.log_passrate:
-            metrics |= dict_add_prefix(pass_rate(rewards, samples, args.n_samples_per_eval_prompt), f"eval/{name}-")
+            repetitions = own.get(name, args.n_samples_per_eval_prompt)
+            metrics |= dict_add_prefix(pass_rate(rewards, samples, repetitions), f"eval/{name}-")
     return metrics
 
 

@@ -1,24 +1,38 @@
 """Evaluation: every data set of the run generated and graded, each with its own sampling parameters and grader.
 
-All data sets run at once under the shared semaphore. It does not reduce to metrics: that is
-slime.observability.rollout_metrics.
+All data sets run at once under the shared semaphore. Where an evaluation runs beside training, a training rollout that
+ends aborts every request of the engines; an evaluation sample that this hits is generated again. It does not reduce to
+metrics: that is slime.observability.rollout_metrics.
+
+Wait graph: a sample waits for the semaphore, its requests and its grader; after an abort for the end of that abort (at
+most `_ABORT_DEADLINE_S`). The evaluation waits for all of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import logging
+import time
 from argparse import Namespace
 from typing import Any
 
 from slime.observability.progress import progress_bar
-from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.generation import GenerateState, gather_or_cancel, generate_and_rm, sampling_seed
+from slime.rollout.base_types import RolloutFnEvalOutput, flatten
+from slime.rollout.generation import GenerateState, generate_and_rm, snapshot
+from slime.rollout.sample_errors import SampleError
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.utils.async_utils import gather_or_cancel
 from slime.utils.data import Dataset
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+_MOST_ABORTS = 50  # of one sample, by rollouts that end
+_ABORT_DEADLINE_S = 300.0
+_ABORT_POLL_S = 0.1
 
 
 class EvalDatasets(metaclass=SingletonMeta):
@@ -34,9 +48,10 @@ class EvalDatasets(metaclass=SingletonMeta):
             self._read[key] = Dataset(
                 config.path,
                 tokenizer,
-                None,
+                GenerateState(args).processor if config.multimodal_keys else None,
                 args.eval_max_prompt_len,
                 prompt_key=config.input_key,
+                multimodal_keys=config.multimodal_keys,
                 label_key=config.label_key,
                 tool_key=config.tool_key,
                 metadata_key=config.metadata_key,
@@ -56,12 +71,12 @@ async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
         UsageError: a data set without a grader of its own under --group-rm, whose grader needs whole groups.
     """
     set_current_rollout_id(rollout_id)
-    GenerateState(args).aborted = False
     results = await gather_or_cancel(
         eval_rollout_single_dataset(args, rollout_id, config) for config in args.eval_datasets
     )
-    names = [config.name for config in args.eval_datasets]
-    return RolloutFnEvalOutput(data=dict(zip(names, results, strict=True)))
+    data = {config.name: result for config, result in zip(args.eval_datasets, results, strict=True)}
+    failures = {f"eval/{name}-failed_samples": float(result.pop("num_failed")) for name, result in data.items()}
+    return RolloutFnEvalOutput(data=data, metrics={name: count for name, count in failures.items() if count})
 
 
 async def eval_rollout_single_dataset(
@@ -70,8 +85,9 @@ async def eval_rollout_single_dataset(
     """Evaluate one data set.
 
     Returns:
-        {"rewards": [...], "truncated": [...], "samples": [...]}, one entry per prompt and repetition, in the order of
-        the file. Of a fan-out rollout the last sibling stands for the execution.
+        {"rewards": [...], "truncated": [...], "samples": [...], "num_failed": n}, one entry per prompt and repetition, in the order of
+        the file. Of a fan-out rollout the last sibling stands for the execution. Samples that failed, and were not
+        to end the run (--on-sample-error), are missing.
     """
     if args.group_rm and not dataset_cfg.custom_rm_path:
         raise UsageError(
@@ -86,14 +102,14 @@ async def eval_rollout_single_dataset(
         for position, prompt in enumerate(dataset.samples):
             for repetition in range(repetitions):
                 sample = eval_sample(dataset_cfg, prompt, index=position * repetitions + repetition, group=position)
-                seed = sampling_seed(args.rollout_seed, "eval", position, repetition)
-                calls.append(_one(args, sample, _with_seed(args, params, seed), bar))
-        samples = await gather_or_cancel(calls)
+                calls.append(_one(args, sample, _with_seed(args, params, args.rollout_seed + repetition), bar))
+        samples = [sample for sample in await gather_or_cancel(calls) if sample is not None]
     key = args.eval_reward_key or args.reward_key
     return {
         "rewards": [_reward(sample, key, dataset_cfg.name) for sample in samples],
         "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
         "samples": samples,
+        "num_failed": len(calls) - len(samples),
     }
 
 
@@ -129,10 +145,33 @@ def _with_seed(args: Namespace, params: dict[str, Any], seed: int) -> dict[str, 
     return {**params, "sampling_seed": seed} if args.sglang_enable_deterministic_inference else dict(params)
 
 
-async def _one(args: Namespace, sample: Sample, params: dict[str, Any], bar: Any) -> Sample:
-    completed = await generate_and_rm(args, sample, params, evaluation=True)
-    bar.update(1)
-    return completed[-1] if isinstance(completed, list) else completed
+async def _one(args: Namespace, sample: Sample, params: dict[str, Any], bar: Any) -> Sample | None:
+    """The sample, generated and graded; None where it failed and --on-sample-error goes on without it."""
+    tries = args.max_group_retries if args.on_sample_error == "retry" else 0
+    while True:
+        try:
+            completed = await _until_not_aborted(args, snapshot(sample), params)
+            bar.update(1)
+            return completed
+        except SampleError as error:
+            if args.on_sample_error == "fail":
+                raise
+            if error.is_final or tries == 0:
+                logger.warning("left out of the evaluation: %s", error)
+                return None
+            tries -= 1
+
+
+async def _until_not_aborted(args: Namespace, sample: Sample, params: dict[str, Any]) -> Sample:
+    state = GenerateState(args)
+    for _ in range(_MOST_ABORTS):
+        completed = flatten(await generate_and_rm(args, snapshot(sample), dict(params), evaluation=True))
+        if not any(one.status is Sample.Status.ABORTED for one in completed):
+            return completed[-1]
+        deadline = time.monotonic() + _ABORT_DEADLINE_S
+        while state.aborted and time.monotonic() < deadline:
+            await asyncio.sleep(_ABORT_POLL_S)
+    raise SampleError(f"evaluation sample {sample.index} was aborted {_MOST_ABORTS} times")
 
 
 def _reward(sample: Sample, key: str | None, name: str) -> float:

@@ -24,6 +24,7 @@ _FROM_ARGS: dict[str, tuple[str, ...]] = {
     "label_key": ("eval_label_key", "label_key"),
     "tool_key": ("eval_tool_key", "tool_key"),
     "metadata_key": ("metadata_key",),
+    "multimodal_keys": ("multimodal_keys",),
     "apply_chat_template": ("apply_chat_template",),
     "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
     "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
@@ -50,6 +51,7 @@ class EvalDatasetConfig:
     label_key: str | None = None
     tool_key: str | None = None
     metadata_key: str = "metadata"
+    multimodal_keys: dict[str, str] | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     n_samples_per_eval_prompt: int = 1
@@ -86,7 +88,8 @@ class EvalDatasetConfig:
         """Two configs with equal keys read the same prompts."""
         template = tuple(sorted((key, repr(value)) for key, value in self.apply_chat_template_kwargs.items()))
         keys = (self.input_key, self.label_key, self.tool_key, self.metadata_key)
-        return (self.name, self.path, *keys, self.apply_chat_template, template)
+        kinds = tuple(sorted((self.multimodal_keys or {}).items()))
+        return (self.name, self.path, *keys, kinds, self.apply_chat_template, template)
 
     def inject_metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """A row's metadata with `rm_type` and `metadata_overrides` merged in."""
@@ -99,9 +102,8 @@ def _as_list(value: Any) -> Any:
 
 
 class _NotBuilt(BaseModel):
-    """Settings that upstream accepts (and mostly ignores); here they are refused by name."""
+    """Settings that upstream accepts and ignores; here they are refused by name."""
 
-    multimodal_keys: Any = None
     app_service: Any = None
     eval_task_timeout: Any = None
     min_eval_samples: Any = None
@@ -123,6 +125,7 @@ class _Settings(_NotBuilt):
     label_key: str | None = None
     tool_key: str | None = None
     metadata_key: str | None = None
+    multimodal_keys: dict[str, str] | None = None
     apply_chat_template: bool | None = None
     apply_chat_template_kwargs: dict[str, Any] | None = None
     n_samples_per_eval_prompt: int | None = Field(None, ge=1)

@@ -274,7 +274,6 @@ WRONG = {
     "--update-weight-transport disk": "--update-weight-transport disk is not supported yet (several GPUs); use nccl.",
     "--train-backend fsdp": "--train-backend: invalid choice: 'fsdp'",
     "--rollout-data-transport nixl": "--rollout-data-transport nixl is not supported yet (several GPUs)",
-    "--on-sample-error retry": "--on-sample-error retry is not supported yet (rollout); use fail.",
     "--loss-agg-mode seq-mean-token-sum": "--loss-agg-mode seq-mean-token-sum is not supported yet (algorithms)",
     "--kl-ctrl adaptive --kl-coef 0.1 --kl-target 1 --kl-horizon 9 --ref-load hf": "--kl-ctrl adaptive is not supp",
     "--update-weight-mode delta": "--update-weight-mode delta is not supported yet (several GPUs); use full.",

@@ -35,6 +35,7 @@ ARGS = Namespace(
     rollout_stop=None,
     rollout_stop_token_ids=None,
     rollout_skip_special_tokens=False,
+    multimodal_keys=None,
 )
 
 
@@ -56,8 +57,9 @@ def test_metadata_carries_the_grader_and_the_overrides():
 def test_the_cache_key_tells_prompts_apart_but_not_sampling():
     base = {"name": "a", "path": "p"}
     changed = [base, {**base, "temperature": 0.2}, {**base, "input_key": "other"}]
+    changed.append({**base, "multimodal_keys": {"image": "pictures"}})
     keys = [build_eval_dataset_configs(ARGS, [raw])[0].cache_key for raw in changed]
-    assert keys[0] == keys[1] != keys[2]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 @pytest.mark.parametrize(

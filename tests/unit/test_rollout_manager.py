@@ -89,6 +89,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         reward_key=None,
         eval_reward_key=None,
         log_passrate=False,
+        eval_datasets=[],
         log_multi_turn=False,
         log_reward_category=None,
         log_correct_samples=False,

@@ -8,6 +8,7 @@ import pytest
 
 from slime.observability.metric_utils import compute_pass_rate, compute_statistics, has_repetition
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
+from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.types import Sample
 
 FLAGS = {
@@ -19,6 +20,7 @@ FLAGS = {
     "rollout_num_gpus": 2,
     "n_samples_per_prompt": 2,
     "n_samples_per_eval_prompt": 2,
+    "eval_datasets": [],
     "overlong_buffer_len": None,
     "overlong_penalty_factor": 1.0,
     "rollout_max_response_len": 8,
@@ -101,6 +103,16 @@ def test_eval_metrics_are_per_data_set():
     assert metrics["eval/add-truncated_ratio"] == 0.5
     assert metrics["eval/add/response_len/mean"] == (1 + 3) / 2
     assert metrics["eval/add-pass@1"] == 0.5 and metrics["eval/add-pass@2"] == 1.0
+
+
+def test_a_data_set_with_repetitions_of_its_own_has_its_own_pass_rates():
+    samples, rewards = [sample(0, 1, 2), sample(0, 0, 2), sample(0, 0, 2), sample(0, 0, 2)], [1, 0, 0, 0]
+    config = EvalDatasetConfig("add", "add.jsonl", n_samples_per_eval_prompt=4)
+    args = Namespace(**FLAGS | {"eval_datasets": [config]})
+    metrics = compute_eval_metrics(args, {"add": {"rewards": rewards, "samples": samples}})
+    assert metrics["eval/add-pass@2"] == 1 - (3 / 4) * (2 / 3) and metrics["eval/add-pass@4"] == 1.0
+    without = compute_eval_metrics(ARGS, {"add": {"rewards": rewards, "samples": samples}})
+    assert "eval/add-pass@2" not in without, "two repetitions were asked for by flag, and there are four"
 
 
 def test_groups_of_another_size_have_no_pass_rate():

@@ -64,5 +64,5 @@ class FaultToleranceFlags:
     )
     resume: str | None = flag(None, "auto, never, or the checkpoint directory to go on from", later="fault tolerance")
     max_group_retries: int = flag(
-        3, "times that a group whose generation crashed is tried again", at_least=0, later="rollout"
+        3, "times that a group whose generation failed is tried again (--on-sample-error retry)", at_least=0
     )

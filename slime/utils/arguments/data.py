@@ -55,12 +55,11 @@ class DataFlags:
     )
     rollout_global_dataset: bool = flag(
         True,
-        "the data source makes its own prompts: no --prompt-data",
+        "no --prompt-data: samples come without prompts, which a custom function makes",
         option="--disable-rollout-global-dataset",
-        later="rollout",
     )
     multimodal_keys: dict[str, str] | None = flag(
-        None, "JSON: modality (image, video, audio) -> field of a data row", is_json=True, later="rollout"
+        None, "JSON: modality (image, video, audio) -> field of a data row", is_json=True
     )
     balance_by_flops: bool = flag(
         False,

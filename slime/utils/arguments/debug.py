@@ -45,8 +45,7 @@ class DebugFlags:
     )
     load_forge_rollout_data: str | None = flag(
         None,
-        "as --load-debug-rollout-data, with live engines (slime.rollout.forge_load)",
-        later="rollout",
+        "template with {rollout_id}: train on these samples, with live engines (slime.rollout.forge_load)",
         needs="rollout_function_path=slime.rollout.forge_load.generate_rollout",
     )
     save_debug_train_data: str | None = flag(

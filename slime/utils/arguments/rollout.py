@@ -77,10 +77,10 @@ class RolloutFlags:
         None, "hook: fn(rollout_id, args, data, extra_metrics); true = no default log", needs="eval_interval"
     )
     partial_rollout: bool = flag(
-        False, "keep unfinished groups when a rollout ends and go on with them in the next", later="rollout"
+        False, "keep unfinished and surplus groups when a rollout ends and go on with them in the next"
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, "do not train on tokens that older weights generated", later="rollout", needs="partial_rollout"
+        False, "do not train on tokens that were generated before the rollout that uses them", needs="partial_rollout"
     )
     rollout_external_engine_addrs: list[str] | None = flag(
         None, "host:port of SGLang servers that run already", nargs="+", later="rollout"
@@ -92,25 +92,25 @@ class RolloutFlags:
         later_choices={"nixl": "several GPUs"},
     )
     rollout_fire_temperature: float | None = flag(
-        None, "temperature of the first token only (FIRE sampling)", later="rollout"
+        None, "temperature of the first token of a response only (FIRE sampling); that token is not trained on"
     )
-    max_turns: int | None = flag(None, "most turns of a multi-turn generate function", later="rollout", at_least=1)
-    max_dynamic_sampling_rounds: int | None = flag(
-        None,
-        "give up after this many batches without enough accepted groups",
-        later="rollout",
+    max_turns: int | None = flag(
+        None, "most turns that a multi-turn generate function lets the model write (its default: 8)", at_least=1
+    )
+    max_dynamic_sampling_rounds: int = flag(
+        100,
+        "give up when the filter has dropped this many batches of groups in one rollout",
         at_least=1,
         needs="dynamic_sampling_filter_path",
     )
     on_sample_error: str = flag(
         "fail",
-        "when generating or scoring a sample raises",
+        "when generating or scoring a sample fails: end the run, take another prompt, or first try the group again",
         choices=("fail", "drop", "retry"),
-        later_choices={"drop": "rollout", "retry": "rollout"},
     )
-    async_buffer_size: int = flag(1, "rollouts that train_async.py may be ahead", later="rollout", at_least=1)
+    async_buffer_size: int = flag(1, "rollouts that train_async.py may be ahead", at_least=1)
     max_weight_staleness: int | None = flag(
-        None, "weight versions that a trained token may be old", later="rollout", at_least=0
+        None, "weight versions (syncs) that a trained token may be old; older ones are generated again", at_least=0
     )
     use_distributed_post: bool = flag(False, "send requests through a Ray actor on every node", later="rollout")
     http_proxy: str | None = flag(

@@ -12,7 +12,8 @@ import argparse
 import math
 from collections.abc import Callable, Iterable
 
-from slime.utils.arguments import check_batch, check_devices, check_losses, check_rollout
+from slime.utils.arguments import check_batch, check_devices, check_generation, check_losses, check_rollout
+from slime.utils.arguments import check_async
 from slime.utils.arguments.check_effect import Fields, check_needs, check_pointless, without_effect
 from slime.utils.arguments.check_trainer import TRAINER_CHECKS
 from slime.utils.arguments.flags import option_name
@@ -23,11 +24,17 @@ Check = Callable[[argparse.Namespace], Iterable[str]]
 CHECKS: tuple[Check, ...] = (
     *check_batch.CHECKS,
     *check_devices.CHECKS,
+    *check_async.CHECKS,
     *check_losses.CHECKS,
     *check_rollout.CHECKS,
+    *check_generation.CHECKS,
     *TRAINER_CHECKS,
 )
-UNSUPPORTED: tuple[Check, ...] = (*check_devices.UNSUPPORTED, *check_losses.UNSUPPORTED)
+UNSUPPORTED: tuple[Check, ...] = (
+    *check_devices.UNSUPPORTED,
+    *check_losses.UNSUPPORTED,
+    *check_generation.UNSUPPORTED,
+)
 
 
 def collect(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Problems:
@@ -65,6 +72,7 @@ def warnings(args: argparse.Namespace, explicit: Iterable[str], *, given_load: s
         given_load: --load before derivation.
     """
     yield from without_effect(args, explicit)
+    yield from check_async.in_flight_warnings(args)
     if given_load not in (None, args.load, args.save):
         yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
     trains_policy = args.loss_type == "policy_loss" and not args.debug_train_only and not args.eval_only
