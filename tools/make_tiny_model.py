@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import os
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,17 +31,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The character tokenizer: specials, then role names, then characters; another character becomes `<unk>`."""
+def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """The character tokenizer: specials, then role names, then characters; another character becomes `<unk>`.
+
+    Args:
+        extra_tokens: texts of more than one character that shall be one token each.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *ROLE_TOKENS, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *ROLE_TOKENS, *CHARACTERS, *extra_tokens])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in ROLE_TOKENS])
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token in [*ROLE_TOKENS, *extra_tokens]]
+    )
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -82,7 +89,7 @@ def make_tiny_model(args: argparse.Namespace) -> int:
     import torch
     from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(args.extra_tokens)
     torch.manual_seed(args.seed)
     model = Qwen3ForCausalLM(build_config(args, tokenizer)).to(torch.float32)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -97,6 +104,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument(
+        "--extra-tokens", nargs="+", default=[], metavar="TEXT", help="texts that are one token each, e.g. a tag"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--ffn-size", type=int, default=384)

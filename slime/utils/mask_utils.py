@@ -1,8 +1,8 @@
 """Loss masks for supervised fine-tuning: which tokens of a conversation the model should learn to write.
 
 The conversation is rendered once by the tokenizer's own chat template and the assistant's spans are found by their
-markers. The markers are learned from the template itself (rendering three short probes), so every ChatML-like family
-works. Each span is tokenised on its own, exactly as the engine sees it: the prompt's tokens, then the response's.
+markers. The markers are learned from the template itself (rendering a few short probes), so families need no code of
+their own. Each span is tokenised on its own, exactly as the engine sees it: the prompt's tokens, then the response's.
 It does not know about samples or training.
 """
 
@@ -13,23 +13,31 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from slime.utils.errors import UsageError
 from slime.utils.processing_utils import encode_text, render_chat
 
 TOKENIZER_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 _PROBE = "probe"
+_REPLY = "reply"
 
 
 @dataclass(frozen=True)
 class TurnMarkers:
     """What surrounds an assistant turn in rendered text.
 
-    `header` opens every assistant turn, `prefill` is what the generation prompt adds after it (a family's "<think>"),
-    `end` closes the turn.
+    Attributes:
+        header: opens every assistant turn.
+        prefill: what the generation prompt adds after it (a family's "<think>").
+        ends: the model writes one of these to close its turn. Most families have one; GLM-4 writes the header of
+            whoever speaks next.
+        tail: what the template puts after the last assistant message of a conversation: nothing, or the end and
+            perhaps a newline.
     """
 
     header: str
     prefill: str
-    end: str
+    ends: tuple[str, ...]
+    tail: str
 
 
 class MultiTurnLossMaskGenerator:
@@ -73,12 +81,45 @@ class MultiTurnLossMaskGenerator:
         if len(spans) != len(assistants):
             raise ValueError(
                 f"the chat template rendered {len(spans)} assistant turns for {len(assistants)} assistant messages; "
-                f"does a message contain the marker {self.markers.header!r} or {self.markers.end!r}?"
+                f"does a message contain the marker {self.markers.header!r} or {self.markers.ends[0]!r}?"
             )
+        return self._encode(
+            text, [span for span, trained in zip(spans, self._trained(assistants), strict=True) if trained]
+        )
+
+    def get_loss_mask_with_multimodal_alignment(
+        self, messages: list[dict[str, Any]], input_ids: list[int], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Mask the tokens that a processor made of a conversation with images, whose placeholders it lengthened.
+
+        Args:
+            messages: as for `get_loss_mask`; contents may be lists of parts.
+            input_ids: the processor's tokens of the whole conversation.
+            tools: unused, because nothing is rendered; part of the public signature.
+
+        Returns:
+            (input_ids, mask), equally long.
+
+        Raises:
+            ValueError: the tokens hold not one assistant turn per assistant message.
+        """
+        assistants = [message for message in messages if message["role"] == "assistant"]
+        spans = self._assistant_token_spans(list(input_ids))
+        if len(spans) != len(assistants):
+            raise ValueError(
+                f"input_ids hold {len(spans)} assistant turns for {len(assistants)} assistant messages; were they "
+                "made from these messages, with this tokenizer's chat template?"
+            )
+        mask = [0] * len(input_ids)
+        for (start, end), is_trained in zip(spans, self._trained(assistants), strict=True):
+            mask[start:end] = [int(is_trained)] * (end - start)
+        return list(input_ids), mask
+
+    def _trained(self, assistants: list[dict[str, Any]]) -> list[bool]:
         trained = [message.get("step_loss_mask", 1) == 1 for message in assistants]
         if self.tokenizer_type == "distill_qwen":
             trained[:-1] = [False] * (len(trained) - 1)
-        return self._encode(text, [span for span, is_trained in zip(spans, trained, strict=True) if is_trained])
+        return trained
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """Per mask, the tokens from the first trained one to the end (0 when nothing is trained)."""
@@ -95,8 +136,21 @@ class MultiTurnLossMaskGenerator:
             start = found + len(self.markers.header)
             if self.markers.prefill and text.startswith(self.markers.prefill, start):
                 start += len(self.markers.prefill)
-            end = text.find(self.markers.end, start)
-            position = len(text) if end < 0 else end + len(self.markers.end)
+            found_ends = [(at, at + len(end)) for end in self.markers.ends if (at := text.find(end, start)) >= 0]
+            position = min(found_ends)[1] if found_ends else start + len(text[start:].removesuffix(self.markers.tail))
+            spans.append((start, position))
+        return spans
+
+    def _assistant_token_spans(self, ids: list[int]) -> list[tuple[int, int]]:
+        header, prefill = (encode_text(self.tokenizer, text) for text in (self.markers.header, self.markers.prefill))
+        ends = [encode_text(self.tokenizer, end) for end in self.markers.ends]
+        spans, position = [], 0
+        while (found := find_sublist(ids, header, position)) >= 0:
+            start = found + len(header)
+            # Only what is there of it: an empty thought joins the newlines of "<think>\n" and "\n</think>".
+            start += len(os.path.commonprefix([prefill, ids[start : start + len(prefill)]]))
+            found_ends = [(at, at + len(end)) for end in ends if (at := find_sublist(ids, end, start)) >= 0]
+            position = min(found_ends)[1] if found_ends else len(ids)
             spans.append((start, position))
         return spans
 
@@ -113,23 +167,54 @@ class MultiTurnLossMaskGenerator:
         return tokens, mask
 
 
-def find_turn_markers(tokenizer: Any) -> TurnMarkers:
+def find_sublist(items: list[int], wanted: list[int], start: int = 0) -> int:
+    """Where `wanted` begins in `items`, from `start` on; -1 when it does not occur (or is empty)."""
+    length = len(wanted)
+    candidates = (i for i in range(start, len(items) - length + 1) if items[i : i + length] == wanted)
+    return next(candidates, -1) if wanted else -1
+
+
+def find_turn_markers(tokenizer: Any, **template_kwargs: Any) -> TurnMarkers:
     """Learn from the chat template what opens and closes an assistant turn.
+
+    Args:
+        template_kwargs: more arguments for the template; they may change what the generation prompt adds.
 
     Raises:
         ValueError: the template marks no turns (no header, or no end marker).
     """
-    user, reply = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": "reply"}
-    before = render_chat(tokenizer, [user], add_generation_prompt=False)
-    prompt = render_chat(tokenizer, [user], add_generation_prompt=True)[len(before) :]
+    user, reply = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _REPLY}
+
+    def render(*messages: dict[str, Any], with_prompt: bool = False) -> str:
+        return render_chat(tokenizer, list(messages), add_generation_prompt=with_prompt, **template_kwargs)
+
+    before = render(user)
+    prompt = render(user, with_prompt=True)[len(before) :]
     # An earlier turn shows the bare header: templates of reasoning models add an empty <think> to the last turn only.
-    earlier = render_chat(tokenizer, [user, reply, user], add_generation_prompt=False)[len(before) :]
-    header = os.path.commonprefix([prompt, earlier])
-    last = render_chat(tokenizer, [user, reply], add_generation_prompt=False)
-    end = last[last.rindex("reply") + len("reply") :].strip()
-    if not header or not end:
+    header = os.path.commonprefix([prompt, render(user, reply, user)[len(before) :]])
+    tail = _after_reply(render(user, reply))
+    ends = (tail.strip(),) if tail.strip() else _ends_by_next_speaker(tokenizer, [user, reply])
+    if not header or not ends:
         raise ValueError(
-            f"the chat template does not mark assistant turns (header {header!r}, end {end!r}), so no loss mask "
+            f"the chat template does not mark assistant turns (header {header!r}, ends {ends}), so no loss mask "
             "can be made; use a tokenizer whose template does, or --rollout-function-path with masks of your own"
         )
-    return TurnMarkers(header=header, prefill=prompt[len(header) :], end=end)
+    return TurnMarkers(header=header, prefill=prompt[len(header) :], ends=ends, tail=tail)
+
+
+def _after_reply(text: str) -> str:
+    return text[text.rindex(_REPLY) + len(_REPLY) :]
+
+
+def _ends_by_next_speaker(tokenizer: Any, turns: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The special tokens that follow a reply when a user or a tool speaks next."""
+    markers = set(tokenizer.get_added_vocab())
+    ends = []
+    for role in ("user", "tool"):
+        try:
+            text = render_chat(tokenizer, [*turns, {"role": role, "content": _PROBE}], add_generation_prompt=False)
+        except UsageError:  # a template without tools
+            continue
+        following = _after_reply(text)
+        ends += [marker for marker in markers if following.startswith(marker)]
+    return tuple(dict.fromkeys(ends))

@@ -127,6 +127,9 @@ class LetterTokenizer:
     def __call__(self, texts: list[str], add_special_tokens: bool = False) -> dict[str, list[list[int]]]:
         return {"input_ids": [self.encode(text) for text in texts]}
 
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
+
     def decode(self, ids: list[int], **kwargs: Any) -> str:
         return "".join(map(chr, ids))
 

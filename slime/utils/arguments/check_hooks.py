@@ -5,12 +5,13 @@ It knows no hook: which flags are hooks, and their call, come in as a table. Loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slime.utils.misc import load_function
 
 SignatureProblem = Callable[[Any, type], str | None]
+_MULTI_TURN = "slime.rollout.multi_turn"
 
 
 def check_hooks(
@@ -50,3 +51,24 @@ def check_hook(option: str, path: str, protocol: type, signature_problem: Signat
         return
     if problem := signature_problem(function, protocol):
         yield f"{option} {path} does not fit: {problem}."
+
+
+def check_tool_function(
+    generate_paths: Iterable[str | None], path: str | None, protocol: type, signature_problem: SignatureProblem
+) -> Iterator[str]:
+    """slime.rollout.multi_turn, where a run uses it, has a tool function.
+
+    Args:
+        generate_paths: the run's custom generate functions.
+        path: `tool_function_path` of the custom config.
+        protocol: of the tool function.
+    """
+    if not any(generate and generate.startswith(_MULTI_TURN) for generate in generate_paths):
+        return
+    if path is None:
+        yield (
+            f"{_MULTI_TURN} needs a --custom-config-path file with tool_function_path: the path of "
+            "fn(args, sample, name, arguments), which makes the model's tool calls."
+        )
+        return
+    yield from check_hook("tool_function_path in --custom-config-path", path, protocol, signature_problem)

@@ -1,0 +1,241 @@
+"""Multi-turn generation with tools: --custom-generate-function-path slime.rollout.multi_turn.generate.
+
+The model writes a turn; its tool calls are made by the user's function (`tool_function_path` in the file of
+--custom-config-path), what they answer is appended with mask 0, and the model goes on, until it calls nothing, has had
+--max-turns turns, or its length limit is reached. `generate_turns` makes a sample of every turn instead.
+
+What a conversation has come to is kept in `sample.metadata`, so an aborted sample can go on later: "messages" (all
+after the prompt), "round_number", "tool_calls", "tool_errors", "template_drift", and "turn_start" while a turn is
+unfinished. docs/multi_turn.md has an example. It does not know what tools do, or what a good answer is.
+
+Wait graph: a turn waits for the router's /generate (its own deadline), then for the tool (`tool_timeout_s`); both
+inside the semaphore of generate_and_rm, which no tool function may take again.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.generation import GenerateState
+from slime.rollout.generation import generate as generate_once
+from slime.rollout.tool_calls import ToolError, call_tool, parse_tool_calls, tool_names
+from slime.rollout.turn_tokens import Message, count_drift, next_turn_tokens, turn_content
+from slime.utils.errors import UsageError
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import encode_text, render_chat
+from slime.utils.types import Sample
+
+__all__ = ["ToolError", "count_drift", "final_answer", "generate", "generate_turns", "next_turn_tokens"]
+
+DEFAULT_MAX_TURNS = 8
+DEFAULT_TOOL_TIMEOUT_S = 60.0
+_STATE_KEYS = ("messages", "round_number", "tool_calls", "tool_errors", "template_drift", "turn_start")
+Status = Sample.Status
+
+
+async def generate(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
+    """Complete one sample in as many turns as it takes.
+
+    Args:
+        args: reads `max_turns`, the custom config's `tool_function_path` and `tool_timeout_s`, and what the default
+            generate function reads. The length limits count the whole response, what tools say included.
+        sample: its prompt is a message list; tool schemas are `metadata["tools"]`. An aborted one is continued.
+        sampling_params: SGLang's.
+        evaluation: whose limits hold; an evaluation is not aborted.
+
+    Returns:
+        The sample; TRUNCATED where a limit of tokens or turns ended it, ABORTED where its rollout ended.
+
+    Raises:
+        UsageError: the prompt is no message list, or the tool function is not named.
+    """
+    conversation = Conversation(args, sample)
+    conversation.begin()
+    while True:
+        text = await conversation.write_turn(sampling_params, evaluation)
+        if sample.status is not Status.COMPLETED:
+            return sample
+        answers = await conversation.use_tools(text)
+        if not answers:
+            break
+        if not conversation.append(answers, sampling_params, evaluation):
+            sample.status = Status.TRUNCATED
+            break
+        if GenerateState(args).aborted and not evaluation:
+            sample.status = Status.ABORTED
+            return sample
+    conversation.measure_drift()
+    return sample
+
+
+async def generate_turns(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Sample]:
+    """Complete one sample as a fan-out: every turn becomes a sample whose prompt is the conversation before it.
+
+    For templates that show earlier turns otherwise than the model wrote them (Qwen3 drops their thoughts): each turn
+    is generated and trained from what the template shows. The siblings share a rollout_id, so that they count as one
+    execution, and "messages", so that a reward function gives all of them the same. An aborted execution begins anew.
+
+    Returns:
+        One sample per turn, or the untouched sample where the rollout was aborted.
+    """
+    turns: list[Sample] = []
+    messages: list[Message] = []
+    counts = {"tool_calls": 0, "tool_errors": 0}
+    for number in range(1, (args.max_turns or DEFAULT_MAX_TURNS) + 1):
+        if GenerateState(args).aborted and not evaluation:
+            sample.status = Status.ABORTED
+            return [sample]
+        turn = copy.deepcopy(sample)
+        turn.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
+        conversation = Conversation(args, turn)
+        conversation.begin(messages)
+        turn.metadata |= {"round_number": number, **counts}
+        text = await conversation.write_turn(sampling_params, evaluation)
+        if turn.status is Status.ABORTED:
+            sample.status = Status.ABORTED
+            return [sample]
+        turns.append(turn)
+        answers = await conversation.use_tools(text) if turn.status is Status.COMPLETED else []
+        counts = {name: turn.metadata[name] for name in counts}
+        messages = [*turn.metadata["messages"], *answers]
+        if not answers:
+            break
+    else:
+        turns[-1].status = Status.TRUNCATED
+    for turn in turns:
+        turn.metadata |= {"messages": messages, **counts}
+    return turns
+
+
+def final_answer(sample: Sample) -> str:
+    """The model's last message, without what it thought before `</think>`; "" where it was cut off or called a tool.
+
+    For reward functions: `sample.response` also holds the turns before, and what the tools said.
+    """
+    messages = sample.metadata.get("messages") or []
+    if sample.status is not Status.COMPLETED or not messages or messages[-1]["role"] != "assistant":
+        return ""
+    text = str(messages[-1]["content"])
+    return "" if parse_tool_calls(text) else text.rpartition("</think>")[2].strip()
+
+
+class Conversation:
+    """A sample as messages: writes turns, makes their tool calls, and keeps tokens and metadata in step."""
+
+    def __init__(self, args: Namespace, sample: Sample) -> None:
+        if not isinstance(sample.prompt, list) or sample.multimodal_inputs:
+            raise UsageError(
+                f"slime.rollout.multi_turn needs a prompt that is a list of text messages, not "
+                f"{str(sample.prompt)[:80]!r}; point --input-key at the messages and leave --apply-chat-template off"
+            )
+        self.args = args
+        self.sample = sample
+        self.prompt: list[Message] = sample.prompt
+        self.tokenizer = GenerateState(args).tokenizer
+        self.tools: list[dict[str, Any]] | None = sample.metadata.get("tools")
+        self.template: dict[str, Any] = {"tools": self.tools, "template_kwargs": sample.apply_chat_template_kwargs}
+
+    @property
+    def messages(self) -> list[Message]:
+        """Every message after the prompt; the list is never changed in place, because copies of a sample share it."""
+        return list(self.sample.metadata["messages"])
+
+    def begin(self, messages: list[Message] | None = None) -> None:
+        """Tokenise the prompt and the messages after it; a sample that has a response goes on where it stopped."""
+        sample = self.sample
+        if sample.response_length:
+            if "messages" not in sample.metadata:
+                raise ValueError(f"sample {sample.index} has a response that slime.rollout.multi_turn did not write")
+            return
+        sample.metadata = {key: value for key, value in sample.metadata.items() if key not in _STATE_KEYS}
+        sample.metadata |= {"messages": list(messages or []), "round_number": 0, "tool_calls": 0, "tool_errors": 0}
+        shown = [*self.prompt, *self.messages]
+        text = render_chat(self.tokenizer, shown, tools=self.tools, **sample.apply_chat_template_kwargs)
+        sample.tokens = encode_text(self.tokenizer, text)
+
+    async def write_turn(self, sampling_params: dict[str, Any], evaluation: bool) -> str:
+        """Let the model write, or finish, a turn; returns its text, and adds it to the messages unless aborted."""
+        sample, metadata = self.sample, self.sample.metadata
+        if "turn_start" not in metadata:
+            metadata["turn_start"] = len(sample.tokens)
+            metadata["round_number"] += 1
+        sample.status = Status.PENDING
+        await generate_once(self.args, sample, sampling_params, evaluation)
+        written = sample.tokens[metadata["turn_start"] :]
+        text = turn_content(self.tokenizer, written, sample.apply_chat_template_kwargs)
+        if sample.status is not Status.ABORTED:
+            del metadata["turn_start"]
+            metadata["messages"] = [*self.messages, {"role": "assistant", "content": text}]
+        return text
+
+    async def use_tools(self, text: str) -> list[Message]:
+        """Make the calls of a turn, one after the other; returns the messages of the tools."""
+        calls = parse_tool_calls(text)
+        if not calls:
+            return []
+        known, function, timeout_s = tool_names(self.tools), tool_function(self.args), tool_timeout_s(self.args)
+        answers: list[Message] = []
+        started = time.monotonic()
+        for call in calls:
+            answer, succeeded = await call_tool(
+                function, self.args, self.sample, call, known=known, timeout_s=timeout_s
+            )
+            answers.append({"role": "tool", "name": call.name, "content": answer})
+            self.sample.metadata["tool_errors"] += not succeeded
+        self.sample.metadata["tool_calls"] += len(calls)
+        self.sample.non_generation_time += time.monotonic() - started
+        return answers
+
+    def append(self, answers: list[Message], sampling_params: dict[str, Any], evaluation: bool) -> bool:
+        """Append messages and the next generation prompt; False, and nothing is changed, where no turn may follow."""
+        sample, args = self.sample, self.args
+        if sample.metadata["round_number"] >= (args.max_turns or DEFAULT_MAX_TURNS):
+            return False
+        history = [*self.prompt, *self.messages]
+        new = next_turn_tokens(self.tokenizer, history, answers, tokens=sample.tokens, **self.template)
+        context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
+        if sample.response_length + len(new) >= sampling_params["max_new_tokens"]:
+            return False
+        if context is not None and len(sample.tokens) + len(new) >= context:
+            return False
+        said = self.tokenizer.decode(new, skip_special_tokens=sampling_params.get("skip_special_tokens", False))
+        sample.append_response_tokens(args, tokens=new, trainable=False, text=said)
+        sample.metadata["messages"] = [*self.messages, *answers]
+        return True
+
+    def measure_drift(self) -> None:
+        """Note by how many tokens the conversation rendered as a whole differs from the sample's."""
+        history = [*self.prompt, *self.messages]
+        self.sample.metadata["template_drift"] = count_drift(
+            self.tokenizer, history, tokens=self.sample.tokens, **self.template
+        )
+
+
+def tool_function(args: Namespace) -> Any:
+    """The user's tool function.
+
+    Raises:
+        UsageError: the custom config does not name one, or it cannot be loaded.
+    """
+    path = vars(args).get("tool_function_path")
+    if not path:
+        raise UsageError(
+            "slime.rollout.multi_turn has no tools: the model called one, but the file of --custom-config-path has no "
+            "tool_function_path (path of async fn(args, sample, name, arguments) -> text)"
+        )
+    try:
+        return load_function(path)
+    except ImportError as error:
+        raise UsageError(f"tool_function_path in --custom-config-path: {error}") from error
+
+
+def tool_timeout_s(args: Namespace) -> float:
+    """Seconds that a tool may take: the custom config's `tool_timeout_s`."""
+    return float(vars(args).get("tool_timeout_s") or DEFAULT_TOOL_TIMEOUT_S)

@@ -1,0 +1,120 @@
+"""Tool calls in what a model wrote, and calling the user's tool function.
+
+The format is that of Hermes and Qwen: `<tool_call>{"name": "calculator", "arguments": {...}}</tool_call>`, any number
+of times. It knows no particular tool, and nothing about samples and tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from argparse import Namespace
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slime.utils.types import Sample
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolFn(Protocol):
+    """`tool_function_path` in the file of --custom-config-path: make one call; return text, or what JSON can show.
+
+    A coroutine function, or a plain one, which runs in a thread. `ToolError` is for calls that the model got wrong.
+    """
+
+    def __call__(self, args: Namespace, sample: Sample, name: str, arguments: dict[str, Any]) -> Any: ...
+
+
+class ToolError(Exception):
+    """Raise it in a tool function when the model's arguments are at fault: the model reads the message and goes on.
+
+    Any other exception is an error of the tool itself, and ends the sample.
+    """
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call as the model wrote it; `problem` says why it cannot be made."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """The calls in a turn, in order; what a model thinks before `</think>` is no call.
+
+    Example: `'<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'` gives `[ToolCall("add", {"a": 1})]`.
+    """
+    said = text.rpartition("</think>")[2]
+    return [_parse_one(match[1]) for match in _CALL.finditer(said)]
+
+
+def _parse_one(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except json.JSONDecodeError as error:
+        return ToolCall(problem=f"the call is no JSON: {error.msg}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(problem='a call is a JSON object with "name" and "arguments"')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(name=call["name"], problem='"arguments" must be a JSON object')
+    return ToolCall(name=call["name"], arguments=arguments)
+
+
+def tool_names(tools: list[dict[str, Any]] | None) -> list[str]:
+    """Names in a list of tool schemas, `{"type": "function", "function": {"name": ...}}` or `{"name": ...}`."""
+    functions = [schema.get("function") or schema for schema in tools or []]
+    return [str(function["name"]) for function in functions if "name" in function]
+
+
+async def call_tool(
+    function: ToolFn,
+    args: Namespace,
+    sample: Sample,
+    call: ToolCall,
+    *,
+    known: Collection[str],
+    timeout_s: float,
+) -> tuple[str, bool]:
+    """Make one call: `function(args, sample, name, arguments)`, a coroutine function or a plain one (in a thread).
+
+    Args:
+        known: names that may be called; empty = any.
+        timeout_s: longest wait for the tool. A plain function that takes longer goes on in its thread, unheard.
+
+    Returns:
+        (text for the model, whether the call succeeded).
+
+    Raises:
+        RuntimeError: the tool function raised something other than `ToolError`.
+    """
+    if call.problem:
+        return f"error: {call.problem}", False
+    if known and call.name not in known:
+        return f"error: no tool {call.name}; there is {', '.join(known)}", False
+    try:
+        async with asyncio.timeout(timeout_s):
+            result = await _run(function, args, sample, call)
+    except ToolError as error:
+        return f"error: {error}", False
+    except TimeoutError:
+        return f"error: {call.name} took more than {timeout_s:g} s", False
+    except Exception as error:
+        raise RuntimeError(
+            f"tool {call.name} with {json.dumps(call.arguments)[:200]} raised {type(error).__name__}: {error}; raise "
+            "slime.rollout.multi_turn.ToolError where the model is at fault"
+        ) from error
+    return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), True
+
+
+async def _run(function: ToolFn, args: Namespace, sample: Sample, call: ToolCall) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(args, sample, call.name, call.arguments)
+    result = await asyncio.to_thread(function, args, sample, call.name, call.arguments)
+    return await result if inspect.isawaitable(result) else result
