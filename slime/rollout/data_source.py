@@ -14,6 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.rollout.hook_returns import check_picked
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -206,12 +207,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups from the buffer, as the buffer filter picks them, filled up with new prompts."""
         groups: list[Group] = []
         if self.buffer and num_samples:
-            groups = list(self._pick(self.args, None, self.buffer, num_samples))
-            if len(groups) > num_samples:
-                raise ValueError(
-                    f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups; "
-                    f"at most {num_samples} were asked for"
-                )
+            picked = self._pick(self.args, None, self.buffer, num_samples)
+            groups = list(check_picked(self.args, picked, self.buffer, num_samples))
         return groups + super().get_samples(num_samples - len(groups))
 
     def add_samples(self, samples: list[Group]) -> None:

@@ -11,6 +11,7 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 
+from slime.rollout.hook_returns import check_rewards
 from slime.utils.misc import group_by, load_function
 from slime.utils.overlong import overlong_penalties
 from slime.utils.types import Sample
@@ -27,16 +28,12 @@ def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[f
         samples: every sample of the rollout, scored.
 
     Raises:
-        ValueError: a sample has no reward, or the custom function returned lists of another length.
+        ValueError: a sample has no reward.
+        HookReturnError: the custom function returned no pair of lists of numbers.
     """
     if args.custom_reward_post_process_path:
-        raw, rewards = load_function(args.custom_reward_post_process_path)(args, samples)
-        if not len(raw) == len(rewards) == len(samples):
-            raise ValueError(
-                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned {len(raw)} "
-                f"raw and {len(rewards)} rewards for {len(samples)} samples"
-            )
-        return list(raw), list(rewards)
+        path = args.custom_reward_post_process_path
+        return check_rewards(path, load_function(path)(args, samples), len(samples))
     from slime.utils.ppo_utils.estimators import ESTIMATORS  # torch: not needed by whoever only generates
 
     raw = [raw_reward(args, sample) for sample in samples]

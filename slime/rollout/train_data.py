@@ -31,9 +31,6 @@ def samples_to_train_data(
     """
     loss_masks = [response_loss_mask(sample) for sample in samples]
     rollout_ids = fill_rollout_ids([sample.rollout_id for sample in samples])
-    mask_sums: dict[int, int] = defaultdict(int)
-    for rollout_id, mask in zip(rollout_ids, loss_masks, strict=True):
-        mask_sums[rollout_id] += sum(mask)
     data: TrainData = {
         "tokens": [list(sample.tokens) for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
@@ -43,7 +40,7 @@ def samples_to_train_data(
         "sample_indices": [i if sample.index is None else sample.index for i, sample in enumerate(samples)],
         "rollout_ids": rollout_ids,
         "loss_masks": loss_masks,
-        "rollout_mask_sums": [mask_sums[rollout_id] for rollout_id in rollout_ids],
+        "rollout_mask_sums": mask_sums(rollout_ids, loss_masks),
     }
     _add_optional_columns(data, samples)
     return data
@@ -72,6 +69,14 @@ def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
     used = {rollout_id for rollout_id in rollout_ids if rollout_id is not None}
     unused = (candidate for candidate in itertools.count() if candidate not in used)
     return [next(unused) if rollout_id is None else rollout_id for rollout_id in rollout_ids]
+
+
+def mask_sums(rollout_ids: Sequence[int], loss_masks: Sequence[Sequence[int]]) -> list[int]:
+    """[S] trained tokens of each sample's whole execution."""
+    total: dict[int, int] = defaultdict(int)
+    for rollout_id, mask in zip(rollout_ids, loss_masks, strict=True):
+        total[rollout_id] += int(sum(mask))
+    return [total[rollout_id] for rollout_id in rollout_ids]
 
 
 def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:

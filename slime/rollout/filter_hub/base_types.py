@@ -28,14 +28,17 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     """Call a filter; no filter keeps everything, and a filter may return a plain bool.
 
     Raises:
-        TypeError: it returned None, which is more likely a forgotten `return` than a wish to drop everything.
+        TypeError: it returned None (more likely a forgotten `return` than a wish to drop everything) or a list.
     """
     if fn is None:
         return DynamicFilterOutput(keep=True)
     output = fn(*args, **kwargs)
-    if output is None:
-        raise TypeError("it returned None; a filter must return a DynamicFilterOutput or a bool")
-    return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(output))
+    if isinstance(output, DynamicFilterOutput):
+        return output
+    if output is None or not hasattr(output, "__bool__"):  # NumPy's and torch's truth values are fine
+        found = "None" if output is None else f"a {type(output).__name__}"
+        raise TypeError(f"it returned {found}; a filter must return a DynamicFilterOutput or a bool")
+    return DynamicFilterOutput(keep=bool(output))
 
 
 def should_drop_dynamic_filter_output(

@@ -1,0 +1,147 @@
+"""Checks of what hooks of a whole rollout returned; an error names flag, function, what came and what is expected.
+
+Returns about one sample (generate functions, sample hooks, rewards) are checked in slime.rollout.sample_errors, those
+of rollout functions in slime.rollout.base_types. Nothing here calls a hook.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import Any
+
+from slime.rollout.sample_errors import hook_name
+from slime.rollout.train_data import mask_sums
+from slime.utils.types import Sample
+
+Group = list[Sample]
+TRAIN_COLUMNS = (
+    "tokens",
+    "response_lengths",
+    "rewards",
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "rollout_ids",
+    "loss_masks",
+)
+
+
+class HookReturnError(ValueError):
+    """A hook returned what cannot be used."""
+
+
+def check_drawn(args: Namespace, groups: Any) -> list[Group]:
+    """The groups that a data source gave.
+
+    Raises:
+        HookReturnError: they are no list of groups of samples, or none at all, which would be asked for for ever.
+    """
+    if problem := _groups_problem(groups):
+        raise HookReturnError(
+            f"--data-source-path {hook_name(args.data_source_path)}: get_samples returned {problem}; "
+            "it must return a list of groups, each a list of Samples"
+        )
+    if not groups:
+        raise HookReturnError(
+            f"--data-source-path {hook_name(args.data_source_path)}: get_samples returned no group, but a rollout "
+            "needs more; begin the next epoch when the prompts are used up"
+        )
+    return groups
+
+
+def check_picked(args: Namespace, picked: Any, buffer: list[Group], num_samples: int) -> list[Group]:
+    """The groups that a buffer filter picked.
+
+    Raises:
+        HookReturnError: they are no groups, too many, or still in the buffer, from which they would come again.
+    """
+    name = f"--buffer-filter-path {hook_name(args.buffer_filter_path or 'slime.rollout.data_source.pop_first')}"
+    if problem := _groups_problem(picked):
+        raise HookReturnError(f"{name} returned {problem}; it must return a list of groups, each a list of Samples")
+    if len(picked) > num_samples:
+        raise HookReturnError(f"{name} returned {len(picked)} groups; at most {num_samples} were asked for")
+    kept = {id(group) for group in buffer}
+    if num_left := sum(id(group) in kept for group in picked):
+        raise HookReturnError(
+            f"{name} left {num_left} of the {len(picked)} groups that it returned in the buffer; it must remove them"
+        )
+    return picked
+
+
+def check_rewards(path: str, returned: Any, num_samples: int) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards for training) as a reward post-process returned them.
+
+    Raises:
+        HookReturnError: it is no pair of lists with a finite number for each sample.
+    """
+    name = f"--custom-reward-post-process-path {hook_name(path)}"
+    wanted = f"it must return (raw rewards, rewards), two lists with a number for each of the {num_samples} samples"
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise HookReturnError(f"{name} returned {_kind(returned)}; {wanted}")
+    pair = []
+    for values in returned:
+        if not isinstance(values, Iterable) or isinstance(values, str | dict):
+            raise HookReturnError(f"{name} returned a pair with {_kind(values)} in it; {wanted}")
+        pair.append(list(values))
+    raw, rewards = pair
+    if not len(raw) == len(rewards) == num_samples:
+        found = f"{len(raw)} raw and {len(rewards)} rewards for {num_samples} samples"
+        raise HookReturnError(f"{name} returned {found}; {wanted}")
+    for position, value in enumerate(raw + rewards):
+        if not _is_number(value):
+            raise HookReturnError(
+                f"{name} returned {str(value)[:80]!r} for sample {position % num_samples} of the rollout; {wanted}"
+            )
+    return [float(value) for value in raw], [float(value) for value in rewards]
+
+
+def check_train_data(path: str, columns: Any) -> dict[str, Any]:
+    """The columns that a converter made, with `rollout_mask_sums` filled in where it has none.
+
+    Raises:
+        HookReturnError: it is no dict, a column that training reads is missing, or columns differ in length.
+    """
+    name = f"--custom-convert-samples-to-train-data-path {hook_name(path)}"
+    if not isinstance(columns, dict):
+        raise HookReturnError(f"{name} returned {_kind(columns)}; it must return a dict of columns")
+    if missing := [column for column in TRAIN_COLUMNS if column not in columns]:
+        raise HookReturnError(
+            f"{name} returned no {', '.join(missing)}; it must return the columns {', '.join(TRAIN_COLUMNS)}"
+        )
+    num_samples = len(columns["tokens"])
+    for column in TRAIN_COLUMNS:
+        if len(columns[column]) != num_samples:
+            raise HookReturnError(
+                f"{name} returned {len(columns[column])} {column} for {num_samples} samples of tokens; "
+                "each column must have one entry for each sample"
+            )
+    if "rollout_mask_sums" in columns:
+        return columns
+    return {**columns, "rollout_mask_sums": mask_sums(columns["rollout_ids"], columns["loss_masks"])}
+
+
+def _groups_problem(groups: Any) -> str | None:
+    if not isinstance(groups, list):
+        return _kind(groups)
+    for group in groups:
+        if not isinstance(group, list):
+            return f"a list with {_kind(group)} in it"
+        if not group:
+            return "a list with an empty group in it"
+        for sample in group:
+            if not isinstance(sample, Sample):
+                return f"a group with {_kind(sample)} in it"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, str | None) and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
