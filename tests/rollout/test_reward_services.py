@@ -10,81 +10,15 @@ import json
 import pickle
 import time
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from slime.rollout.rm_hub import RewardError, async_rm, batched_async_rm, classify, remote_rm, service
 from slime.rollout.rm_hub.code_sandbox import extract_code, read_test_cases, same_output
 from slime.utils.types import Sample
-from tests.unit.rollout_fakes import rollout_args, serve
-
-OK = web.HTTPOk.status_code
-Answer = Callable[[dict[str, Any]], Any]
-
-
-class FakeService:
-    """Records each request and answers what `answer` makes of it: JSON, or (status, text); `statuses` go first."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer, self.delay_s = answer, 0.0
-        self.statuses: list[int] = []
-        self.requests: list[dict[str, Any]] = []
-        self.paths: list[str] = []
-        self.hosts: list[str] = []
-        self.running = self.most_running = 0
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def handle(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.requests.append(body)
-        self.paths.append(request.path)
-        self.hosts.append(request.host)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(self.delay_s)
-        self.running -= 1
-        if self.statuses:
-            return web.Response(status=self.statuses.pop(0), text="bad label")
-        answer = self.answer(body)
-        return web.Response(status=OK, text=answer if isinstance(answer, str) else json.dumps(answer))
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], FakeService]]:
-    """Starts fake services; the client does not wait between tries."""
-    monkeypatch.setattr(service, "backoff_s", lambda attempt: 0.0)
-    service.take_reward_failures()
-    running = []
-
-    def started(answer: Answer) -> FakeService:
-        fake = FakeService(answer)
-        app = web.Application()
-        app.router.add_post("/{path:.*}", fake.handle)
-        context = serve(app)
-        fake.port = context.__enter__()
-        running.append(context)
-        return fake
-
-    yield started
-    for context in running:
-        context.__exit__(None, None, None)
-
-
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    async def and_close() -> Any:
-        try:
-            return await work
-        finally:
-            await service.close_reward_client()
-
-    return asyncio.run(and_close())
+from tests.rollout.reward_fakes import FakeService, run
+from tests.unit.rollout_fakes import rollout_args
 
 
 def length_of_response(request: dict[str, Any]) -> dict[str, Any]:
@@ -100,22 +34,22 @@ def ask(fake: FakeService, **kwargs: Any) -> Any:
 # ---- remote_rm
 
 
-def test_the_service_gets_three_fields_and_its_json_is_the_reward(start) -> None:
-    fake = start(length_of_response)
+def test_the_service_gets_three_fields_and_its_json_is_the_reward(start_service) -> None:
+    fake = start_service(length_of_response)
     assert ask(fake) == {"score": 3}
     assert fake.requests == [{"prompt": "p", "response": "abc", "label": "l"}]
 
 
-def test_server_errors_and_answers_that_are_no_json_are_tried_again(start) -> None:
-    fake = start(lambda request: '{"score": 3' if len(fake.requests) == 3 else {"score": 3})
+def test_server_errors_and_answers_that_are_no_json_are_tried_again(start_service) -> None:
+    fake = start_service(lambda request: '{"score": 3' if len(fake.requests) == 3 else {"score": 3})
     fake.statuses = [500, 503]
     assert ask(fake) == {"score": 3}
     assert len(fake.requests) == 4
     assert service.take_reward_failures() == 0
 
 
-def test_a_refused_request_fails_at_once_with_the_text(start) -> None:
-    fake = start(length_of_response)
+def test_a_refused_request_fails_at_once_with_the_text(start_service) -> None:
+    fake = start_service(length_of_response)
     fake.statuses = [400]
     with pytest.raises(RewardError, match="refused the request for sample 7: HTTP 400: bad label") as caught:
         ask(fake)
@@ -123,8 +57,8 @@ def test_a_refused_request_fails_at_once_with_the_text(start) -> None:
     assert caught.value.status == 400, "final: the rollout does not repeat it"
 
 
-def test_a_lost_reward_names_service_sample_and_last_answer_and_is_counted(start) -> None:
-    fake = start(length_of_response)
+def test_a_lost_reward_names_service_sample_and_last_answer_and_is_counted(start_service) -> None:
+    fake = start_service(length_of_response)
     fake.statuses = [500, 502]
     with pytest.raises(RewardError) as caught:
         ask(fake, max_retries=2)
@@ -136,7 +70,7 @@ def test_a_lost_reward_names_service_sample_and_last_answer_and_is_counted(start
     assert service.take_reward_failures() == 0
 
 
-def test_a_service_that_is_not_there_is_an_error_with_its_address(start) -> None:
+def test_a_service_that_is_not_there_is_an_error_with_its_address(start_service) -> None:
     args = rollout_args(rm_url="http://127.0.0.1:9")
     with pytest.raises(RewardError, match=r"http://127\.0\.0\.1:9\) failed 3 times"):
         run(remote_rm(args, Sample(), max_retries=3))
@@ -148,8 +82,8 @@ def test_tries_wait_longer_and_longer_but_never_more_than_half_a_minute() -> Non
     assert all(low <= wait < low + 1 for wait, low in zip(waits, expected, strict=True))
 
 
-def test_a_group_asks_with_a_bound_and_a_wait_for_a_slot_counts_to_no_deadline(start) -> None:
-    fake = start(lambda request: 1.0)
+def test_a_group_asks_with_a_bound_and_a_wait_for_a_slot_counts_to_no_deadline(start_service) -> None:
+    fake = start_service(lambda request: 1.0)
     fake.delay_s = 0.2
     bounded = service.Service("slow", fake.url, max_in_flight=2, timeout_s=0.5, max_tries=1)
 
@@ -162,24 +96,24 @@ def test_a_group_asks_with_a_bound_and_a_wait_for_a_slot_counts_to_no_deadline(s
     assert time.monotonic() - began > 0.5, "the last ones waited longer than the deadline of a try"
 
 
-def test_a_service_that_hangs_is_given_up(start) -> None:
-    fake = start(lambda request: 1.0)
+def test_a_service_that_hangs_is_given_up(start_service) -> None:
+    fake = start_service(lambda request: 1.0)
     fake.delay_s = 2.0
     hanging = service.Service("hanging", fake.url, timeout_s=0.1, max_tries=2)
     with pytest.raises(RewardError, match="failed 2 times for sample None: no answer within 0.1 s"):
         run(service.ask(hanging, {}, Sample()))
 
 
-def test_batched_rewards_go_through_the_service_one_by_one_and_keep_their_order(start) -> None:
-    fake = start(length_of_response)
+def test_batched_rewards_go_through_the_service_one_by_one_and_keep_their_order(start_service) -> None:
+    fake = start_service(length_of_response)
     args = rollout_args(custom_rm_path=None, rm_type="remote_rm", rm_url=fake.url, group_rm=True)
     samples = [Sample(response="x" * length) for length in (3, 1, 2)]
     assert run(batched_async_rm(args, samples)) == [{"score": 3}, {"score": 1}, {"score": 2}]
     assert len(fake.requests) == 3
 
 
-def test_http_proxy_is_asked_in_place_of_the_service(start) -> None:
-    proxy = start(lambda request: 5.0)
+def test_http_proxy_is_asked_in_place_of_the_service(start_service) -> None:
+    proxy = start_service(lambda request: 5.0)
     args = rollout_args(rm_url="http://rewards.invalid/score", http_proxy=proxy.url)
     assert run(remote_rm(args, Sample())) == 5.0
     assert (proxy.hosts, proxy.paths) == (["rewards.invalid"], ["/score"])
@@ -206,8 +140,8 @@ PROGRAM = "Sure:\n```python\necho\n```\nDone."
 PAIRS = {"inputs": ["3", "4", "5", "6"], "outputs": ["3", "4", "5", "6"]}
 
 
-def test_a_program_that_passes_every_test_scores_one(start) -> None:
-    fake = start(sandbox)
+def test_a_program_that_passes_every_test_scores_one(start_service) -> None:
+    fake = start_service(sandbox)
     assert code_score(fake, PROGRAM, json.dumps(PAIRS)) == 1.0
     assert fake.paths == ["/run_code"] * 4
     request = fake.requests[0]
@@ -215,8 +149,8 @@ def test_a_program_that_passes_every_test_scores_one(start) -> None:
     assert request["run_timeout"] == 10.0
 
 
-def test_one_failed_test_is_enough_for_zero_and_a_failed_first_one_spares_the_others(start) -> None:
-    fake = start(sandbox)
+def test_one_failed_test_is_enough_for_zero_and_a_failed_first_one_spares_the_others(start_service) -> None:
+    fake = start_service(sandbox)
     assert code_score(fake, PROGRAM, test_cases={"inputs": ["3", "4"], "outputs": ["3", "5"]}) == 0.0
     assert len(fake.requests) == 2
     assert code_score(fake, PROGRAM, test_cases={"inputs": ["3", "4"], "outputs": ["x", "4"]}) == 0.0
@@ -224,32 +158,32 @@ def test_one_failed_test_is_enough_for_zero_and_a_failed_first_one_spares_the_ot
     assert code_score(fake, "```\ncrash\n```", test_cases={"inputs": ["3"], "outputs": ["3"]}) == 0.0
 
 
-def test_code_sandbox_concurrency_bounds_the_requests_in_flight(start) -> None:
-    fake = start(sandbox)
+def test_code_sandbox_concurrency_bounds_the_requests_in_flight(start_service) -> None:
+    fake = start_service(sandbox)
     fake.delay_s = 0.05
     assert code_score(fake, PROGRAM, PAIRS) == 1.0
     assert fake.most_running == 2
 
 
-def test_statements_run_after_the_program_each_by_itself(start) -> None:
-    fake = start(sandbox)
+def test_statements_run_after_the_program_each_by_itself(start_service) -> None:
+    fake = start_service(sandbox)
     assert code_score(fake, PROGRAM, ["assert f(1) == 2", "assert crash"], language="cpp") == 0.0
     assert [request["code"] for request in fake.requests] == ["echo\n\nassert f(1) == 2\n", "echo\n\nassert crash\n"]
     assert {request["language"] for request in fake.requests} == {"python"}
 
 
-def test_a_response_without_a_program_scores_zero_and_asks_nobody(start) -> None:
-    fake = start(sandbox)
+def test_a_response_without_a_program_scores_zero_and_asks_nobody(start_service) -> None:
+    fake = start_service(sandbox)
     assert code_score(fake, "```python\nnever closed", PAIRS) == 0.0
     assert fake.requests == []
 
 
-def test_the_sandboxs_own_failure_is_tried_again_and_then_is_no_score(start) -> None:
-    fake = start(lambda request: {"status": "SandboxError", "message": "no pod"})
+def test_the_sandboxs_own_failure_is_tried_again_and_then_is_no_score(start_service) -> None:
+    fake = start_service(lambda request: {"status": "SandboxError", "message": "no pod"})
     with pytest.raises(RewardError, match=r"code sandbox of --code-sandbox-url .* failed 5 times .* no pod"):
         code_score(fake, PROGRAM, PAIRS)
     assert len(fake.requests) == 5
-    odd = start(lambda request: {"detail": "what?"})
+    odd = start_service(lambda request: {"detail": "what?"})
     with pytest.raises(RewardError, match="unexpected answer for sample 1: .*what"):
         code_score(odd, PROGRAM, PAIRS)
 
@@ -321,16 +255,18 @@ def classify_score(fake: FakeService, monkeypatch: pytest.MonkeyPatch, sample: S
     return run(async_rm(args, sample))
 
 
-def test_the_reward_model_scores_the_conversation_under_its_own_template(start, monkeypatch) -> None:
-    fake = start(lambda request: {"embedding": [sum(request["input_ids"]) / 10], "meta_info": {}})
+def test_the_reward_model_scores_the_conversation_under_its_own_template(start_service, monkeypatch) -> None:
+    fake = start_service(lambda request: {"embedding": [sum(request["input_ids"]) / 10], "meta_info": {}})
     sample = Sample(prompt="hello there", response="yes")
     ids = [len("<user>"), 5, 5, len("<assistant>"), 3]
     assert classify_score(fake, monkeypatch, sample) == sum(ids) / 10
     assert (fake.requests, fake.paths) == ([{"input_ids": ids}], ["/classify"])
 
 
-def test_a_message_list_stays_turns_and_metadata_messages_replace_a_rendered_prompt(start, monkeypatch) -> None:
-    fake = start(lambda request: [{"embedding": [1.5]}])
+def test_a_message_list_stays_turns_and_metadata_messages_replace_a_rendered_prompt(
+    start_service, monkeypatch
+) -> None:
+    fake = start_service(lambda request: [{"embedding": [1.5]}])
     messages = [{"role": "system", "content": "a bb"}, {"role": "user", "content": "ccc"}]
     assert classify_score(fake, monkeypatch, Sample(prompt=messages, response="d")) == 1.5
     rendered = Sample(prompt="<policy> a bb", response="d", metadata={"messages": messages})
@@ -339,8 +275,8 @@ def test_a_message_list_stays_turns_and_metadata_messages_replace_a_rendered_pro
     assert fake.requests == [{"input_ids": expected}] * 2
 
 
-def test_a_model_with_several_scores_is_no_reward_model(start, monkeypatch) -> None:
-    fake = start(lambda request: {"embedding": [0.1, 0.9]})
+def test_a_model_with_several_scores_is_no_reward_model(start_service, monkeypatch) -> None:
+    fake = start_service(lambda request: {"embedding": [0.1, 0.9]})
     with pytest.raises(RewardError, match="unexpected answer for sample 3: 2 scores, not 1"):
         classify_score(fake, monkeypatch, Sample(index=3))
 

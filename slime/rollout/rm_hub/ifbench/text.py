@@ -10,7 +10,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from slime.rollout.rm_hub.ifbench.word_lists import ABBREVIATIONS
+from slime.rollout.rm_hub.ifbench.word_lists import ABBREVIATIONS, CLOSING_ABBREVIATIONS
 
 SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation + "“”‘’…")
@@ -36,8 +36,7 @@ def sentences(text: str) -> list[str]:
     """The sentences in order, each with its end mark; a last piece without one counts, a line break alone does not."""
     found, start = [], 0
     for end in SENTENCE_END.finditer(text):
-        before = text[start : end.start()].split()
-        if end.group().startswith(".") and not end.group().startswith("..") and before and _is_short(before[-1]):
+        if end.group()[:2] == "." and _is_abbreviation(text[start : end.start()], text[end.end() :].lstrip()[:1]):
             continue
         found.append(text[start : end.end()].strip())
         start = end.end()
@@ -45,9 +44,11 @@ def sentences(text: str) -> list[str]:
     return [sentence for sentence in (*found, rest) if sentence]
 
 
-def _is_short(word: str) -> bool:
-    word = word.lower().lstrip("(\"'“‘[")
-    return word in ABBREVIATIONS or (len(word) == 1 and word.isalpha() and word != "i")
+def _is_abbreviation(before: str, following: str) -> bool:
+    word = before.split()[-1].lstrip("(\"'“‘[") if before.split() else ""
+    is_initial = len(word) == 1 and word.isupper() and word != "I"
+    word = word.lower()
+    return is_initial or word in ABBREVIATIONS or (word in CLOSING_ABBREVIATIONS and not following.isupper())
 
 
 def lines(text: str) -> list[str]:

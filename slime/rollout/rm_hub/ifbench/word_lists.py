@@ -7,10 +7,9 @@ def _set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# After which a full stop ends no sentence.
-ABBREVIATIONS = _set(
-    "mr mrs ms dr prof sr jr st vs etc inc ltd co corp dept est approx fig no vol al e.g i.e u.s u.k a.m p.m"
-)
+# A full stop after these ends no sentence; after the second kind it does when a capital follows.
+ABBREVIATIONS = _set("mr mrs ms dr prof sr jr st vs e.g i.e u.s u.k fig vol approx")
+CLOSING_ABBREVIATIONS = _set("etc inc ltd co corp dept est al a.m p.m")
 
 CONJUNCTIONS = _set("and but for nor or so yet")
 
