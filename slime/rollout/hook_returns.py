@@ -6,15 +6,18 @@ of rollout functions in slime.rollout.base_types. Nothing here calls a hook.
 
 from __future__ import annotations
 
+import logging
 import math
 from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+from slime.rollout.hook_signatures import missing_methods
 from slime.rollout.sample_errors import hook_name
 from slime.rollout.train_data import mask_sums
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
 Group = list[Sample]
 TRAIN_COLUMNS = (
     "tokens",
@@ -30,6 +33,17 @@ TRAIN_COLUMNS = (
 
 class HookReturnError(ValueError):
     """A hook returned what cannot be used."""
+
+
+def check_data_source(path: str, source: Any) -> Any:
+    """The data source that a class, or a function, made.
+
+    Raises:
+        HookReturnError: it lacks a method that is called.
+    """
+    if problem := missing_methods(source):
+        raise HookReturnError(f"--data-source-path {hook_name(path)} does not fit: {problem}")
+    return source
 
 
 def check_drawn(args: Namespace, groups: Any) -> list[Group]:
@@ -68,6 +82,16 @@ def check_picked(args: Namespace, picked: Any, buffer: list[Group], num_samples:
             f"{name} left {num_left} of the {len(picked)} groups that it returned in the buffer; it must remove them"
         )
     return picked
+
+
+def warn_if_ignored(path: str, returned: Any) -> None:
+    """A sample filter that returns something was perhaps meant to return what is kept."""
+    if returned is not None:
+        logger.warning(
+            "--rollout-sample-filter-path %s returned %s, which is ignored: it must set remove_sample on the samples "
+            "that shall not be trained on",
+            *(hook_name(path), _kind(returned)),
+        )
 
 
 def check_rewards(path: str, returned: Any, num_samples: int) -> tuple[list[float], list[float]]:

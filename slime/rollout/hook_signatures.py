@@ -53,7 +53,7 @@ def call_of(protocol: type) -> tuple[list[str], list[str]]:
 def missing_methods(source: Any) -> str | None:
     """What a data source, or its class, lacks; None when it has all that is called."""
     if missing := [name for name in DATA_SOURCE_METHODS if not callable(getattr(source, name, None))]:
-        name = source.__name__ if isinstance(source, type) else type(source).__name__
+        name = source.__name__ if isinstance(source, type) else "None" if source is None else type(source).__name__
         return f"{name} has no {' and no '.join(missing)}; a data source needs {', '.join(DATA_SOURCE_METHODS)}"
     return None
 

@@ -49,15 +49,18 @@ def hook_name(path: str) -> str:
 
 def generate_name(args: Namespace, sample: Sample) -> str:
     """What completes a sample, for an error."""
-    path = sample.generate_function_path or args.custom_generate_function_path
+    if sample.generate_function_path:
+        return f"the sample's generate_function_path {hook_name(sample.generate_function_path)}"
+    path = args.custom_generate_function_path
     return f"--custom-generate-function-path {hook_name(path)}" if path else "the engine's /generate"
 
 
 def reward_name(args: Namespace, sample: Sample) -> str:
     """What scores a sample, for an error."""
-    path = sample.custom_rm_path or args.custom_rm_path
-    if path:
-        return f"--custom-rm-path {hook_name(path)}"
+    if sample.custom_rm_path:
+        return f"the sample's custom_rm_path {hook_name(sample.custom_rm_path)}"
+    if args.custom_rm_path:
+        return f"--custom-rm-path {hook_name(args.custom_rm_path)}"
     return f"the reward {sample.metadata.get('rm_type') or args.rm_type or '(none is named)'}"
 
 
