@@ -279,7 +279,10 @@ async def _call_generate(
         if path:
             fn = load_function(path)
             extra = {"evaluation": evaluation} if _has_parameter(fn, "evaluation") else {}
-            completed: Sample | list[Sample] = await fn(args, sample, sampling_params, **extra)
+            result = fn(args, sample, sampling_params, **extra)
+            if not inspect.isawaitable(result):
+                raise TypeError(f"it is not async, it returned a {type(result).__name__}; write it as `async def`")
+            completed: Sample | list[Sample] = await result
         else:
             completed = await generate(args, sample, sampling_params, evaluation)
     check_completed(name, before, completed)

@@ -30,6 +30,7 @@ from slime.rollout.generation import (
     generate_and_rm,
     generate_and_rm_group,
 )
+from slime.rollout.hook_returns import check_drawn, warn_if_ignored
 from slime.rollout.model_urls import get_model_url, router_url
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils import async_utils
@@ -97,7 +98,7 @@ async def generate_rollout_async(
         with progress_bar(args.rollout_batch_size, f"rollout {rollout_id}") as bar:
             while len(collector.accepted) < args.rollout_batch_size:
                 while state.remaining_batch_size < args.rollout_batch_size:
-                    state.submit_generate_tasks(data_source.get_samples(args.over_sampling_batch_size))
+                    state.submit_generate_tasks(check_drawn(args, data_source.get_samples(args.over_sampling_batch_size)))
                 bar.update(collector.take(state, await state.finished.get()))
         while not state.finished.empty():  # finished in the same instant
             collector.take(state, state.finished.get_nowait())
@@ -169,7 +170,8 @@ def _finish(args: Namespace, collector: Collector, data_source: Any) -> RolloutF
     """Order the groups and run the two hooks at the end of a rollout."""
     data = sorted(collector.accepted, key=_first_index)
     if args.rollout_sample_filter_path:
-        load_function(args.rollout_sample_filter_path)(args, data)
+        returned = load_function(args.rollout_sample_filter_path)(args, data)
+        warn_if_ignored(args.rollout_sample_filter_path, returned)
     if args.rollout_all_samples_process_path:
         every = sorted(data + collector.dropped, key=_first_index)
         load_function(args.rollout_all_samples_process_path)(args, every, data_source)

@@ -26,6 +26,7 @@ from slime.ray.rollout.dp_split import split_train_data
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
+from slime.rollout.hook_returns import check_data_source, check_train_data
 from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.arguments import publish_runtime
@@ -72,7 +73,8 @@ class RolloutManager(RayActor):
 
     def _load_user_code(self) -> None:
         if _draws_prompts(self.args):
-            self._data_source = load_function(self.args.data_source_path)(self.args)
+            path = self.args.data_source_path
+            self._data_source = check_data_source(path, load_function(path)(self.args))
         self._generate = load_function(self.args.rollout_function_path)
         self._evaluate = load_function(self.args.eval_function_path)
 
@@ -153,8 +155,8 @@ class RolloutManager(RayActor):
             self._servers = None
 
     def _convert(self, samples: list[Sample]) -> dict[str, Any]:
-        if self.args.custom_convert_samples_to_train_data_path:
-            return load_function(self.args.custom_convert_samples_to_train_data_path)(self.args, samples)
+        if path := self.args.custom_convert_samples_to_train_data_path:
+            return check_train_data(path, load_function(path)(self.args, samples))
         raw_rewards, rewards = post_process_rewards(self.args, samples)
         return dict(samples_to_train_data(samples, raw_rewards, rewards))
 
