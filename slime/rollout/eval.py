@@ -60,6 +60,7 @@ class EvalDatasets(metaclass=SingletonMeta):
                 truncation=args.prompt_truncation,
                 num_workers=args.filter_prompts_workers,
                 skip_malformed=args.skip_malformed_data,
+                keep_messages=args.reward_model_path is not None,
             )
         return self._read[key]
 
@@ -85,9 +86,9 @@ async def eval_rollout_single_dataset(
     """Evaluate one data set.
 
     Returns:
-        {"rewards": [...], "truncated": [...], "samples": [...], "num_failed": n}, one entry per prompt and repetition, in the order of
-        the file. Of a fan-out rollout the last sibling stands for the execution. Samples that failed, and were not
-        to end the run (--on-sample-error), are missing.
+        {"rewards": [...], "truncated": [...], "samples": [...], "num_failed": n}, one entry per prompt and repetition,
+        in the order of the file. Of a fan-out rollout the last sibling stands for the execution. Samples that failed,
+        and were not to end the run (--on-sample-error), are missing.
     """
     if args.group_rm and not dataset_cfg.custom_rm_path:
         raise UsageError(

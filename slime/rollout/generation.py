@@ -27,7 +27,7 @@ from slime.observability.trace_utils import (
 from slime.rollout.base_types import flatten
 from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload
 from slime.rollout.model_urls import router_url
-from slime.rollout.sample_errors import SampleError, blame, check_completed, check_continued, describe, generate_name
+from slime.rollout.sample_errors import SampleError, blame, check_completed, describe, generate_name
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.scoring import score_each, score_group
 from slime.utils.async_utils import gather_or_cancel
@@ -286,8 +286,6 @@ async def _call_generate(
         else:
             completed = await generate(args, sample, sampling_params, evaluation)
     check_completed(name, before, completed)
-    if path:
-        check_continued(name, before, completed)
     return completed
 
 

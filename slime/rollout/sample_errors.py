@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,8 +84,13 @@ def blame(name: str, sample: Sample) -> Iterator[None]:
         raise SampleError(text, is_final=refused) from error
 
 
-def check_completed(name: str, origin: Sample, completed: Any) -> None:
+def check_completed(name: str, before: Sample, completed: Any) -> None:
     """A generate function returned a sample, or a list of them, whose parallel lists fit together.
+
+    Args:
+        name: the function, for the error.
+        before: the sample as the function got it; tokens of a partial sample must have been gone on from.
+        completed: what it returned.
 
     Raises:
         SampleError: it did not.
@@ -96,10 +101,21 @@ def check_completed(name: str, origin: Sample, completed: Any) -> None:
         samples = []
     if not samples:
         found = "an empty list" if completed == [] else f"{str(completed)[:80]!r} ({type(completed).__name__})"
-        raise SampleError(f"{name} returned {found} for {describe(origin)}; it must return a Sample or a list of them")
+        raise SampleError(f"{name} returned {found} for {describe(before)}; it must return a Sample or a list of them")
     for sample in samples:
+        if before.response_length and not _goes_on(before, sample):
+            raise SampleError(
+                f"{name} did not go on from the {before.response_length} response tokens that {describe(before)} "
+                "had from an earlier rollout; append to sample.tokens, or leave --partial-rollout out"
+            )
         if problem := _length_problem(sample):
             raise SampleError(f"{name} returned {describe(sample)} with {problem}")
+
+
+def _goes_on(before: Sample, sample: Sample) -> bool:
+    """Whether a sample still has the prompt and the response tokens that it had; else it would train nonsense."""
+    same_prompt = len(sample.tokens) - sample.response_length == len(before.tokens) - before.response_length
+    return same_prompt and sample.tokens[: len(before.tokens)] == before.tokens
 
 
 def _length_problem(sample: Sample) -> str | None:
@@ -111,24 +127,6 @@ def _length_problem(sample: Sample) -> str | None:
         if values is not None and len(values) != length:
             return f"a {field} of {len(values)} entries for response_length {length}; they must be equal"
     return None
-
-
-def check_continued(name: str, before: Sample, completed: Sample | Sequence[Sample]) -> None:
-    """A generate function that was given a partial sample went on from its tokens, as --partial-rollout needs.
-
-    Raises:
-        SampleError: it began anew, which would train tokens under the wrong prompt.
-    """
-    if not before.response_length:
-        return
-    num_prompt = len(before.tokens) - before.response_length
-    for sample in flatten(completed):
-        same_prompt = len(sample.tokens) - sample.response_length == num_prompt
-        if not same_prompt or sample.tokens[: len(before.tokens)] != before.tokens:
-            raise SampleError(
-                f"{name} did not go on from the {before.response_length} response tokens that {describe(before)} "
-                "had from an earlier rollout; append to sample.tokens, or leave --partial-rollout out"
-            )
 
 
 def check_reward(name: str, sample: Sample, reward: Any, *, key: str | None) -> None:

@@ -1,15 +1,20 @@
-"""What tests of the rollout share: fake reward services."""
+"""What tests of the rollout share: fake reward services, and a loop over a scripted engine."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 import pytest
 from aiohttp import web
 
+from slime.rollout import data_source, generation
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.eval import EvalDatasets
+from slime.rollout.generation import GenerateState
 from slime.rollout.rm_hub import service
 from tests.rollout.reward_fakes import Answer, FakeService
-from tests.unit.rollout_fakes import serve
+from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args, serve
 
 
 @pytest.fixture

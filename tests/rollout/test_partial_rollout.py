@@ -1,0 +1,164 @@
+"""--partial-rollout: what was generated for a group that a rollout did not use is gone on with in the next."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from slime.rollout.generation import generate
+from slime.rollout.sample_errors import SampleError
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.train_data import response_loss_mask
+from slime.utils.types import Sample
+
+Status = Sample.Status
+PARTIAL = {"partial_rollout": True, "over_sampling_batch_size": 3, "n_samples_per_prompt": 2}
+
+
+def by_prompt(groups):
+    return {group[0].prompt: group for group in groups}
+
+
+@pytest.fixture
+def two_rollouts(make, engine):
+    """Rollout 0 is aborted while "pz" has 3 of its 25 tokens, rollout 1 completes it; returns what each left."""
+
+    def run(**changes):
+        args, source = make("bcz", **{**PARTIAL, **changes})
+        engine.held, engine.partial = {ord("z")}, 3
+        generate_rollout(args, 0, source)
+        kept = copy.deepcopy(source.buffer)
+        engine.held, engine.requests = set(), []
+        output = generate_rollout(args, 1, source)
+        return args, kept, output
+
+    return run
+
+
+def test_an_aborted_group_goes_on_in_the_next_rollout_with_fewer_new_tokens(two_rollouts, engine):
+    _, (kept,), output = two_rollouts(rollout_max_response_len=20)
+    assert [(s.status, s.response_length, s.metadata) for s in kept] == [
+        (Status.ABORTED, 3, {"start_rollout_id": 0})
+    ] * 2
+    sample = by_prompt(output.samples)["pz"][0]
+    prompt = [ord("p"), ord("z")]
+    assert sample.tokens == prompt + [100 + i for i in range(20)], "one answer, as if it had never been interrupted"
+    assert sample.rollout_log_probs == [-0.5 - i for i in range(20)]
+    assert (sample.status, sample.response_length) == (Status.TRUNCATED, 20)
+    assert sample.weight_versions == ["7", "7"], "one entry per engine call"
+    resumed = [r for r in engine.requests if r["input_ids"][:2] == prompt]
+    assert [(len(r["input_ids"]), r["sampling_params"]["max_new_tokens"]) for r in resumed] == [(2 + 3, 20 - 3)] * 2
+    assert sample.metadata["start_rollout_id"] == 0
+    assert output.metrics["rollout/partial_rollout/resumed_samples"] == 2.0
+
+
+def test_without_the_flag_nothing_of_the_answer_is_kept(two_rollouts):
+    _, (kept,), output = two_rollouts(partial_rollout=False)
+    assert [(s.status, s.response_length, s.tokens, s.metadata) for s in kept] == [(Status.PENDING, 0, [], {})] * 2
+    assert "start_rollout_id" not in by_prompt(output.samples)["pz"][0].metadata
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_tokens_from_before_the_resume_are_masked_where_asked(two_rollouts, mask):
+    _, _, output = two_rollouts(mask_offpolicy_in_partial_rollout=mask)
+    groups = by_prompt(output.samples)
+    old = [0] * 3 if mask else [1] * 3
+    assert [response_loss_mask(s) for s in groups["pz"]] == [old + [1] * 17] * 2
+    fresh = next(group for prompt, group in groups.items() if prompt != "pz")
+    assert all(set(response_loss_mask(s)) == {1} for s in fresh)
+
+
+def test_a_finished_sample_of_an_unfinished_group_is_not_generated_or_hooked_again_and_keeps_its_reward(make, engine):
+    args, source = make(
+        "bcz",
+        **PARTIAL,
+        custom_generate_function_path=f"{__file__}:first_finishes",
+        rollout_sample_hook_path=[f"{__file__}:count_hook"],
+    )
+    engine.held, engine.partial = {ord("z")}, 3
+    generate_rollout(args, 0, source)
+    ((finished, aborted),) = source.buffer
+    assert (finished.status, finished.reward, finished.metadata) == (Status.COMPLETED, 0.0, {"hooks": 1})
+    assert (aborted.status, aborted.reward) == (Status.ABORTED, None)
+    assert "hooks" not in aborted.metadata, "hooks are for finished samples"
+    engine.held, engine.requests = set(), []
+    group = by_prompt(generate_rollout(args, 1, source).samples)["pz"]
+    assert [s.metadata["hooks"] for s in group] == [1, 1]
+    assert [s.reward for s in group] == [0.0, 20.0]
+    assert len([r for r in engine.requests if r["input_ids"][1] == ord("z")]) == 1, "only the aborted one"
+
+
+async def first_finishes(args, sample, sampling_params):
+    if sample.prompt == "pz" and sample.index % 2 == 0:
+        sample.status = Status.COMPLETED
+        return sample
+    return await generate(args, sample, sampling_params)
+
+
+def count_hook(args, sample):
+    sample.metadata["hooks"] = sample.metadata.get("hooks", 0) + 1
+
+
+def test_surplus_finished_groups_are_kept_whole_and_cost_no_request_later(make, engine):
+    args, source = make(
+        "ddddd", rollout_batch_size=2, over_sampling_batch_size=5, n_samples_per_prompt=1, partial_rollout=True
+    )
+    generate_rollout(args, 0, source)
+    finished = [group for group in source.buffer if group[0].status is Status.COMPLETED]
+    assert all(s.reward == 3.0 and s.metadata["start_rollout_id"] == 0 for (s,) in finished)
+    assert len(source.buffer) == 3
+    engine.requests.clear()
+    output = generate_rollout(args, 1, source)
+    assert len(engine.requests) == max(0, 3 - len(finished)) + 2, "what is finished is only taken over"
+    assert len(output.samples) == 2
+
+
+def test_partial_samples_survive_a_checkpoint_with_versions_and_log_probs(make, engine):
+    args, source = make("bcz", **PARTIAL)
+    engine.held, engine.partial = {ord("z")}, 3
+    generate_rollout(args, 0, source)
+    source.save(0)
+    resumed = type(source)(args)
+    resumed.load(0)
+    assert resumed.buffer == source.buffer
+    (sample, _) = resumed.buffer[0]
+    assert (sample.weight_versions, sample.rollout_log_probs) == (["7"], [-0.5, -1.5, -2.5])
+    assert (sample.status, sample.session_id) == (Status.ABORTED, source.buffer[0][0].session_id)
+    assert sample.session_id is not None
+    engine.held = set()
+    group = by_prompt(generate_rollout(args, 1, resumed).samples)["pz"]
+    assert [s.response_length for s in group] == [20, 20]
+
+
+async def begins_anew(args, sample, sampling_params):
+    sample.tokens = [ord(letter) for letter in sample.prompt]
+    return await generate(args, sample, sampling_params)
+
+
+def test_a_generate_function_that_does_not_go_on_is_named_instead_of_training_nonsense(make, engine):
+    args, source = make("bcz", **PARTIAL, custom_generate_function_path=f"{__file__}:begins_anew")
+    engine.held, engine.partial = {ord("z")}, 3
+    generate_rollout(args, 0, source)
+    engine.held, engine.resumes = set(), False
+    with pytest.raises(SampleError, match=r"begins_anew did not go on from the 3 response tokens .*'pz'.*--partial-r"):
+        generate_rollout(args, 1, source)
+
+
+async def in_two(args, sample, sampling_params):
+    first = await generate(args, sample, sampling_params)
+    return [first, copy.deepcopy(first)]
+
+
+def test_a_fan_out_begins_anew_because_its_siblings_are_no_group_of_prompts(make, engine):
+    args, source = make("bcz", **PARTIAL, custom_generate_function_path=f"{__file__}:in_two")
+    engine.held, engine.partial = {ord("z")}, 3
+    generate_rollout(args, 0, source)
+    (kept,) = source.buffer
+    assert [(s.index, s.tokens) for s in kept] == [(4, []), (5, [])]
+
+
+def test_a_group_reward_waits_until_the_group_is_finished(two_rollouts):
+    _, (kept,), output = two_rollouts(group_rm=True)
+    assert [s.reward for s in kept] == [None, None]
+    assert [s.reward for s in by_prompt(output.samples)["pz"]] == [20.0, 20.0]
