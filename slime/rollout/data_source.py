@@ -192,6 +192,7 @@ def _open_dataset(args: Namespace) -> Dataset:
         truncation=args.prompt_truncation,
         num_workers=args.filter_prompts_workers,
         skip_malformed=args.skip_malformed_data,
+        keep_messages=args.reward_model_path is not None,
     )
 
 

@@ -138,6 +138,8 @@ class Dataset:
         truncation, num_workers: what happens to longer prompts, and how many threads look for them (see
             slime.utils.prompt_length).
         skip_malformed: leave out lines that are no JSON object, with one warning.
+        keep_messages: put the message list of a rendered prompt into `metadata["messages"]`, for a reward model with
+            a chat template of its own.
 
     Raises:
         UsageError: a row cannot be used, or no row is left.
@@ -161,7 +163,9 @@ class Dataset:
         truncation: str = "drop",
         num_workers: int = 1,
         skip_malformed: bool = False,
+        keep_messages: bool = False,
     ) -> None:
+        self._keep_messages = keep_messages
         self._template_kwargs = apply_chat_template_kwargs or {}
         self._apply_template, self._tokenizer, self._processor = apply_chat_template, tokenizer, processor
         self._keys = {"prompt": prompt_key, "label": label_key, "tools": tool_key, "metadata": metadata_key}
@@ -231,6 +235,8 @@ class Dataset:
         prompt: str | list[dict[str, Any]]
         if self._apply_template:
             messages = self._messages(where, row)
+            if self._keep_messages:
+                metadata.setdefault("messages", messages)
             prompt = render_chat(self._tokenizer, messages, tools=metadata.get("tools"), **self._template_kwargs)
         elif self._multimodal_keys:
             prompt = self._messages(where, row)

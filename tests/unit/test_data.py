@@ -88,6 +88,15 @@ def test_the_chat_template_renders_text_and_messages_with_tools(write):
     assert second.metadata == {"tools": tools}
 
 
+def test_the_messages_of_a_rendered_prompt_are_kept_when_asked_for(write):
+    messages = [{"role": "user", "content": "hi"}]
+    path = write([{"input": "hi"}, {"input": messages, "metadata": {"messages": "mine"}}])
+    kept = dataset(path, apply_chat_template=True, keep_messages=True).samples
+    assert [sample.metadata["messages"] for sample in kept] == [messages, "mine"]
+    assert "messages" not in dataset(path, apply_chat_template=True).samples[0].metadata
+    assert "messages" not in dataset(path, keep_messages=True).samples[0].metadata, "the prompt is the list itself"
+
+
 def test_without_a_chat_template_message_lists_stay_lists(write):
     messages = [{"role": "user", "content": "yo"}]
     assert dataset(write([{"input": messages}])).samples[0].prompt == messages

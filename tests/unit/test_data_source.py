@@ -39,6 +39,13 @@ def test_groups_are_independent_copies_with_increasing_numbers(make):
     assert source.dataset[0].metadata == {"l": ["a"]}
 
 
+def test_a_reward_model_gets_the_messages_of_rendered_prompts(make):
+    ((sample, _),) = make(apply_chat_template=True, reward_model_path="rm").get_samples(1)
+    assert sample.metadata["messages"] == [{"role": "user", "content": "a"}]
+    ((sample, _),) = make(apply_chat_template=True).get_samples(1)
+    assert "messages" not in sample.metadata
+
+
 def test_a_request_larger_than_the_file_wraps_and_is_served_in_full(make):
     assert letters(make().get_samples(12)) == "abcdeabcdeab"
 
