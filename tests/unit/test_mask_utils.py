@@ -5,7 +5,9 @@ from __future__ import annotations
 import jinja2
 import pytest
 
+from slime.rollout.turn_tokens import next_turn_tokens
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from tests.rollout.chat_tokenizers import family_tokenizer
 from tests.unit.rollout_fakes import LetterTokenizer
 from tools.make_tiny_model import build_tokenizer
 
@@ -112,3 +114,100 @@ def test_the_tiny_models_real_tokenizer_gives_the_prompt_the_engine_would_see():
     assert mask[: len(prompt)] == [0] * len(prompt)
     assert mask[len(prompt) :] == [1, 1, 1, 0], "two digits and the end marker; the template's newline is not trained"
     assert generator.get_text_from_loss_mask(ids, mask) == ["19<|im_end|>"]
+
+
+CALLS = [
+    {"role": "user", "content": "84*18"},
+    {"role": "assistant", "content": "<think>\nHard.\n</think>\n\n<tool_call>{}</tool_call>"},
+    {"role": "tool", "content": "1512"},
+    {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\n1512"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n2"},
+]
+PLAIN = [{**turn, "content": turn["content"].split("</think>\n\n")[-1]} for turn in CALLS]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "messages", "expected"),
+    [
+        ("qwen2_5", "qwen", PLAIN, ["<tool_call>{}</tool_call><|im_end|>", "1512<|im_end|>", "2<|im_end|>"]),
+        ("smollm2", "qwen", PLAIN, ["<tool_call>{}</tool_call><|im_end|>", "1512<|im_end|>", "2<|im_end|>"]),
+        ("llama3", "qwen", PLAIN, ["<tool_call>{}</tool_call><|eot_id|>", "1512<|eot_id|>", "2<|eot_id|>"]),
+        # The model ends its turn by naming who speaks next; after the last turn nobody does.
+        ("glm4", "qwen", PLAIN, ["\n<tool_call>{}</tool_call><|observation|>", "\n1512<|user|>", "\n2"]),
+        # Thoughts before the last question are not shown, so they are not trained.
+        (
+            "qwen3",
+            "qwen3",
+            CALLS,
+            ["<tool_call>{}</tool_call><|im_end|>", "1512<|im_end|>", "<think>\nHm.\n</think>\n\n2<|im_end|>"],
+        ),
+        (
+            "qwen3",
+            "qwen3",
+            CALLS[:4],
+            [
+                "<think>\nHard.\n</think>\n\n<tool_call>{}</tool_call><|im_end|>",
+                "<think>\nEasy.\n</think>\n\n1512<|im_end|>",
+            ],
+        ),
+        # The prompt opens the thought, so the model writes what follows.
+        ("qwen3_5", "qwen3_5", CALLS[4:], ["Hm.\n</think>\n\n2<|im_end|>"]),
+        ("deepseek_r1_distill_qwen", "distill_qwen", CALLS, ["2<｜end▁of▁sentence｜>"]),
+    ],
+)
+def test_real_families_train_what_the_model_would_have_written(family, kind, messages, expected):
+    tools = None if family == "smollm2" else [{"type": "function", "function": {"name": "calculator"}}]
+    tokenizer = family_tokenizer(family)
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    ids, mask = generator.get_loss_mask(messages, tools=tools)
+    assert generator.get_text_from_loss_mask(ids, mask) == expected
+    whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert tokenizer.decode(ids) == whole, "nothing is lost or added"
+    if kind != "distill_qwen":  # it trains the last turn alone
+        assert generator.get_loss_mask_with_multimodal_alignment(messages, ids, tools=tools) == (ids, mask)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "llama3", "glm4"])
+def test_the_mask_agrees_with_the_flow_of_a_rollout(family):
+    tokenizer = family_tokenizer(family)
+    ids, mask = MultiTurnLossMaskGenerator(tokenizer).get_loss_mask(PLAIN)
+    prompt = tokenizer.apply_chat_template(PLAIN[:1], tokenize=False, add_generation_prompt=True)
+    start = len(tokenizer.encode(prompt, add_special_tokens=False))
+    assert mask[:start] == [0] * start and mask[start] == 1, "the response begins where the prompt ends"
+    new = next_turn_tokens(tokenizer, PLAIN[:2], PLAIN[2:3], tokens=ids[: mask.index(0, start)])
+    assert ids[mask.index(0, start) :][: len(new)] == new
+    assert mask[mask.index(0, start) :][: len(new)] == [0] * len(new)
+
+
+def test_images_that_a_processor_lengthened_do_not_shift_the_mask():
+    tokenizer = family_tokenizer("qwen3_5")
+    image, text = {"type": "image"}, {"type": "text", "text": "What is it?"}
+    messages = [
+        {"role": "user", "content": [image, text]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": [text, image]},
+        {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nA dog."},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    (pad,) = tokenizer.encode("<|image_pad|>", add_special_tokens=False)
+    short = tokenizer.encode(rendered, add_special_tokens=False)
+    long = [token for i in short for token in ([pad] * 7 if i == pad else [i])]
+    generator = MultiTurnLossMaskGenerator(tokenizer, "qwen3_5")
+    ids, mask = generator.get_loss_mask_with_multimodal_alignment(messages, long)
+    assert ids == long and len(mask) == len(short) + 2 * 6
+    assert generator.get_text_from_loss_mask(ids, mask) == ["A cat.<|im_end|>", "Hm.\n</think>\n\nA dog.<|im_end|>"]
+    messages[1]["step_loss_mask"] = 0
+    _, mask = generator.get_loss_mask_with_multimodal_alignment(messages, long)
+    assert generator.get_text_from_loss_mask(ids, mask) == ["Hm.\n</think>\n\nA dog.<|im_end|>"]
+    with pytest.raises(ValueError, match="2 assistant turns for 1 assistant messages"):
+        generator.get_loss_mask_with_multimodal_alignment(messages[:2], long)
+
+
+def test_an_empty_thought_whose_newlines_are_one_token_is_trained_after_its_tag():
+    tokenizer = family_tokenizer("qwen3_5")
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    ids = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+    generator = MultiTurnLossMaskGenerator(tokenizer, "qwen3_5")
+    ids, mask = generator.get_loss_mask_with_multimodal_alignment(messages, ids)
+    assert generator.get_text_from_loss_mask(ids, mask) == ["\n\n</think>\n\n2<|im_end|>"]
