@@ -18,7 +18,7 @@ from slime.rollout.filter_hub.base_types import (
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.generation import GREEDY_REWARD, GenerateState, is_unfinished
+from slime.rollout.generation import GREEDY_REWARD, START, GenerateState, is_unfinished
 from slime.rollout.rm_hub import take_reward_failures
 from slime.rollout.sample_errors import SampleError, blame, hook_name
 from slime.utils.misc import load_function
@@ -26,7 +26,6 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 Group = list[Sample]
-START = "start_rollout_id"
 _WARN_AFTER_BATCHES = 5
 _LEAST_FAILURES = 16
 _MAX_FAILURES_PER_PROMPT = 4
@@ -76,19 +75,32 @@ class Collector:
                 self._take_aborted(group, untouched)
                 state.remaining_batch_size -= 1
                 return 0
-            verdict = self._judge(group)
+            if self.offer(group, num_expected=state.remaining_batch_size):
+                return 1
         except SampleError as error:
             self._take_failed(state, untouched, error, is_needed=not is_full)
             return 0
-        target = self.args.rollout_batch_size
+        state.remaining_batch_size -= 1
+        return 0
+
+    def offer(self, group: Group, *, num_expected: int) -> bool:
+        """Accept a finished group into the batch, or drop it as the dynamic filter says; returns whether it is in.
+
+        Args:
+            num_expected: groups that are accepted or in flight, this one included.
+
+        Raises:
+            SampleError: the filter failed.
+            RuntimeError: the filter drops group after group.
+        """
+        verdict = self._judge(group)
         if should_drop_dynamic_filter_output(
-            verdict, remaining_batch_size=state.remaining_batch_size, target_data_size=target
+            verdict, remaining_batch_size=num_expected, target_data_size=self.args.rollout_batch_size
         ):
             self._drop(group, verdict.reason)
-            state.remaining_batch_size -= 1
-            return 0
+            return False
         self.accepted.append(group)
-        return 1
+        return True
 
     def _judge(self, group: Group) -> DynamicFilterOutput:
         if self._filter is None:

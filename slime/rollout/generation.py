@@ -30,6 +30,7 @@ from slime.rollout.model_urls import router_url
 from slime.rollout.sample_errors import SampleError, blame, check_completed, describe, generate_name
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.scoring import score_each, score_group
+from slime.rollout.weight_versions import WeightClock, note_begin
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta, load_function, stable_hash
@@ -53,6 +54,7 @@ Group = list[Sample]
 Status = Sample.Status
 _FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 GREEDY_REWARD = "greedy_reward"
+START = "start_rollout_id"
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -148,6 +150,14 @@ def fresh_copy(sample: Sample) -> Sample:
     )
 
 
+def restarted(sample: Sample) -> Sample:
+    """The sample with nothing generated, and without what a rollout noted about an earlier attempt."""
+    fresh = fresh_copy(sample)
+    for key in (START, GREEDY_REWARD):
+        fresh.metadata.pop(key, None)
+    return fresh
+
+
 def sampling_seed(*parts: int | str) -> int:
     """A request's 31-bit seed, from what identifies it: the same in every run."""
     return stable_hash("sampling", *parts)
@@ -173,7 +183,7 @@ async def generate(
     """
     state = GenerateState(args)
     if not sample.tokens:
-        await _tokenize_prompt(state, sample)
+        await tokenize_prompt(state, sample)
     limit = args.eval_max_context_len if evaluation else args.rollout_max_context_len
     is_new = sample.response_length == 0
     params = call_budget(sample, sampling_params, max_context_len=limit)
@@ -192,7 +202,8 @@ async def generate(
     return sample
 
 
-async def _tokenize_prompt(state: GenerateState, sample: Sample) -> None:
+async def tokenize_prompt(state: GenerateState, sample: Sample) -> None:
+    """Set the tokens of a sample that has none to those of its prompt."""
     if not isinstance(sample.prompt, str):
         raise ValueError("the prompt is a message list; --apply-chat-template turns it into text")
     if not sample.multimodal_inputs:
@@ -254,7 +265,9 @@ async def generate_and_rm(
             if state.aborted and not evaluation:
                 sample.status = Status.ABORTED
                 return sample
+            begun = WeightClock().version  # the engine names a version when it answers, after a sync perhaps
             completed = await _call_generate(args, sample, sampling_params, evaluation)
+            note_begin(flatten(completed), begun)
     completed = await apply_rollout_sample_hooks(args, completed, evaluation=evaluation)
     samples = flatten(completed)
     if isinstance(completed, list):

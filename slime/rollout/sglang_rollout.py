@@ -29,10 +29,12 @@ from slime.rollout.generation import (
     generate,
     generate_and_rm,
     generate_and_rm_group,
+    restarted,
 )
 from slime.rollout.hook_returns import check_drawn, warn_if_ignored
 from slime.rollout.model_urls import get_model_url, router_url
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.weight_versions import WeightClock, is_too_old
 from slime.utils import async_utils
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -98,7 +100,8 @@ async def generate_rollout_async(
         with progress_bar(args.rollout_batch_size, f"rollout {rollout_id}") as bar:
             while len(collector.accepted) < args.rollout_batch_size:
                 while state.remaining_batch_size < args.rollout_batch_size:
-                    state.submit_generate_tasks(check_drawn(args, data_source.get_samples(args.over_sampling_batch_size)))
+                    groups = check_drawn(args, data_source.get_samples(args.over_sampling_batch_size))
+                    state.submit_generate_tasks(restart_stale(args, rollout_id, groups))
                 bar.update(collector.take(state, await state.finished.get()))
         while not state.finished.empty():  # finished in the same instant
             collector.take(state, state.finished.get_nowait())
@@ -106,7 +109,7 @@ async def generate_rollout_async(
     except BaseException:
         await _cancel_all(state)
         raise
-    output = _finish(args, collector, data_source)
+    output = finish_rollout(args, collector, data_source)
     return output, sorted(unused, key=_first_index)
 
 
@@ -140,6 +143,7 @@ async def _abort(args: Namespace, rollout_id: int, collector: Collector) -> list
             returned += state.pendings.values()
             await _cancel_all(state)
             await _abort_engines(args)
+    state.aborted = False  # a background evaluation may go on
     return returned
 
 
@@ -166,7 +170,7 @@ async def _cancel_all(state: GenerateState) -> None:
     state.pendings.clear()
 
 
-def _finish(args: Namespace, collector: Collector, data_source: Any) -> RolloutFnTrainOutput:
+def finish_rollout(args: Namespace, collector: Collector, data_source: Any) -> RolloutFnTrainOutput:
     """Order the groups and run the two hooks at the end of a rollout."""
     data = sorted(collector.accepted, key=_first_index)
     if args.rollout_sample_filter_path:
@@ -176,6 +180,12 @@ def _finish(args: Namespace, collector: Collector, data_source: Any) -> RolloutF
         every = sorted(data + collector.dropped, key=_first_index)
         load_function(args.rollout_all_samples_process_path)(args, every, data_source)
     return RolloutFnTrainOutput(samples=data, metrics=collector.metrics())
+
+
+def restart_stale(args: Namespace, rollout_id: int, groups: list[Group]) -> list[Group]:
+    """The groups; those whose tokens would be older than --max-weight-staleness when trained begin anew."""
+    at, bound = WeightClock().trained_at(rollout_id), args.max_weight_staleness
+    return [[restarted(sample) for sample in group] if is_too_old(group, at, bound) else group for group in groups]
 
 
 def _first_index(group: Group) -> int:

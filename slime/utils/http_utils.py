@@ -43,6 +43,7 @@ __all__ = [
     "post",
     "post_sync",
     "run_router",
+    "shared_session",
     "terminate_process",
 ]
 logger = logging.getLogger(__name__)
@@ -108,6 +109,11 @@ def init_http_client(args: Namespace) -> None:
     """Size the shared client to the engines of this run; call it once per process, before the first request."""
     _client.limits.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
     _client.limits.request_timeout_s = float(args.sglang_router_request_timeout_secs)
+
+
+def shared_session() -> aiohttp.ClientSession:
+    """The running loop's session, for requests that `post` and `get` cannot make. Do not close it."""
+    return _client.session()
 
 
 async def close_http_client() -> None:

@@ -193,6 +193,7 @@ def rollout_args(**changes: Any) -> Namespace:
         "custom_rm_path": "tests.unit.rollout_fakes:reward_response_length",
         "custom_reward_post_process_path": None,
         "dynamic_sampling_filter_path": None,
+        "max_weight_staleness": None,
         "buffer_filter_path": None,
         "group_rm": False,
         "rm_type": None,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 GPUS_OF_A_ROLLOUT_ONLY_NODE = 8
+FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
 def derive_flags(
@@ -46,6 +47,9 @@ def derive_flags(
         "eval_reward_key": first(args.eval_reward_key, args.reward_key),
         "eval_function_path": first(args.eval_function_path, args.rollout_function_path),
         "eval_max_context_len": first(args.eval_max_context_len, args.rollout_max_context_len),
+        "update_weights_in_flight": first(
+            args.update_weights_in_flight, keeps_requests_in_flight(args.rollout_function_path)
+        ),
         "rollout_max_prompt_len": longest_prompt(args.rollout_max_prompt_len, context=args.rollout_max_context_len),
         "save_interval": first(args.save_interval, 1 if args.release_train else None),
         "output_dir": args.output_dir or args.save or f"outputs/{now}",
@@ -55,6 +59,11 @@ def derive_flags(
 def first(given: Any, fallback: Any) -> Any:
     """`given`, unless it is None."""
     return fallback if given is None else given
+
+
+def keeps_requests_in_flight(rollout_function_path: str) -> bool:
+    """Whether a rollout function leaves requests in the engines when it returns."""
+    return rollout_function_path.replace(":", ".") == FULLY_ASYNC_ROLLOUT
 
 
 def evaluation_only(args: argparse.Namespace) -> dict[str, Any]:

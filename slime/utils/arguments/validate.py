@@ -12,8 +12,14 @@ import argparse
 import math
 from collections.abc import Callable, Iterable
 
-from slime.utils.arguments import check_batch, check_devices, check_generation, check_losses, check_rollout
-from slime.utils.arguments import check_async
+from slime.utils.arguments import (
+    check_async,
+    check_batch,
+    check_devices,
+    check_generation,
+    check_losses,
+    check_rollout,
+)
 from slime.utils.arguments.check_effect import Fields, check_needs, check_pointless, without_effect
 from slime.utils.arguments.check_trainer import TRAINER_CHECKS
 from slime.utils.arguments.flags import option_name

@@ -15,6 +15,11 @@ class WeightSyncFlags:
     update_weights_interval: int = flag(
         1, "train_async.py: sync the weights every N rollouts (train.py: every rollout)", at_least=1
     )
+    update_weights_in_flight: bool | None = flag(
+        None,
+        "requests stay in flight during a sync: engines put them aside and run without prefix cache (default: only "
+        "with the fully async rollout)",
+    )
     update_weight_transport: str = flag(
         "nccl",
         "how weights travel without --colocate: the device's collective (NCCL, on CPU gloo)",

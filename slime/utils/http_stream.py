@@ -1,0 +1,44 @@
+"""Answers that arrive piece by piece: server-sent events over the shared HTTP client.
+
+It does not know what an event means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+
+from slime.utils import http_utils
+from slime.utils.errors import HttpError
+
+
+async def stream_events(url: str, payload: Any, headers: dict[str, str] | None = None) -> AsyncIterator[Any]:
+    """POST JSON and yield the parsed JSON of each server-sent event, until "[DONE]" or the end of the answer.
+
+    Nothing is retried: what was received so far, only the caller knows.
+
+    Raises:
+        HttpError: a 4xx or 5xx answer (`status` says which), or the connection broke (`status` is None).
+    """
+    body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **(headers or {})}
+    try:
+        async with http_utils.shared_session().post(url, data=body, headers=headers) as answer:
+            if answer.status >= 400:
+                text = (await answer.read()).decode(errors="replace")[:2000]
+                raise HttpError(f"POST {url} was refused: HTTP {answer.status}: {text}", status=answer.status)
+            pending = b""
+            async for chunk in answer.content.iter_any():  # lines may be longer than aiohttp's own limit of a line
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    data = line.strip().removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:"):
+                        continue
+                    if data == b"[DONE]":
+                        return
+                    yield orjson.loads(data)
+    except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
+        raise HttpError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
