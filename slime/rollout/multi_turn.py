@@ -32,7 +32,7 @@ __all__ = ["ToolError", "count_drift", "final_answer", "generate", "generate_tur
 
 DEFAULT_MAX_TURNS = 8
 DEFAULT_TOOL_TIMEOUT_S = 60.0
-_STATE_KEYS = ("messages", "round_number", "tool_calls", "tool_errors", "template_drift", "turn_start")
+_STATE_KEYS = ("messages", "round_number", "tool_calls", "tool_errors", "template_drift", "turn_start", "final_status")
 Status = Sample.Status
 
 
@@ -96,7 +96,7 @@ async def generate_turns(
         turn.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
         conversation = Conversation(args, turn)
         conversation.begin(messages)
-        turn.metadata |= {"round_number": number, **counts}
+        turn.metadata |= {"round_number": number - 1, **counts}
         text = await conversation.write_turn(sampling_params, evaluation)
         if turn.status is Status.ABORTED:
             sample.status = Status.ABORTED
@@ -110,7 +110,7 @@ async def generate_turns(
     else:
         turns[-1].status = Status.TRUNCATED
     for turn in turns:
-        turn.metadata |= {"messages": messages, **counts}
+        turn.metadata |= {"messages": messages, "final_status": turns[-1].status.value, **counts}
     return turns
 
 
@@ -120,7 +120,8 @@ def final_answer(sample: Sample) -> str:
     For reward functions: `sample.response` also holds the turns before, and what the tools said.
     """
     messages = sample.metadata.get("messages") or []
-    if sample.status is not Status.COMPLETED or not messages or messages[-1]["role"] != "assistant":
+    status = sample.metadata.get("final_status", sample.status.value)  # of a fan-out: how the last turn ended
+    if status != Status.COMPLETED.value or not messages or messages[-1]["role"] != "assistant":
         return ""
     text = str(messages[-1]["content"])
     return "" if parse_tool_calls(text) else text.rpartition("</think>")[2].strip()

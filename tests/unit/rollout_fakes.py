@@ -162,6 +162,7 @@ def rollout_args(**changes: Any) -> Namespace:
         "rollout_max_response_len": 20,
         "rollout_max_context_len": None,
         "eval_max_context_len": None,
+        "max_turns": None,
         "rollout_max_prompt_len": None,
         "rollout_min_new_tokens": 0,
         "rollout_ignore_eos": False,
