@@ -15,6 +15,7 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,10 +93,13 @@ class SingletonMeta(type):
     """Metaclass of a class with one instance per process; `Cls.clear_instances()` forgets it (tests, a new run)."""
 
     _instances: dict[type, Any] = {}
+    _lock = threading.RLock()  # a constructor may ask for another singleton
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls not in SingletonMeta._instances:
-            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+            with SingletonMeta._lock:
+                if cls not in SingletonMeta._instances:
+                    SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
         return SingletonMeta._instances[cls]
 
     def clear_instances(cls) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -80,6 +82,16 @@ def test_a_singleton_is_forgotten_only_by_its_own_class():
     One.clear_instances()
     assert One() is not one
     assert Two() is two
+
+
+def test_threads_that_ask_for_a_singleton_at_once_get_the_same_one():
+    class Slow(metaclass=SingletonMeta):
+        def __init__(self):
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: Slow(), range(4)))
+    assert len(set(map(id, made))) == 1
 
 
 def test_stable_hash_is_the_same_in_another_process():
