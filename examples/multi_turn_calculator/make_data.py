@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
     parser.add_argument("--num-eval", type=int, default=128, help="held-out problems")
     parser.add_argument("--eval-samples", type=int, default=2, help="samples per held-out problem")
-    parser.add_argument("--num-demonstrations", type=int, default=256 * 200)
+    parser.add_argument("--num-demonstrations", type=int, default=128 * 200)
     parser.add_argument("--good-share", type=float, default=0.5, help="share of demonstrations that call rightly")
     return parser
 

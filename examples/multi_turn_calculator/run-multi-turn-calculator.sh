@@ -6,8 +6,8 @@
 # Environment variables:
 #   OUTPUT      directory of everything that is made               (outputs/multi-turn-calculator)
 #   SEED        seed of model, demonstrations and sampling         (0)
-#   SFT_STEPS   train steps on demonstrations                      (300)
-#   GRPO_STEPS  GRPO steps                                         (20)
+#   SFT_STEPS   train steps on demonstrations                      (200)
+#   GRPO_STEPS  GRPO steps                                         (24)
 #   SFT_FROM    OUTPUT of an earlier run: start from its SFT model and data instead of making them
 #   GRPO_FLAGS  more flags for the GRPO run
 #
@@ -18,8 +18,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 OUTPUT="${OUTPUT:-outputs/multi-turn-calculator}"
 SEED="${SEED:-0}"
-SFT_STEPS="${SFT_STEPS:-300}"
-GRPO_STEPS="${GRPO_STEPS:-20}"
+SFT_STEPS="${SFT_STEPS:-200}"
+GRPO_STEPS="${GRPO_STEPS:-24}"
 SFT_FROM="${SFT_FROM:-}"
 GRPO_FLAGS="${GRPO_FLAGS:-}"
 STEPS_PER_ROLLOUT=10 # SFT: train steps between two visits to the data source

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from slime.observability.rollout_metrics import multi_turn_metrics
 from slime.rollout import generation
 from slime.rollout.generation import GenerateState, generate_and_rm
 from slime.rollout.multi_turn import ToolError, final_answer, generate, generate_turns
@@ -304,3 +305,15 @@ def test_many_conversations_run_at_once_without_mixing(run):
     samples, _ = run([call(a=1, b=2)] * 8 + ["3"] * 8, function=many)
     assert {tuple(sample.tokens) for sample in samples} == {tuple(samples[0].tokens)}
     assert all(sample.metadata["messages"][1]["content"] == "3" for sample in samples)
+
+
+def test_tool_calls_and_drift_become_metrics(run):
+    kept, _ = run([call(a=1, b=2) + call("fall"), "3"])
+    plain, _ = run(["3"])
+    drifted, _ = run(["\n3"])
+    metrics = multi_turn_metrics([kept, plain, drifted, Sample()])
+    assert metrics["tool_call_rate"] == 1 / 3, "of the samples that were generated over several turns"
+    assert metrics["tool_error_rate"] == 1 / 2, "of the calls"
+    assert metrics["template_drift"] == drifted.metadata["template_drift"] / 3 > 0
+    assert metrics["multi_turn_metric/round_number_max"] == 2
+    assert "tool_call_rate" not in multi_turn_metrics([Sample()])
