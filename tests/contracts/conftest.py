@@ -1,0 +1,50 @@
+"""Fixtures of the hook contracts: the scripted world, and the user's package on the Python path."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture
+def user_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's package can be imported, and the working directory is the one it lies in."""
+    from slime.utils.misc import load_function
+
+    here = Path(__file__).parent
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.chdir(here)
+    load_function.cache_clear()
+    yield here
+    load_function.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "user_package"]:
+        del sys.modules[name]
+    for name in [name for name in sys.modules if name.startswith("slime_hook_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_path: Path) -> Iterator[object]:
+    """`rollout_world.World` with an engine that runs for this test."""
+    from slime.observability import logging_utils
+    from slime.ray.rollout import manager as manager_module
+    from slime.rollout import data_source, generation
+    from slime.rollout.eval import EvalDatasets
+    from tests.contracts.rollout_world import TextTokenizer, World
+    from tests.unit.rollout_fakes import FakeEngine
+
+    for owner in (generation.GenerateState, EvalDatasets):
+        owner.clear_instances()
+    for module in (generation, data_source):
+        monkeypatch.setattr(module, "load_tokenizer", lambda name, **kw: TextTokenizer())
+    monkeypatch.setattr(manager_module.ray, "put", lambda value: value)
+    logging_utils.init_tracking(SimpleNamespace(), primary=False)
+    logging_utils.take_pending()
+    with FakeEngine().serve() as engine:
+        yield World(engine, tmp_path)
+    for owner in (generation.GenerateState, EvalDatasets):
+        owner.clear_instances()

@@ -1,0 +1,105 @@
+"""A rollout manager whose engine is scripted (tests.unit.rollout_fakes): no Ray, no model; all else is the real code.
+
+`user_package` stands in for a package of the user's: it is found on the Python path, or read from its file.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.ray.rollout.manager import RolloutManager
+from slime.utils.eval_config import EvalDatasetConfig
+from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
+
+HERE = Path(__file__).parent
+# A file is named relative to the working directory, which is that of the tests' package here (fixture `world`).
+PATH_FORMS = {
+    "dot": "user_package.{module}.{attribute}",
+    "colon": "user_package.{module}:{attribute}",
+    "file": "user_package/{module}.py:{attribute}",
+}
+OF_MANAGER: dict[str, Any] = {
+    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    "custom_convert_samples_to_train_data_path": None,
+    "custom_rollout_log_function_path": None,
+    "custom_eval_rollout_log_function_path": None,
+    "global_batch_size": 1,
+    "use_dynamic_batch_size": False,
+    "micro_batch_size": 1,
+    "max_tokens_per_gpu": None,
+    "balance_data": False,
+    "drop_last_rollouts": False,
+    "save_debug_rollout_data": None,
+    "rewards_normalization": False,
+    "grpo_std_normalization": False,
+    "log_passrate": False,
+    "log_multi_turn": False,
+    "log_reward_category": None,
+    "log_correct_samples": False,
+    "log_eval_samples": 0,
+    "n_samples_per_eval_prompt": 1,
+    "wandb_always_use_train_step": False,
+    "eval_only": False,
+    "overlong_buffer_len": None,
+    "overlong_penalty_factor": 1.0,
+    "max_weight_staleness": None,
+}
+
+
+class TextTokenizer(LetterTokenizer):
+    """Takes one text or several, as a real one does."""
+
+    def __call__(self, texts: Any, add_special_tokens: bool = False, **kwargs: Any) -> dict[str, Any]:
+        if isinstance(texts, str):
+            return {"input_ids": self.encode(texts)}
+        return super().__call__(texts)
+
+
+class World:
+    """Builds managers. Prompts are "p" and a letter; the engine answers letter n of the alphabet with n tokens."""
+
+    def __init__(self, engine: FakeEngine, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
+
+    def prompts(self, name: str, letters: str) -> str:
+        """A prompt file."""
+        path = self.folder / f"{name}.jsonl"
+        rows = [{"input": f"p{letter}", "label": letter, "metadata": {"row": i}} for i, letter in enumerate(letters)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    def args(self, letters: str = "bc", **changes: Any) -> Namespace:
+        """Every flag that a rollout reads."""
+        given = {"sglang_router_port": self.engine.port, "prompt_data": self.prompts("train", letters), **changes}
+        unknown_to_fakes = vars(rollout_args())
+        own = {name: value for name, value in given.items() if name not in unknown_to_fakes}
+        fakes = {name: value for name, value in given.items() if name in unknown_to_fakes}
+        return Namespace(**{**OF_MANAGER, **vars(rollout_args(**fakes)), **own})
+
+    def manager(self, letters: str = "bc", **changes: Any) -> RolloutManager:
+        """A manager as it is after `start`, for a trainer of one rank."""
+        manager = RolloutManager.__new__(RolloutManager)
+        manager.args = self.args(letters, **changes)
+        manager._data_source, manager._parallel_config = None, {"dp_size": 1, "cp_size": 1}
+        manager._load_user_code()
+        return manager
+
+    def data_set(self, name: str, letters: str, **settings: Any) -> EvalDatasetConfig:
+        """An evaluation set."""
+        return EvalDatasetConfig(name, self.prompts(name, letters), **{"max_response_len": 9, **settings})
+
+
+def train_data(manager: RolloutManager, rollout_id: int = 0) -> dict[str, Any]:
+    """The columns that one rollout gives the trainer, in the order of the samples."""
+    share = manager.generate(rollout_id)[0][0].inner
+    order = sorted(range(len(share["partition"])), key=share["partition"].__getitem__)
+    num_samples = len(order)
+    return {
+        name: [column[i] for i in order] if isinstance(column, list) and len(column) == num_samples else column
+        for name, column in share.items()
+    }

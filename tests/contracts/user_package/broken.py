@@ -1,0 +1,3 @@
+"""A module that cannot be imported."""
+
+import surely_not_installed  # noqa: F401
