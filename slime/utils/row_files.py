@@ -19,6 +19,7 @@ import orjson
 
 from slime.utils.errors import UsageError
 
+_BATCH = 256  # rows of a .parquet
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -153,7 +154,7 @@ class ParquetRows:
         self._spool: Any = None
 
     def scan(self, *, remember: bool = False) -> Iterator[Row]:
-        """The rows in order, one batch of 1024 in memory at a time.
+        """The rows in order, a batch of 256 in memory at a time.
 
         Args:
             remember: `read` will be called; the rows go to a nameless file in the directory for temporary files.
@@ -168,8 +169,8 @@ class ParquetRows:
         import pyarrow.parquet as parquet
 
         number, position = itertools.count(1), 0
-        with parquet.ParquetFile(self._file) as table:
-            for batch in table.iter_batches(batch_size=1024):
+        with parquet.ParquetFile(self._file, pre_buffer=False) as table:
+            for batch in table.iter_batches(batch_size=_BATCH, use_threads=False):
                 for row in batch.to_pylist():
                     size = 0
                     if self._spool is not None:
