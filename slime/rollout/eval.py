@@ -19,7 +19,7 @@ from typing import Any
 
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten
-from slime.rollout.generation import GenerateState, generate_and_rm, snapshot
+from slime.rollout.generation import GenerateState, generate_and_rm
 from slime.rollout.sample_errors import SampleError
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.async_utils import gather_or_cancel
@@ -151,7 +151,7 @@ async def _one(args: Namespace, sample: Sample, params: dict[str, Any], bar: Any
     tries = args.max_group_retries if args.on_sample_error == "retry" else 0
     while True:
         try:
-            completed = await _until_not_aborted(args, snapshot(sample), params)
+            completed = await _until_not_aborted(args, sample.snapshot(), params)
             bar.update(1)
             return completed
         except SampleError as error:
@@ -166,7 +166,7 @@ async def _one(args: Namespace, sample: Sample, params: dict[str, Any], bar: Any
 async def _until_not_aborted(args: Namespace, sample: Sample, params: dict[str, Any]) -> Sample:
     state = GenerateState(args)
     for _ in range(_MOST_ABORTS):
-        completed = flatten(await generate_and_rm(args, snapshot(sample), dict(params), evaluation=True))
+        completed = flatten(await generate_and_rm(args, sample.snapshot(), dict(params), evaluation=True))
         if not any(one.status is Sample.Status.ABORTED for one in completed):
             return completed[-1]
         deadline = time.monotonic() + _ABORT_DEADLINE_S

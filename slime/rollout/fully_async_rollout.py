@@ -38,7 +38,7 @@ from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
 from slime.rollout.eval import eval_rollout
-from slime.rollout.generation import GenerateState, generate_and_rm_group, is_unfinished, restarted, snapshot
+from slime.rollout.generation import GenerateState, generate_and_rm_group, is_unfinished, restarted
 from slime.rollout.sample_errors import SampleError
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import finish_rollout, restart_stale
@@ -232,7 +232,7 @@ class AsyncRolloutWorker:
     def outstanding(self) -> list[Group]:
         """The prompts that were drawn and are in no rollout yet, as they were drawn."""
         flights = sorted([*self._finished, *self._flying.values()], key=lambda flight: flight.age_key[1])
-        return [[snapshot(sample) for sample in flight.untouched] for flight in flights]
+        return [[sample.snapshot() for sample in flight.untouched] for flight in flights]
 
     # ---- inside
 
@@ -264,7 +264,7 @@ class AsyncRolloutWorker:
 
     def _begin(self, group: Group, *, num_crashes: int = 0) -> None:
         set_current_rollout_id(self._landing())
-        flight = Flight(group, [snapshot(sample) for sample in group], num_crashes)
+        flight = Flight(group, [sample.snapshot() for sample in group], num_crashes)
         params = dict(GenerateState(self.args).sampling_params)
         task = asyncio.get_running_loop().create_task(generate_and_rm_group(self.args, group, params))
         self._flying[task] = flight

@@ -7,7 +7,6 @@ is generated and when; this module does not. User code imports these names from 
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import inspect
 import logging
@@ -47,7 +46,6 @@ __all__ = [
     "generate_and_rm_group",
     "is_unfinished",
     "sampling_seed",
-    "snapshot",
 ]
 logger = logging.getLogger(__name__)
 Group = list[Sample]
@@ -118,20 +116,11 @@ class GenerateState(metaclass=SingletonMeta):
     def submit_generate_tasks(self, groups: list[Group]) -> None:
         """Start one task per group; each group is kept as it was, to be returned if its result is not used."""
         for group in groups:
-            untouched = [snapshot(sample) for sample in group]
+            untouched = [sample.snapshot() for sample in group]
             task = asyncio.create_task(generate_and_rm_group(self.args, group, dict(self.sampling_params)))
             self.pendings[task] = untouched
             task.add_done_callback(self.finished.put_nowait)
         self.remaining_batch_size += len(groups)
-
-
-def snapshot(sample: Sample) -> Sample:
-    """The sample as it is now: what is generated into the original, or changed in its metadata, is not seen here."""
-    twin = copy.copy(sample)
-    for name, value in vars(sample).items():
-        if isinstance(value, list | dict | Sample.SpecInfo | Sample.PrefixCacheInfo):
-            setattr(twin, name, copy.copy(value))
-    return twin
 
 
 def fresh_copy(sample: Sample) -> Sample:
@@ -280,7 +269,7 @@ async def generate_and_rm(
 async def _call_generate(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
-    name, before = generate_name(args, sample), snapshot(sample)
+    name, before = generate_name(args, sample), sample.snapshot()
     if args.save_debug_rollout_data is not None:
         bind_trace(sample)  # the dump is where traces are read
     if sample.status is Status.ABORTED:

@@ -48,6 +48,9 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T] | Awaitable[T]]) -> list[T]:
     """Results of all, in order; when one fails the others are cancelled and its error is raised."""
+    coroutines = list(coroutines)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]  # needs no task of its own
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -6,9 +6,10 @@ how samples become tensors (slime.rollout.train_data) or what a reward means.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from slime.utils.misc import decode_int32_meta_array
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
+T = TypeVar("T")
 RolloutBatch = dict[str, Any]  # the keys: slime.utils.train_data.RolloutBatch
 
 _TOP_P_ID_KEYS = ("top_p_token_ids", "top_p_kept_token_ids")
@@ -23,7 +25,28 @@ _TOP_P_OFFSET_KEYS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 
 
 @dataclass
-class SpecInfo:
+class _Counters:
+    """Numbers that are summed over the engine calls of one sample."""
+
+    def to_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, int]) -> Self:
+        """Inverse of `to_dict`; unknown keys are dropped."""
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+
+    def copy(self) -> Self:
+        """Counters of their own with the same values."""
+        return _with_attributes(type(self), self.__dict__.copy())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+
+@dataclass
+class SpecInfo(_Counters):
     """Speculative-decoding counters of one sample, summed over its engine calls."""
 
     spec_accept_token_num: int = 0
@@ -48,18 +71,9 @@ class SpecInfo:
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
-    def to_dict(self) -> dict[str, int]:
-        """The counters by name."""
-        return dict(self.__dict__)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, int]) -> SpecInfo:
-        """Inverse of `to_dict`; unknown keys are dropped."""
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
-
 
 @dataclass
-class PrefixCacheInfo:
+class PrefixCacheInfo(_Counters):
     """How many prompt tokens of one sample the engine found in its prefix cache."""
 
     cached_tokens: int = 0
@@ -74,15 +88,6 @@ class PrefixCacheInfo:
         """Add the counters of one engine answer."""
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
-
-    def to_dict(self) -> dict[str, int]:
-        """The counters by name."""
-        return dict(self.__dict__)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, int]) -> PrefixCacheInfo:
-        """Inverse of `to_dict`; unknown keys are dropped."""
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
 
 class Status(Enum):
@@ -99,6 +104,9 @@ class Status(Enum):
 _Status: TypeAlias = Status
 _SpecInfo: TypeAlias = SpecInfo
 _PrefixCacheInfo: TypeAlias = PrefixCacheInfo
+
+_SHARED = (str, int, float, type(None), Status)  # what copies of a sample may share: it cannot be changed
+_COPIED = (list, dict, _Counters)
 
 
 @dataclass
@@ -211,6 +219,23 @@ class Sample:
         for key in data.keys() - names:
             setattr(sample, key, data[key])
         return sample
+
+    def snapshot(self) -> Self:
+        """The sample as it is now, with lists, dicts and counters of its own; what is in them is shared."""
+        attributes = {
+            name: value.copy() if isinstance(value, _COPIED) else value for name, value in self.__dict__.items()
+        }
+        return _with_attributes(type(self), attributes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # As copy.deepcopy would, but at a fifth of its time: each sample of a rollout is copied from its prompt.
+        twin = _with_attributes(type(self), {})
+        memo[id(self)] = twin
+        twin.__dict__.update(
+            (name, value if isinstance(value, _SHARED) else copy.deepcopy(value, memo))
+            for name, value in self.__dict__.items()
+        )
+        return twin
 
     def append_response_tokens(
         self,
@@ -326,6 +351,13 @@ class Sample:
                 f"routed_experts of {start + len(rows)} tokens for {num_tokens}: the last token was never an input"
             )
         return np.concatenate([np.asarray(self.rollout_routed_experts)[:start], rows]) if start else rows
+
+
+def _with_attributes(cls: type[T], attributes: dict[str, Any]) -> T:
+    """An object without a call of its `__init__`, which would take every value one by one."""
+    made = cls.__new__(cls)
+    made.__dict__ = attributes
+    return made
 
 
 def _as_list(values: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import pickle
 from argparse import Namespace
 
@@ -125,3 +126,42 @@ def test_multimodal_types_are_found_by_name():
     assert [kind.placeholder for kind in MultimodalTypes.all()] == ["<image>", "<video>", "<audio>"]
     assert MultimodalTypes.get("video") is MultimodalTypes.VIDEO
     assert MultimodalTypes.get("smell") is None
+
+
+def nested_sample() -> Sample:
+    sample = Sample(index=3, prompt=[{"role": "user", "content": "p"}], tokens=[1, 2], metadata={"a": {"b": [1]}})
+    sample.spec_info.spec_verify_ct = 5
+    sample.prefix_cache_info.cached_tokens = 7
+    sample.note = {"extra": [1]}  # attributes of user code are copied too
+    return sample
+
+
+def test_a_deep_copy_is_equal_and_shares_nothing_that_can_change():
+    sample = nested_sample()
+    sample.itself = sample
+    twin = copy.deepcopy(sample)
+    assert twin.itself is twin
+    del sample.itself, twin.itself
+    assert twin.to_dict() == sample.to_dict() and type(twin) is Sample
+    twin.prompt[0]["content"] = "q"
+    twin.metadata["a"]["b"].append(2)
+    twin.tokens.append(3)
+    twin.note["extra"].append(2)
+    twin.spec_info.spec_verify_ct = twin.prefix_cache_info.cached_tokens = 0
+    assert sample.to_dict() == nested_sample().to_dict()
+
+
+def test_a_deep_copy_shares_what_the_memo_says():
+    sample = Sample(multimodal_inputs={"images": [object()]})
+    twin = copy.deepcopy(sample, {id(sample.multimodal_inputs): sample.multimodal_inputs})
+    assert twin.multimodal_inputs is sample.multimodal_inputs
+
+
+def test_a_snapshot_does_not_see_what_is_generated_later():
+    sample = nested_sample()
+    before = sample.snapshot()
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": 3, "cached_tokens": 1, "prompt_tokens": 4}
+    sample.append_response_tokens(ARGS, tokens=[9], log_probs=[-1.0], text="x", meta_info=meta)
+    sample.metadata["b"] = sample.note["more"] = 1
+    sample.spec_info.spec_verify_ct += 1
+    assert before.to_dict() == nested_sample().to_dict()
