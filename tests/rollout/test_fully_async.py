@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime.rollout import fully_async_rollout, generation
-from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.generation import GenerateState
 from slime.rollout.weight_versions import (
     SyncSchedule,
@@ -435,7 +435,7 @@ class Simulation:
         assert self.trained == self.schedule.end, "the run hangs"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(data):
     forget()
@@ -443,21 +443,21 @@ def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(data):
 
     async def run() -> None:
         simulation = Simulation(
-            bound=data.draw(number(0, 3), "bound"),
-            interval=data.draw(number(1, 3), "interval"),
+            bound=data.draw(number(0, 2), "bound"),
+            interval=data.draw(number(1, 2), "interval"),
             ahead=data.draw(number(1, 3), "ahead"),
-            end=data.draw(number(1, 6), "end"),
+            end=data.draw(number(1, 8), "end"),
             partial=data.draw(st.booleans(), "partial"),
         )
-        for _ in range(data.draw(number(0, 25), "actions")):
-            action = data.draw(st.sampled_from(["end", "end", "end", "abort", "crash", "train", "begin"]))
-            if action == "train":
+        first = data.draw(number(0, 2), "calls that hang until the end")
+        for _ in range(data.draw(number(0, 40), "actions")):
+            action = data.draw(st.sampled_from(["end", "end", "end", "abort", "crash", "go on", "go on"]))
+            if action == "go on":
                 await simulation.train()
-            elif action == "begin":
                 await simulation.begin()
-            elif engine.calls:
+            elif len(engine.calls) > first:
                 how = "stop" if action == "end" else action
-                engine.end(data.draw(number(0, len(engine.calls) - 1)), how)
+                engine.end(data.draw(number(first, len(engine.calls) - 1)), how)
             await settle()
         await simulation.finish()
         assert len(set(simulation.used)) == len(simulation.used), "a prompt was trained on twice"
