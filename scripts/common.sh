@@ -7,8 +7,9 @@
 #                                        complete. Without GPUs (--accelerator cpu) NUM_SLOTS=N says how many slots the run needs.
 #   slime_only_asks [flags of train.py]  succeeds if one of the flags only asks.
 #   slime_env_to_ask                     slime_env for that: a .venv that is complete is used as it is.
-#   slime_ray_start NUM_SLOTS            start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
-#                                        GPUs count); sets RAY_ADDRESS and SLIME_RAY_DASHBOARD. It ends with the script.
+#   slime_ray_start NUM_SLOTS [NUM_GPUS] start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
+#                                        GPUs count) and at most NUM_GPUS of this machine's GPUs (default: all); sets RAY_ADDRESS and
+#                                        SLIME_RAY_DASHBOARD. It ends with the script.
 #   slime_ray_stop                       end that Ray head, and nothing else.
 #   slime_submit COMMAND...              run a command as a Ray job on it, from the repository root, until it ends; fails when it fails.
 #
@@ -69,7 +70,7 @@ print(*(s.getsockname()[1] for s in sockets))' "$1"
 }
 
 slime_ray_start() {
-    local num_slots="${1:?slime_ray_start needs the number of slots, 0 for a machine with GPUs}" ports resources deadline
+    local num_slots="${1:?slime_ray_start needs the number of slots, 0 for a machine with GPUs}" num_gpus="${2:-}" ports resources deadline
     [ -z "$SLIME_RAY_PID" ] || { slime_say "a Ray head of this script runs already (pid $SLIME_RAY_PID)"; return 1; }
     read -r -a ports <<<"$(slime_free_ports 4)"
     resources="{}"
@@ -80,7 +81,7 @@ slime_ray_start() {
     setsid "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
         --node-ip-address 127.0.0.1 --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
         --dashboard-agent-listen-port "${ports[2]}" --ray-client-server-port "${ports[3]}" \
-        --resources "$resources" --temp-dir "$SLIME_RAY_DIR" </dev/null >"$SLIME_RAY_DIR/head.log" 2>&1 &
+        --resources "$resources" ${num_gpus:+--num-gpus "$num_gpus"} --temp-dir "$SLIME_RAY_DIR" </dev/null >"$SLIME_RAY_DIR/head.log" 2>&1 &
     SLIME_RAY_PID=$!
     export RAY_ADDRESS="127.0.0.1:${ports[0]}" SLIME_RAY_DASHBOARD="http://127.0.0.1:${ports[1]}"
     trap slime_ray_stop EXIT

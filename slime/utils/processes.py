@@ -47,35 +47,43 @@ class ProcessRegistry:
         self._spawner = _Spawner()
 
     def start(
-        self, cmd: list[str], *, name: str, log_path: str | Path, env: dict[str, str] | None = None
+        self,
+        cmd: list[str],
+        *,
+        name: str,
+        log_path: str | Path | None,
+        env: dict[str, str] | None = None,
+        cwd: str | Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command in a session of its own, its output going to the end of `log_path`.
 
         Args:
             cmd: program and arguments.
             name: for messages.
-            log_path: file for stdout and stderr; its directory is made.
+            log_path: file for stdout and stderr; its directory is made. None: they go where this process's go.
             env: the whole environment of the child; None passes on this process's.
+            cwd: its working directory; None is this process's.
         """
-        log_path = Path(log_path)
-        log_path.parent.mkdir(parents=True, exist_ok=True)
+        if log_path is not None:
+            Path(log_path).parent.mkdir(parents=True, exist_ok=True)
         wrapped = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *cmd]
-        with log_path.open("ab") as log:
+        with Path(log_path).open("ab") if log_path is not None else contextlib.nullcontext() as log:
 
             def spawn() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(
                     wrapped,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
-                    stderr=subprocess.STDOUT,
+                    stderr=None if log is None else subprocess.STDOUT,
                     env=env,
+                    cwd=cwd,
                     start_new_session=True,
                 )
 
             process = self._spawner.call(spawn)
         with self._lock:
             self._running[process.pid] = (process, name)
-        logger.info("started %s (process %d), log in %s", name, process.pid, log_path)
+        logger.info("started %s (process %d), log in %s", name, process.pid, log_path or "this one's output")
         return process
 
     def end(self, process: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> None:

@@ -1,0 +1,1 @@
+"""Helpers for Python scripts that launch slime from outside: nothing in slime itself imports them."""
