@@ -212,7 +212,7 @@ class MegatronInit(Protocol):
 class BeforeLogProb(Protocol):
     """--custom-megatron-before-log-prob-hook-path: prepare the model for a forward-only pass.
 
-    Called: before each forward-only pass, on every rank; `store_prefix` is "", "ref_" or "teacher_".
+    Called: before each forward-only pass, on every rank; `store_prefix` is "" or "ref_".
     Returns: nothing.
     """
 

@@ -1,0 +1,50 @@
+"""The code on docs/customization.md works as it is written there: each block is run in the scripted world."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.rollout_world import World, train_data
+
+PAGE = (Path(__file__).parents[2] / "docs" / "customization.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+@pytest.fixture
+def page(tmp_path: Path, user_path: Path):
+    """name of a function on the page -> its path."""
+    file = tmp_path / "page.py"
+    file.write_text("\n\n".join(block for block in BLOCKS))
+    return lambda name: f"{file}:{name}"
+
+
+def test_the_generate_function_and_the_reward_of_the_page_work(world: World, page):
+    manager = world.manager(custom_generate_function_path=page("generate"), custom_rm_path=page("exact_match"))
+    data = train_data(manager)
+    assert data["tokens"] == [[ord("p"), ord("b"), 100]] * 2 + [[ord("p"), ord("c"), 100, 101]] * 2
+    assert data["rollout_log_probs"] == [[-0.5]] * 2 + [[-0.5, -1.5]] * 2
+    assert data["raw_reward"] == [0.0] * 4, "the engine says x, the label is a letter"
+
+
+def test_the_filter_of_the_page_drops_what_is_solved(world: World, page):
+    """Letter b is answered with one token, which the reward of the fakes scores 1; c and d with more."""
+    manager = world.manager("bcd", dynamic_sampling_filter_path=page("not_too_easy"))
+    _, [(metrics, _)] = manager.generate(0)
+    assert metrics["rollout/dynamic_filter/drop_too_easy"] == 1
+
+
+def test_the_data_source_of_the_page_hands_out_the_longest_prompts(world: World, page):
+    source = world.manager("bcde", data_source_path=page("Hardest"))._data_source
+    for length, group in enumerate(groups := [source._next_group() for _ in range(4)]):
+        group[0].prompt = "p" * length
+    source.add_samples(groups)
+    assert [group[0].prompt for group in source.get_samples(2)] == ["ppp", "pp"]
+    assert [group[0].prompt for group in source.buffer] == ["p", ""]
+
+
+def test_every_block_of_the_page_is_run_here():
+    names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(BLOCKS), flags=re.MULTILINE)
+    assert names == ["generate", "exact_match", "not_too_easy", "Hardest"]
