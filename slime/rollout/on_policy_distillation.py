@@ -20,11 +20,12 @@ from slime.utils.types import Sample
 
 MODEL_NAME = "teacher"
 MAX_IN_FLIGHT = 512  # the engine batches
+TIMEOUT_S = 600.0  # one forward pass, behind those of the others
 SAMPLING_PARAMS = {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False}
 
 
 async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:
-    """Put the teacher's log-probs of the response tokens on the sample ([R]) and return 0.0.
+    """Put the teacher's log-probs of the response tokens, at temperature 1, on the sample ([R]) and return 0.0.
 
     Raises:
         RewardError: the teacher failed, or answered about other tokens (it must share the policy's vocabulary).
@@ -64,14 +65,13 @@ def post_process_rewards(args: Namespace, samples: list[Sample], **kwargs: Any) 
 
 
 def _teacher(args: Namespace) -> Service:
-    timeout_s = float(args.sglang_router_request_timeout_secs)
     if args.rm_url:
         return Service(
-            "the teacher of --rm-url", args.rm_url, MAX_IN_FLIGHT, timeout_s=timeout_s, proxy=args.http_proxy
+            "the teacher of --rm-url", args.rm_url, MAX_IN_FLIGHT, timeout_s=TIMEOUT_S, proxy=args.http_proxy
         )
     remedy = "give --rm-url, the address of a teacher's /generate, or name one under --sglang-config"
     url = required_model_url(args, MODEL_NAME, "/generate", remedy=remedy)
-    return Service("the model 'teacher'", url, MAX_IN_FLIGHT, timeout_s=timeout_s)
+    return Service("the model 'teacher'", url, MAX_IN_FLIGHT, timeout_s=TIMEOUT_S)
 
 
 def _response_log_probs(service: Service, sample: Sample, answer: Any) -> list[float]:

@@ -17,6 +17,7 @@ from slime.utils.types import Sample
 
 MODEL_NAME = "reward"
 MAX_IN_FLIGHT = 512  # the engine batches
+TIMEOUT_S = 600.0  # one forward pass, behind those of the others
 
 
 class RewardTokenizer(metaclass=SingletonMeta):
@@ -55,7 +56,7 @@ async def classify_reward(args: Namespace, sample: Sample) -> float:
         "the reward model of --reward-model-path",
         url,
         max_in_flight=MAX_IN_FLIGHT,
-        timeout_s=float(args.sglang_router_request_timeout_secs),
+        timeout_s=TIMEOUT_S,
     )
     payload = {"input_ids": conversation_ids(RewardTokenizer(args).tokenizer, sample)}
     answer = await ask(service, payload, sample)
