@@ -75,9 +75,9 @@ class RayTrainGroup:
         """Write a checkpoint."""
         self._all("save_model", f"saving rollout {rollout_id}", rollout_id)
 
-    def connect_rollout_engines(self, engines: list[Any], parallel: dict[str, int]) -> None:
-        """Hand the engines to every rank's weight updater."""
-        self._all("connect_rollout_engines", "connecting the trainer to the engines", engines, parallel)
+    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int]) -> None:
+        """Hand the engines, with the GPUs of each, to every rank's weight updater."""
+        self._all("connect_rollout_engines", "connecting the trainer to the engines", engines, engine_sizes)
 
     def update_weights(self) -> dict[str, float]:
         """Send the weights to the engines; returns rank 0's metrics."""

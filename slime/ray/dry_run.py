@@ -29,6 +29,7 @@ from slime.utils.plan.render import render
 from slime.utils.plan.rows import read_rows_of
 
 EXIT_USAGE = 2
+PLACEHOLDER = "placeholder"
 
 
 def dry_run(checked: Any) -> int:
@@ -107,29 +108,25 @@ def _host_memory() -> int:
 def engine_kinds(args: Any) -> list[EngineKind]:
     """Engines of the command line, with the ServerArgs values that slime and the user choose."""
     from slime.backends.sglang_utils.server_args import device_defaults
-    from slime.backends.sglang_utils.sglang_config import read_topology
 
-    num_slots = slot_layout(args).num_engine_slots
-    if not num_slots:
-        return []
-    defaults = device_defaults(args.accelerator, Path(args.hf_checkpoint or ""))
-    settings = defaults | dict(args.sglang_overrides)
-    topology, _ = read_topology(args)  # what is wrong with it is in the problems of the command line
-    if topology is None:
-        return [EngineKind(EngineGroup("", num_slots, args.rollout_num_gpus_per_engine), settings)]
-    return [
-        EngineKind(
-            EngineGroup(
-                f"{model.name} {group.worker_type}" if group.worker_type != "placeholder" else "placeholder",
-                group.num_gpus,
-                group.num_gpus_per_engine or args.rollout_num_gpus_per_engine,
-            ),
-            settings | group.overrides,
-            serves_policy=bool(model.model_path == args.hf_checkpoint),
-        )
-        for model in topology.models
-        for group in model.server_groups
-    ]
+    layout, models = slot_layout(args), args.engine_models
+    is_one = len(models) == 1 and len(models[0].groups) == 1
+    found, slot = [], 0
+    for model in models:
+        defaults = device_defaults(args.accelerator, Path(model.model_path or ""))
+        for group in model.groups:
+            if slot == layout.num_engine_slots and (gap := layout.reward_offset - layout.engine_offset - slot) > 0:
+                found.append(EngineKind(EngineGroup(PLACEHOLDER, gap, 1)))  # the trainer's slots, before the reward's
+            slot += group.num_gpus
+            kind = PLACEHOLDER if group.worker_type == PLACEHOLDER else f"{model.name} {group.worker_type}"
+            found.append(
+                EngineKind(
+                    EngineGroup("" if is_one else kind, group.num_gpus, group.num_gpus_per_engine),
+                    defaults | dict(group.settings),
+                    serves_policy=model.model_path == args.hf_checkpoint,
+                )
+            )
+    return found
 
 
 def hook_reports(args: Any) -> Iterator[HookReport]:

@@ -6,6 +6,7 @@ Layout of the bundles (sorted by node address, then GPU id):
     train only      trainers 0 .. actor-1
     separate        trainers 0 .. actor-1, engines behind them
     --colocate      trainers and engines share the bundles from 0 on
+A managed reward model (--reward-model-path) comes last, with bundles of its own.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ ENGINE_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Placement:
-    """The reserved slots: trainer rank r in `trainer_bundles[r]`, an engine from each of `engine_bundles` on."""
+    """The reserved slots: trainer rank r in `trainer_bundles[r]`, engines in `engine_bundles`.
+
+    Which engine takes which of them, the plan of the engines says (`slime.backends.sglang_utils.topology`).
+    """
 
     group: Any
     trainer_bundles: list[int]
     engine_bundles: list[int]
 
     @property
-    def engines(self) -> list[tuple[Any, int]]:
-        """(placement group, index of its first bundle) of each engine."""
+    def engine_slots(self) -> list[tuple[Any, int]]:
+        """(placement group, index of the bundle) of each slot that engines take."""
         return [(self.group, bundle) for bundle in self.engine_bundles]
 
 
@@ -108,8 +112,7 @@ def create_placement(args: Any) -> Placement:
     what = f"a placement group of {layout.total} x {resource} (are other jobs of this Ray holding them?)"
     wait(what, PLACEMENT_DEADLINE_S, lambda: group.wait(timeout_seconds=1.0))
     order = _sorted_bundles(group, layout.total, args.accelerator)
-    engines = order[layout.engine_offset : layout.engine_offset + layout.num_engine_slots]
-    return Placement(group, order[: layout.num_trainers], engines[:: args.rollout_num_gpus_per_engine])
+    return Placement(group, order[: layout.num_trainers], [order[slot] for slot in layout.engine_slots])
 
 
 def remove_placement(placement: Placement) -> None:

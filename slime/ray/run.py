@@ -25,8 +25,9 @@ from slime.observability.profiler import nothing_recorded
 from slime.observability.progress import progress_bar, set_progress_factory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.placement_group import connect_ray, create_placement
-from slime.ray.rollout.manager import RolloutManager, ray_progress_bar
+from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
 from slime.ray.utils import actor_env, get
+from slime.rollout.weight_versions import SyncSchedule
 from slime.utils.misc import Box, should_run_periodic_action
 
 logger = logging.getLogger(__name__)
@@ -47,20 +48,33 @@ class RunPlan:
     num_rollout_per_epoch: int
 
 
+@dataclass(frozen=True)
+class _Evaluation:
+    """An evaluation that was begun."""
+
+    pending: ray.ObjectRef
+    step: int
+
+
 class TrainingRun:
     """A running set of trainers, engines and a rollout manager; use it as a context manager, which ends them all.
 
     Args:
         args: the parsed flags.
+        sync_interval: the driver syncs the weights after every so many rollouts.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, *, sync_interval: int = 1) -> None:
         self.args = args
+        self._sync_interval = sync_interval
+        self._weight_version = 0
         self._has_engines = not args.debug_train_only
+        self._syncs_weights = False
         self._rollout_id = 0
         self._trainers: RayTrainGroup | None = None
         self._manager: Any = None
-        self._state_saved: ray.ObjectRef | None = None
+        self._state_saved: dict[int, ray.ObjectRef] = {}
+        self._evaluation: _Evaluation | None = None
         self._trained = range(0)
 
     # ---- the verbs of the drivers
@@ -86,8 +100,15 @@ class TrainingRun:
         """
         pending = self._manager.generate.remote(rollout_id)
         if self._save_is_due(rollout_id) and self.args.save:
-            self._state_saved = self._manager.save.remote(rollout_id)
+            self._state_saved[rollout_id] = self._manager.save.remote(rollout_id)
         return pending
+
+    def may_start(self, rollout_id: int) -> bool:
+        """Whether a rollout begun now will be fresh enough when it is trained (--max-weight-staleness)."""
+        bound = self.args.max_weight_staleness
+        if not self._syncs_weights or bound is None:
+            return True
+        return self._schedule.version_at(rollout_id) - self._weight_version <= bound
 
     def wait_generated(self, pending: ray.ObjectRef) -> list[Box]:
         """Wait for a rollout: one Box of training data per data-parallel rank."""
@@ -115,31 +136,48 @@ class TrainingRun:
         if not self._save_is_due(rollout_id):
             return
         start = time.monotonic()
-        if self._state_saved is not None:
-            get(self._state_saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
+        if (state_saved := self._state_saved.pop(rollout_id, None)) is not None:
+            get(state_saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
         self.trainers.save_model(rollout_id)
         self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})
 
     def sync_is_due(self, rollout_id: int) -> bool:
-        """Whether the engines get new weights after this rollout (`--update-weights-interval`, and after the last)."""
-        return (rollout_id + 1) % self.args.update_weights_interval == 0 or self.is_last(rollout_id)
+        """Whether the engines get new weights after this rollout (every `sync_interval`, and after the last)."""
+        return (rollout_id + 1) % self._sync_interval == 0 or self.is_last(rollout_id)
 
     def sync_weights(self) -> None:
-        """Send the trainer's weights to the engines."""
-        if self._has_engines:
+        """Send the trainer's weights to the engines, and tell the manager their version."""
+        if self._syncs_weights:
             self._log_rollout_record(self.trainers.update_weights())
+            self._weight_version += 1
+            told = self._manager.set_weight_version.remote(self._weight_version)
+            get(told, "the rollout manager to hear of the weight sync", STATE_DEADLINE_S)
 
     def eval_if_due(self, rollout_id: int) -> None:
         """Evaluate every `--eval-interval` rollouts and at epoch ends."""
+        self.start_eval_if_due(rollout_id)
+        self.finish_eval()
+
+    def start_eval_if_due(self, rollout_id: int) -> None:
+        """As `eval_if_due`, in the background: `finish_eval` waits for it."""
         if should_run_periodic_action(rollout_id, self._eval_interval, self.plan.num_rollout_per_epoch):
-            self._eval(rollout_id, step=rollout_id + 1)
+            self._start_eval(rollout_id, step=rollout_id + 1)
+
+    def finish_eval(self) -> None:
+        """Wait for the evaluation that runs in the background, if one does, and log it at its own step."""
+        if self._evaluation is not None:
+            begun, self._evaluation = self._evaluation, None
+            records, shown = get(begun.pending, "the evaluation", WORK_DEADLINE_S)
+            self._log(records)
+            logging_utils.log_eval_samples(shown, begun.step)
 
     def eval_before_training(self) -> None:
         """Evaluate the weights as they were loaded: always with --eval-only."""
         if self._eval_interval is None:
             return
         if self.args.eval_only or (self.plan.start_rollout_id == 0 and not self.args.skip_eval_before_train):
-            self._eval(self.plan.start_rollout_id, step=self.plan.start_rollout_id)
+            self._start_eval(self.plan.start_rollout_id, step=self.plan.start_rollout_id)
+            self.finish_eval()
 
     # ---- start and end
 
@@ -167,9 +205,9 @@ class TrainingRun:
             set_progress_factory(ray_progress_bar)
         logger.info("logs of every process: %s", log_dir)
         # Engines and trainers take about as long to start: begin both, then wait for both.
-        engines = self._placement.engines if self._has_engines else []
+        engines = self._placement.engine_slots
         self._manager = (
-            ray.remote(RolloutManager)
+            ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutManager)
             .options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": actor_env()})
             .remote(args, engines, log_path=str(log_dir / "rollout_manager.log"), show_progress=is_terminal)
         )
@@ -198,9 +236,15 @@ class TrainingRun:
                 STATE_DEADLINE_S,
             )
         if self._has_engines:
-            engines = get(self._manager.get_engines.remote(), "the engine handles", STATE_DEADLINE_S)
-            per_engine = self.args.rollout_num_gpus_per_engine
-            self.trainers.connect_rollout_engines(engines, {"num_gpus_per_engine": per_engine})
+            schedule = self._manager.set_sync_schedule.remote(first, self.plan.num_rollout, self._sync_interval)
+            get(schedule, "the rollout manager", STATE_DEADLINE_S)
+            updatable = self._manager.get_updatable_engines.remote()
+            engines, engine_sizes = get(updatable, "the engine handles", STATE_DEADLINE_S)
+            self._syncs_weights = bool(engines)
+            if engines:
+                self.trainers.connect_rollout_engines(engines, engine_sizes)
+            else:
+                logger.warning("no engine takes the trainer's weights: what is trained is not what generates")
             self._rollout_id = first
             self.sync_weights()
 
@@ -253,10 +297,13 @@ class TrainingRun:
         path.write_text(json.dumps(ray.timeline()))
         logger.info("timeline of the Ray actors: %s", path)
 
-    def _eval(self, rollout_id: int, *, step: int) -> None:
-        records, shown = get(self._manager.eval.remote(rollout_id, step), "the evaluation", WORK_DEADLINE_S)
-        self._log(records)
-        logging_utils.log_eval_samples(shown, step)
+    def _start_eval(self, rollout_id: int, *, step: int) -> None:
+        self.finish_eval()
+        self._evaluation = _Evaluation(self._manager.eval.remote(rollout_id, step), step)
+
+    @property
+    def _schedule(self) -> SyncSchedule:
+        return SyncSchedule(self.plan.start_rollout_id, self.plan.num_rollout, self._sync_interval)
 
     def _log_rollout_record(self, metrics: dict[str, float]) -> None:
         self._log([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])

@@ -62,9 +62,9 @@ class TrainRayActor(RayActor):
         """Write the checkpoint of `rollout_id`."""
         self._actor.save_model(rollout_id)
 
-    def connect_rollout_engines(self, engines: list[Any], parallel: dict[str, int]) -> None:
+    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int]) -> None:
         """Hand the engines to the weight updater."""
-        self._actor.connect_rollout_engines(engines, parallel)
+        self._actor.connect_rollout_engines(engines, engine_sizes)
 
     def update_weights(self) -> dict[str, float]:
         """Send the current weights to the engines; returns metrics."""

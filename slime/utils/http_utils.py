@@ -18,6 +18,7 @@ import subprocess
 import time
 import weakref
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "HttpError",
     "HttpLimits",
     "close_http_client",
+    "delete_sync",
     "find_available_port",
     "get",
     "get_host_info",
@@ -41,9 +43,11 @@ __all__ = [
     "is_port_available",
     "parse_body",
     "post",
+    "post_body",
     "post_sync",
     "run_router",
     "shared_session",
+    "set_post_transport",
     "terminate_process",
 ]
 logger = logging.getLogger(__name__)
@@ -61,14 +65,16 @@ class HttpLimits:
     max_backoff_s: float = 5.0
 
 
+PostTransport = Callable[[str, bytes, "dict[str, str] | None", int], Awaitable[Any]]
 _Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
 
 
 class _Client:
-    """Owner of the limits and of one session per event loop."""
+    """Owner of the limits, of one session per event loop, and of the way that `post` takes."""
 
     def __init__(self) -> None:
         self.limits = HttpLimits()
+        self.transport: PostTransport | None = None
         self._sessions: _Sessions = weakref.WeakKeyDictionary()
 
     def session(self) -> aiohttp.ClientSession:
@@ -101,8 +107,8 @@ atexit.register(_client.close_all)
 
 
 def get_rollout_num_engines(args: Namespace) -> int:
-    """How many engines the flags ask for (at least 1)."""
-    return max(1, (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine)
+    """How many engines answer the default router, as far as the flags say (at least 1)."""
+    return max(1, args.rollout_num_engines)
 
 
 def init_http_client(args: Namespace) -> None:
@@ -134,8 +140,18 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: dict[str,
         HttpError: a 4xx answer (at once, with its body), or the last failure when retrying was given up.
     """
     body = orjson.dumps({} if payload is None else payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    return await (_client.transport or post_body)(url, body, headers, max_retries)
+
+
+async def post_body(url: str, body: bytes, headers: dict[str, str] | None, max_retries: int) -> Any:
+    """`post` from this process, whatever the transport, of a payload that is JSON already."""
     headers = {"Content-Type": "application/json", **(headers or {})}
     return await _request("POST", url, body=body, headers=headers, max_retries=max_retries)
+
+
+def set_post_transport(transport: PostTransport | None) -> None:
+    """Have every `post` of this process sent by something else, with the arguments of `post_body`; None undoes it."""
+    _client.transport = transport
 
 
 async def get(url: str, max_retries: int = 60) -> Any:
@@ -170,6 +186,11 @@ def post_sync(url: str, payload: Any = None, *, timeout_s: float = 60.0, max_ret
 def get_sync(url: str, *, timeout_s: float = 60.0, max_retries: int = 0) -> Any:
     """Blocking twin of `get`; `timeout_s` bounds each attempt."""
     return _request_sync("GET", url, body=None, timeout_s=timeout_s, max_retries=max_retries)
+
+
+def delete_sync(url: str, *, timeout_s: float = 60.0) -> Any:
+    """DELETE an address, blocking; answers and errors as in `post`."""
+    return _request_sync("DELETE", url, body=None, timeout_s=timeout_s, max_retries=0)
 
 
 def _request_sync(method: str, url: str, *, body: bytes | None, timeout_s: float, max_retries: int) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils.server_args import build_server_args
+from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ray.rollout.ports import reserve_block
 from tests.integration.launch import make_model
@@ -37,18 +37,12 @@ def engine(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 
 def make_engine(model: Path, log_path: Path, **overrides: object) -> SGLangEngine:
     """A server on CPU that is not started yet."""
-    args = Namespace(
-        accelerator="cpu",
-        sglang_overrides={"enable_deterministic_inference": True, "max_total_tokens": 16384, **overrides},
-        rollout_num_gpus_per_engine=1,
-        seed=1234,
-        trust_remote_code=False,
-    )
+    args = Namespace(accelerator="cpu", seed=1234, trust_remote_code=False, update_weights_in_flight=False)
+    settings = {"enable_deterministic_inference": True, "max_total_tokens": 16384, **overrides}
     block = reserve_block(HOST)  # held until this process ends: nothing else takes the port meanwhile
     make_engine.blocks.append(block)  # type: ignore[attr-defined]
-    kwargs = build_server_args(
-        args, rank=0, model_path=str(model), host=HOST, port=block[0], nccl_port=block[1], dist_init_port=block[2]
-    )
+    place = EnginePlace(HOST, port=block[0], nccl_port=block[1], bootstrap_port=block[2], dist_init_port=block[4])
+    kwargs = build_server_args(args, EngineSpec(0, str(model), settings=settings), place)
     return SGLangEngine(kwargs, rank=0, log_path=log_path, accelerator="cpu", num_threads=1)
 
 

@@ -29,10 +29,13 @@ def updater(engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: p
     buckets = [weights[i::3] for i in range(3)]
     monkeypatch.setattr(base, "iter_hf_buckets", lambda args, model, *, buffer_size: iter(buckets))
     args = SimpleNamespace(
-        update_weight_buffer_size=1, distributed_timeout_minutes=1.0, hf_checkpoint=str(tiny_models[1])
+        update_weights_in_flight=False,
+        update_weight_buffer_size=1,
+        distributed_timeout_minutes=1.0,
+        hf_checkpoint=str(tiny_models[1]),
     )
     made = LossyUpdater(args, model=[])
-    made.connect([engine], num_gpus_per_engine=1)
+    made.connect([engine], engine_sizes=[1])
     return made
 
 

@@ -6,12 +6,14 @@ import argparse
 from typing import Any
 
 from slime.backends.sglang_utils.arguments import SglangFlags
+from slime.backends.sglang_utils.topology import plan_engines
 from slime.utils.arguments.flags import defaults_of
 from slime.utils.arguments.parse import FLAG_CLASSES
 
 CPU = {"accelerator": "cpu", "bf16": False, "fp16": False, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
 CUDA = {"accelerator": "cuda", "bf16": True, "fp16": False}
 DERIVED = {
+    "rollout_external": False,
     "sglang_pp_size": 1,
     "sglang_overrides": {},
     "eval_datasets": [],
@@ -38,4 +40,6 @@ BATCH = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "global_batch_size"
 def plan_args(**changes: Any) -> argparse.Namespace:
     """A dense model of four layers on one CPU slot, 8 x 4 samples a rollout; `changes` are set last."""
     defaults = {name: value for group in (*FLAG_CLASSES, SglangFlags) for name, value in defaults_of(group).items()}
-    return argparse.Namespace(**(defaults | DERIVED | CPU | DENSE | BATCH | changes))
+    args = argparse.Namespace(**(defaults | DERIVED | CPU | DENSE | BATCH | changes))
+    args.engine_models = plan_engines(args)
+    return args

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.backends.sglang_utils import cpu_standins, options
 from slime.backends.sglang_utils.arguments import SglangFlags, derive_sglang, explain_unknown
-from slime.backends.sglang_utils.server_args import build_server_args
+from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.ray.rollout.router import RouterAddress, router_values
 from slime.utils.arguments.flags import Parser, add_flags, defaults_of
 
@@ -83,7 +83,11 @@ class Ours:
     def parse(self, tokens: list[str]) -> argparse.Namespace:
         """The parsed and derived flags, with what `build_server_args` and `router_values` read besides."""
         args = argparse.Namespace(
-            rollout_num_gpus_per_engine=self.gpus_per_engine, seed=0, trust_remote_code=False, accelerator="cuda"
+            rollout_num_gpus_per_engine=self.gpus_per_engine,
+            seed=0,
+            trust_remote_code=False,
+            update_weights_in_flight=False,
+            accelerator="cuda",
         )
         problems = self._parser.parse_all(tokens, args, explain_unknown=explain_unknown)
         assert problems == [], problems
@@ -95,8 +99,9 @@ class Ours:
         """The keyword arguments of ServerArgs."""
         args = self.parse(tokens)
         args.accelerator = accelerator
-        ports = {"port": 1, "nccl_port": 2, "dist_init_port": 3}
-        return build_server_args(args, rank=0, model_path=model, host="127.0.0.1", **ports)
+        place = EnginePlace("127.0.0.1", port=1, nccl_port=2, bootstrap_port=4, dist_init_port=3)
+        spec = EngineSpec(0, model, self.gpus_per_engine, settings=args.sglang_overrides)
+        return build_server_args(args, spec, place)
 
 
 def values_of(action: argparse.Action, name: str) -> list[str]:

@@ -96,7 +96,7 @@ def test_requests_of_one_loop_share_connections(server):
 
 def test_the_client_is_sized_to_the_engines(monkeypatch):
     monkeypatch.setattr(http_utils._client, "limits", http_utils.HttpLimits())
-    http_utils.init_http_client(rollout_args(rollout_num_gpus=4, rollout_num_gpus_per_engine=2))
+    http_utils.init_http_client(rollout_args(rollout_num_engines=2))
     assert http_utils._client.limits.max_connections == 64 * (4 // 2)
     assert http_utils._client.limits.request_timeout_s == 30.0
 

@@ -18,6 +18,7 @@ def cluster(**changes) -> argparse.Namespace:
         "debug_train_only": False,
         "debug_rollout_only": False,
         "rollout_external_engine_addrs": None,
+        "reward_model_num_gpus": None,
     }
     return argparse.Namespace(**(values | changes))
 

@@ -50,6 +50,7 @@ def cluster_args(**changes):
         "debug_train_only": False,
         "debug_rollout_only": False,
         "rollout_external_engine_addrs": None,
+        "reward_model_num_gpus": None,
     }
     return SimpleNamespace(**(defaults | changes))
 

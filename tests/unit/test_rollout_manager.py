@@ -15,6 +15,7 @@ from slime.observability import logging_utils
 from slime.ray.rollout import manager as manager_module
 from slime.ray.rollout.manager import RolloutManager
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.weight_versions import WeightClock
 from slime.utils.types import Sample
 
 seen: dict[str, Any] = {}
@@ -98,6 +99,8 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         log_reward_category=None,
         log_correct_samples=False,
         log_eval_samples=0,
+        max_weight_staleness=None,
+        rollout_function_path="mine",
         overlong_buffer_len=None,
         rollout_num_gpus=1,
         n_samples_per_prompt=2,
@@ -123,6 +126,23 @@ def test_a_rollout_becomes_one_share_for_each_rank_with_rewards_normalised_by_gr
     for share in shares:
         for position, reward in zip(share["partition"], share["rewards"], strict=True):
             assert reward == pytest.approx((1 if position % 2 else -1) * 0.5**0.5, abs=1e-5)
+
+
+def test_a_rollout_function_that_returns_tokens_that_are_too_old_ends_the_run(manager):
+    samples = make_samples()
+    for sample in (sample for group in samples for sample in group):
+        sample.weight_versions = ["2", "3"]
+    manager._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(samples)
+    manager.set_sync_schedule(0, 9, 1)
+    manager.args.max_weight_staleness = 1
+    try:
+        manager.set_weight_version(3)
+        _, records = manager.generate(2)  # trained at version 3
+        assert records[0][0]["rollout/weight_staleness/mean"] == records[0][0]["rollout/weight_staleness/max"] == 1
+        with pytest.raises(RuntimeError, match="--max-weight-staleness 1.*mine.*rollout 3.*2 versions"):
+            manager.generate(3)
+    finally:
+        WeightClock.clear_instances()
 
 
 def test_the_records_carry_the_rollout_and_what_its_function_reported(manager):

@@ -8,58 +8,55 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils.server_args import build_server_args, device_defaults, server_environment
+from slime.backends.sglang_utils.options import OWNED
+from slime.backends.sglang_utils.server_args import (
+    EnginePlace,
+    EngineSpec,
+    build_server_args,
+    device_defaults,
+    server_environment,
+)
 
 
 def arguments(**changed: object) -> Namespace:
-    values = {
-        "accelerator": "cpu",
-        "sglang_overrides": {},
-        "rollout_num_gpus_per_engine": 1,
-        "seed": 100,
-        "trust_remote_code": False,
-    }
+    values = {"accelerator": "cpu", "seed": 100, "trust_remote_code": False, "update_weights_in_flight": False}
     return Namespace(**(values | changed))
 
 
-def build(args: Namespace, rank: int = 0) -> dict[str, object]:
-    ports = {"port": 15000, "nccl_port": 15001, "dist_init_port": 15002}
-    return build_server_args(args, rank=rank, model_path="/models/m", host="127.0.0.1", **ports)
+def build(args: Namespace | None = None, **spec: object) -> dict[str, object]:
+    place = EnginePlace("127.0.0.1", port=15000, nccl_port=15001, bootstrap_port=15002, dist_init_port=15004)
+    return build_server_args(args or arguments(), EngineSpec(**({"rank": 0, "model_path": "/models/m"} | spec)), place)
 
 
 def test_a_users_flag_overrides_the_default_of_the_device() -> None:
-    assert build(arguments())["dtype"] == "float32"
-    changed = build(arguments(sglang_overrides={"dtype": "bfloat16", "max_running_requests": 1}))
+    assert build()["dtype"] == "float32"
+    changed = build(settings={"dtype": "bfloat16", "max_running_requests": 1})
     assert (changed["dtype"], changed["max_running_requests"]) == ("bfloat16", 1)
     assert changed["attention_backend"] == "torch_native"
 
 
 def test_what_slime_owns_cannot_be_overridden() -> None:
-    assert build(arguments(sglang_overrides={"port": 1, "model_path": "/other"}))["port"] == 15000
+    assert build(settings={"port": 1, "model_path": "/other"})["port"] == 15000
 
 
 def test_each_engine_has_its_own_seed() -> None:
     # Engines of two GPUs: upstream's seed + rank * GPUs of an engine.
-    assert [build(arguments(rollout_num_gpus_per_engine=2), rank)["random_seed"] for rank in (0, 1, 2)] == [
-        100,
-        102,
-        104,
-    ]
+    assert [build(num_gpus=2, first_slot=2 * rank)["random_seed"] for rank in (0, 1, 2)] == [100, 102, 104]
 
 
 def test_code_of_a_checkpoint_is_run_only_where_it_is_trusted() -> None:
-    assert build(arguments())["trust_remote_code"] is False
+    assert build()["trust_remote_code"] is False
     assert build(arguments(trust_remote_code=True))["trust_remote_code"] is True
 
 
 def test_pipeline_stages_share_the_gpus_of_an_engine() -> None:
-    assert build(arguments(rollout_num_gpus_per_engine=8, sglang_overrides={"pp_size": 2}))["tp_size"] == 4
+    assert build(num_gpus=8, settings={"pp_size": 2})["tp_size"] == 4
 
 
 def test_only_data_parallel_attention_gets_an_address_for_its_ports() -> None:
-    assert "dist_init_addr" not in build(arguments())
-    with_attention = build(arguments(sglang_overrides={"enable_dp_attention": True}))
-    assert with_attention["dist_init_addr"] == "127.0.0.1:15002"
+    assert "dist_init_addr" not in build()
+    with_attention = build(settings={"enable_dp_attention": True})
+    assert with_attention["dist_init_addr"] == "127.0.0.1:15004"
 
 
 def test_a_gpu_engine_keeps_sglangs_own_choices() -> None:
@@ -88,3 +85,29 @@ def test_the_environment_of_a_cpu_server_hides_gpus_and_sets_its_threads(monkeyp
 def test_the_environment_of_a_gpu_server_agrees_with_the_trainers_nccl() -> None:
     env = server_environment("cuda")
     assert (env["NCCL_CUMEM_ENABLE"], env["NCCL_NVLS_ENABLE"]) == ("0", "0")
+
+
+def test_prefill_and_decode_engines_get_their_mode_and_only_prefill_a_bootstrap_port() -> None:
+    prefill, decode, regular = (build(worker_type=kind) for kind in ("prefill", "decode", "regular"))
+    assert (prefill["disaggregation_mode"], prefill["disaggregation_bootstrap_port"]) == ("prefill", 15002)
+    assert decode["disaggregation_mode"] == "decode" and "disaggregation_bootstrap_port" not in decode
+    assert "disaggregation_mode" not in regular
+
+
+def test_an_encoder_has_no_language_model_and_the_engines_that_use_it_only_that() -> None:
+    encoder = build(worker_type="encoder")
+    assert encoder["encoder_only"] is True and "language_only" not in encoder
+    user = build(worker_type="prefill", encoder_urls=("http://e0:1", "http://e1:1"))
+    assert (user["language_only"], user["encoder_urls"]) == (True, ["http://e0:1", "http://e1:1"])
+    assert user["encoder_bootstrap_port"] not in (user["port"], user["disaggregation_bootstrap_port"])
+
+
+def test_the_arguments_are_fields_of_the_installed_sglang() -> None:
+    from slime.backends.sglang_utils.options import server_table
+    from slime.utils.arguments.flags import Parser
+
+    parser = Parser()
+    server_table().add_to(parser)
+    known = {action.dest.removeprefix("sglang_") for action in parser.options().values()} | set(OWNED)
+    for kind in ("prefill", "decode", "encoder", "regular"):
+        assert set(build(worker_type=kind, encoder_urls=("http://e:1",) * (kind != "encoder"))) <= known

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.server_control import Worker
 from slime.utils import http_utils
 from slime.utils.wait import WaitTimeout
 
@@ -82,9 +83,9 @@ def test_only_healthy_workers_are_listed(script: Script) -> None:
 def test_registering_waits_until_the_router_uses_the_worker(script: Script, blocking: bool) -> None:
     script.answers["/workers"] = [(202, {}), (200, workers()), (200, workers(False)), (200, workers(True))]
     if blocking:
-        server_control.register_worker_sync(script.url, "http://w0", deadline_s=10)
+        server_control.register_worker_sync(script.url, Worker("http://w0"), deadline_s=10)
     else:
-        run(server_control.register_worker(script.url, "http://w0", deadline_s=10))
+        run(server_control.register_worker(script.url, Worker("http://w0"), deadline_s=10))
     assert script.requests[0] == ("/workers", {"url": "http://w0", "worker_type": "regular"})
     assert len(script.requests) == 4
 
@@ -92,7 +93,7 @@ def test_registering_waits_until_the_router_uses_the_worker(script: Script, bloc
 def test_a_worker_the_router_never_accepts_is_named(script: Script) -> None:
     script.answers["/workers"] = [(202, {}), (200, workers(False))]
     with pytest.raises(WaitTimeout, match="to accept http://w0"):
-        server_control.register_worker_sync(script.url, "http://w0", deadline_s=0.05)
+        server_control.register_worker_sync(script.url, Worker("http://w0"), deadline_s=0.05)
 
 
 @pytest.mark.parametrize("blocking", [True, False])

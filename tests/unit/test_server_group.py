@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.sglang_engine import EngineStartError
 from slime.ray.rollout.router import Router, RouterAddress, router_values
 from slime.ray.rollout.server_group import EngineActor, threads_per_engine
@@ -16,16 +17,10 @@ from slime.ray.rollout.server_group import EngineActor, threads_per_engine
 class FakeEngine(EngineActor):
     """Starts as the script says; the rest, ports included, is real."""
 
-    def __init__(self, log_path: Path, *outcomes: Exception | None) -> None:
-        args = Namespace(
-            accelerator="cpu",
-            sglang_overrides={},
-            rollout_num_gpus_per_engine=1,
-            seed=0,
-            trust_remote_code=False,
-            hf_checkpoint="/models/m",
-        )
-        super().__init__(args, rank=0, host="127.0.0.1", log_path=str(log_path), num_threads=1)
+    def __init__(self, log_path: Path, *outcomes: Exception | None, worker_type: str = "regular") -> None:
+        args = Namespace(accelerator="cpu", seed=0, trust_remote_code=False, update_weights_in_flight=False)
+        spec = EngineSpec(0, "/models/m", worker_type=worker_type)
+        super().__init__(args, spec, host="127.0.0.1", log_path=str(log_path), num_threads=1)
         self.outcomes = list(outcomes)
         self.ports: list[int] = []
 
@@ -39,8 +34,8 @@ class FakeEngine(EngineActor):
 
 def test_a_snatched_port_leads_to_a_start_on_others(tmp_path: Path) -> None:
     engine = FakeEngine(tmp_path / "log", EngineStartError("taken", True), None)
-    url = engine.launch(10)
-    assert len(set(engine.ports)) == 2 and url == f"http://127.0.0.1:{engine.ports[1]}"
+    worker = engine.launch(10)
+    assert len(set(engine.ports)) == 2 and worker.url == f"http://127.0.0.1:{engine.ports[1]}"
 
 
 def test_any_other_failure_is_final(tmp_path: Path) -> None:

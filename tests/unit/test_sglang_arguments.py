@@ -35,7 +35,17 @@ def parser() -> Parser:
 
 
 def parse(parser: Parser, line: str, *, gpus_per_engine: int = 4) -> argparse.Namespace:
-    args = argparse.Namespace(rollout_num_gpus_per_engine=gpus_per_engine, rollout_external_engine_addrs=None)
+    args = argparse.Namespace(
+        accelerator="cuda",
+        debug_train_only=False,
+        hf_checkpoint=None,
+        num_gpus_per_node=8,
+        reward_model_path=None,
+        rollout_external="--rollout-external" in line,
+        rollout_external_engine_addrs=None,
+        rollout_num_gpus=8,
+        rollout_num_gpus_per_engine=gpus_per_engine,
+    )
     assert parser.parse_all(line.split(), args, explain_unknown=sglang.explain_unknown) == []
     vars(args).update(sglang.derive_sglang(args, parser.explicit(line.split()), OWN))
     return args
@@ -186,12 +196,12 @@ def test_an_ipv6_router_address_is_wrapped_for_urls(parser: Parser, given: str, 
 def test_only_one_flag_describes_the_engines() -> None:
     addresses = ["10.0.0.1:30000", "10.0.0.2:30000"]
     for alone in [("e.yaml", None, None), (None, 1, None), (None, None, addresses), (None, None, None)]:
-        assert sglang.topology_problems(*alone) == []
-    assert sglang.topology_problems("e.yaml", 1, None) == [
+        assert sglang.descriptions_problems(*alone) == []
+    assert sglang.descriptions_problems("e.yaml", 1, None) == [
         "--sglang-config e.yaml and --prefill-num-servers 1 exclude each other; "
         "keep the one that describes the engines."
     ]
-    (sentence,) = sglang.topology_problems("e.yaml", 2, addresses)
+    (sentence,) = sglang.descriptions_problems("e.yaml", 2, addresses)
     assert "--rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000" in sentence
 
 

@@ -318,7 +318,7 @@ def test_sample_hooks_run_in_order_before_the_reward_and_get_what_they_ask_for(m
 
 
 def test_the_state_is_one_per_process_and_knows_the_sampling_parameters():
-    args = rollout_args(rollout_stop=["."], rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    args = rollout_args(rollout_stop=["."], rollout_num_engines=2)
     state = GenerateState(args)
     assert GenerateState(args) is state
     assert state.sampling_params["max_new_tokens"] == 20

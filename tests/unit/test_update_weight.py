@@ -49,7 +49,7 @@ class FakeUpdater(WeightUpdater):
 
     lose: tuple[str, ...] = ()
 
-    def open(self, num_gpus_per_engine: int) -> None:
+    def open(self, engine_sizes: list[int]) -> None:
         pass
 
     def send(self, bucket: Bucket, *, version: str) -> None:
@@ -73,10 +73,13 @@ def buckets(monkeypatch):
 
 def make_updater(checkpoint, engines) -> FakeUpdater:
     args = SimpleNamespace(
-        update_weight_buffer_size=16, distributed_timeout_minutes=0.02, hf_checkpoint=str(checkpoint)
+        update_weights_in_flight=False,
+        update_weight_buffer_size=16,
+        distributed_timeout_minutes=0.02,
+        hf_checkpoint=str(checkpoint),
     )
     updater = FakeUpdater(args, model=[])
-    updater.connect(engines, num_gpus_per_engine=1)
+    updater.connect(engines, engine_sizes=[1] * len(engines))
     return updater
 
 
@@ -89,6 +92,14 @@ def test_a_sync_pauses_flushes_sends_every_bucket_and_continues(checkpoint, buck
         assert engine.weights.keys() == TENSORS.keys()
     updater.update()
     assert engines[0].version == "2"
+
+
+def test_a_sync_in_flight_puts_requests_aside_and_asks_for_no_flush(checkpoint, buckets):
+    engine = FakeEngine()
+    updater = make_updater(checkpoint, [engine])
+    updater.args.update_weights_in_flight = True
+    updater.update()
+    assert engine.calls == ["pause retract", "load 1.0", "load 1.1", "load 1", "continue"]
 
 
 @pytest.mark.parametrize("lost", ["1.0", "1.1", "1"])
@@ -153,10 +164,13 @@ def test_a_sync_waits_no_longer_than_a_collective_may_take(checkpoint, buckets):
     release, engine = threading.Event(), FakeEngine()
     engine.flush_cache = release.wait
     args = SimpleNamespace(
-        update_weight_buffer_size=16, distributed_timeout_minutes=0.002, hf_checkpoint=str(checkpoint)
+        update_weights_in_flight=False,
+        update_weight_buffer_size=16,
+        distributed_timeout_minutes=0.002,
+        hf_checkpoint=str(checkpoint),
     )
     updater = FakeUpdater(args, model=[])
-    updater.connect([engine], num_gpus_per_engine=1)
+    updater.connect([engine], engine_sizes=[1])
     with pytest.raises(WeightSyncError, match="waited 0 s for"):
         updater.update()
     release.set()

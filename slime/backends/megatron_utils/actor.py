@@ -183,11 +183,11 @@ class MegatronTrainActor:
         if args.keep_checkpoints is not None and dist.get_rank() == 0:
             self._delete_old_checkpoints(rollout_id)
 
-    def connect_rollout_engines(self, engines: list[Any], parallel: dict[str, int]) -> None:
+    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int]) -> None:
         """Tell the weight updater which engines to keep in step, and how many devices each has."""
         if self._updater is None:
             self._updater = build_weight_updater(self.args, self.state.model, colocated=self.args.colocate)
-        self._updater.connect(engines, num_gpus_per_engine=parallel["num_gpus_per_engine"])
+        self._updater.connect(engines, engine_sizes=engine_sizes)
 
     def update_weights(self) -> dict[str, float]:
         """Send the weights to the engines; returns metrics."""

@@ -11,9 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.sglang_utils.external import (
+    FLAG,
+    apply_external_engine_info_to_args,
+    discover_external_engines,
+    external_engine_problems,
+)
 from slime.backends.sglang_utils.options import (
     INSTALL,
     PREFIX,
+    READ_BY_SLIME,
     ROUTER_DEFAULTS,
     ROUTER_PREFIX,
     add_sglang_arguments,
@@ -22,14 +29,16 @@ from slime.backends.sglang_utils.options import (
     set_aside,
     sglang_tables,
 )
-from slime.backends.sglang_utils.sglang_config import sglang_config_problems
+from slime.backends.sglang_utils.topology import num_policy_engines, plan_engines, topology_problems
+from slime.utils.arguments.check_devices import check_external_engines
 from slime.utils.arguments.flags import flag
-from slime.utils.arguments.problems import Problems
+from slime.utils.arguments.problems import Problems, collected
 from slime.utils.misc import url_host
 
 __all__ = [
     "SglangFlags",
     "add_sglang_arguments",
+    "derive_engines",
     "derive_sglang",
     "explain_unknown",
     "set_aside",
@@ -57,9 +66,9 @@ class SglangFlags:
     )
     sglang_router_request_timeout_secs: int = flag(14400, "seconds the router waits for one request", at_least=1)
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", at_least=1)
-    sglang_config: str | None = flag(None, "YAML file with the models and engines of the run", later="rollout")
+    sglang_config: str | None = flag(None, "YAML file with the models and engines of the run")
     prefill_num_servers: int | None = flag(
-        None, "engines that only prefill, of one model without --sglang-config", at_least=1, later="rollout"
+        None, "engines that only prefill, of one model without --sglang-config", at_least=1
     )
 
 
@@ -91,6 +100,26 @@ def derive_sglang(args: argparse.Namespace, explicit: set[str], own: Sequence[st
     }
 
 
+def derive_engines(args: argparse.Namespace, explicit: set[str], problems: Problems) -> None:
+    """Set which engines there are, in place: `engine_models` (list of `ModelPlan`) and `rollout_num_engines`.
+
+    External engines are asked what they are first; then `rollout_external_engine_infos` and `rollout_num_gpus` follow
+    from their answers. Where they do not answer, one engine each is assumed, and `problems` says so.
+    """
+    args.rollout_external_engine_infos = []
+    num_external = 0
+    if args.rollout_external and not args.debug_train_only:
+        addresses = args.rollout_external_engine_addrs
+        num_external = len(addresses)
+        if not any(check_external_engines(args)):
+            infos = collected(problems.environment, discover_external_engines, addresses) or []
+            if infos:
+                apply_external_engine_info_to_args(args, infos)
+            problems.environment += external_engine_problems(args, infos, explicit)
+    args.engine_models = plan_engines(args)
+    args.rollout_num_engines = num_policy_engines(args.engine_models, num_external=num_external)
+
+
 def engine_sizes(gpus_per_engine: int, overrides: dict[str, Any]) -> dict[str, int]:
     """The parallel sizes of an engine under both names that SGLang has for each; TP is what PP leaves of its GPUs."""
     sizes = {short: overrides.get(short, 1) for short in _OTHER_SIZE_NAMES}
@@ -103,12 +132,13 @@ def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], b
     wrong = [
         *pipeline_problems(args.sglang_pp_size, args.rollout_num_gpus_per_engine),
         *data_parallel_problems(args.sglang_dp_size, bool(args.sglang_overrides.get("enable_dp_attention"))),
-        *topology_problems(args.sglang_config, args.prefill_num_servers, args.rollout_external_engine_addrs),
+        *descriptions_problems(args.sglang_config, args.prefill_num_servers, args.rollout_external_engine_addrs),
+        *external_flag_problems(args.sglang_overrides if args.rollout_external else {}),
     ]
     if args.sglang_router_ip and args.sglang_router_port is None:
         wrong.append(f"--sglang-router-ip {args.sglang_router_ip} needs --sglang-router-port too.")
     problems = Problems(wrong=wrong, environment=installation_problems())
-    problems.extend(sglang_config_problems(args))
+    problems.extend(topology_problems(args))
     is_ours = not args.sglang_router_ip
     for option, port, is_listening in (
         ("--sglang-router-port", args.sglang_router_port, is_ours),
@@ -143,7 +173,7 @@ def data_parallel_problems(dp_size: int, has_dp_attention: bool) -> list[str]:
     return [f"--sglang-dp-size {dp_size} needs --sglang-enable-dp-attention."]
 
 
-def topology_problems(config: str | None, num_prefill: int | None, external: Sequence[str] | None) -> list[str]:
+def descriptions_problems(config: str | None, num_prefill: int | None, external: Sequence[str] | None) -> list[str]:
     """A sentence if more than one flag says which engines there are."""
     given = {
         f"--sglang-config {config}": config is not None,
@@ -152,6 +182,15 @@ def topology_problems(config: str | None, num_prefill: int | None, external: Seq
     }
     names = [name for name, is_given in given.items() if is_given]
     return [f"{' and '.join(names)} exclude each other; keep the one that describes the engines."] * (len(names) > 1)
+
+
+def external_flag_problems(overrides: dict[str, Any]) -> list[str]:
+    """Sentences about options of servers that run already; some of them slime itself reads."""
+    return [
+        f"--sglang-{name.replace('_', '-')} has no effect with {FLAG}, whose servers run already; give it to them."
+        for name in overrides
+        if name not in READ_BY_SLIME
+    ]
 
 
 def port_problems(option: str, port: int, port_is_free: Callable[[int], bool] | None) -> Problems:

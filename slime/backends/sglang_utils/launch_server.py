@@ -42,14 +42,28 @@ def main(path: Path) -> None:
 
 
 def prepare(launch: dict[str, Any]) -> None:
-    """Hide what a server does not need, and install what one on CPU does: the stand-ins, then the faster attention."""
+    """Hide what a server does not need, and install what one on CPU (the stand-ins, then the faster attention) or one
+    that classifies does."""
     # SGLang's tensor dumper imports Megatron where it finds it, to name tensors of a trainer: more than a second.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
-    if launch["accelerator"] != "cpu":
-        return
+    if launch["accelerator"] == "cpu":
+        _prepare_cpu(launch["server_args"])
+    if _classifies(Path(launch["server_args"]["model_path"])):
+        from slime.backends.sglang_utils import classifier_bias
+
+        classifier_bias.install()
+
+
+def _classifies(model_path: Path) -> bool:
+    config = model_path / "config.json"
+    architectures = json.loads(config.read_text()).get("architectures") if config.is_file() else None
+    return any(name.endswith("ForSequenceClassification") for name in architectures or [])
+
+
+def _prepare_cpu(server_args: dict[str, Any]) -> None:
     from slime.backends.sglang_utils import cpu_attention, cpu_standins
 
-    if launch["server_args"].get("enable_deterministic_inference"):
+    if server_args.get("enable_deterministic_inference"):
         cpu_standins.install_deterministic()
     else:
         cpu_standins.install()

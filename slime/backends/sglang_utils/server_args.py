@@ -1,14 +1,17 @@
 """From slime's flags to the keyword arguments of SGLang's `ServerArgs`, and to the environment of the server process.
 
-Four layers, each overriding the one before: what suits an engine of this kind of device, the explicit `--sglang-*`
-flags, and what slime owns (model, ports, seed, size). It imports no SGLang: names are checked by `arguments.py` at
-parse time, and by `ServerArgs` itself when the server starts.
+Three layers, each overriding the one before: what suits an engine of this kind of device, what was asked for (the
+explicit `--sglang-*` flags, and the overrides of --sglang-config over them), and what slime owns (model, ports, seed,
+size). It imports no SGLang: names are checked by `arguments.py` at parse time, and by `ServerArgs` itself when the
+server starts.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +41,90 @@ CUDA_DEFAULTS: dict[str, Any] = {
 }
 
 
-def build_server_args(
-    args: Any, *, rank: int, model_path: str, host: str, port: int, nccl_port: int, dist_init_port: int
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine, before it has a place.
+
+    Attributes:
+        rank: its number among the engines of the run.
+        model_path: HF directory with the weights and the tokenizer.
+        num_gpus: GPUs (slots) that it takes.
+        first_slot: the first of them, among those of all engines; it shifts the seed, so that engines do not repeat
+            each other's samples.
+        settings: ServerArgs values that were asked for.
+        worker_type: regular, prefill, decode or encoder.
+        encoder_urls: servers that encode images for it.
+    """
+
+    rank: int
+    model_path: str
+    num_gpus: int = 1
+    first_slot: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    worker_type: str = "regular"
+    encoder_urls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where an engine listens.
+
+    Attributes:
+        host: address.
+        port: of the HTTP server.
+        nccl_port: of the engine's own process group.
+        bootstrap_port: where a prefill engine, or one that uses encoders, is found by the engines it works with.
+        dist_init_port: first of the consecutive ports that data-parallel attention uses.
+    """
+
+    host: str
+    port: int
+    nccl_port: int
+    bootstrap_port: int
+    dist_init_port: int
+
+
+def build_server_args(args: Any, spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:
     """The `ServerArgs` keyword arguments of one engine.
 
     Args:
-        args: reads `accelerator`, `sglang_overrides`, `rollout_num_gpus_per_engine`, `seed`, `trust_remote_code`.
-        rank: number of the engine; it shifts the seed, so that engines do not repeat each other's samples.
-        model_path: HF directory with the weights and the tokenizer.
-        host: address to listen on.
-        port: of the HTTP server.
-        nccl_port: of the engine's own process group.
-        dist_init_port: first of the consecutive ports that data-parallel attention uses.
+        args: reads `accelerator`, `seed`, `trust_remote_code`, `update_weights_in_flight`.
+        spec: which engine.
+        place: its ports.
     """
-    overrides = dict(args.sglang_overrides)
-    size = args.rollout_num_gpus_per_engine
     owned = {
-        "model_path": model_path,
+        "model_path": spec.model_path,
         "trust_remote_code": args.trust_remote_code,
-        "random_seed": args.seed + rank * size,
-        "tp_size": size // overrides.get("pp_size", 1),
-        "host": host,
-        "port": port,
-        "nccl_port": nccl_port,
+        "random_seed": args.seed + spec.first_slot,
+        "tp_size": spec.num_gpus // spec.settings.get("pp_size", 1),
+        "host": place.host,
+        "port": place.port,
+        "nccl_port": place.nccl_port,
         "skip_server_warmup": True,
+        **_worker_arguments(spec, place),
     }
-    if overrides.get("enable_dp_attention"):
-        owned["dist_init_addr"] = f"{host}:{dist_init_port}"
-    return device_defaults(args.accelerator, Path(model_path)) | overrides | owned
+    if args.update_weights_in_flight:
+        # It would keep prefixes that the old weights computed: a sync cannot flush it while requests are in flight.
+        owned["disable_radix_cache"] = True
+    if spec.settings.get("enable_dp_attention"):
+        owned["dist_init_addr"] = f"{place.host}:{place.dist_init_port}"
+    return device_defaults(args.accelerator, Path(spec.model_path)) | dict(spec.settings) | owned
+
+
+def _worker_arguments(spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:
+    """What makes an engine do one part of the work, and find those that do the others."""
+    found: dict[str, Any] = {}
+    if spec.worker_type == "encoder":
+        found["encoder_only"] = True
+    elif spec.worker_type in ("prefill", "decode"):
+        found["disaggregation_mode"] = spec.worker_type
+    if spec.worker_type == "prefill":
+        found["disaggregation_bootstrap_port"] = place.bootstrap_port
+    if spec.encoder_urls:
+        # SGLang's own port for late encoders has a fixed default that two engines of a node would fight over.
+        found |= {"language_only": True, "encoder_urls": list(spec.encoder_urls)}
+        found["encoder_bootstrap_port"] = place.bootstrap_port + 1
+    return found
 
 
 def device_defaults(accelerator: str, model_path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Addresses are `http://host:port`, without a slash at the end.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from slime.utils import http_utils
@@ -32,32 +33,57 @@ def _healthy(answer: dict[str, Any]) -> list[str]:
     return [worker["url"] for worker in answer["workers"] if worker.get("is_healthy")]
 
 
-async def register_worker(router_url: str, worker_url: str, *, deadline_s: float = ROUTER_DEADLINE_S) -> None:
+@dataclass(frozen=True)
+class Worker:
+    """A server as a router sees it.
+
+    Attributes:
+        url: `http://host:port`.
+        worker_type: regular, prefill or decode.
+        bootstrap_port: where decode servers find a prefill server.
+    """
+
+    url: str
+    worker_type: str = "regular"
+    bootstrap_port: int | None = None
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What `POST /workers` takes."""
+        port = {} if self.bootstrap_port is None else {"bootstrap_port": self.bootstrap_port}
+        return {"url": self.url, "worker_type": self.worker_type, **port}
+
+
+async def register_worker(router_url: str, worker: Worker, *, deadline_s: float = ROUTER_DEADLINE_S) -> None:
     """Put a server behind a router and wait until the router sends it requests.
 
     Raises:
         WaitTimeout: the router did not find it healthy in time.
     """
-    await http_utils.post(f"{router_url}/workers", _worker(worker_url))
+    await http_utils.post(f"{router_url}/workers", worker.request)
 
     async def found() -> bool:
-        return worker_url in await list_workers(router_url)
+        return worker.url in await list_workers(router_url)
 
-    await wait_async(f"the router {router_url} to accept {worker_url}", deadline_s, found)
+    await wait_async(f"the router {router_url} to accept {worker.url}", deadline_s, found)
 
 
-def register_worker_sync(router_url: str, worker_url: str, *, deadline_s: float = ROUTER_DEADLINE_S) -> None:
+def register_worker_sync(router_url: str, worker: Worker, *, deadline_s: float = ROUTER_DEADLINE_S) -> None:
     """As `register_worker`."""
-    http_utils.post_sync(f"{router_url}/workers", _worker(worker_url), timeout_s=CONTROL_TIMEOUT_S)
+    http_utils.post_sync(f"{router_url}/workers", worker.request, timeout_s=CONTROL_TIMEOUT_S)
     wait(
-        f"the router {router_url} to accept {worker_url}",
+        f"the router {router_url} to accept {worker.url}",
         deadline_s,
-        lambda: worker_url in list_workers_sync(router_url),
+        lambda: worker.url in list_workers_sync(router_url),
     )
 
 
-def _worker(worker_url: str) -> dict[str, str]:
-    return {"url": worker_url, "worker_type": "regular"}
+def remove_worker_sync(router_url: str, worker_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    """Take a server from behind a router; nothing happens where it is not there."""
+    workers = http_utils.get_sync(f"{router_url}/workers", timeout_s=timeout_s)["workers"]
+    for worker in workers:
+        if worker["url"] == worker_url:
+            http_utils.delete_sync(f"{router_url}/workers/{worker['id']}", timeout_s=timeout_s)
 
 
 async def abort_all(worker_url: str) -> None:
@@ -155,6 +181,25 @@ async def num_running(worker_url: str) -> int:
 
 def _total_requests(answer: dict[str, Any]) -> int:
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])
+
+
+def server_info_sync(worker_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
+    """A server's arguments and state; older servers have it under another name."""
+    try:
+        found = http_utils.get_sync(f"{worker_url}/server_info", timeout_s=timeout_s)
+    except HttpError as error:
+        if error.status != 404:
+            raise
+        found = http_utils.get_sync(f"{worker_url}/get_server_info", timeout_s=timeout_s)
+    if not isinstance(found, dict):
+        raise HttpError(f"{worker_url}/server_info answered {str(found)[:200]!r}, which is no JSON object")
+    return found
+
+
+def model_info_sync(worker_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
+    """The model that a server has loaded: model_path, architectures, weight_version, ..."""
+    found = http_utils.get_sync(f"{worker_url}/model_info", timeout_s=timeout_s)
+    return found if isinstance(found, dict) else {}
 
 
 def freeze_gc_sync(worker_url: str) -> None:

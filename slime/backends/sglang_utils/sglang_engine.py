@@ -1,4 +1,4 @@
-"""One SGLang server: started as a child process, asked over HTTP, ended with its children.
+"""One SGLang server of our own: started as a child process, asked over HTTP (`EngineClient`), ended with its children.
 
 A plain class; `slime.ray` makes Ray actors of it. It does not know about Ray, samples, the router, or where its
 arguments come from (`server_args`).
@@ -10,21 +10,18 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.engine_client import EngineClient
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
-from slime.utils import http_utils
 from slime.utils.processes import log_tail, registry
 from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
 
-UPDATE_TIMEOUT_S = 600.0
-FLUSH_DEADLINE_S = 60.0
 TAIL_LINES = 40
 PORT_TAKEN = ("address already in use", "EADDRINUSE")
 
@@ -44,8 +41,8 @@ class EngineStartError(RuntimeError):
         return str(self.args[0])
 
 
-class SGLangEngine:
-    """One server and what a run asks of it.
+class SGLangEngine(EngineClient):
+    """A server that is started and ended here.
 
     Args:
         server_kwargs: fields of SGLang's `ServerArgs`; see `build_server_args`.
@@ -64,7 +61,7 @@ class SGLangEngine:
         accelerator: str,
         num_threads: int | None = None,
     ) -> None:
-        self.rank = rank
+        super().__init__(rank=rank)
         self._server_kwargs = server_kwargs
         self._log_path = Path(log_path)
         self._accelerator = accelerator
@@ -111,7 +108,8 @@ class SGLangEngine:
         except (EngineStartError, WaitTimeout) as error:
             self.shutdown()
             raise self._start_error(error, log_begin) from None
-        server_control.freeze_gc_sync(self.url)
+        if not self._server_kwargs.get("encoder_only"):  # that server has few endpoints
+            server_control.freeze_gc_sync(self.url)
         logger.info("engine %d is healthy at %s after %.1f s", self.rank, self.url, time.monotonic() - begin)
         return self.url
 
@@ -136,113 +134,7 @@ class SGLangEngine:
 
     def health(self) -> bool:
         """Whether the server runs and answers."""
-        return self.pid is not None and server_control.is_healthy_sync(self.url, timeout_s=5.0)
-
-    def pause(self, mode: str = "abort") -> None:
-        """Stop generating; "abort" ends the requests in flight."""
-        server_control.pause_sync(self.url, mode)
-
-    def flush_cache(self, deadline_s: float = FLUSH_DEADLINE_S) -> None:
-        """Forget the prefix cache, waiting for requests in flight."""
-        server_control.flush_cache_sync(self.url, deadline_s)
-
-    def continue_generation(self) -> None:
-        """Generate again after `pause`."""
-        server_control.resume_sync(self.url)
-
-    def abort_all(self) -> None:
-        """End every request in flight."""
-        server_control.abort_all_sync(self.url)
-
-    def get_weight_version(self) -> str:
-        """The version given with the last weight update."""
-        return server_control.weight_version_sync(self.url)
-
-    def update_weights_from_tensor(
-        self,
-        serialized_named_tensors: Sequence[str],
-        *,
-        load_format: str | None = None,
-        flush_cache: bool = False,
-        weight_version: str | None = None,
-    ) -> None:
-        """Load tensors out of shared memory.
-
-        Args:
-            serialized_named_tensors: one handle a TP rank, of `weight_transfer.serialize_bucket_for`.
-            load_format: "flattened_bucket" for those.
-            flush_cache: forget the prefix cache afterwards.
-            weight_version: the server's version from now on; None leaves it.
-        """
-        self._update(
-            "update_weights_from_tensor",
-            serialized_named_tensors=list(serialized_named_tensors),
-            load_format=load_format,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-        )
-
-    def init_weights_update_group(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
-        """Join a process group with the trainer; returns when every member has joined.
-
-        Args:
-            master_address: of rank 0, the trainer.
-            master_port: of rank 0.
-            rank_offset: rank in the group of this engine's TP rank 0.
-            world_size: trainer ranks plus TP ranks of all engines.
-            group_name: the same as the trainer's.
-            backend: "gloo" or "nccl".
-        """
-        self._update(
-            "init_weights_update_group",
-            master_address=master_address,
-            master_port=master_port,
-            rank_offset=rank_offset,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-        )
-
-    def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        group_name: str,
-        flush_cache: bool = False,
-        weight_version: str | None = None,
-    ) -> None:
-        """Receive tensors that rank 0 of the group broadcasts, in the order of `names`, and load them.
-
-        Args:
-            names: HF names.
-            dtypes: "float32", "bfloat16", ...; gloo does not notice when they differ from what is sent.
-            shapes: of each tensor.
-            group_name: of `init_weights_update_group`.
-            flush_cache: forget the prefix cache afterwards.
-            weight_version: the server's version from now on; None leaves it.
-        """
-        self._update(
-            "update_weights_from_distributed",
-            names=list(names),
-            dtypes=list(dtypes),
-            shapes=[list(shape) for shape in shapes],
-            group_name=group_name,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-        )
-
-    def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leave a process group."""
-        self._update("destroy_weights_update_group", group_name=group_name)
-
-    def _update(self, endpoint: str, **payload: Any) -> None:
-        answer = http_utils.post_sync(f"{self.url}/{endpoint}", payload, timeout_s=UPDATE_TIMEOUT_S)
-        if not answer.get("success"):
-            raise RuntimeError(f"engine {self.rank} refused {endpoint}: {answer.get('message')}")
+        return self.pid is not None and super().health()
 
     def shutdown(self) -> None:
         """End the server and its children; nothing happens when it does not run."""

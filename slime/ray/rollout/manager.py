@@ -21,14 +21,17 @@ from slime.observability import logging_utils
 from slime.observability.eval_samples import EvalSample, pick_eval_samples
 from slime.observability.progress import ProgressBar, set_progress_factory
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
+from slime.ray.http_post import use_distributed_post
 from slime.ray.ray_actor import RayActor
 from slime.ray.rollout.dp_split import split_train_data
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
+from slime.rollout.fully_async_rollout import save_data_source, stop_worker
 from slime.rollout.hook_returns import check_data_source, check_train_data
 from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
+from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
 from slime.utils.arguments import publish_runtime
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function, url_host
@@ -36,28 +39,31 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
+CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1}
 MetricRecord = tuple[dict[str, float], str]
 
 
 class RolloutManager(RayActor):
-    """Generates and evaluates. One method runs at a time, in the order of the calls: the driver relies on that.
+    """Generates and evaluates.
+
+    One method runs at a time, in the order of the calls: the driver relies on that. Two do not wait for that order:
+    `eval`, so that an evaluation may go on beside a rollout, and `set_weight_version`, so that a rollout that keeps
+    requests in flight hears of a sync.
 
     Args:
         args: the run's flags.
-        engine_placements: (placement group, bundle index) of each engine; empty for a run without engines.
+        engine_slots: (placement group, bundle index) of each slot that engines take.
         log_path: where this process's log goes; what user code prints still reaches the driver's terminal.
         show_progress: draw progress bars on the driver's terminal.
     """
 
-    def __init__(
-        self, args: Any, engine_placements: list[tuple[Any, int]], *, log_path: str, show_progress: bool
-    ) -> None:
+    def __init__(self, args: Any, engine_slots: list[tuple[Any, int]], *, log_path: str, show_progress: bool) -> None:
         _configure_output(log_path)
         if show_progress:
             set_progress_factory(ray_progress_bar)
         logging_utils.init_tracking(args, primary=False)
         self.args = args
-        self._placements = engine_placements
+        self._slots = engine_slots
         self._servers: RolloutServers | None = None
         self._data_source: Any = None
         self._parallel_config: dict[str, int] = {}
@@ -67,7 +73,7 @@ class RolloutManager(RayActor):
         # The thread is the one that reads data: a child process started in it would end with it.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data-source") as thread:
             loading = thread.submit(self._load_user_code)
-            if self._placements:
+            if self.args.engine_models:
                 self._start_servers()
             loading.result()
 
@@ -79,16 +85,15 @@ class RolloutManager(RayActor):
         self._evaluate = load_function(self.args.eval_function_path)
 
     def _start_servers(self) -> None:
-        self._servers = start_rollout_servers(self.args, engine_placements=self._placements)
-        router = self._servers.router
-        address = (url_host(router.ip), router.port)
+        self._servers = start_rollout_servers(self.args, slots=self._slots)
+        routers = {name: (url_host(router.ip), router.port) for name, router in self._servers.routers.items()}
+        first = next(iter(routers.values()))
         publish_runtime(
-            self.args,
-            sglang_router_ip=address[0],
-            sglang_router_port=address[1],
-            sglang_model_routers={self.args.model_name or "default": address},
+            self.args, sglang_router_ip=first[0], sglang_router_port=first[1], sglang_model_routers=routers
         )
         init_http_client(self.args)
+        if self.args.use_distributed_post:
+            use_distributed_post(self.args)
 
     def get_num_rollout_per_epoch(self) -> int:
         """Rollouts that go once through the data set (at least 1); 0 where there is none, so no epoch ends."""
@@ -98,13 +103,23 @@ class RolloutManager(RayActor):
             return 0
         return max(1, len(self._data_source) // self.args.rollout_batch_size)
 
-    def get_engines(self) -> list[Any]:
-        """Handles of the engine actors."""
-        return list(self._servers.engines) if self._servers else []
+    def get_updatable_engines(self) -> tuple[list[Any], list[int]]:
+        """The engines that take the trainer's weights, and the GPUs of each."""
+        found = self._servers.updatable if self._servers else []
+        return [engine for engine, _ in found], [num_gpus for _, num_gpus in found]
 
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
         """Tell how many data-parallel ranks share a rollout (`dp_size`, `cp_size`, ...)."""
         self._parallel_config = config
+
+    def set_sync_schedule(self, first: int, end: int, interval: int) -> None:
+        """Tell which rollouts this run does (`first` to `end` - 1), and after how many the weights are synced."""
+        WeightClock().follow(SyncSchedule(first, end, interval))
+
+    @ray.method(concurrency_group="control")
+    def set_weight_version(self, version: int) -> None:
+        """Tell that every engine has the weights of this sync."""
+        WeightClock().publish(version)
 
     def generate(self, rollout_id: int) -> tuple[list[Box], list[MetricRecord]]:
         """Make the training data of one rollout.
@@ -117,10 +132,12 @@ class RolloutManager(RayActor):
         rollout_time_s = time.monotonic() - start
         samples = flatten(output.samples)
         self._dump(samples, str(rollout_id))
+        self._check_staleness(samples, rollout_id)
         self._log_rollout(rollout_id, samples, output.metrics, rollout_time_s)
         shares = split_train_data(self.args, self._convert(samples), self._parallel_config)
         return [Box(ray.put(share)) for share in shares], logging_utils.take_pending()
 
+    @ray.method(concurrency_group="evaluation")
     def eval(self, rollout_id: int, step: int) -> tuple[list[MetricRecord], list[EvalSample]]:
         """Evaluate the engines' current weights.
 
@@ -142,7 +159,7 @@ class RolloutManager(RayActor):
 
     def save(self, rollout_id: int) -> None:
         """Write the data source's state, as it is after the generation of `rollout_id`."""
-        self._data_source.save(rollout_id)
+        save_data_source(self._data_source, rollout_id)
 
     def load(self, rollout_id: int) -> None:
         """Read the data source's state of `rollout_id`."""
@@ -150,6 +167,7 @@ class RolloutManager(RayActor):
 
     def dispose(self) -> None:
         """End the engines and the router."""
+        stop_worker()
         if self._servers is not None:
             self._servers.shutdown()
             self._servers = None
@@ -167,7 +185,16 @@ class RolloutManager(RayActor):
         if hook and load_function(hook)(rollout_id, self.args, samples, dict(extra or {}), rollout_time_s):
             return
         metrics = compute_rollout_metrics(self.args, samples, rollout_time_s) | (extra or {})
+        metrics |= staleness_metrics(samples, WeightClock().trained_at(rollout_id))
         logging_utils.log(self.args, {**metrics, "rollout/step": rollout_id}, "rollout/step")
+
+    def _check_staleness(self, samples: list[Sample], rollout_id: int) -> None:
+        bound, age = self.args.max_weight_staleness, staleness(samples, WeightClock().trained_at(rollout_id))
+        if bound is not None and age > bound:
+            raise RuntimeError(
+                f"--max-weight-staleness {bound}: --rollout-function-path {self.args.rollout_function_path} returned "
+                f"tokens for rollout {rollout_id} that are {age} versions older than the trainer then"
+            )
 
     def _dump(self, samples: list[Sample], rollout_id: str) -> None:
         if self.args.save_debug_rollout_data is None:

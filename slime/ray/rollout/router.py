@@ -51,21 +51,27 @@ class Router:
         args: reads `sglang_router_ip`, `sglang_router_port`, `sglang_router_request_timeout_secs`, `router_overrides`.
         host: address to listen on.
         log_path: file for its output.
+        is_first: the router of the run's first model: the one that --sglang-router-ip and -port are about.
+        kind: "generate", "pd" where its engines prefill or decode, "classify" for a model that scores.
     """
 
-    def __init__(self, args: Any, *, host: str, log_path: Path) -> None:
+    def __init__(self, args: Any, *, host: str, log_path: Path, is_first: bool = True, kind: str = "generate") -> None:
         self._args = args
         self._log_path = log_path
+        self._has_pd = kind == "pd"
+        self._program = "forwarder" if kind == "classify" else "launch_router"
         self._process: subprocess.Popen[bytes] | None = None
         self._block: PortBlock | None = None
-        self.is_ours = not args.sglang_router_ip
-        self.address = RouterAddress(args.sglang_router_ip or host, args.sglang_router_port or 0)
+        self._port: int | None = args.sglang_router_port if is_first else None
+        self._is_first = is_first
+        self.is_ours = not (is_first and args.sglang_router_ip)
+        self.address = RouterAddress(host if self.is_ours else args.sglang_router_ip, self._port or 0)
 
     def launch(self) -> None:
         """Start the process without waiting for it; a router that runs already needs nothing."""
         if not self.is_ours:
             return
-        ip, port = self.address.ip, self._args.sglang_router_port
+        ip, port = self.address.ip, self._port
         # Its metrics port has a fixed default that two routers would fight over.
         self._block = reserve_block(ip, needed=(0, 1))
         if port and not is_free(ip, port):
@@ -73,12 +79,18 @@ class Router:
         self.address = RouterAddress(ip, port or self._block[0])
         file = self._log_path.with_suffix(".json")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(router_values(self._args, self.address, prometheus_port=self._block[1]), indent=2))
+        file.write_text(json.dumps(self._values(self._block[1]), indent=2))
         self._process = registry().start(
-            [sys.executable, "-m", "slime.backends.sglang_utils.launch_router", str(file)],
+            [sys.executable, "-m", f"slime.backends.sglang_utils.{self._program}", str(file)],
             name="router",
             log_path=self._log_path,
         )
+
+    def _values(self, prometheus_port: int) -> dict[str, Any]:
+        values = router_values(self._args, self.address, prometheus_port=prometheus_port, has_pd=self._has_pd)
+        if not self._is_first:
+            values["prometheus_port"] = prometheus_port  # that of --router-prometheus-port is taken
+        return values
 
     def wait_ready(self) -> None:
         """Wait until the router answers; one whose free port was snatched away is started again on another.
@@ -113,7 +125,7 @@ class Router:
             raise RouterStartError(f"the router ended with exit code {code} before it answered")
 
     def _port_was_taken(self) -> bool:
-        return self.is_ours and not self._args.sglang_router_port and "in use" in log_tail(self._log_path)
+        return self.is_ours and not self._port and "in use" in log_tail(self._log_path)
 
     def shutdown(self) -> None:
         """End the process, if it is ours."""
@@ -124,13 +136,14 @@ class Router:
             self._block.release()
 
 
-def router_values(args: Any, address: RouterAddress, *, prometheus_port: int) -> dict[str, Any]:
+def router_values(args: Any, address: RouterAddress, *, prometheus_port: int, has_pd: bool = False) -> dict[str, Any]:
     """What the router's command line would hold: ours, overridden by the `--router-*` flags, then the addresses.
 
     Args:
         args: reads `sglang_router_request_timeout_secs`, `router_overrides`.
         address: where it is to listen.
         prometheus_port: of its metrics.
+        has_pd: its engines prefill or decode.
     """
     ours = {
         "log_level": "warn",
@@ -139,7 +152,7 @@ def router_values(args: Any, address: RouterAddress, *, prometheus_port: int) ->
         "disable_health_check": True,
         "disable_circuit_breaker": True,
     }
-    owned = {"host": address.ip, "port": address.port}
+    owned = {"host": address.ip, "port": address.port} | ({"pd_disaggregation": True} if has_pd else {})
     return ours | {"prometheus_port": prometheus_port} | dict(args.router_overrides) | owned
 
 

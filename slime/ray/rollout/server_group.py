@@ -1,10 +1,11 @@
-"""The engines of one model: Ray actors, started in parallel, each on ports found on its own node.
+"""Engines of one kind: Ray actors, started in parallel, each on ports found on its own node.
 
-It does not know the router.
+It does not know the router, nor the other groups of the run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -14,11 +15,12 @@ from typing import Any
 
 import ray
 
-from slime.backends.sglang_utils.server_args import build_server_args
+from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
+from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
 from slime.ray.placement_group import ENGINE_SHARE
 from slime.ray.rollout.ports import reserve_block
-from slime.ray.utils import actor_env, get, in_bundle, slot_options
+from slime.ray.utils import actor_env, in_bundle, slot_options
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,9 @@ START_DEADLINE_S = {"cpu": 600.0, "cuda": 1800.0}  # a large model takes many mi
 SHUTDOWN_DEADLINE_S = 30.0
 MAX_STARTS = 3
 SMALL_MODEL_BYTES = 100 * 2**20
-NCCL_PORT, DIST_INIT_PORT = 1, 2  # offsets in an engine's block of ports; the server's own is 0
+# Offsets in an engine's block of ports; the server's own is 0. Behind the bootstrap port comes that for encoders.
+NCCL_PORT, BOOTSTRAP_PORT, ENCODER_PORT, DIST_INIT_PORT = 1, 2, 3, 4
+PORTS = (0, NCCL_PORT, BOOTSTRAP_PORT, ENCODER_PORT, DIST_INIT_PORT)
 
 
 class EngineActor(SGLangEngine):
@@ -34,40 +38,48 @@ class EngineActor(SGLangEngine):
 
     Args:
         args: the run's flags.
-        rank: number of the engine.
+        spec: which engine.
         host: address to listen on; None is this node's.
         log_path: file for the server's output.
         num_threads: OMP threads of a CPU server.
     """
 
-    def __init__(self, args: Any, *, rank: int, host: str | None, log_path: str, num_threads: int) -> None:
-        super().__init__({}, rank=rank, log_path=log_path, accelerator=args.accelerator, num_threads=num_threads)
+    def __init__(self, args: Any, spec: EngineSpec, *, host: str | None, log_path: str, num_threads: int) -> None:
+        super().__init__({}, rank=spec.rank, log_path=log_path, accelerator=args.accelerator, num_threads=num_threads)
         self._args = args
+        self._spec = spec
         self._host = host or ray.util.get_node_ip_address()
 
-    def launch(self, deadline_s: float) -> str:
+    def launch(self, deadline_s: float, encoder_urls: Sequence[str] = ()) -> Worker:
         """Start the server; one whose free port was snatched away is started again on others.
 
+        Args:
+            deadline_s: until it is healthy.
+            encoder_urls: servers that encode images for it.
+
         Returns:
-            its address.
+            what a router is to be told of it.
 
         Raises:
             EngineStartError: see `SGLangEngine.start`.
         """
+        spec = dataclasses.replace(self._spec, encoder_urls=tuple(encoder_urls))
+        device = _device_arguments(self._args.accelerator)
         end, tried = time.monotonic() + deadline_s, list[int]()
         while True:
-            block = reserve_block(self._host, needed=(0, NCCL_PORT, DIST_INIT_PORT), avoid=tried)
-            self._server_kwargs = build_server_args(
-                self._args,
-                rank=self.rank,
-                model_path=self._args.hf_checkpoint,
+            block = reserve_block(self._host, needed=PORTS, avoid=tried)
+            place = EnginePlace(
                 host=self._host,
                 port=block[0],
                 nccl_port=block[NCCL_PORT],
+                bootstrap_port=block[BOOTSTRAP_PORT],
                 dist_init_port=block[DIST_INIT_PORT],
-            ) | _device_arguments(self._args.accelerator)
+            )
+            self._server_kwargs = build_server_args(self._args, spec, place) | device
             try:
-                return self.start(max(0.0, end - time.monotonic()))
+                url = self.start(max(0.0, end - time.monotonic()))
+                bootstrap_port = self._server_kwargs.get("disaggregation_bootstrap_port")
+                return Worker(url, spec.worker_type, bootstrap_port)
             except EngineStartError as error:
                 tried.append(block.first)
                 if not error.port_taken or len(tried) == MAX_STARTS:
@@ -87,26 +99,35 @@ def _device_arguments(accelerator: str) -> dict[str, Any]:
 
 
 class ServerGroup:
-    """The engines of one model.
+    """Engines of one kind.
 
     Args:
         args: the run's flags.
+        specs: of each engine.
         placements: (placement group or None, index of its first bundle) of each engine.
         host: address the engines listen on; None is the address of the node each is on.
         log_dir: where `engine_<rank>.log` is written.
+        num_threads: OMP threads of each CPU engine.
     """
 
-    def __init__(self, args: Any, placements: Sequence[tuple[Any, int]], *, host: str | None, log_dir: Path) -> None:
+    def __init__(
+        self,
+        args: Any,
+        specs: Sequence[EngineSpec],
+        placements: Sequence[tuple[Any, int]],
+        *,
+        host: str | None,
+        log_dir: Path,
+        num_threads: int,
+    ) -> None:
         self._args = args
-        num_threads = threads_per_engine(Path(args.hf_checkpoint), os.cpu_count() or 1, len(placements))
         self.engines = [
-            self._create(rank, placement, host=host, log_dir=log_dir, num_threads=num_threads)
-            for rank, placement in enumerate(placements)
+            self._create(spec, placement, host=host, log_dir=log_dir, num_threads=num_threads)
+            for spec, placement in zip(specs, placements, strict=True)
         ]
-        self.urls: list[str] = []
 
     def _create(
-        self, rank: int, placement: tuple[Any, int], *, host: str | None, log_dir: Path, num_threads: int
+        self, spec: EngineSpec, placement: tuple[Any, int], *, host: str | None, log_dir: Path, num_threads: int
     ) -> Any:
         group, bundle = placement
         accelerator = self._args.accelerator
@@ -115,31 +136,17 @@ class ServerGroup:
         options = slot_options(accelerator, ENGINE_SHARE) | {"runtime_env": {"env_vars": actor_env(extra)}}
         if group is not None:
             options["scheduling_strategy"] = in_bundle(group, bundle)
+        log_path = str(log_dir / f"engine_{spec.rank}.log")
         return (
             ray.remote(EngineActor)
             .options(**options)
-            .remote(
-                self._args,
-                rank=rank,
-                host=host,
-                log_path=str(log_dir / f"engine_{rank}.log"),
-                num_threads=num_threads,
-            )
+            .remote(self._args, spec, host=host, log_path=log_path, num_threads=num_threads)
         )
 
-    def start(self) -> list[str]:
-        """Start every server at once and wait until all are healthy.
-
-        Returns:
-            their addresses, in the order of `engines`.
-
-        Raises:
-            ActorFailure: a server failed to start (quotes its log); raised as soon as the first does.
-        """
+    def launch(self, encoder_urls: Sequence[str] = ()) -> list[ray.ObjectRef]:
+        """Start every server at once; each reference becomes the server's `Worker` when it is healthy, or fails."""
         deadline_s = START_DEADLINE_S[self._args.accelerator]
-        refs = [engine.launch.remote(deadline_s) for engine in self.engines]
-        self.urls = get(refs, f"the start of {len(refs)} engine(s)", deadline_s + 60.0)
-        return self.urls
+        return [engine.launch.remote(deadline_s, list(encoder_urls)) for engine in self.engines]
 
     def shutdown(self) -> None:
         """End every server and its actor."""

@@ -219,9 +219,9 @@ class RewardFlags:
     overlong_penalty_factor: float = flag(
         1.0, "the penalty at the full length", needs="overlong_buffer_len", at_least=0
     )
-    reward_model_path: str | None = flag(None, "a classifying model that an engine serves as reward", later="rollout")
+    reward_model_path: str | None = flag(None, "a classifying model that engines serve as reward")
     reward_model_num_gpus: int | None = flag(
-        None, "GPUs (slots) of the reward model", later="rollout", at_least=1, needs="reward_model_path"
+        None, "GPUs (slots) of the reward model, one engine each", at_least=1, needs="reward_model_path"
     )
     code_sandbox_url: str | None = flag(
         None, "address of the service that runs code for --rm-type code; /run_code is added"

@@ -38,7 +38,7 @@ def check_engines(args: argparse.Namespace) -> Iterable[str]:
     gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if gpus is None:
         yield "--rollout-num-gpus is required without --colocate: the GPUs (slots) of all engines together."
-    elif per_engine > 0 and gpus % per_engine:
+    elif args.sglang_config is None and per_engine > 0 and gpus % per_engine:
         yield f"--rollout-num-gpus {gpus} does not divide into engines of --rollout-num-gpus-per-engine {per_engine}."
 
 
@@ -130,16 +130,13 @@ def engines_not_built(args: argparse.Namespace) -> Iterable[str]:
         return
     gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if gpus < 1:
-        yield (
-            f"--rollout-num-gpus {gpus}: runs without engines of their own are not supported yet (rollout); give at "
-            "least 1, or --debug-train-only."
-        )
     if args.colocate and gpus > actor_gpus:
         yield (
             f"--colocate: --rollout-num-gpus {gpus} is more than the trainer's {actor_gpus} GPUs (slots), and engines "
             "beyond those are not supported yet (several GPUs); lower it or raise --actor-num-gpus-per-node."
         )
+    if args.sglang_config is not None:
+        return  # its groups say how large engines are
     if args.accelerator == "cpu" and per_engine > 1:
         yield (
             f"--rollout-num-gpus-per-engine {per_engine} is not supported with --accelerator cpu; use 1 and more "

@@ -22,7 +22,9 @@ class ClusterFlags:
         8, "trainer GPUs (slots) per node (default: 8; with --accelerator cpu 1)", at_least=1
     )
     rollout_num_gpus: int | None = flag(
-        None, "GPUs (slots) of all engines together; with --colocate default: the trainer's"
+        None,
+        "GPUs (slots) of all engines together, 0 = only a router; with --colocate default: the trainer's",
+        at_least=0,
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs per SGLang engine", at_least=1)
     num_gpus_per_node: int = flag(8, "GPUs of one physical node, for placing engines", at_least=1)

@@ -261,7 +261,7 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
 def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     """Derive and validate, in place; what is wrong goes to `problems`."""
     from slime.backends.megatron_utils.arguments import derive_megatron, megatron_problems, model_args_from_hf
-    from slime.backends.sglang_utils.arguments import SglangFlags, derive_sglang, sglang_problems
+    from slime.backends.sglang_utils.arguments import SglangFlags, derive_engines, derive_sglang, sglang_problems
 
     values, given_load = vars(args), args.load
     args.accelerator = _accelerator(args, problems)
@@ -278,6 +278,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     values.update(collected(problems.wrong, derive_megatron, args) or {})
     own = list(defaults_of(SglangFlags))
     values.update(derive_sglang(args, explicit, own))
+    derive_engines(args, explicit, problems)
     values["eval_datasets"] = _eval_datasets(args, problems)
     classes = _own_classes()
     fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]

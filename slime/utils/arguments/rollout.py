@@ -83,7 +83,7 @@ class RolloutFlags:
         False, "do not train on tokens that were generated before the rollout that uses them", needs="partial_rollout"
     )
     rollout_external_engine_addrs: list[str] | None = flag(
-        None, "host:port of SGLang servers that run already", nargs="+", later="rollout"
+        None, "host:port of SGLang servers that run already", nargs="+"
     )
     rollout_data_transport: str = flag(
         "object-store",
@@ -112,7 +112,7 @@ class RolloutFlags:
     max_weight_staleness: int | None = flag(
         None, "weight versions (syncs) that a trained token may be old; older ones are generated again", at_least=0
     )
-    use_distributed_post: bool = flag(False, "send requests through a Ray actor on every node", later="rollout")
+    use_distributed_post: bool = flag(False, "send requests through a Ray actor on every node")
     http_proxy: str | None = flag(
         None, "proxy for requests to --rm-url and --code-sandbox-url", needs=("rm_url", "code_sandbox_url")
     )

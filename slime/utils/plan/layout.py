@@ -34,21 +34,35 @@ class SlotLayout:
     num_trainers: int
     num_engine_slots: int
     engine_offset: int
+    num_reward_slots: int = 0
+    """Of a managed reward model, behind all others."""
+
+    @property
+    def reward_offset(self) -> int:
+        """The first slot of the reward model."""
+        return max(self.num_trainers, self.engine_offset + self.num_engine_slots)
 
     @property
     def total(self) -> int:
         """Slots of the whole run."""
-        return max(self.num_trainers, self.engine_offset + self.num_engine_slots)
+        return self.reward_offset + self.num_reward_slots
+
+    @property
+    def engine_slots(self) -> list[int]:
+        """Every slot that an engine may take, in the order in which engines take them."""
+        engines = range(self.engine_offset, self.engine_offset + self.num_engine_slots)
+        return [*engines, *range(self.reward_offset, self.total)]
 
 
 def slot_layout(args: Any) -> SlotLayout:
     """The layout that the cluster flags ask for (pure; `total` is what Ray must have)."""
-    trainers = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if args.debug_rollout_only:
-        return SlotLayout(0, args.rollout_num_gpus, 0)
-    if args.debug_train_only or args.rollout_external_engine_addrs:  # no engines, or servers that run already
+    trainers = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    reward = args.reward_model_num_gpus or 0
+    if args.debug_train_only:
         return SlotLayout(trainers, 0, 0)
-    return SlotLayout(trainers, args.rollout_num_gpus, 0 if args.colocate else trainers)
+    if args.rollout_external_engine_addrs:  # servers that run already
+        return SlotLayout(trainers, 0, 0, reward)
+    return SlotLayout(trainers, args.rollout_num_gpus, 0 if args.colocate else trainers, reward)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
         engine_memory=engines,
         fit=moments(args, device, slots, trainers=trainers, engines=engines) if shape and batch else [],
         host_memory_per_node=_host_memory(args, slots, trainers, engines),
-        phases=_phases(args, shape, device, layout, batch, trainer, engines, sends),
+        phases=_phases(args, shape, device, layout, batch, trainer, engines, _num_engines(kinds), sends),
         transport=sends,
         outputs=traffic.outputs(args, shape),
         hooks=facts.hooks,
@@ -189,8 +189,18 @@ def _engine_memory(
             name=kind.group.name,
         )
         for kind in kinds
-        if kind.serves_policy and kind.group.name != "placeholder"
+        if _serves(kind)
     ]
+
+
+def _serves(kind: EngineKind) -> bool:
+    return kind.serves_policy and kind.group.name != "placeholder"
+
+
+def _num_engines(kinds: list[EngineKind]) -> int:
+    """Engines that generate with the policy."""
+    counts = [kind.group.num_gpus // kind.group.num_gpus_per_engine for kind in kinds if _serves(kind)]
+    return max(1, sum(counts))
 
 
 def _node_size(args: argparse.Namespace) -> int:
@@ -226,6 +236,7 @@ def _phases(
     batch: BatchPlan | None,
     trainer: TrainerMemory | None,
     engines: list[EngineMemory],
+    num_engines: int,
     sends: traffic.Transport | None,
 ) -> list[timing.Phase]:
     if shape is None or batch is None:
@@ -233,7 +244,6 @@ def _phases(
     found = []
     if engines:
         engine = engines[0]
-        num_engines = max(1, slot_layout(args).num_engine_slots // (engine.tp * engine.pp))
         concurrency = args.sglang_server_concurrency
         found.append(
             timing.generate_phase(shape, device, engine, batch, num_engines=num_engines, concurrency=concurrency)

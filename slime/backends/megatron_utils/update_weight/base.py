@@ -15,7 +15,8 @@ What they cannot see, an engine that loads a tensor into the wrong place, shows 
 Wait graph of `update`, on every trainer rank:
     consumes     the model's current parameters
     waits for    each other (the iterator gathers over TP; a barrier at both ends), rank 0 also for the engines
-    unblocks     the driver, which starts no request before it returns
+    unblocks     the driver, which starts no request before it returns; with --update-weights-in-flight also the
+                 requests that the engines have put aside
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class WeightUpdater(ABC):
     """Sends the weights of a trainer to its engines; every rank calls every method, rank 0 alone talks to engines.
 
     Args:
-        args: reads `update_weight_buffer_size`, `distributed_timeout_minutes`, `hf_checkpoint`.
+        args: reads `update_weight_buffer_size`, `update_weights_in_flight`, `distributed_timeout_minutes`,
+            `hf_checkpoint`.
         model: this rank's Megatron model chunks.
     """
 
@@ -70,16 +72,16 @@ class WeightUpdater(ABC):
         assert self._fleet is not None, "connect the engines before the first update"
         return self._fleet
 
-    def connect(self, engines: Sequence[Any], *, num_gpus_per_engine: int) -> None:
+    def connect(self, engines: Sequence[Any], *, engine_sizes: Sequence[int]) -> None:
         """Take over the engines.
 
         Args:
             engines: Ray actor handles (or objects) with the methods of `SGLangEngine`.
-            num_gpus_per_engine: tensor-parallel size of each.
+            engine_sizes: ranks of each: tensor times pipeline parallel.
         """
         if self.is_source:
             self._fleet = EngineFleet(engines, deadline_s=self.deadline_s)
-            self.open(num_gpus_per_engine)
+            self.open(list(engine_sizes))
         self._barrier()
 
     def update(self) -> dict[str, float]:
@@ -95,8 +97,7 @@ class WeightUpdater(ABC):
         self.weight_version += 1
         self._barrier()
         if self.is_source:
-            self.fleet.call("pause", "abort", what="pausing generation")
-            self.fleet.call("flush_cache", what="flushing the prefix cache")
+            self._pause()
         paused = time.monotonic()
         self._send_all(iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size))
         sent = time.monotonic()
@@ -111,12 +112,24 @@ class WeightUpdater(ABC):
         return {"perf/update_weights_time": end - start}
 
     @abstractmethod
-    def open(self, num_gpus_per_engine: int) -> None:
-        """Prepare the transport (source rank only)."""
+    def open(self, engine_sizes: list[int]) -> None:
+        """Prepare the transport to engines of so many ranks each (source rank only)."""
 
     @abstractmethod
     def send(self, bucket: Bucket, *, version: str) -> None:
         """Send one bucket to every engine and wait until each has loaded it (source rank only)."""
+
+    def _pause(self) -> None:
+        """Stop the engines, and have them forget what they cached with the old weights.
+
+        With --update-weights-in-flight they put requests aside and compute them anew afterwards. SGLang refuses to
+        flush meanwhile; there is nothing to flush, for these engines run without a prefix cache.
+        """
+        if self.args.update_weights_in_flight:
+            self.fleet.call("pause", "retract", what="pausing generation")
+            return
+        self.fleet.call("pause", "abort", what="pausing generation")
+        self.fleet.call("flush_cache", what="flushing the prefix cache")
 
     def _send_all(self, buckets: Iterable[Bucket]) -> None:
         """Send every bucket; the sync's own version goes with the last one, so one is always held back."""

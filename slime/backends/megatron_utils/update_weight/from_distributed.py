@@ -22,12 +22,12 @@ GROUP_NAME = "slime-pp_0"
 class DistributedWeightUpdater(WeightUpdater):
     """Broadcasts every tensor to the engines."""
 
-    def open(self, num_gpus_per_engine: int) -> None:
+    def open(self, engine_sizes: list[int]) -> None:
         """Form the process group with the engines."""
         address, port = _free_address()
         backend = process_group_backend()
-        world_size = 1 + len(self.fleet) * num_gpus_per_engine
-        offsets = [1 + index * num_gpus_per_engine for index in range(len(self.fleet))]
+        world_size = 1 + sum(engine_sizes)
+        offsets = [1 + sum(engine_sizes[:index]) for index in range(len(self.fleet))]
         joining = self.fleet.start_each(
             "init_weights_update_group",
             [((address, port, offset, world_size, GROUP_NAME, backend), {}) for offset in offsets],

@@ -1,0 +1,103 @@
+"""The router of a model that classifies: `python -m slime.backends.sglang_utils.forwarder FILE.json`.
+
+SGLang's router 0.3.2 answers /classify with 404, so these models get this one: it hands each request, unread, to the
+engine with the fewest in flight. Engines are registered as with SGLang's router (POST, GET and DELETE /workers). The
+file holds the values of `router_values`; host, port and request_timeout_secs are read. It starts and watches no engine.
+
+Wait graph of a request: it waits for one engine, with a deadline; when that cannot be reached it goes to the next, once
+to each; the answer, or 502 or 504 with the reason, unblocks the client.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+MAX_BODY_BYTES = 512 * 2**20
+CONNECT_TIMEOUT_S = 30.0
+
+
+@dataclass
+class _Engine:
+    url: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    in_flight: int = 0
+
+
+class Forwarder:
+    """Engines, and what is in flight at each.
+
+    Args:
+        timeout_s: of one request.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app.router.add_get("/workers", self._list)
+        self.app.router.add_post("/workers", self._add)
+        self.app.router.add_delete("/workers/{id}", self._remove)
+        self.app.router.add_post("/{path:.*}", self._forward)
+        self.app.cleanup_ctx.append(self._client)
+        self._timeout_s = timeout_s
+        self._engines: list[_Engine] = []
+
+    async def _client(self, _: web.Application) -> AsyncIterator[None]:
+        # Below uvicorn's keep-alive of 5 s: a connection that the engine is about to close is never reused.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
+            yield
+
+    async def _list(self, _: web.Request) -> web.Response:
+        entries = [{"id": engine.id, "url": engine.url, "is_healthy": True} for engine in self._engines]
+        return web.json_response({"workers": entries})
+
+    async def _add(self, request: web.Request) -> web.Response:
+        engine = _Engine((await request.json())["url"].rstrip("/"))
+        if engine.url not in [known.url for known in self._engines]:
+            self._engines.append(engine)
+        return web.json_response({"status": "accepted"}, status=202)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        self._engines = [engine for engine in self._engines if engine.id != request.match_info["id"]]
+        return web.json_response({"status": "accepted"}, status=202)
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        body, problem = await request.read(), "no engine is registered"
+        for engine in sorted(self._engines, key=lambda one: one.in_flight):
+            try:
+                return await self._send(engine, request.path_qs, body)
+            except TimeoutError:
+                return web.Response(status=504, text=f"{engine.url} did not answer within {self._timeout_s:g} s")
+            except aiohttp.ClientError as error:
+                problem = f"{engine.url} cannot be reached: {error}"
+        return web.Response(status=502, text=problem)
+
+    async def _send(self, engine: _Engine, path: str, body: bytes) -> web.Response:
+        engine.in_flight += 1
+        try:
+            headers = {"Content-Type": "application/json"}
+            async with self._session.post(engine.url + path, data=body, headers=headers) as answer:
+                return web.Response(
+                    status=answer.status, body=await answer.read(), content_type=answer.content_type or None
+                )
+        finally:
+            engine.in_flight -= 1
+
+
+def main(path: Path) -> None:
+    """Forward until told to stop."""
+    values = json.loads(path.read_text())
+    forwarder = Forwarder(timeout_s=float(values["request_timeout_secs"]))
+    web.run_app(forwarder.app, host=values["host"], port=values["port"], print=None, access_log=None)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,213 @@
+"""Which engines a run starts, for which model, and on which of its slots: from the flags, whatever described them.
+
+A run has one model ("default"), those of --sglang-config, or what --prefill-num-servers is short for; a reward model
+(--reward-model-path) comes behind them. Slots are numbered as the engines take them: group after group, model after
+model, those of the reward model last. It reads files only through `sglang_config`, and starts and places nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.backends.sglang_utils.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
+from slime.utils.arguments.problems import Problems
+
+DEFAULT_MODEL = "default"
+REWARD_MODEL = "reward"
+# What makes SGLang answer /classify whatever the name of the architecture says.
+REWARD_SETTINGS = {"is_embedding": True}
+
+
+@dataclass(frozen=True)
+class EngineGroupPlan:
+    """Engines of one kind.
+
+    Attributes:
+        worker_type: what they do; `placeholder` keeps slots free of engines.
+        num_gpus: slots of all engines together.
+        num_gpus_per_engine: slots of one.
+        first_slot: the first of them, among the slots of all engines of the run.
+        settings: ServerArgs values that were asked for.
+    """
+
+    worker_type: WorkerType
+    num_gpus: int
+    num_gpus_per_engine: int
+    first_slot: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine_slots(self) -> range:
+        """The first slot of each engine."""
+        end = self.first_slot if self.worker_type == "placeholder" else self.first_slot + self.num_gpus
+        return range(self.first_slot, end, self.num_gpus_per_engine)
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the trainer's weights can be sent there: SGLang's encoder server has no endpoint for it."""
+        return self.worker_type in ("regular", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model, its router and the engines behind it.
+
+    Attributes:
+        name: key of `args.sglang_model_routers`.
+        model_path: HF directory that its engines start from.
+        update_weights: whether the trainer's weights go there.
+        groups: in the order of their slots; none where no engine is ours.
+    """
+
+    name: str
+    model_path: str
+    update_weights: bool
+    groups: tuple[EngineGroupPlan, ...] = ()
+
+    @property
+    def has_pd_disaggregation(self) -> bool:
+        """Whether prefill and decoding are done by different engines."""
+        return any(group.worker_type in ("prefill", "decode") for group in self.groups)
+
+    @property
+    def kind(self) -> str:
+        """What its router is to do: "classify", "pd" (disaggregated) or plainly "generate"."""
+        if any(group.settings.get("is_embedding") for group in self.groups):
+            return "classify"
+        return "pd" if self.has_pd_disaggregation else "generate"
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that generate (or score)."""
+        return sum(len(group.engine_slots) for group in self.groups if group.worker_type != "encoder")
+
+
+def plan_engines(args: argparse.Namespace) -> list[ModelPlan]:
+    """The models of a run and their engines; the first one's router is the default.
+
+    What is wrong with the flags is said by `topology_problems`; here it is passed through or left out.
+
+    Args:
+        args: reads `debug_train_only`, `rollout_external`, `rollout_num_gpus`, `rollout_num_gpus_per_engine`,
+            `hf_checkpoint`, `sglang_overrides`, `reward_model_path`, `reward_model_num_gpus` and what `read_topology`
+            does.
+    """
+    if args.debug_train_only:
+        return []
+    config, _ = read_topology(args)
+    num_slots = 0 if args.rollout_external else args.rollout_num_gpus or 0
+    if args.rollout_external or config is None:
+        models = [_only_model(args, num_slots)]
+    else:
+        models = list(_models_of(config, args))
+        num_slots = config.total_num_gpus
+    if args.reward_model_path and REWARD_MODEL not in [model.name for model in models]:
+        # Sizes and quantization of --sglang-* are the policy's; a reward model with settings goes to --sglang-config.
+        group = EngineGroupPlan("regular", args.reward_model_num_gpus or 1, 1, num_slots, REWARD_SETTINGS)
+        models.append(ModelPlan(REWARD_MODEL, args.reward_model_path, False, (group,)))
+    return models
+
+
+def _only_model(args: argparse.Namespace, num_slots: int) -> ModelPlan:
+    per_engine = max(1, args.rollout_num_gpus_per_engine)
+    group = EngineGroupPlan("regular", num_slots, per_engine, 0, dict(args.sglang_overrides))
+    return ModelPlan(DEFAULT_MODEL, args.hf_checkpoint, True, (group,) if num_slots > 0 else ())
+
+
+def _models_of(config: SglangConfig, args: argparse.Namespace) -> Iterator[ModelPlan]:
+    slot = 0
+    for model in config.models:
+        groups = []
+        for group in model.server_groups:
+            overrides = {name: value for name, value in group.overrides.items() if name != "model_path"}
+            settings = {**args.sglang_overrides, **_role_settings(model, args), **overrides}
+            per_engine = max(1, group.num_gpus_per_engine or args.rollout_num_gpus_per_engine)
+            groups.append(EngineGroupPlan(group.worker_type, group.num_gpus, per_engine, slot, settings))
+            slot += group.num_gpus
+        yield ModelPlan(model.name, str(model.model_path), bool(model.update_weights), tuple(groups))
+
+
+def _role_settings(model: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
+    return dict(REWARD_SETTINGS) if args.reward_model_path and model.name == REWARD_MODEL else {}
+
+
+def num_policy_engines(models: list[ModelPlan], *, num_external: int) -> int:
+    """Engines that answer the default router."""
+    return (models[0].num_engines if models else 0) + num_external
+
+
+# ---- what cannot work
+
+
+def topology_problems(args: argparse.Namespace) -> Problems:
+    """What is wrong with the engines that the flags describe, and what they ask for that is not built.
+
+    Args:
+        args: as for `plan_engines`, and `accelerator`, `num_gpus_per_node`.
+    """
+    config, problems = read_topology(args)
+    problems.extend(_reward_problems(args, config))
+    models = plan_engines(args)
+    if args.accelerator == "cpu":
+        problems.unsupported += _cpu_problems(args, models)
+    if args.sglang_config is not None:  # otherwise it is said of --rollout-num-gpus-per-engine
+        problems.unsupported += _size_problems(args, models)
+    return problems
+
+
+def _reward_problems(args: argparse.Namespace, config: SglangConfig | None) -> Problems:
+    """The managed reward model: where it comes from, and which slots it takes."""
+    path, problems = args.reward_model_path, Problems()
+    if path is None:
+        return problems
+    if not os.path.isfile(f"{path}/config.json"):
+        problems.environment.append(f"--reward-model-path {path} is no HF directory: it has no config.json.")
+    declared = [model for model in config.models if model.name == REWARD_MODEL] if config else []
+    if declared and declared[0].model_path != path:
+        problems.wrong.append(
+            f"--reward-model-path {path} is another model than {declared[0].model_path}, the model named "
+            f"{REWARD_MODEL!r} of --sglang-config; name one."
+        )
+    if declared and args.reward_model_num_gpus is not None:
+        problems.wrong.append(
+            f"--reward-model-num-gpus {args.reward_model_num_gpus} has no effect: --sglang-config says where the "
+            f"model named {REWARD_MODEL!r} runs; leave it out."
+        )
+    if not declared and args.reward_model_num_gpus is None:
+        problems.wrong.append(
+            f"--reward-model-path {path} needs --reward-model-num-gpus, the GPUs (slots) of its engines, one each."
+        )
+    return problems
+
+
+def _cpu_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator[str]:
+    """What needs GPUs."""
+    for model in models:
+        if model.has_pd_disaggregation:
+            yield (
+                f"model {model.name}: prefill and decode engines hand over their KV cache between GPUs (mooncake, "
+                "nixl), which --accelerator cpu cannot do; use regular engines there (no --prefill-num-servers)."
+            )
+        if any(group.worker_type == "encoder" for group in model.groups):
+            yield (
+                f"model {model.name}: encoder engines process images on GPUs, which --accelerator cpu cannot do; use "
+                "regular engines there."
+            )
+
+
+def _size_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator[str]:
+    """Engines that are larger than can be started."""
+    for model in models:
+        size = max((g.num_gpus_per_engine for g in model.groups if g.worker_type != "placeholder"), default=1)
+        what = f"model {model.name}: num_gpus_per_engine {size}"
+        if args.accelerator == "cpu" and size > 1:
+            yield f"{what} is not supported with --accelerator cpu; use 1 and more engines."
+        elif size > args.num_gpus_per_node:
+            yield (
+                f"{what} is more than --num-gpus-per-node {args.num_gpus_per_node}; engines over several nodes are "
+                "not supported yet (several GPUs)."
+            )
