@@ -103,7 +103,7 @@ def row_report(args: argparse.Namespace, name: str, path: str, *, keys: dict[str
 
 def first_samples(path: str, keys: dict[str, Any], tokenizer: Any, number: int) -> list[Sample]:
     """The first rows of a data file as the samples that the data source would hand out."""
-    return Dataset(head_of(path, number), tokenizer, None, None, **keys).origin_samples[:number]
+    return list(Dataset(head_of(path, number), tokenizer, None, None, **keys).origin_samples[:number])
 
 
 def head_of(path: str, number: int) -> str:
