@@ -33,6 +33,7 @@ def trainer_args(hf_path: Path, flags: str = "", *, dp_size: int = 1, **override
         "accelerator": "cpu",
         "actor_num_gpus_per_node": dp_size * model_flags.tensor_model_parallel_size,
         "distributed_timeout_minutes": 2,
+        "update_weights_in_flight": False,
         "eps_clip_high": 0.28,
         "finetune": True,
         "global_batch_size": NUM_ROLLOUTS,

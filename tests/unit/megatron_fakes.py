@@ -26,6 +26,7 @@ SLIME_DEFAULTS: dict[str, Any] = {
     "actor_num_gpus_per_node": 1,
     "custom_model_provider_path": None,
     "distributed_timeout_minutes": 2,
+    "update_weights_in_flight": False,
     "hf_checkpoint": None,
     "load": None,
     "lr": 1e-3,

@@ -21,12 +21,14 @@ class FakeRun(TrainingRun):
     """Real periods and plan, recorded verbs."""
 
     calls: list[str]
+    evaluating: int | None = None
 
     def _start(self):
         self.plan = RunPlan(
             start_rollout_id=self.args.first, num_rollout=self.args.num_rollout, num_rollout_per_epoch=9
         )
         self.calls = self.args.calls
+        self._weight_version = 1
 
     def finish(self, *, failed=False):
         self.calls.append("finish")
@@ -51,10 +53,18 @@ class FakeRun(TrainingRun):
             self.calls.append(f"save {rollout_id}")
 
     def sync_weights(self):
+        self._weight_version += 1
         self.calls.append("sync")
 
-    def _eval(self, rollout_id, *, step):
+    def _start_eval(self, rollout_id, *, step):
+        self.finish_eval()
+        self.evaluating = step
         self.calls.append(f"eval {step}")
+
+    def finish_eval(self):
+        if self.evaluating is not None:
+            self.calls.append(f"evaluated {self.evaluating}")
+        self.evaluating = None
 
 
 def run_args(**changes):
@@ -68,6 +78,9 @@ def run_args(**changes):
         "eval_only": False,
         "skip_eval_before_train": False,
         "update_weights_interval": 1,
+        "async_buffer_size": 1,
+        "max_weight_staleness": None,
+        "update_weights_in_flight": False,
         "debug_train_only": False,
         "colocate": False,
         "calls": [],
@@ -90,9 +103,9 @@ def calls_of(module, **changes):
 def test_the_synchronous_driver_trains_saves_syncs_and_evaluates_in_this_order(monkeypatch):
     monkeypatch.setattr(train, "TrainingRun", FakeRun)
     assert calls_of(train) == [
-        "eval 0",
-        *["start 0", "wait 0", "train 0", "sync", "eval 1"],
-        *["start 1", "wait 1", "train 1", "save 1", "sync", "eval 2"],
+        *["eval 0", "evaluated 0"],
+        *["start 0", "wait 0", "train 0", "sync", "eval 1", "evaluated 1"],
+        *["start 1", "wait 1", "train 1", "save 1", "sync", "eval 2", "evaluated 2"],
         "finish",
     ]
 
@@ -158,8 +171,8 @@ def test_a_run_that_recorded_nothing_says_so_at_its_end(caplog):
 
 
 def test_both_drivers_only_evaluate_what_was_loaded_with_eval_only(driver_module):
-    assert calls_of(driver_module, num_rollout=0, eval_only=True) == ["eval 0", "finish"]
-    assert calls_of(driver_module, num_rollout=0, eval_only=True, first=5) == ["eval 5", "finish"]
+    assert calls_of(driver_module, num_rollout=0, eval_only=True) == ["eval 0", "evaluated 0", "finish"]
+    assert calls_of(driver_module, num_rollout=0, eval_only=True, first=5) == ["eval 5", "evaluated 5", "finish"]
     assert calls_of(driver_module, num_rollout=0, first=5) == ["finish"], "nothing to do, and not asked to evaluate"
 
 
