@@ -20,24 +20,7 @@ from slime.rollout.base_types import HOOKS
 from slime.utils.arguments import Args, CommandLine, parse_args, parse_megatron_role_args, publish_runtime
 from slime.utils.arguments.parse import FLAG_CLASSES, build_parser
 from slime.utils.errors import UsageError
-
-HF_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
+from tests.unit.argument_mutations import HF_CONFIG
 
 
 @pytest.fixture

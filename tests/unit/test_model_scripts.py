@@ -175,7 +175,7 @@ def run_script(tmp_path: Path, name: str, *arguments: str, **environment: str) -
 @pytest.mark.parametrize("name", RUN_SCRIPTS)
 def test_a_run_script_has_the_groups_that_users_know_and_the_model_of_its_name(tmp_path, name):
     flags, _ = run_script(tmp_path, name, "--dry-run", SLIME_HOME="/data")
-    text = (ROOT / f"scripts/{name}.sh").read_text()
+    text = "".join((ROOT / "scripts" / file).read_text() for file in (f"{name}.sh", "dapo_math.sh"))
     assert all(f'"${{{group}_ARGS[@]}}"' in text for group in GROUPS)
     model = script_flags(name.removeprefix("run-"))
     assert flags[: len(model)] == model
