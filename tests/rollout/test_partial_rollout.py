@@ -29,7 +29,7 @@ def two_rollouts(make, engine):
         engine.held, engine.partial = {ord("z")}, 3
         generate_rollout(args, 0, source)
         kept = copy.deepcopy(source.buffer)
-        engine.held, engine.requests = set(), []
+        engine.held, engine.requests, args.over_sampling_batch_size = set(), [], 2  # all of it is needed
         output = generate_rollout(args, 1, source)
         return args, kept, output
 
@@ -82,7 +82,7 @@ def test_a_finished_sample_of_an_unfinished_group_is_not_generated_or_hooked_aga
     assert (finished.status, finished.reward, finished.metadata) == (Status.COMPLETED, 0.0, {"hooks": 1})
     assert (aborted.status, aborted.reward) == (Status.ABORTED, None)
     assert "hooks" not in aborted.metadata, "hooks are for finished samples"
-    engine.held, engine.requests = set(), []
+    engine.held, engine.requests, args.over_sampling_batch_size = set(), [], 2
     group = by_prompt(generate_rollout(args, 1, source).samples)["pz"]
     assert [s.metadata["hooks"] for s in group] == [1, 1]
     assert [s.reward for s in group] == [0.0, 20.0]
@@ -109,8 +109,9 @@ def test_surplus_finished_groups_are_kept_whole_and_cost_no_request_later(make, 
     assert all(s.reward == 3.0 and s.metadata["start_rollout_id"] == 0 for (s,) in finished)
     assert len(source.buffer) == 3
     engine.requests.clear()
+    args.over_sampling_batch_size = 2
     output = generate_rollout(args, 1, source)
-    assert len(engine.requests) == max(0, 3 - len(finished)) + 2, "what is finished is only taken over"
+    assert len(engine.requests) == 2 - min(2, len(finished)), "what is finished is only taken over"
     assert len(output.samples) == 2
 
 
@@ -126,7 +127,7 @@ def test_partial_samples_survive_a_checkpoint_with_versions_and_log_probs(make, 
     assert (sample.weight_versions, sample.rollout_log_probs) == (["7"], [-0.5, -1.5, -2.5])
     assert (sample.status, sample.session_id) == (Status.ABORTED, source.buffer[0][0].session_id)
     assert sample.session_id is not None
-    engine.held = set()
+    engine.held, args.over_sampling_batch_size = set(), 2
     group = by_prompt(generate_rollout(args, 1, resumed).samples)["pz"]
     assert [s.response_length for s in group] == [20, 20]
 
@@ -140,7 +141,7 @@ def test_a_generate_function_that_does_not_go_on_is_named_instead_of_training_no
     args, source = make("bcz", **PARTIAL, custom_generate_function_path=f"{__file__}:begins_anew")
     engine.held, engine.partial = {ord("z")}, 3
     generate_rollout(args, 0, source)
-    engine.held, engine.resumes = set(), False
+    engine.held, engine.resumes, args.over_sampling_batch_size = set(), False, 2
     with pytest.raises(SampleError, match=r"begins_anew did not go on from the 3 response tokens .*'pz'.*--partial-r"):
         generate_rollout(args, 1, source)
 
