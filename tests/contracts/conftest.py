@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+# A file is named relative to the working directory, which fixture `user_path` sets.
+PATH_FORMS = {
+    "dot": "user_package.{module}.{attribute}",
+    "colon": "user_package.{module}:{attribute}",
+    "file": "user_package/{module}.py:{attribute}",
+}
 
 
 @pytest.fixture
@@ -48,3 +55,18 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_path: Path) -> I
         yield World(engine, tmp_path)
     for owner in (generation.GenerateState, EvalDatasets):
         owner.clear_instances()
+
+
+@pytest.fixture(params=PATH_FORMS)
+def path(request: pytest.FixtureRequest, user_path: Path) -> Callable[[str], str]:
+    """name of a function of user_package.hooks -> its path, in one of the three forms."""
+    return lambda name: PATH_FORMS[request.param].format(module="hooks", attribute=name)
+
+
+@pytest.fixture
+def calls(user_path: Path):
+    """The calls so far; `calls.of(name)` are those of one hook."""
+    import user_package.calls as recorder
+
+    recorder.CALLS.clear()
+    return recorder

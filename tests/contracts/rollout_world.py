@@ -14,13 +14,6 @@ from slime.ray.rollout.manager import RolloutManager
 from slime.utils.eval_config import EvalDatasetConfig
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
 
-HERE = Path(__file__).parent
-# A file is named relative to the working directory, which is that of the tests' package here (fixture `world`).
-PATH_FORMS = {
-    "dot": "user_package.{module}.{attribute}",
-    "colon": "user_package.{module}:{attribute}",
-    "file": "user_package/{module}.py:{attribute}",
-}
 OF_MANAGER: dict[str, Any] = {
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
     "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",

@@ -9,7 +9,7 @@ import pytest
 from slime.rollout.base_types import HOOKS
 from slime.rollout.hook_signatures import signature_problem
 from slime.utils.arguments.check_hooks import check_hook, check_hooks
-from tests.contracts.rollout_world import PATH_FORMS
+from tests.contracts.conftest import PATH_FORMS
 from tests.unit.argument_lines import check, command_line  # noqa: F401  fixtures
 
 WRONG_PATHS = {

@@ -11,7 +11,8 @@ import pytest
 
 from slime.rollout.hook_returns import HookReturnError
 from slime.rollout.sample_errors import SampleError
-from tests.contracts.rollout_world import PATH_FORMS, World
+from tests.contracts.conftest import PATH_FORMS
+from tests.contracts.rollout_world import World
 
 A_SAMPLE = r"sample [0-3] \(prompt [01]: 'p[bc]'\)"
 SAMPLE_OR_LIST = "it must return a Sample or a list of them"
