@@ -39,6 +39,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
 from slime.rollout.eval import eval_rollout
 from slime.rollout.generation import GenerateState, generate_and_rm_group, is_unfinished, restarted
+from slime.rollout.hook_returns import check_drawn
 from slime.rollout.sample_errors import SampleError
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import finish_rollout, restart_stale
@@ -223,7 +224,7 @@ class AsyncRolloutWorker:
         """Begin groups as long as there is room (see the module's docstring)."""
         try:
             while self._is_running and self._error is None and self._has_room():
-                groups = self.data_buffer.get_samples(1)
+                groups = check_drawn(self.args, self.data_buffer.get_samples(1))
                 for group in restart_stale(self.args, self._landing(), groups):
                     self._begin(group)
         except Exception as error:  # noqa: BLE001 - a user's data source; the rollout that waits raises it

@@ -182,3 +182,25 @@ def test_the_modules_import_only_public_names(user_path: Path):
                     name = f"{node.module}.{alias.name}"
                     assert name in public, f"{file_name}: {name}"
                     load_function(name)
+
+
+def test_the_generate_state_has_what_agents_read(world: World):
+    args = world.args(sglang_enable_deterministic_inference=True, sglang_server_concurrency=4, rollout_seed=7)
+    state = generation.GenerateState(args)
+    assert state is generation.GenerateState(args), "one in a process"
+    limits = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 20,
+        "stop": None,
+        "stop_token_ids": None,
+    }
+    text = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+    assert state.sampling_params == state.sampling_params | limits | text
+    assert state.semaphore._value == 4
+    assert state.group_sampling_seeds == [7, 8]
+    assert (state.aborted, state.remaining_batch_size, list(state.pendings)) == (False, 0, [])
+    assert state.tokenizer.encode("p") == [ord("p")]
+    with state.dp_rank_context() as rank:
+        assert rank == 0
