@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from slime.rollout.fully_async_rollout import stop_worker
 from slime.rollout.hook_returns import HookReturnError
 from slime.rollout.sample_errors import SampleError
 from tests.contracts.conftest import PATH_FORMS
@@ -108,6 +109,16 @@ def test_a_wrong_return_is_named_with_its_flag_and_function(world: World, flag: 
     path = f"user_package.wrong.{function}"
     with pytest.raises((SampleError, HookReturnError, TypeError, ValueError), match=pattern(flag, function, sentence)):
         world.manager(**{flag: [path] if flag == "rollout_sample_hook_path" else path}).generate(0)
+
+
+def test_a_data_source_that_gives_nothing_ends_the_fully_async_rollout_too(world: World):
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    manager = world.manager(rollout_function_path=path, data_source_path="user_package.wrong.GivesNothing")
+    with pytest.raises(
+        HookReturnError, match="--data-source-path user_package.wrong:GivesNothing: get_samples returned"
+    ):
+        manager.generate(0)
+    stop_worker()
 
 
 @pytest.mark.parametrize(
