@@ -75,8 +75,7 @@ class ConsoleSink:
             self._write_step({}, "rollout/step")
 
     def _write_step(self, metrics: Mapping[str, float], step_key: str) -> None:
-        values = {**self._held, **metrics}
-        self._shown_rollout = max(self._shown_rollout, self._held.get("rollout/step", -1.0))
+        values, rollout = {**self._held, **metrics}, self._held.get("rollout/step", -1.0)
         self._held = {}
         parts = [
             f"{short} {form.format(values[name]).replace('-0.0000', '0.0000')}"
@@ -85,6 +84,7 @@ class ConsoleSink:
         ]
         if not parts:
             return  # for example the weight sync before the first rollout
+        self._shown_rollout = max(self._shown_rollout, rollout)
         now = time.monotonic()
         elapsed, self._last_line_at = now - self._last_line_at, now
         if elapsed >= SHORTEST_STEP_S:  # the train steps of one rollout are logged together

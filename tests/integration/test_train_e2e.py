@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -25,9 +26,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 @pytest.fixture(scope="module")
 def run(inputs: list[object], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The fully async rollout: long responses, so that requests are in flight when weights are synced."""
     out = tmp_path_factory.mktemp("async") / "out"
+    prompts = inputs[inputs.index("--prompt-data") + 1]
     return train(
-        out, *inputs, "--rollout-num-gpus", 1, "--num-rollout", 3, "--update-weights-interval", 2,
+        out, *inputs, "--rollout-num-gpus", 1, "--num-rollout", 3,
+        "--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+        "--max-weight-staleness", 1, "--rollout-max-response-len", 200, "--rollout-ignore-eos",
+        "--eval-interval", 1, "--eval-prompt-data", "digits", prompts, "--eval-max-response-len", 4,
         "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt", script="train_async.py",
     )  # fmt: skip
 
@@ -38,15 +44,31 @@ def test_the_first_step_is_on_policy_with_weights_that_came_over_gloo(run: Run):
     assert abs(first["train/ppo_kl"]) < 1e-6
 
 
-def test_a_rollout_ahead_is_generated_by_weights_of_the_last_sync(run: Run):
+def test_no_trained_token_is_older_than_the_bound_although_requests_are_in_flight_during_syncs(run: Run):
     import torch
 
-    samples = [torch.load(run.output_dir / "dump" / f"{i}.pt", weights_only=False)["samples"] for i in range(3)]
-    versions = [{version for sample in group for version in sample["weight_versions"]} for group in samples]
-    # Rollout 1 starts while 0 is trained, 2 while 1 is trained; the first sync but the initial one follows rollout 1.
-    assert versions == [{"1"}, {"1"}, {"1"}]
+    rollouts = [torch.load(run.output_dir / "dump" / f"{i}.pt", weights_only=False)["samples"] for i in range(3)]
+    versions = [[[int(version) for version in sample["weight_versions"]] for sample in group] for group in rollouts]
+    # Weights are synced before the first rollout and after each one, so rollout i is trained at version 1 + i.
+    ages = [[1 + i - min(seen) for seen in group] for i, group in enumerate(versions)]
+    assert all(0 <= age <= 1 for group in ages for age in group)
+    assert ages[1] == [1] * 16, "rollout 1 is begun while rollout 0 is trained"
+    found = run.column("rollout/weight_staleness/max", "rollout/step")
+    assert found == [max(group) for group in ages]
+    assert any(len(set(seen)) > 1 for group in versions for seen in group), "a request went on over a sync"
     gaps = run.column("train/train_rollout_logprob_abs_diff")
     assert gaps[1] > gaps[0] and gaps[2] > gaps[0], "rollouts that were generated ahead are one update old"
+
+
+def test_engines_that_keep_requests_in_flight_run_without_a_prefix_cache_and_the_user_is_told(run: Run):
+    assert "--sglang-disable-radix-cache" in run.printed
+    launched = json.loads((run.output_dir / "logs" / "engine_0.json").read_text())
+    assert launched["server_args"]["disable_radix_cache"] is True
+
+
+def test_evaluations_in_the_background_are_logged_at_their_own_steps(run: Run):
+    assert run.column("eval/step", "eval/step") == [0, 1, 2, 3]
+    assert all(0 <= score <= 1 for score in run.column("eval/digits", "eval/step"))
 
 
 def test_every_rollout_leaves_one_line_of_each_family(run: Run):

@@ -148,6 +148,16 @@ def test_a_record_without_anything_to_show_gives_no_line():
     assert lines == ["eval    0 | a 0.500"]
 
 
+def test_an_evaluation_before_the_first_step_leaves_its_line_whole():
+    lines: list[str] = []
+    sink = ConsoleSink(lines.append)
+    sink.write({"rollout/step": 0, "perf/update_weights_time": 1.0}, "rollout/step")
+    sink.write({"eval/step": 0, "eval/a": 0.5}, "eval/step")
+    sink.write({"rollout/step": 0, "rollout/raw_reward": 0.25}, "rollout/step")
+    sink.write({"train/step": 0, "train/loss": 0.125}, "train/step")
+    assert lines[1].startswith("step    0 | reward 0.250  loss 0.1250")
+
+
 def test_tensorboard_gets_the_scalars_at_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tb"))

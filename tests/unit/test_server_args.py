@@ -39,6 +39,12 @@ def test_what_slime_owns_cannot_be_overridden() -> None:
     assert build(settings={"port": 1, "model_path": "/other"})["port"] == 15000
 
 
+def test_an_engine_with_requests_in_flight_during_syncs_keeps_no_prefixes() -> None:
+    assert "disable_radix_cache" not in build()
+    changed = build(arguments(update_weights_in_flight=True), settings={"disable_radix_cache": False})
+    assert changed["disable_radix_cache"] is True
+
+
 def test_each_engine_has_its_own_seed() -> None:
     # Engines of two GPUs: upstream's seed + rank * GPUs of an engine.
     assert [build(num_gpus=2, first_slot=2 * rank)["random_seed"] for rank in (0, 1, 2)] == [100, 102, 104]

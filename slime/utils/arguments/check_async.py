@@ -18,8 +18,6 @@ def check_fully_async(args: argparse.Namespace) -> Iterable[str]:
     path = args.rollout_function_path
     if args.colocate:
         yield f"--rollout-function-path {path} generates while the trainer trains; drop --colocate."
-    if args.debug_train_only and args.load_debug_rollout_data is None:
-        yield f"--rollout-function-path {path} needs engines, which --debug-train-only does not start."
     if args.data_source_path.replace(":", ".") == "slime.rollout.data_source.RolloutDataSource":
         yield (
             f"--rollout-function-path {path} gives groups back to the data source, and --data-source-path "

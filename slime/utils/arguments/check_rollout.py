@@ -10,9 +10,11 @@ import re
 import string
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+from slime.utils.arguments.derive import FULLY_ASYNC_ROLLOUT
 from slime.utils.arguments.flags import nearest
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+COMPLETING_ROLLOUTS = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
 
 
 def check_eval(args: argparse.Namespace) -> Iterable[str]:
@@ -41,8 +43,8 @@ def check_eval(args: argparse.Namespace) -> Iterable[str]:
 
 
 def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
-    """The default rollout has engines to complete its prompts."""
-    if args.rollout_function_path != DEFAULT_ROLLOUT:
+    """The rollouts that complete prompts have engines for that."""
+    if args.rollout_function_path.replace(":", ".") not in COMPLETING_ROLLOUTS:
         return
     if args.debug_train_only and args.load_debug_rollout_data is None:
         yield (
@@ -112,9 +114,10 @@ def check_template(
 
 
 def uses_builtin_reward(args: argparse.Namespace) -> bool:
-    """Whether rewards come from `rm_type`: the default rollout without hooks that score."""
+    """Whether rewards come from `rm_type`: a rollout of slime's own without hooks that score."""
     has_hook = args.custom_rm_path or args.custom_generate_function_path
-    return args.rollout_function_path == DEFAULT_ROLLOUT and not args.debug_train_only and not has_hook
+    completes = args.rollout_function_path.replace(":", ".") in COMPLETING_ROLLOUTS
+    return completes and not args.debug_train_only and not has_hook
 
 
 def check_rewards(
