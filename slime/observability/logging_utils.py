@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,6 +138,7 @@ class _Tracking:
         self.sinks: list[Sink] | None = None
         self.text_sinks: list[TextSink] = []
         self.pending: list[MetricRecord] = []
+        self.taking = threading.Lock()
 
 
 _tracking = _Tracking()
@@ -201,7 +203,9 @@ def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
 
 def take_pending() -> list[MetricRecord]:
     """The records collected since the last call, for the process that writes."""
-    taken, _tracking.pending = _tracking.pending, []
+    with _tracking.taking:  # a rollout and an evaluation may end at once: nothing is lost or given out twice
+        taken = list(_tracking.pending)
+        del _tracking.pending[: len(taken)]
     return taken
 
 
