@@ -81,6 +81,18 @@ def test_the_values_are_fields_of_the_installed_router() -> None:
     assert set(values) <= {field.name for field in dataclasses.fields(RouterArgs)}
 
 
+def test_only_the_router_of_disaggregated_engines_separates_prefill_from_decoding() -> None:
+    args, address = Namespace(sglang_router_request_timeout_secs=77, router_overrides={}), RouterAddress("h", 1)
+    assert "pd_disaggregation" not in router_values(args, address, prometheus_port=2)
+    assert router_values(args, address, prometheus_port=2, has_pd=True)["pd_disaggregation"] is True
+
+
+def test_an_engine_says_what_a_router_is_to_know_of_it(tmp_path: Path) -> None:
+    prefill = FakeEngine(tmp_path / "log", None, worker_type="prefill").launch(10)
+    assert prefill.worker_type == "prefill" and prefill.bootstrap_port not in (None, int(prefill.url[-5:]))
+    assert FakeEngine(tmp_path / "log", None, worker_type="decode").launch(10).bootstrap_port is None
+
+
 def test_an_address_of_ip_version_6_is_bracketed() -> None:
     assert RouterAddress("::1", 80).url == "http://[::1]:80"
 

@@ -32,9 +32,8 @@ from slime.rollout.hook_returns import check_data_source, check_train_data
 from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
-from slime.utils.arguments import publish_runtime
 from slime.utils.http_utils import init_http_client
-from slime.utils.misc import Box, load_function, url_host
+from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -86,11 +85,7 @@ class RolloutManager(RayActor):
 
     def _start_servers(self) -> None:
         self._servers = start_rollout_servers(self.args, slots=self._slots)
-        routers = {name: (url_host(router.ip), router.port) for name, router in self._servers.routers.items()}
-        first = next(iter(routers.values()))
-        publish_runtime(
-            self.args, sglang_router_ip=first[0], sglang_router_port=first[1], sglang_model_routers=routers
-        )
+        self._servers.publish()
         init_http_client(self.args)
         if self.args.use_distributed_post:
             use_distributed_post(self.args)

@@ -27,7 +27,9 @@ from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, threads_per_engine
 from slime.ray.utils import get
+from slime.utils.arguments import publish_runtime
 from slime.utils.errors import HttpError
+from slime.utils.misc import url_host
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,12 @@ class RolloutServers:
     def updatable(self) -> list[tuple[Any, int]]:
         """(engine, its GPUs) of every engine that takes the trainer's weights."""
         return [entry for model in self.models for entry in model.updatable]
+
+    def publish(self) -> None:
+        """Write the routers' addresses into the run's args, where generate and reward functions read them."""
+        routers = {name: (url_host(router.ip), router.port) for name, router in self.routers.items()}
+        ip, port = next(iter(routers.values()))
+        publish_runtime(self._args, sglang_router_ip=ip, sglang_router_port=port, sglang_model_routers=routers)
 
     def launch(self) -> None:
         """Start everything; returns when every engine takes requests."""

@@ -1,0 +1,137 @@
+"""Models, routers and engines as a whole, without Ray: fakes stand for routers and groups of engines."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
+from slime.backends.sglang_utils.server_control import Worker
+from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
+from slime.ray.rollout import servers as module
+from slime.ray.rollout.router import Router, RouterAddress
+from slime.ray.rollout.servers import ModelServers, RolloutServers
+
+
+class FakeRouter:
+    def __init__(self, port: int, events: list[str], *, is_ours: bool = True) -> None:
+        self.address, self.is_ours, self._events = RouterAddress("127.0.0.1", port), is_ours, events
+
+    def launch(self) -> None:
+        self._events.append(f"router {self.address.port}")
+
+    def wait_ready(self) -> None:
+        self._events.append(f"router {self.address.port} answers")
+
+    def shutdown(self) -> None:
+        self._events.append(f"end router {self.address.port}")
+
+
+class FakeGroup:
+    """Engines are names; a launch is answered with the workers themselves instead of references to them."""
+
+    def __init__(self, names: list[str], worker_type: str, events: list[str]) -> None:
+        self.engines, self._type, self._events = names, worker_type, events
+
+    def launch(self, encoder_urls: list[str]) -> list[Worker]:
+        self._events.append(f"{self._type} {' '.join(self.engines)} with {encoder_urls}")
+        return [Worker(f"http://{name}", self._type) for name in self.engines]
+
+    def shutdown(self) -> None:
+        self._events.append(f"end {' '.join(self.engines)}")
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    monkeypatch.setattr(module, "get", lambda refs, what, deadline_s: list(refs))
+    control = module.server_control
+    monkeypatch.setattr(
+        control, "register_worker_sync", lambda url, w: log.append(f"{w.url} {w.worker_type} -> {url[-1]}")
+    )
+    monkeypatch.setattr(control, "remove_worker_sync", lambda url, w, **_: log.append(f"remove {w}"))
+    monkeypatch.setattr(control, "list_workers_sync", lambda url: ["http://ext0"])
+    return log
+
+
+def model(events: list[str], port: int, name: str, *groups: Any, update: bool = True, ours: bool = True) -> Any:
+    plans = tuple(EngineGroupPlan(kind, size * len(names), size, 0) for kind, names, size in groups)
+    pairs = [(p, FakeGroup(names, kind, events)) for p, (kind, names, _) in zip(plans, groups, strict=True)]
+    router: Any = FakeRouter(port, events, is_ours=ours)
+    return ModelServers(ModelPlan(name, "/m", update, plans), router, pairs)  # type: ignore[arg-type]
+
+
+def run_args(*external: ExternalEngineInfo) -> Namespace:
+    return Namespace(accelerator="cpu", rollout_external=bool(external), rollout_external_engine_infos=list(external))
+
+
+def test_encoders_start_first_and_only_their_own_models_engines_hear_of_them(events: list[str]) -> None:
+    policy = model(events, 1, "policy", ("encoder", ["v0", "v1"], 1), ("regular", ["a"], 1))
+    teacher = model(events, 2, "teacher", ("regular", ["t"], 1), update=False)
+    RolloutServers(run_args(), [policy, teacher]).launch()
+    assert events == [
+        "router 1",
+        "router 2",
+        "encoder v0 v1 with []",
+        "regular a with ['http://v0', 'http://v1']",
+        "regular t with []",
+        "router 1 answers",
+        "http://a regular -> 1",  # encoders are behind no router
+        "router 2 answers",
+        "http://t regular -> 2",
+    ]
+
+
+def test_weights_go_to_the_engines_that_take_them_each_with_its_size(events: list[str]) -> None:
+    groups = [("encoder", ["v"], 1), ("prefill", ["p0", "p1"], 2), ("decode", ["d"], 4)]
+    policy = model(events, 1, "policy", *groups)
+    teacher = model(events, 2, "teacher", ("regular", ["t"], 1), update=False)
+    servers = RolloutServers(run_args(), [policy, teacher])
+    assert servers.updatable == [("p0", 2), ("p1", 2), ("d", 4)]
+    assert servers.engines == ["v", "p0", "p1", "d", "t"]
+
+
+def test_prefill_and_decode_engines_are_registered_as_what_they_are(events: list[str]) -> None:
+    RolloutServers(run_args(), [model(events, 1, "p", ("prefill", ["p"], 1), ("decode", ["d"], 1))]).launch()
+    assert events[-2:] == ["http://p prefill -> 1", "http://d decode -> 1"]
+
+
+def test_the_first_models_router_is_the_default_and_each_is_found_by_its_name(events: list[str]) -> None:
+    from slime.rollout.model_urls import get_model_url
+
+    args = run_args()
+    RolloutServers(args, [model(events, 1, "policy"), model(events, 2, "teacher")]).publish()
+    assert (args.sglang_router_ip, args.sglang_router_port) == ("127.0.0.1", 1)
+    assert args.sglang_model_routers == {"policy": ("127.0.0.1", 1), "teacher": ("127.0.0.1", 2)}
+    assert get_model_url(args, "teacher", "/classify") == "http://127.0.0.1:2/classify"
+    assert get_model_url(args, "unknown") == "http://127.0.0.1:1/generate"
+
+
+def test_a_router_that_is_not_ours_loses_only_the_engines_that_we_put_there(events: list[str]) -> None:
+    known, new = ExternalEngineInfo("http://ext0", 2), ExternalEngineInfo("http://ext1", 1)
+    servers = RolloutServers(run_args(known, new), [model(events, 1, "policy", ours=False)])
+    servers.launch()
+    assert [(type(engine), size) for engine, size in servers.updatable] == [(ExternalEngine, 2), (ExternalEngine, 1)]
+    events.clear()
+    servers.shutdown()
+    assert events == ["remove http://ext1", "end router 1"]
+
+
+def test_engines_behind_our_own_router_end_with_it(events: list[str]) -> None:
+    servers = RolloutServers(run_args(), [model(events, 1, "policy", ("regular", ["a"], 1))])
+    servers.launch()
+    events.clear()
+    servers.shutdown()
+    assert events == ["end router 1", "end a"]
+
+
+def test_only_the_first_models_router_is_the_one_of_the_flags(tmp_path: Path) -> None:
+    args = Namespace(sglang_router_ip="10.0.0.7", sglang_router_port=3000)
+    first, second = (
+        Router(args, host="127.0.0.1", log_path=tmp_path / "log", is_first=is_first) for is_first in (True, False)
+    )
+    assert (first.is_ours, first.address) == (False, RouterAddress("10.0.0.7", 3000))
+    assert (second.is_ours, second.address) == (True, RouterAddress("127.0.0.1", 0))
