@@ -18,6 +18,7 @@ def read_requirements(name: str) -> list[str]:
 
 BASE = [
     "aiohttp",
+    "fastapi",
     "Jinja2",
     "numpy",
     "pyarrow",
@@ -31,6 +32,8 @@ BASE = [
     "torch",
     "tqdm",
     "transformers",
+    "typer",
+    "uvicorn",
 ]
 
 # sglang is not in it: its own metadata asks for a CUDA stack, so a machine without one installs it by
@@ -56,7 +59,7 @@ setup(
     python_requires=">=3.11",
     # The root itself is the source folder, so that an editable install also finds tools and examples by dotted path.
     package_dir={"": "."},
-    packages=find_packages(include=["slime", "slime.*"]),
+    packages=find_packages(include=["slime", "slime.*", "slime_plugins", "slime_plugins.*"]),
     package_data={"slime": ["py.typed"]},
     install_requires=BASE,
     extras_require={

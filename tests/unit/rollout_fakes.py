@@ -220,6 +220,13 @@ def rollout_args(**changes: Any) -> Namespace:
         "loss_mask_type": "qwen",
         "save": None,
         "save_debug_rollout_data": None,
+        "rollout_buffer_url": None,
+        "rollout_task_type": "math",
+        "fetch_trajectory_retry_times": -1,
+        "min_batch_collection_ratio": 1.0,
+        "global_batch_size": 4,
+        "drop_last_rollouts": False,
+        "num_epoch": None,
         "load": None,
     }
     unknown = changes.keys() - flags.keys()

@@ -273,3 +273,19 @@ def test_the_collectives_are_those_of_the_device(check: Check, accelerator: str,
         check(f"{line} --distributed-backend {other}").problems.wrong,
         f"--distributed-backend {other} does not work with --accelerator {accelerator}, whose trainers need {own}",
     )
+
+
+def test_a_buffer_server_is_asked_by_its_rollout_function_and_brings_a_whole_train_step(check: Check) -> None:
+    function = "--rollout-function-path slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout"
+    has(check(function).problems.wrong, f"{function} needs --rollout-buffer-url, as http://host:8889.")
+    url = "--rollout-buffer-url http://10.0.0.1:8889"
+    has(check(url).problems.wrong, "--rollout-buffer-url has no effect with --rollout-function-path slime.rollout.")
+    assert check(f"{function} {url}").problems.wrong == []
+    for wrong in ("10.0.0.1:8889", "http://", "http://host:1/buffer"):
+        has(check(f"{function} --rollout-buffer-url {wrong}").problems.wrong, f"{wrong} is no address of a server")
+    # Batch and step by the command line of these tests; a half of it cannot fill its one step.
+    batch = f"{function} {url} --rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 8"
+    wrong = check(f"{batch} --min-batch-collection-ratio 0.5").problems.wrong
+    has(wrong, "0.5: 4 samples would be enough, and one train step needs 8 (--global-batch-size); raise the ratio.")
+    has(check(f"{batch} --min-batch-collection-ratio 0").problems.wrong, "it must be above 0 and at most 1")
+    assert check(f"{batch} --min-batch-collection-ratio 0.9").problems.wrong == []

@@ -6,6 +6,7 @@ Each check reads `args` after derivation and returns sentences; it opens no file
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import string
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from slime.utils.arguments.flags import nearest
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 COMPLETING_ROLLOUTS = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
+BUFFER_ROLLOUT = "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout"
 
 
 def check_eval(args: argparse.Namespace) -> Iterable[str]:
@@ -64,6 +66,33 @@ def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
         )
     if args.group_rm and args.custom_generate_function_path and not args.custom_rm_path and not args.rm_type:
         yield "--group-rm needs --custom-rm-path or --rm-type."
+
+
+def check_rollout_buffer(args: argparse.Namespace) -> Iterable[str]:
+    """A buffer server is named where, and only where, the rollout function asks one, and brings a whole train step."""
+    path, url = args.rollout_function_path.replace(":", "."), args.rollout_buffer_url
+    if url is None:
+        if path == BUFFER_ROLLOUT:
+            yield f"--rollout-function-path {path} needs --rollout-buffer-url, as http://host:8889."
+        return
+    if path.startswith("slime."):
+        yield f"--rollout-buffer-url has no effect with --rollout-function-path {path}; {BUFFER_ROLLOUT} reads it."
+    if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
+        yield f"--rollout-buffer-url {url} is no address of a server; write http://host:8889."
+    yield from _check_collection_ratio(args)
+
+
+def _check_collection_ratio(args: argparse.Namespace) -> Iterable[str]:
+    ratio, batch = args.min_batch_collection_ratio, args.rollout_batch_size
+    if not ratio > 0:
+        yield f"--min-batch-collection-ratio {ratio:g}: it must be above 0 and at most 1."
+    elif batch and args.global_batch_size and not args.drop_last_rollouts:
+        enough = math.ceil(ratio * batch) * args.n_samples_per_prompt
+        if enough < args.global_batch_size:
+            yield (
+                f"--min-batch-collection-ratio {ratio:g}: {enough} samples would be enough, and one train step needs "
+                f"{args.global_batch_size} (--global-batch-size); raise the ratio."
+            )
 
 
 def check_prompts(args: argparse.Namespace) -> Iterable[str]:
@@ -209,4 +238,12 @@ def check_tensorboard(args: argparse.Namespace, environment: Mapping[str, str]) 
         )
 
 
-CHECKS = (check_eval, check_rollout_source, check_prompts, check_dumps, check_reward_services, check_overlong)
+CHECKS = (
+    check_eval,
+    check_rollout_source,
+    check_rollout_buffer,
+    check_prompts,
+    check_dumps,
+    check_reward_services,
+    check_overlong,
+)

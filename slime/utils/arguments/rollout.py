@@ -122,13 +122,20 @@ class RolloutFlags:
 class RolloutBufferFlags:
     """Rollout buffer. The server of slime_plugins.rollout_buffer."""
 
-    rollout_buffer_url: str | None = flag(None, "address of the buffer server", later="rollout")
+    rollout_buffer_url: str | None = flag(None, "address of the buffer server, as http://host:8889")
     fetch_trajectory_retry_times: int = flag(
-        -1, "times to ask it for data; -1 = until it has some", later="rollout", needs="rollout_buffer_url"
+        -1,
+        "empty answers in a row, half a second apart, after which a rollout fails; -1: until a request to an engine "
+        "would time out",
+        needs="rollout_buffer_url",
+        at_least=-1,
     )
     min_batch_collection_ratio: float = flag(
-        1, "share of a batch that is enough to go on", later="rollout", needs="rollout_buffer_url"
+        1,
+        "share of --rollout-batch-size that is enough to train on when the server has nothing new",
+        needs="rollout_buffer_url",
+        at_most=1,
     )
     rollout_task_type: str = flag(
-        "math", "generator that the buffer server runs", later="rollout", needs="rollout_buffer_url"
+        "math", "the generator: its TASK_TYPE on the buffer server", needs="rollout_buffer_url"
     )

@@ -1,0 +1,1 @@
+"""What is built on slime and loaded by path: nothing in slime imports it."""

@@ -1,0 +1,311 @@
+"""The rollout function of the buffer server, against a real server on uvicorn, real generators and a scripted engine.
+
+The engine answers a prompt that ends with letter "a" + n with n tokens, so tokens and log-probs are known in advance.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from slime.rollout import data_source, generation
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.generation import GenerateState
+from slime.rollout.sample_errors import SampleError
+from slime.utils.http_utils import HttpError
+from slime.utils.types import Sample
+from slime.utils.wait import WaitTimeout
+from slime_plugins.rollout_buffer import rollout_buffer_example as example
+from slime_plugins.rollout_buffer.buffer import create_app
+from slime_plugins.rollout_buffer.discovery import find_generators
+from slime_plugins.rollout_buffer.rollout_buffer_example import BufferClient, generate_rollout
+from slime_plugins.rollout_buffer.store import RolloutBuffer
+from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
+
+GENERATORS = '''
+import time
+import requests
+from slime_plugins.rollout_buffer.generators.base_generator import BaseGenerator
+
+class Letters(BaseGenerator):
+    """The reward is the length; prompts that end with "f" fail."""
+
+    async def reward(self, prompt, sample):
+        if prompt.prompt.endswith("f"):
+            raise ValueError("no reward for f")
+        sample.metadata["seen"] = prompt.label
+        return float(sample.response_length)
+
+TASK_TYPE = "letters"
+
+def run_rollout(data):
+    Letters(data).run()
+'''
+FOREIGN = '''
+import requests
+
+TASK_TYPE = "foreign"
+
+def run_rollout(data):
+    """Written without slime: reads the file itself, names prompts as it likes, sends conversations."""
+    for number, line in enumerate(open(data["input_file"])):
+        for repeat in range(data["num_repeat_per_sample"]):
+            messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * (1 + repeat)}]
+            body = {"instance_id": f"row-{number}", "messages": messages, "reward": 0.5, "extra_info": {"row": number}}
+            requests.post(data["remote_buffer_url"] + "/buffer/write", json=body).raise_for_status()
+'''
+BROKEN = """
+TASK_TYPE = "broken"
+
+def run_rollout(data):
+    raise RuntimeError("the disk is full")
+"""
+SHORT = """
+import requests
+
+TASK_TYPE = "short"
+
+def is_valid_group(group, min_valid_group_size, task_type):
+    return True
+
+def run_rollout(data):
+    body = {"instance_id": data["prompts"][0]["instance_id"], "messages": [{"role": "assistant", "content": "a"}]}
+    requests.post(data["remote_buffer_url"] + "/buffer/write", json=body).raise_for_status()
+"""
+BAD_SAMPLE = """
+import requests
+
+TASK_TYPE = "bad sample"
+
+def run_rollout(data):
+    for prompt in data["prompts"]:
+        for _ in range(data["num_repeat_per_sample"]):
+            sample = {"tokens": [1, 2], "response_length": 1, "rollout_log_probs": [0.0, 0.0]}
+            body = {"instance_id": prompt["instance_id"], "sample": sample, "reward": 1.0}
+            requests.post(data["remote_buffer_url"] + "/buffer/write", json=body).raise_for_status()
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    for singleton in (GenerateState, BufferClient):
+        singleton.clear_instances()
+    for module in (generation, data_source):
+        monkeypatch.setattr(module, "load_tokenizer", lambda name, **kw: LetterTokenizer())
+    monkeypatch.setattr(example, "POLL_S", 0.02)
+    yield
+    for singleton in (GenerateState, BufferClient):
+        singleton.clear_instances()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a real server, with the generators of this file."""
+    folder: Path = tmp_path_factory.mktemp("generators")
+    files = {"letters": GENERATORS, "foreign": FOREIGN, "broken": BROKEN, "short": SHORT, "bad_sample": BAD_SAMPLE}
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    app = create_app(find_generators([folder]), RolloutBuffer())
+    running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 30
+    while not running.started:
+        assert time.monotonic() < end and thread.is_alive()
+        time.sleep(0.02)
+    yield f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+    running.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def engine():
+    with FakeEngine().serve() as fake:
+        yield fake
+
+
+@pytest.fixture
+def make(engine, server, tmp_path):
+    """(args, data source) over prompts given as letters; letter n of the alphabet is answered with n tokens."""
+
+    def build(letters: str, **changes):
+        path = tmp_path / "prompts.jsonl"
+        rows = [{"input": f"p{letter}", "label": letter} for letter in letters]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags = {
+            "rollout_buffer_url": server,
+            "rollout_task_type": "letters",
+            "label_key": "label",
+            "custom_rm_path": None,
+        }
+        args = rollout_args(prompt_data=str(path), sglang_router_port=engine.port, **(flags | changes))
+        return args, RolloutDataSourceWithBuffer(args)
+
+    return build
+
+
+def prompts(groups: list[list[Sample]]) -> list[str]:
+    return [group[0].prompt for group in groups]
+
+
+def test_prompts_of_the_data_source_come_back_with_the_engine_s_tokens_and_the_generator_s_reward(make, engine):
+    args, source = make("bcde")
+    output = generate_rollout(args, 0, source)
+    assert prompts(output.samples) == ["pb", "pc"]
+    assert [[s.index for s in group] for group in output.samples] == [[0, 1], [2, 3]]
+    sample = output.samples[1][0]
+    assert (sample.tokens, sample.rollout_log_probs) == ([ord("p"), ord("c"), 100, 101], [-0.5, -1.5])
+    assert (sample.response_length, sample.loss_mask, sample.reward) == (2, [1, 1], 2.0)
+    assert (sample.status, sample.weight_versions) == (Sample.Status.COMPLETED, ["7"])
+    assert (sample.label, sample.metadata["seen"]) == ("c", "c")
+    assert output.metrics["rollout_buffer/total_groups"] == 2
+    assert output.metrics["rollout_buffer/avg_reward"] == 1.5, "rewards 1, 1, 2, 2"
+    assert engine.requests[0]["sampling_params"]["max_new_tokens"] == args.rollout_max_response_len
+    assert prompts(generate_rollout(args, 1, source).samples) == ["pd", "pe"], "the next rollout, the next prompts"
+
+
+def test_a_dynamic_filter_and_a_reward_of_slime_work_as_in_the_default_rollout(make):
+    args, source = make(
+        "bcde",
+        rollout_task_type="foreign",
+        custom_rm_path=f"{__file__}:never_called",
+        dynamic_sampling_filter_path=f"{__file__}:keep_even_groups",
+        rollout_batch_size=2,
+    )
+    output = generate_rollout(args, 0, source)
+    assert [group[0].group_index for group in output.samples] == [0, 2]
+    assert output.metrics["rollout/dynamic_filter/drop_odd"] == 1
+
+
+def keep_even_groups(args, group):
+    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+
+    return DynamicFilterOutput(keep=group[0].group_index % 2 == 0, reason="odd")
+
+
+async def never_called(args, sample, **kwargs):
+    raise AssertionError("the generator's reward counts")
+
+
+def test_a_generator_that_knows_nothing_of_slime_sends_conversations(make):
+    args, source = make("bc", rollout_task_type="foreign")
+    output = generate_rollout(args, 0, source)
+    sample = output.samples[0][1]
+    assert sample.metadata["row"] == 0 and sample.reward == 0.5
+    assert (sample.group_index, sample.index) == (0, 1)
+    trained = [token for token, kept in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True)]
+    assert "aa" in LetterTokenizer().decode(trained) and sum(sample.loss_mask) > 0
+    assert sample.rollout_log_probs is None
+
+
+def test_a_group_that_fails_is_replaced_and_its_prompt_is_not_lost(make):
+    args, source = make("fbc")
+    output = generate_rollout(args, 0, source)
+    # "f" fails; it is asked for again together with one more prompt, fails again, and goes back to the source.
+    assert prompts(output.samples) == ["pb", "pc"]
+    assert prompts(source.buffer) == ["pf"]
+
+
+def test_a_rollout_in_which_nothing_can_be_completed_ends_with_the_reason(make):
+    args, source = make("ff")
+    with pytest.raises(RuntimeError, match="all 4 responses failed"):
+        generate_rollout(args, 0, source)
+    assert source.get_buffer_length() == 2, "its prompts are back in the data source"
+
+
+def test_a_share_of_the_batch_is_enough_when_asked_and_the_rest_returns(make, engine):
+    engine.held = {ord("j")}
+    args, source = make("bjcd", rollout_batch_size=3, min_batch_collection_ratio=0.5)
+    output = generate_rollout(args, 0, source)
+    assert prompts(output.samples) == ["pb", "pc"], "half of 3 is 2"
+    assert prompts(source.buffer) == ["pj"]
+    assert all(not sample.tokens for sample in source.buffer[0])
+
+
+def test_groups_beyond_whole_train_steps_wait_finished_for_the_next_rollout(make, engine):
+    engine.held = {ord("j")}
+    # A train step is 4 samples = 2 groups; 3 of 4 groups are complete.
+    args, source = make("bcdj", rollout_batch_size=4, min_batch_collection_ratio=0.75)
+    output = generate_rollout(args, 0, source)
+    assert prompts(output.samples) == ["pb", "pc"]
+    assert {group[0].prompt: group[0].status for group in source.buffer} == {
+        "pd": Sample.Status.COMPLETED,
+        "pj": Sample.Status.PENDING,
+    }
+    engine.held = set()
+    calls = len(engine.requests)
+    assert "pd" in prompts(generate_rollout(args, 1, source).samples)
+    asked = [request["input_ids"][-1] for request in engine.requests[calls:]]
+    assert ord("d") not in asked, "it is not generated again"
+
+
+def test_empty_answers_are_borne_as_often_as_said(make, engine):
+    engine.held = {ord("j")}
+    args, source = make("jj", fetch_trajectory_retry_times=3)
+    with pytest.raises(WaitTimeout, match=r"4 empty answers \(--fetch-trajectory-retry-times 3\)"):
+        generate_rollout(args, 0, source)
+    assert source.get_buffer_length() == 2
+
+
+def test_without_a_number_the_wait_ends_when_a_request_would_have(make, engine):
+    engine.held = {ord("j")}
+    args, source = make("jj", sglang_router_request_timeout_secs=1)
+    with pytest.raises((WaitTimeout, RuntimeError), match=r"waited 1 s|responses failed"):
+        generate_rollout(args, 0, source)
+
+
+@pytest.mark.parametrize(
+    ("task_type", "error", "said"),
+    [
+        ("broken", RuntimeError, "task broken failed: RuntimeError: the disk is full"),
+        ("short", SampleError, "made a group of 1 records for sample 0 .*; --n-samples-per-prompt is 2"),
+        ("bad sample", SampleError, "a rollout_log_probs of 2 entries for response_length 1"),
+        ("leters", HttpError, "no generator for task 'leters'; did you mean letters?"),
+    ],
+)
+def test_what_is_wrong_with_a_generator_is_said(make, task_type, error, said):
+    args, source = make("bc", rollout_task_type=task_type)
+    with pytest.raises(error, match=said):
+        generate_rollout(args, 0, source)
+
+
+def test_what_an_earlier_run_left_on_the_server_is_not_trained_on(make, server, engine):
+    import requests
+
+    args, source = make("bc")
+    generate_rollout(args, 0, source)
+    stale = {"instance_id": "3", "messages": [{"role": "assistant", "content": "old"}], "reward": 9.0}
+    for _ in range(2):
+        requests.post(f"{server}/buffer/write", json=stale, timeout=10).raise_for_status()
+    BufferClient.clear_instances()  # a new run of the trainer
+    rewards = [s.reward for group in generate_rollout(args, 0, source).samples for s in group]
+    assert 9.0 not in rewards
+
+
+def test_no_request_is_in_flight_after_a_rollout(make, engine, server):
+    import requests
+
+    engine.held = {ord("j")}
+    args, source = make("bcj", rollout_batch_size=3, min_batch_collection_ratio=0.6)
+    generate_rollout(args, 0, source)
+    assert requests.get(f"{server}/status", timeout=10).json()["running"] is False
+
+
+def test_an_evaluation_is_slime_s_own(make):
+    args, source = make("bc")
+    assert isinstance(generate_rollout(args, 0, source, evaluation=True), RolloutFnEvalOutput)
+
+
+def test_an_image_is_refused(make):
+    args, source = make("bc")
+    groups = source.get_samples(2)
+    groups[0][0].multimodal_inputs = {"images": ["x"]}
+    source.add_samples(groups)
+    with pytest.raises(ValueError, match="takes no images"):
+        generate_rollout(args, 0, source)
