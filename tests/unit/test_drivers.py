@@ -28,7 +28,7 @@ class FakeRun(TrainingRun):
             start_rollout_id=self.args.first, num_rollout=self.args.num_rollout, num_rollout_per_epoch=9
         )
         self.calls = self.args.calls
-        self._weight_version = 1
+        self._weight_version, self._syncs_weights = 1, True
 
     def finish(self, *, failed=False):
         self.calls.append("finish")
