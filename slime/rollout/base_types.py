@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.utils.misc import function_name
+from slime.utils.misc import function_name, kind_of
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -363,7 +363,9 @@ def _as_train_output(fn: RolloutFn, output: Any) -> RolloutFnTrainOutput:
     name = f"--rollout-function-path {function_name(fn)}"
     samples, metrics = (output.samples, output.metrics) if isinstance(output, RolloutFnTrainOutput) else (output, None)
     if not isinstance(samples, list):
-        raise TypeError(f"{name} returned {_kind(output)}; it must return a RolloutFnTrainOutput or a list of samples")
+        raise TypeError(
+            f"{name} returned {kind_of(output)}; it must return a RolloutFnTrainOutput or a list of samples"
+        )
     try:
         groups = as_groups(samples)
     except TypeError as error:
@@ -377,19 +379,15 @@ def _as_eval_output(fn: RolloutFn, output: Any) -> RolloutFnEvalOutput:
     name = f"--eval-function-path {function_name(fn)}"
     output = RolloutFnEvalOutput(data=output) if isinstance(output, dict) else output
     if not isinstance(output, RolloutFnEvalOutput) or not isinstance(output.data, dict):
-        raise TypeError(f"{name} returned {_kind(output)}; it must return a RolloutFnEvalOutput or its data dict")
+        raise TypeError(f"{name} returned {kind_of(output)}; it must return a RolloutFnEvalOutput or its data dict")
     for data_set, result in output.data.items():
         if not isinstance(result, dict) or "rewards" not in result:
-            found = f"the keys {sorted(result)}" if isinstance(result, dict) else _kind(result)
+            found = f"the keys {sorted(result)}" if isinstance(result, dict) else kind_of(result)
             raise ValueError(
                 f"{name} returned {found} for the data set {data_set!r}; "
                 'it must return {"rewards": [...], "truncated": [...], "samples": [...]} for each'
             )
     return output
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def as_groups(samples: list[Any]) -> list[Group]:

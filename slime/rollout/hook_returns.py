@@ -15,6 +15,7 @@ from typing import Any
 from slime.rollout.hook_signatures import missing_methods
 from slime.rollout.sample_errors import hook_name
 from slime.rollout.train_data import mask_sums
+from slime.utils.misc import kind_of
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def warn_if_ignored(path: str, returned: Any) -> None:
         logger.warning(
             "--rollout-sample-filter-path %s returned %s, which is ignored: it must set remove_sample on the samples "
             "that shall not be trained on",
-            *(hook_name(path), _kind(returned)),
+            *(hook_name(path), kind_of(returned)),
         )
 
 
@@ -103,11 +104,11 @@ def check_rewards(path: str, returned: Any, num_samples: int) -> tuple[list[floa
     name = f"--custom-reward-post-process-path {hook_name(path)}"
     wanted = f"it must return (raw rewards, rewards), two lists with a number for each of the {num_samples} samples"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise HookReturnError(f"{name} returned {_kind(returned)}; {wanted}")
+        raise HookReturnError(f"{name} returned {kind_of(returned)}; {wanted}")
     pair = []
     for values in returned:
         if not isinstance(values, Iterable) or isinstance(values, str | dict):
-            raise HookReturnError(f"{name} returned a pair with {_kind(values)} in it; {wanted}")
+            raise HookReturnError(f"{name} returned a pair with {kind_of(values)} in it; {wanted}")
         pair.append(list(values))
     raw, rewards = pair
     if not len(raw) == len(rewards) == num_samples:
@@ -129,7 +130,7 @@ def check_train_data(path: str, columns: Any) -> dict[str, Any]:
     """
     name = f"--custom-convert-samples-to-train-data-path {hook_name(path)}"
     if not isinstance(columns, dict):
-        raise HookReturnError(f"{name} returned {_kind(columns)}; it must return a dict of columns")
+        raise HookReturnError(f"{name} returned {kind_of(columns)}; it must return a dict of columns")
     if missing := [column for column in TRAIN_COLUMNS if column not in columns]:
         raise HookReturnError(
             f"{name} returned no {', '.join(missing)}; it must return the columns {', '.join(TRAIN_COLUMNS)}"
@@ -148,15 +149,15 @@ def check_train_data(path: str, columns: Any) -> dict[str, Any]:
 
 def _groups_problem(groups: Any) -> str | None:
     if not isinstance(groups, list):
-        return _kind(groups)
+        return kind_of(groups)
     for group in groups:
         if not isinstance(group, list):
-            return f"a list with {_kind(group)} in it"
+            return f"a list with {kind_of(group)} in it"
         if not group:
             return "a list with an empty group in it"
         for sample in group:
             if not isinstance(sample, Sample):
-                return f"a group with {_kind(sample)} in it"
+                return f"a group with {kind_of(sample)} in it"
     return None
 
 
@@ -165,7 +166,3 @@ def _is_number(value: Any) -> bool:
         return not isinstance(value, str | None) and math.isfinite(float(value))
     except (TypeError, ValueError):
         return False
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

@@ -89,6 +89,11 @@ def function_name(fn: Any) -> str:
     return f"{module.__file__ if module and is_file else owner.__module__}:{owner.__qualname__}"
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, for an error sentence: None, or "a str"."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 class SingletonMeta(type):
     """Metaclass of a class with one instance per process; `Cls.clear_instances()` forgets it (tests, a new run)."""
 
