@@ -51,6 +51,7 @@ SHIPPED = {
         "slime.rollout.sft_rollout.generate_rollout",
         "slime.rollout.forge_load.generate_rollout",
         "slime.rollout.sleep_rollout.sleep",
+        "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout",
     ],
     "--custom-generate-function-path": [
         "slime.rollout.multi_turn.generate",
