@@ -34,6 +34,7 @@ from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta, load_function, stable_hash
 from slime.utils.processing_utils import build_processor_kwargs, encode_text, load_processor, load_tokenizer
+from slime.utils.reward_baselines import GREEDY_REWARD
 from slime.utils.types import Sample
 
 __all__ = [
@@ -51,7 +52,6 @@ logger = logging.getLogger(__name__)
 Group = list[Sample]
 Status = Sample.Status
 _FINISHED = (Status.COMPLETED, Status.TRUNCATED)
-GREEDY_REWARD = "greedy_reward"
 START = "start_rollout_id"
 
 

@@ -1,8 +1,9 @@
-"""From scored samples to the rewards that advantages are made of: normalisation by group.
+"""From scored samples to the rewards that advantages are made of: the baseline of each group is subtracted.
 
-Departs from upstream in three points: groups are always those of `group_index` (never guessed from counts), a fan-out
-rollout (several samples that share a `rollout_id`) counts once in its group's mean and deviation, and with
---overlong-buffer-len a penalty for long responses is added first. It scores nothing.
+Which baseline is the estimator's (slime.utils.ppo_utils.estimators). Departs from upstream in three points:
+groups are always those of `group_index` (never guessed from counts), a fan-out rollout (several samples that share a
+`rollout_id`) counts once in its group's mean and deviation, and with --overlong-buffer-len a penalty for long
+responses is added first. It scores nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from slime.rollout.hook_returns import check_rewards
 from slime.utils.misc import group_by, load_function
 from slime.utils.overlong import overlong_penalties
+from slime.utils.reward_baselines import GREEDY_REWARD, Baseline, group_mean
 from slime.utils.types import Sample
 
 _STD_EPSILON = 1e-6
@@ -39,10 +41,23 @@ def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[f
     raw = [raw_reward(args, sample) for sample in samples]
     rewards = [reward + penalty for reward, penalty in zip(raw, overlong_penalties(args, samples), strict=True)]
     estimator = ESTIMATORS[args.advantage_estimator]
-    if not (estimator.centers_rewards_by_group and args.rewards_normalization):
+    if not args.rewards_normalization:
+        return raw, rewards
+    if estimator.subtracts_greedy_reward:
+        return raw, [reward - _greedy_reward(sample) for sample, reward in zip(samples, rewards, strict=True)]
+    if estimator.baseline_fn is None:
         return raw, rewards
     divide = estimator.allows_std_norm and args.grpo_std_normalization
-    return raw, normalize_by_group(samples, rewards, divide_by_std=divide)
+    return raw, normalize_by_group(samples, rewards, divide_by_std=divide, baseline_fn=estimator.baseline_fn)
+
+
+def _greedy_reward(sample: Sample) -> float:
+    if GREEDY_REWARD not in sample.metadata:
+        raise ValueError(
+            f"sample {sample.index} has no metadata[{GREEDY_REWARD!r}], which --advantage-estimator remax subtracts; "
+            "slime's own rollout functions put it there, another --rollout-function-path has to"
+        )
+    return float(sample.metadata[GREEDY_REWARD])
 
 
 def raw_reward(args: Namespace, sample: Sample) -> float:
@@ -58,10 +73,22 @@ def raw_reward(args: Namespace, sample: Sample) -> float:
     return float(value)
 
 
-def normalize_by_group(samples: Sequence[Sample], rewards: Sequence[float], *, divide_by_std: bool) -> list[float]:
-    """Rewards minus their group's mean and, if asked, divided by its deviation (unbiased) + 1e-6.
+def normalize_by_group(
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    *,
+    divide_by_std: bool,
+    baseline_fn: Baseline = group_mean,
+) -> list[float]:
+    """Rewards minus their group's baseline and, if asked, divided by its deviation (unbiased) + 1e-6.
 
     A group of one execution becomes 0. A sample without a `group_index` is a group of its own.
+
+    Args:
+        samples: their `group_index`, `rollout_id` and trained tokens are read.
+        rewards: [S].
+        divide_by_std: also divide.
+        baseline_fn: (rewards, trained tokens) of a group's executions -> the baseline of each.
     """
     normalized = [0.0] * len(samples)
     positions = range(len(samples))
@@ -75,16 +102,18 @@ def normalize_by_group(samples: Sequence[Sample], rewards: Sequence[float], *, d
         return ("rollout", rollout_id) if rollout_id is not None else ("sample", i)
 
     for members in group_by(positions, group_of).values():
-        executions = group_by(members, execution_of).values()
+        executions = list(group_by(members, execution_of).values())
         values = [math.fsum(rewards[i] for i in execution) / len(execution) for execution in executions]
-        mean = math.fsum(values) / len(values)
-        scale = _unbiased_std(values, mean) + _STD_EPSILON if divide_by_std else 1.0
-        for i in members:
-            normalized[i] = (rewards[i] - mean) / scale
+        lengths = [sum(samples[i].effective_response_length for i in execution) for execution in executions]
+        scale = _unbiased_std(values) + _STD_EPSILON if divide_by_std else 1.0
+        for execution, baseline in zip(executions, baseline_fn(values, lengths), strict=True):
+            for i in execution:
+                normalized[i] = (rewards[i] - baseline) / scale
     return normalized
 
 
-def _unbiased_std(values: Sequence[float], mean: float) -> float:
+def _unbiased_std(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
+    mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -66,4 +66,6 @@ def test_estimators_agree_near_zero_and_are_never_negative(kind):
 def test_grpo_gives_every_token_of_a_response_its_reward():
     returns = get_grpo_returns(torch.tensor([0.5, -1.5]), [torch.zeros(3), torch.zeros(1)])
     assert [r.tolist() for r in returns] == [[0.5] * 3, [-1.5]]
-    assert ESTIMATORS["grpo"].returns_fn is get_grpo_returns
+    kl = [torch.zeros(3), torch.zeros(1)]
+    of_row = ESTIMATORS["grpo"].returns_fn(torch.tensor([0.5, -1.5]), kl, kl, 0.0, 1.0)
+    assert [r.tolist() for r in of_row] == [[0.5] * 3, [-1.5]]

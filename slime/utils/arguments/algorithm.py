@@ -9,13 +9,21 @@ from dataclasses import dataclass
 
 from slime.utils.arguments.flags import flag
 
-ESTIMATOR_TOPICS = {
-    "grpo": "",
-    **dict.fromkeys(
-        ("gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "rloo", "remax", "opo"),
-        "algorithms",
-    ),
-}
+ADVANTAGE_ESTIMATORS = (
+    "grpo",
+    "gspo",
+    "cispo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "ppo",
+    "rloo",
+    "remax",
+    "opo",
+)
+# What slime.utils.ppo_utils.estimators says of each, which is not imported here: it needs torch. A test compares them.
+WITHOUT_REWARD_BASELINE = ("reinforce_plus_plus", "ppo")
+DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
+KL_IN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 _DISCOUNTED = (
     "advantage_estimator=ppo",
     "advantage_estimator=reinforce_plus_plus",
@@ -63,8 +71,8 @@ class AlgorithmFlags:
     advantage_estimator: str = flag(
         "grpo",
         "how advantages are made from rewards",
-        choices=tuple(ESTIMATOR_TOPICS),
-        later_choices={name: topic for name, topic in ESTIMATOR_TOPICS.items() if topic},
+        choices=ADVANTAGE_ESTIMATORS,
+        later_choices={"ppo": "algorithms"},
     )
     loss_type: str = flag("policy_loss", "which loss", choices=("policy_loss", "sft_loss", "custom_loss"))
     custom_loss_function_path: str | None = flag(
@@ -115,7 +123,7 @@ class AlgorithmFlags:
         "hook: fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer",
         later="algorithms",
     )
-    gamma: float = flag(1.0, "discount", later="algorithms", needs=_DISCOUNTED, at_least=0, at_most=1)
+    gamma: float = flag(1.0, "discount of a trained token", needs=_DISCOUNTED, at_least=0, at_most=1)
     lambd: float = flag(
         1.0,
         "lambda of GAE",
@@ -130,7 +138,7 @@ class AlgorithmFlags:
     num_critic_only_steps: int = flag(
         0, "first rollouts that train only the critic", later="algorithms", at_least=0, needs="advantage_estimator=ppo"
     )
-    normalize_advantages: bool = flag(False, "whiten the advantages over all ranks", later="algorithms")
+    normalize_advantages: bool = flag(False, "whiten the advantages over the trained tokens of all ranks")
     ppo_epochs: int = flag(1, "passes over one rollout", later="algorithms", at_least=1)
     shuffle_mini_batches: bool = flag(False, "reshuffle the samples of each pass", later="algorithms")
     pf_ppo_reweight: str | None = flag(

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from slime.utils.arguments.algorithm import DIVIDED_BY_STD, WITHOUT_REWARD_BASELINE
 from slime.utils.arguments.flags import option_name
 
 Fields = Iterable[dataclasses.Field[Any]]
@@ -49,6 +50,7 @@ _POLICY = (
     "keep_old_actor",
     "custom_pg_loss_reducer_function_path",
     "normalize_advantages",
+    "gamma",
     "custom_advantage_function_path",
     "overlong_buffer_len",
 )
@@ -61,6 +63,17 @@ POINTLESS = (
         lambda args: not args.compute_advantages_and_returns,
         ("advantage_estimator", "kl_coef", "normalize_advantages", "custom_advantage_function_path", "use_opd"),
     ),
+    Mode(
+        "an --advantage-estimator that does not divide by the group's standard deviation",
+        lambda args: args.advantage_estimator not in DIVIDED_BY_STD,
+        ("grpo_std_normalization",),
+    ),
+    Mode(
+        "an --advantage-estimator that subtracts no baseline of a group",
+        lambda args: args.advantage_estimator in WITHOUT_REWARD_BASELINE,
+        ("rewards_normalization",),
+    ),
+    Mode("--advantage-estimator cispo", lambda args: args.advantage_estimator == "cispo", ("eps_clip_c",)),
     Mode("--offload", lambda args: args.offload, ("offload_train", "offload_rollout")),
     Mode("--release-train", lambda args: args.release_train, ("offload_train",)),
     Mode(

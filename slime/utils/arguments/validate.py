@@ -20,6 +20,7 @@ from slime.utils.arguments import (
     check_losses,
     check_rollout,
 )
+from slime.utils.arguments.algorithm import WITHOUT_REWARD_BASELINE
 from slime.utils.arguments.check_effect import Fields, check_needs, check_pointless, without_effect
 from slime.utils.arguments.check_trainer import TRAINER_CHECKS
 from slime.utils.arguments.flags import option_name
@@ -82,7 +83,8 @@ def warnings(args: argparse.Namespace, explicit: Iterable[str], *, given_load: s
     if given_load not in (None, args.load, args.save):
         yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
     trains_policy = args.loss_type == "policy_loss" and not args.debug_train_only and not args.eval_only
-    if args.n_samples_per_prompt == 1 and args.rewards_normalization and trains_policy:
+    of_group = args.rewards_normalization and args.advantage_estimator not in (*WITHOUT_REWARD_BASELINE, "remax")
+    if args.n_samples_per_prompt == 1 and of_group and trains_policy:
         yield (
             "--n-samples-per-prompt 1: a group of one minus its mean is 0, so nothing is learned; use more, or "
             "--disable-rewards-normalization."

@@ -1,11 +1,13 @@
-"""The clipped policy-gradient loss of PPO, per token.
+"""Policy-gradient losses per token: PPO's clipped one, CISPO's, and the log-ratio of sequences that GSPO puts in it.
 
-Departures from the paper: (1) the clip range may be asymmetric (`eps_clip_high`, DAPO); (2) with `eps_clip_c` the loss
-of tokens with a negative advantage is bounded from above too (dual clip). It does not mask, average or know where the
+PPO departs from its paper: (1) the clip range may be asymmetric (`eps_clip_high`, DAPO); (2) with `eps_clip_c` the
+loss of tokens with a negative advantage is bounded from above too (dual clip). It does not average or know where the
 advantages come from.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -43,3 +45,53 @@ def compute_policy_loss(
         bounded = torch.minimum(pg_losses, -eps_clip_c * advantages)
         pg_losses = torch.where(advantages < 0, bounded, pg_losses)
     return pg_losses, clipfrac
+
+
+def compute_cispo_loss(
+    ppo_kl: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, eps_clip: float, eps_clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-sg(clip(ratio, 1 - eps_clip, 1 + eps_clip_high)) * A * log p: a clipped token still has a gradient, that of its
+    log-probability with a bounded weight (MiniMax-M1, arXiv 2506.13585).
+
+    Args:
+        ppo_kl: old minus new log-probability of each token.
+        log_probs: the new log-probability, through which the gradient goes.
+        advantages: same shape.
+        eps_clip: 1 or more leaves the ratio unbounded from below, as in the paper.
+        eps_clip_high: bound from above.
+
+    Returns:
+        pg_losses and clipfrac (1.0 where the clip changed the ratio), same shape.
+    """
+    ratio = torch.exp(-ppo_kl.detach())
+    weight = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
+    return -weight * advantages * log_probs, (weight != ratio).float()
+
+
+def compute_gspo_kl(
+    full_log_probs: Sequence[torch.Tensor],
+    full_old_log_probs: Sequence[torch.Tensor],
+    local_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Old minus new log-probability, averaged over each sample's trained tokens and given to all of its tokens, so
+    that the ratio is that of sequences, by their length (GSPO, arXiv 2507.18071).
+
+    Args:
+        full_log_probs: per sample [R], new.
+        full_old_log_probs: per sample [R].
+        local_log_probs: per sample, this rank's part of the response (all of it without context parallelism).
+        loss_masks: per sample [R]; a fully masked sample has 0.
+
+    Returns:
+        [sum of the local parts].
+    """
+    parts = []
+    for new, old, local, mask in zip(full_log_probs, full_old_log_probs, local_log_probs, loss_masks, strict=True):
+        parts.append(masked_mean(old - new, mask).expand_as(local))
+    return torch.cat(parts)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of the values whose mask is not 0 (scalar; 0 where there is none). A masked value may be inf or nan."""
+    return torch.where(mask.bool(), values, 0).sum() / mask.bool().sum().clamp(min=1)

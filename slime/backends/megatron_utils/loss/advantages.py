@@ -1,6 +1,6 @@
 """Advantages of one rank's share of a rollout, from its rewards and log-probabilities, before training on it.
 
-It adds the columns `kl`, `advantages` and `returns`. It does not normalise rewards (slime.rollout.rewards) and
+It adds the columns `kl`, `advantages` and `returns`. It subtracts no baseline of a group (slime.rollout.rewards) and
 computes no log-probs.
 """
 
@@ -9,18 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from slime.utils.misc import load_function
-from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl
+from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, whiten
 
 
-def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> None:
+def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_coef: float | None = None) -> None:
     """Fill `kl`, `advantages` and `returns` of a RolloutBatch in place, each [S][R] float32.
 
     Args:
-        args: `advantage_estimator`, `custom_advantage_function_path`, `kl_loss_type`.
+        args: `advantage_estimator`, `custom_advantage_function_path`, `kl_loss_type`, `kl_coef`, `gamma`,
+            `normalize_advantages`.
         rollout_data: with `rewards`, `loss_masks`, `log_probs` and `ref_log_probs` where they exist; `kl` is zero
             where one of them does not.
+        kl_coef: weight of the KL in the rewards, where a controller changes it; default: the flag's.
 
     Raises:
         ValueError: the custom function left a column out.
@@ -35,15 +38,23 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> N
     rollout_data["kl"] = list(kl.split(lengths))
 
     if args.custom_advantage_function_path:
-        load_function(args.custom_advantage_function_path)(args, rollout_data)
-        for name in ("advantages", "returns"):
-            if name not in rollout_data:
-                raise ValueError(
-                    f"--custom-advantage-function-path {args.custom_advantage_function_path} did not set "
-                    f"rollout_data[{name!r}]"
-                )
-        return
-    rewards = torch.tensor(rollout_data["rewards"], dtype=torch.float32, device=masks[0].device)
-    returns = ESTIMATORS[args.advantage_estimator].returns_fn(rewards, rollout_data["kl"])
-    rollout_data["returns"] = returns
-    rollout_data["advantages"] = list(returns)
+        _call_custom(args, rollout_data)
+    else:
+        rewards = torch.tensor(rollout_data["rewards"], dtype=torch.float32, device=masks[0].device)
+        weight = args.kl_coef if kl_coef is None else kl_coef
+        returns_fn = ESTIMATORS[args.advantage_estimator].returns_fn
+        rollout_data["returns"] = returns_fn(rewards, rollout_data["kl"], masks, weight, args.gamma)
+        rollout_data["advantages"] = list(rollout_data["returns"])
+    if args.normalize_advantages:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group)
+
+
+def _call_custom(args: Any, rollout_data: dict[str, Any]) -> None:
+    load_function(args.custom_advantage_function_path)(args, rollout_data)
+    for name in ("advantages", "returns"):
+        if name not in rollout_data:
+            raise ValueError(
+                f"--custom-advantage-function-path {args.custom_advantage_function_path} did not set "
+                f"rollout_data[{name!r}]"
+            )

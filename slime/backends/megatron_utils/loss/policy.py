@@ -5,7 +5,8 @@ Where it departs from PPO as published:
 1. the old log-probs may be absent: the first train step of a rollout then compares the policy with itself (ratio 1,
    which is exact when nothing was updated since);
 2. with --use-rollout-logprobs they are the engine's;
-3. the entropy is reported also when it is not trained on.
+3. the entropy is reported also when it is not trained on;
+4. the ratio may be a sequence's (gspo), and the loss another than the clipped one (cispo): the estimator's row says.
 
 It knows nothing about how tokens are averaged: `sum_of_sample_mean` is handed in.
 """
@@ -19,7 +20,7 @@ import torch
 
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
-from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl
+from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, compute_gspo_kl
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,9 +48,13 @@ def policy_loss_function(
     if old_log_probs is None:
         raise ValueError("--use-rollout-logprobs needs samples with rollout_log_probs; the rollout returned none")
 
+    estimator = ESTIMATORS[args.advantage_estimator]
     ppo_kl = old_log_probs - log_probs
-    pg_losses, clipfrac = ESTIMATORS[args.advantage_estimator].policy_loss_fn(
-        ppo_kl, torch.cat(batch["advantages"]), args.eps_clip, args.eps_clip_high, args.eps_clip_c
+    if estimator.ratio == "sequence":
+        new, old = _per_sample(batch, log_probs), _per_sample(batch, old_log_probs)
+        ppo_kl = compute_gspo_kl(new, old, new, batch["loss_masks"])
+    pg_losses, clipfrac = estimator.policy_loss_fn(
+        ppo_kl, log_probs, torch.cat(batch["advantages"]), args.eps_clip, args.eps_clip_high, args.eps_clip_c
     )
     loss = pg_loss = sum_of_sample_mean(pg_losses)
     entropy_loss = sum_of_sample_mean(entropy)
@@ -73,3 +78,7 @@ def policy_loss_function(
 
 def _flat(batch: dict[str, Any], name: str) -> torch.Tensor | None:
     return torch.cat(batch[name]) if name in batch else None
+
+
+def _per_sample(batch: dict[str, Any], values: torch.Tensor) -> list[torch.Tensor]:
+    return list(values.split(batch["response_lengths"]))

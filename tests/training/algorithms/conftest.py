@@ -1,0 +1,18 @@
+"""The losses without process groups: all of the vocabulary and of the data is here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.backends.megatron_utils.loss import advantages, log_probs
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    alone = SimpleNamespace(
+        get_tensor_model_parallel_group=lambda: None, get_data_parallel_group=lambda with_context_parallel: None
+    )
+    monkeypatch.setattr(log_probs, "parallel_state", alone)
+    monkeypatch.setattr(advantages, "parallel_state", alone)
