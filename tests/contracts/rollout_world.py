@@ -69,10 +69,7 @@ class World:
     def args(self, letters: str = "bc", **changes: Any) -> Namespace:
         """Every flag that a rollout reads."""
         given = {"sglang_router_port": self.engine.port, "prompt_data": self.prompts("train", letters), **changes}
-        unknown_to_fakes = vars(rollout_args())
-        own = {name: value for name, value in given.items() if name not in unknown_to_fakes}
-        fakes = {name: value for name, value in given.items() if name in unknown_to_fakes}
-        return Namespace(**{**OF_MANAGER, **vars(rollout_args(**fakes)), **own})
+        return Namespace(**{**vars(rollout_args()), **OF_MANAGER, **given})
 
     def manager(self, letters: str = "bc", **changes: Any) -> RolloutManager:
         """A manager as it is after `start`, for a trainer of one rank."""
