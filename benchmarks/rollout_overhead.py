@@ -125,7 +125,7 @@ def in_process(args: Any, options: argparse.Namespace) -> None:
     answer = instant_answer(options.response)
 
     async def instant(url: str, body: bytes, headers: dict[str, str] | None, max_retries: int) -> Any:
-        return http_utils.parse_body(answer)
+        return orjson.loads(answer)
 
     http_utils.set_post_transport(instant)
     source = RolloutDataSourceWithBuffer(args)

@@ -13,6 +13,7 @@ from slime.utils.types import Sample
 
 AFFINITY_POLICY = "consistent_hashing"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
+_HEAD_CHARS = 500
 
 
 def engine_payload(sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any]:
@@ -62,19 +63,45 @@ def append_engine_output(args: Namespace, sample: Sample, output: Any, *, traina
         trainable: False masks the tokens (their log-probs are not the policy's).
 
     Raises:
-        RuntimeError: the answer has no log-probs, or is none of /generate.
+        RuntimeError: the answer is none of /generate, or does not hold a token and a log-prob for each new token.
     """
-    if not isinstance(output, dict) or "meta_info" not in output:
-        raise RuntimeError(f"/generate answered {str(output)[:500]!r}, which has no meta_info")
-    meta_info = output["meta_info"]
-    pairs = meta_info.get("output_token_logprobs")
-    if pairs is None and meta_info.get("completion_tokens"):
-        raise RuntimeError("/generate returned no output_token_logprobs although return_logprob was asked for")
+    meta_info = _meta_info_of(output)
+    token_ids, log_probs = _tokens_of(meta_info)
     sample.append_response_tokens(
         args,
-        tokens=[pair[1] for pair in pairs or []],
-        log_probs=[pair[0] for pair in pairs or []] if trainable else None,
+        tokens=token_ids,
+        log_probs=log_probs if trainable else None,
         trainable=trainable,
         meta_info=meta_info,
         text=output.get("text"),
     )
+
+
+def _meta_info_of(output: Any) -> dict[str, Any]:
+    meta_info = output.get("meta_info") if isinstance(output, dict) else None
+    if not isinstance(meta_info, dict):
+        raise RuntimeError(f"/generate answered {str(output)[:_HEAD_CHARS]!r}, which has no meta_info")
+    reason = meta_info.get("finish_reason")
+    if not isinstance(reason, dict) or "type" not in reason:
+        raise RuntimeError(f"/generate answered the finish_reason {reason!r}, which does not say how generating ended")
+    return meta_info
+
+
+def _tokens_of(meta_info: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """(ids of the new tokens, their log-probs)."""
+    pairs, count = meta_info.get("output_token_logprobs"), meta_info.get("completion_tokens")
+    if pairs is None and count:
+        raise RuntimeError("/generate returned no output_token_logprobs although return_logprob was asked for")
+    try:
+        token_ids, log_probs = [pair[1] for pair in pairs or []], [pair[0] for pair in pairs or []]
+    except (TypeError, LookupError):
+        head = str(pairs)[:_HEAD_CHARS]
+        raise RuntimeError(f"/generate answered output_token_logprobs that are no [log-prob, id]: {head}") from None
+    if count is not None and count != len(token_ids):
+        raise RuntimeError(f"/generate answered {count} tokens, but log-probs of {len(token_ids)}")
+    if None in log_probs:  # JSON has no NaN
+        raise RuntimeError(
+            f"/generate answered null as the log-prob of new token {log_probs.index(None)}: a NaN, as broken weights "
+            "give it"
+        )
+    return token_ids, log_probs

@@ -36,6 +36,7 @@ from slime.rollout.model_urls import get_model_url, router_url
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.weight_versions import WeightClock, is_too_old
 from slime.utils import async_utils
+from slime.utils.errors import HttpError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -158,8 +159,13 @@ def _result_of(task: asyncio.Task[Group], rollout_id: int) -> Group | None:
 
 
 async def _abort_engines(args: Namespace) -> None:
+    """Tell every engine once. One that died or hangs costs no rollout: what it had in flight ends by itself."""
     workers = await server_control.list_workers(router_url(args))
-    await asyncio.gather(*(server_control.abort_all(worker) for worker in workers))
+    results = await asyncio.gather(*(server_control.abort_all(worker) for worker in workers), return_exceptions=True)
+    for error in filter(None, results):
+        if not isinstance(error, HttpError):
+            raise error
+        logger.warning("an engine could not be told to abort: %s", error)
 
 
 async def _cancel_all(state: GenerateState) -> None:

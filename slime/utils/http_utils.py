@@ -1,8 +1,14 @@
 """The HTTP client, and small helpers about hosts and ports.
 
-One shared aiohttp session per event loop, sized to the engines, because a rollout sends hundreds of small requests
-at once. A 4xx answer fails at once with its body: asking again cannot help. 5xx answers and connection errors are
-retried with back-off inside a deadline.
+One shared pool of connections per event loop, sized to the engines, because a rollout sends hundreds of small requests
+at once; and one for control requests (those with a `timeout_s`), because an abort must not wait for a connection until
+one of the generations that it is to end has ended.
+
+    4xx                                            fails at once with its body: asking again cannot help
+    5xx, a lost or refused connection, half a JSON tried again with back-off, for `retry_window_s`
+    no complete answer in time                     fails: whoever was asked may still be working on it
+
+Wait graph: a request waits for a connection of its pool and for the answer, for `timeout_s` in all; nothing else.
 It does not know what is sent: endpoints of an engine are in slime.backends.sglang_utils.server_control.
 """
 
@@ -41,7 +47,6 @@ __all__ = [
     "get_sync",
     "init_http_client",
     "is_port_available",
-    "parse_body",
     "post",
     "post_body",
     "post_sync",
@@ -58,44 +63,51 @@ class HttpLimits:
     """Bounds of the client. `init_http_client` sets them; the defaults serve tools and tests."""
 
     max_connections: int = 512
+    """Of `post` and `get` without a `timeout_s`; more requests wait."""
     request_timeout_s: float = 14400.0
-    """One attempt; a long generation is one request."""
+    """One attempt without a `timeout_s`; a long generation is one request."""
+    connect_timeout_s: float = 30.0
     retry_window_s: float = 60.0
     """How long after its first failure a request is still retried."""
     max_backoff_s: float = 5.0
 
 
 PostTransport = Callable[[str, bytes, "dict[str, str] | None", int], Awaitable[Any]]
-_Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
+_Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, aiohttp.ClientSession]]
+_REASON_CHARS = 2000
+_LOGGED_CHARS = 300
 
 
 class _Client:
-    """Owner of the limits, of one session per event loop, and of the way that `post` takes."""
+    """Owner of the limits, of two sessions per event loop, and of the way that `post` takes."""
 
     def __init__(self) -> None:
         self.limits = HttpLimits()
         self.transport: PostTransport | None = None
         self._sessions: _Sessions = weakref.WeakKeyDictionary()
 
-    def session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
+    def session(self, *, is_control: bool = False) -> aiohttp.ClientSession:
+        sessions = self._sessions.setdefault(asyncio.get_running_loop(), {})
+        session = sessions.get(is_control)
         if session is None or session.closed:
             # Below uvicorn's keep-alive of 5 s: a connection that the server is about to close is never reused.
-            connector = aiohttp.TCPConnector(limit=self.limits.max_connections, keepalive_timeout=4.0)
-            timeout = aiohttp.ClientTimeout(total=self.limits.request_timeout_s, sock_connect=30.0)
-            session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-            self._sessions[loop] = session
+            limit = 0 if is_control else self.limits.max_connections
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=4.0)
+            session = aiohttp.ClientSession(connector=connector, timeout=self.timeout(None))
+            sessions[is_control] = session
         return session
 
+    def timeout(self, timeout_s: float | None) -> aiohttp.ClientTimeout:
+        total = self.limits.request_timeout_s if timeout_s is None else timeout_s
+        return aiohttp.ClientTimeout(total=total, sock_connect=self.limits.connect_timeout_s)
+
     async def close(self) -> None:
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
+        for session in self._sessions.pop(asyncio.get_running_loop(), {}).values():
             await session.close()
 
     def close_all(self) -> None:
-        for loop, session in list(self._sessions.items()):
-            if loop.is_running():
+        for loop, sessions in list(self._sessions.items()):
+            for session in sessions.values() if loop.is_running() else ():
                 try:
                     asyncio.run_coroutine_threadsafe(session.close(), loop).result(timeout=1.0)
                 except (TimeoutError, RuntimeError):
@@ -123,11 +135,18 @@ def shared_session() -> aiohttp.ClientSession:
 
 
 async def close_http_client() -> None:
-    """Close the running loop's session (a process that ends needs no call)."""
+    """Close the running loop's sessions (a process that ends needs no call)."""
     await _client.close()
 
 
-async def post(url: str, payload: Any, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+async def post(
+    url: str,
+    payload: Any,
+    max_retries: int = 60,
+    headers: dict[str, str] | None = None,
+    *,
+    timeout_s: float | None = None,
+) -> Any:
     """POST JSON and return the parsed JSON answer, or its text when it is none.
 
     Args:
@@ -135,45 +154,46 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: dict[str,
         payload: anything orjson can write; None sends an empty object.
         max_retries: attempts after the first one, within the client's retry window.
         headers: added to the content type.
+        timeout_s: makes it a control request: the deadline of an attempt, sent from this process whatever the
+            transport. None is the deadline of generations (--sglang-router-request-timeout-secs).
 
     Raises:
-        HttpError: a 4xx answer (at once, with its body), or the last failure when retrying was given up.
+        HttpError: a 4xx answer (at once, with its body), none in time, or the last failure when retrying was given up.
     """
     body = orjson.dumps({} if payload is None else payload, option=orjson.OPT_SERIALIZE_NUMPY)
-    return await (_client.transport or post_body)(url, body, headers, max_retries)
+    if timeout_s is None and _client.transport is not None:
+        return await _client.transport(url, body, headers, max_retries)
+    return await post_body(url, body, headers, max_retries, timeout_s=timeout_s)
 
 
-async def post_body(url: str, body: bytes, headers: dict[str, str] | None, max_retries: int) -> Any:
+async def post_body(
+    url: str, body: bytes, headers: dict[str, str] | None, max_retries: int, *, timeout_s: float | None = None
+) -> Any:
     """`post` from this process, whatever the transport, of a payload that is JSON already."""
     headers = {"Content-Type": "application/json", **(headers or {})}
-    return await _request("POST", url, body=body, headers=headers, max_retries=max_retries)
+    return await _request(_Attempts("POST", url, max_retries), timeout_s, data=body, headers=headers)
 
 
 def set_post_transport(transport: PostTransport | None) -> None:
-    """Have every `post` of this process sent by something else, with the arguments of `post_body`; None undoes it."""
+    """Have `post` without a `timeout_s` sent by something else, with the arguments of `post_body`; None undoes it."""
     _client.transport = transport
 
 
-async def get(url: str, max_retries: int = 60) -> Any:
-    """GET an address; answers and errors as in `post`."""
-    return await _request("GET", url, body=None, headers=None, max_retries=max_retries)
+async def get(url: str, max_retries: int = 60, *, timeout_s: float | None = None) -> Any:
+    """GET an address; arguments, answers and errors as in `post`."""
+    return await _request(_Attempts("GET", url, max_retries), timeout_s)
 
 
-async def _request(
-    method: str, url: str, *, body: bytes | None, headers: dict[str, str] | None, max_retries: int
-) -> Any:
-    attempts = _Attempts(method, url, max_retries)
+async def _request(attempts: _Attempts, timeout_s: float | None, **content: Any) -> Any:
+    session, timeout = _client.session(is_control=timeout_s is not None), _client.timeout(timeout_s)
     while True:
         try:
-            async with _client.session().request(method, url, data=body, headers=headers) as answer:
-                content = await answer.read()
-                status = answer.status
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            delay = attempts.next_delay(None, f"{type(error).__name__}: {error}", cause=error)
-        else:
-            if status < 400:
-                return parse_body(content)
-            delay = attempts.next_delay(status, content.decode(errors="replace"))
+            async with session.request(attempts.method, attempts.url, timeout=timeout, **content) as answer:
+                body = await answer.read()
+            return attempts.value(answer.status, answer.content_type, body)
+        except (aiohttp.ClientError, TimeoutError, OSError, _TryAgain) as error:
+            is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
+            delay = attempts.next_delay(error, late_s=timeout.total if is_late else None)
         await asyncio.sleep(delay)
 
 
@@ -195,53 +215,72 @@ def delete_sync(url: str, *, timeout_s: float = 60.0) -> Any:
 
 def _request_sync(method: str, url: str, *, body: bytes | None, timeout_s: float, max_retries: int) -> Any:
     attempts = _Attempts(method, url, max_retries)
+    headers = {"Content-Type": "application/json"} if body is not None else None
+    timeout = (min(timeout_s, _client.limits.connect_timeout_s), timeout_s)
     while True:
         try:
-            headers = {"Content-Type": "application/json"} if body is not None else None
             with requests.Session() as session:
                 session.trust_env = False  # engines are reached directly, as aiohttp does: never through HTTP_PROXY
-                answer = session.request(method, url, data=body, headers=headers, timeout=timeout_s)
-        except requests.RequestException as error:
-            delay = attempts.next_delay(None, f"{type(error).__name__}: {error}", cause=error)
-        else:
-            if answer.status_code < 400:
-                return parse_body(answer.content)
-            delay = attempts.next_delay(answer.status_code, answer.text)
+                answer = session.request(method, url, data=body, headers=headers, timeout=timeout)
+            content_type = answer.headers.get("Content-Type", "").partition(";")[0]
+            return attempts.value(answer.status_code, content_type, answer.content)
+        except (requests.RequestException, _TryAgain) as error:
+            delay = attempts.next_delay(error, late_s=timeout_s if isinstance(error, requests.ReadTimeout) else None)
         time.sleep(delay)
 
 
+class _TryAgain(Exception):
+    """An answer that another attempt may better; `status` is its HTTP status."""
+
+    def __init__(self, reason: str, status: int | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 class _Attempts:
-    """Decides after each failure of one request: wait how long, or give up with which sentence."""
+    """One request: what an answer to it is worth, and after a failure whether to wait and how long."""
 
     def __init__(self, method: str, url: str, max_retries: int) -> None:
-        self.name, self.max_retries = f"{method} {url}", max_retries
+        self.method, self.url, self.name = method, url, f"{method} {url}"
+        self.max_retries = max_retries
         self.failures = 0
         self.first_failure = 0.0
 
-    def next_delay(self, status: int | None, reason: str, *, cause: BaseException | None = None) -> float:
-        reason = f"HTTP {status}: {reason[:2000]}" if status is not None else reason
-        if status is not None and status < 500:
-            raise HttpError(f"{self.name} was refused: {reason}", status=status)
-        now = time.monotonic()
+    def value(self, status: int, content_type: str, body: bytes) -> Any:
+        """What a complete answer holds."""
+        if status >= 400:
+            reason = f"HTTP {status}: {body.decode(errors='replace')[:_REASON_CHARS]}"
+            if status < 500:
+                raise HttpError(f"{self.name} was refused: {reason}", status=status)
+            raise _TryAgain(reason, status)
+        try:
+            return orjson.loads(body)
+        except orjson.JSONDecodeError:
+            text = body.decode(errors="replace")
+            if text and content_type == "application/json":
+                raise _TryAgain(f"an answer that is no complete JSON: {text[:_LOGGED_CHARS]!r}") from None
+            return text
+
+    def next_delay(self, error: Exception, *, late_s: float | None) -> float:
+        """Seconds to wait before the next attempt; `late_s` is the deadline of an attempt that missed it."""
+        if late_s is not None:
+            raise HttpError(f"{self.name} was not answered within {late_s:g} s") from error
+        status, reason = None, f"{type(error).__name__}: {error}"
+        if isinstance(error, _TryAgain):
+            status, reason = error.status, str(error)
+        now, limits = time.monotonic(), _client.limits
         self.failures += 1
         self.first_failure = self.first_failure or now
-        spent, limits = now - self.first_failure, _client.limits
+        spent = now - self.first_failure
         if self.failures > self.max_retries or spent > limits.retry_window_s:
             raise HttpError(
                 f"{self.name} failed {self.failures} times in {spent:.0f} s, the last time with {reason}",
                 status=status,
-            ) from cause
+            ) from error
         delay = min(0.1 * 2 ** min(self.failures, 10), limits.max_backoff_s) * random.uniform(0.75, 1.25)
-        logger.warning("%s failed (%s); attempt %d in %.1f s", self.name, reason, self.failures + 1, delay)
+        what = (self.name, reason[:_LOGGED_CHARS], self.failures + 1, delay)
+        logger.warning("%s failed (%s); attempt %d in %.1f s", *what)
         return delay
-
-
-def parse_body(content: bytes) -> Any:
-    """JSON if it is JSON, else the text."""
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return content.decode(errors="replace")
 
 
 def get_host_info() -> tuple[str, str]:

@@ -16,12 +16,13 @@ from slime.utils.http_utils import HttpError
 from slime.utils.wait import wait, wait_async
 
 CONTROL_TIMEOUT_S = 60.0
+ABORT_TIMEOUT_S = 10.0
 ROUTER_DEADLINE_S = 60.0
 
 
 async def list_workers(router_url: str) -> list[str]:
     """Addresses of the healthy workers behind a router."""
-    return _healthy(await http_utils.get(f"{router_url}/workers"))
+    return _healthy(await http_utils.get(f"{router_url}/workers", timeout_s=CONTROL_TIMEOUT_S))
 
 
 def list_workers_sync(router_url: str) -> list[str]:
@@ -60,7 +61,7 @@ async def register_worker(router_url: str, worker: Worker, *, deadline_s: float 
     Raises:
         WaitTimeout: the router did not find it healthy in time.
     """
-    await http_utils.post(f"{router_url}/workers", worker.request)
+    await http_utils.post(f"{router_url}/workers", worker.request, timeout_s=CONTROL_TIMEOUT_S)
 
     async def found() -> bool:
         return worker.url in await list_workers(router_url)
@@ -87,8 +88,12 @@ def remove_worker_sync(router_url: str, worker_url: str, *, timeout_s: float = C
 
 
 async def abort_all(worker_url: str) -> None:
-    """End every request of a server; each is answered with finish reason "abort" and what it has so far."""
-    await http_utils.post(f"{worker_url}/abort_request", {"abort_all": True})
+    """End every request of a server; each is answered with finish reason "abort" and what it has so far.
+
+    Tried once: a request may come in right after, so whoever needs the server idle asks again anyway.
+    """
+    body, timeout_s = {"abort_all": True}, ABORT_TIMEOUT_S
+    await http_utils.post(f"{worker_url}/abort_request", body, max_retries=0, timeout_s=timeout_s)
 
 
 def abort_all_sync(worker_url: str) -> None:
@@ -98,7 +103,7 @@ def abort_all_sync(worker_url: str) -> None:
 
 async def pause(worker_url: str, mode: str = "abort") -> None:
     """Stop generating: "abort" ends requests, "retract" and "in_place" keep them for `resume`."""
-    await http_utils.post(f"{worker_url}/pause_generation", {"mode": mode})
+    await http_utils.post(f"{worker_url}/pause_generation", {"mode": mode}, timeout_s=CONTROL_TIMEOUT_S)
 
 
 def pause_sync(worker_url: str, mode: str = "abort") -> None:
@@ -108,7 +113,7 @@ def pause_sync(worker_url: str, mode: str = "abort") -> None:
 
 async def resume(worker_url: str) -> None:
     """Generate again after `pause`."""
-    await http_utils.post(f"{worker_url}/continue_generation", {})
+    await http_utils.post(f"{worker_url}/continue_generation", {}, timeout_s=CONTROL_TIMEOUT_S)
 
 
 def resume_sync(worker_url: str) -> None:
@@ -124,7 +129,7 @@ async def flush_cache(worker_url: str, deadline_s: float) -> None:
     """
 
     async def flushed() -> bool:
-        return await _unless_refused(http_utils.post(f"{worker_url}/flush_cache", {}))
+        return await _unless_refused(http_utils.post(f"{worker_url}/flush_cache", {}, timeout_s=CONTROL_TIMEOUT_S))
 
     await wait_async(_flush_what(worker_url), deadline_s, flushed)
 
@@ -166,7 +171,7 @@ def _unless_refused_sync(request: Callable[[], Any]) -> bool:
 
 async def weight_version(worker_url: str) -> str:
     """The version given with the last weight update ("default" before the first). (/get_weight_version is 404.)"""
-    return str((await http_utils.get(f"{worker_url}/model_info"))["weight_version"])
+    return str((await http_utils.get(f"{worker_url}/model_info", timeout_s=CONTROL_TIMEOUT_S))["weight_version"])
 
 
 def weight_version_sync(worker_url: str) -> str:
@@ -176,7 +181,7 @@ def weight_version_sync(worker_url: str) -> str:
 
 async def num_running(worker_url: str) -> int:
     """Requests in a server, running and waiting."""
-    return _total_requests(await http_utils.get(f"{worker_url}/v1/loads?include=core"))
+    return _total_requests(await http_utils.get(f"{worker_url}/v1/loads?include=core", timeout_s=CONTROL_TIMEOUT_S))
 
 
 def _total_requests(answer: dict[str, Any]) -> int:
