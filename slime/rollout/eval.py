@@ -19,7 +19,7 @@ from typing import Any
 
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten
-from slime.rollout.generation import GenerateState, generate_and_rm
+from slime.rollout.generation import GenerateState, generate_and_rm, sampling_seed
 from slime.rollout.sample_errors import SampleError
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.async_utils import gather_or_cancel
@@ -103,7 +103,10 @@ async def eval_rollout_single_dataset(
         for position, prompt in enumerate(dataset.samples):
             for repetition in range(repetitions):
                 sample = eval_sample(dataset_cfg, prompt, index=position * repetitions + repetition, group=position)
-                calls.append(_one(args, sample, _with_seed(args, params, args.rollout_seed + repetition), bar))
+                # Upstream gives repetition j of every prompt the seed rollout_seed + j. Prompts of one length then draw
+                # the same noise and err together, so that the accuracy says more about the seed than about the model.
+                seed = sampling_seed(args.rollout_seed, "eval", position, repetition)
+                calls.append(_one(args, sample, _with_seed(args, params, seed), bar))
         samples = [sample for sample in await gather_or_cancel(calls) if sample is not None]
     key = args.eval_reward_key or args.reward_key
     return {

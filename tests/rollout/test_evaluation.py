@@ -81,15 +81,6 @@ def test_data_sets_have_their_own_limits_repetitions_graders_and_generate_functi
     assert set(output.data["long"]) == {"rewards", "truncated", "samples"}
 
 
-def test_repetition_j_has_the_seed_rollout_seed_plus_j_whatever_the_prompt(evaluate, engine):
-    sets = {"e": ("bc", {"n_samples_per_eval_prompt": 2})}
-    evaluate(sets, sglang_enable_deterministic_inference=True, rollout_seed=100)
-    seeds = {tuple(r["input_ids"]): [] for r in engine.requests}
-    for request in engine.requests:
-        seeds[tuple(request["input_ids"])].append(request["sampling_params"]["sampling_seed"])
-    assert [sorted(found) for found in seeds.values()] == [[100, 101]] * 2
-
-
 async def reward_d(args, sample, **kwargs):
     return float(sample.prompt == "pd")
 

@@ -74,7 +74,7 @@ def test_seeds_differ_between_samples_and_repeat_at_every_evaluation(evaluate):
     _, engine, _ = evaluate({"a": "bc"}, times=2, settings=settings, sglang_enable_deterministic_inference=True)
     seeds = [r["sampling_params"]["sampling_seed"] for r in engine.requests]
     assert sorted(seeds[:6]) == sorted(seeds[6:])
-    assert sorted(seeds[:6]) == [42, 42, 43, 43, 44, 44], "--rollout-seed 42 plus the repetition, for both prompts"
+    assert len(set(seeds[:6])) == 6, "2 prompts x 3 repetitions: prompts that drew the same noise would err together"
 
 
 def test_the_file_is_read_once(evaluate, monkeypatch):

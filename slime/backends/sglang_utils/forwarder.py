@@ -2,10 +2,11 @@
 
 SGLang's router 0.3.2 answers /classify with 404, so these models get this one: it hands each request, unread, to the
 engine with the fewest in flight. Engines are registered as with SGLang's router (POST, GET and DELETE /workers). The
-file holds the values of `router_values`; host, port and request_timeout_secs are read. It starts and watches no engine.
+file holds the values of `router_values`; host, port and request_timeout_secs are read. It starts and watches no
+engine.
 
-Wait graph of a request: it waits for one engine, with a deadline; when that cannot be reached it goes to the next, once
-to each; the answer, or 502 or 504 with the reason, unblocks the client.
+Wait graph of a request: it waits for one engine, with a deadline; when that cannot be reached it goes to the next,
+once to each; the answer, or 502 or 504 with the reason, unblocks the client.
 """
 
 from __future__ import annotations
