@@ -103,8 +103,8 @@ async def eval_rollout_single_dataset(
         for position, prompt in enumerate(dataset.samples):
             for repetition in range(repetitions):
                 sample = eval_sample(dataset_cfg, prompt, index=position * repetitions + repetition, group=position)
-                # Upstream gives repetition j of every prompt the seed rollout_seed + j. Prompts of one length then draw
-                # the same noise and err together, so that the accuracy says more about the seed than about the model.
+                # Upstream gives repetition j of every prompt the seed rollout_seed + j. Prompts of one length then
+                # draw the same noise and err together: the accuracy says more about the seed than about the model.
                 seed = sampling_seed(args.rollout_seed, "eval", position, repetition)
                 calls.append(_one(args, sample, _with_seed(args, params, seed), bar))
         samples = [sample for sample in await gather_or_cancel(calls) if sample is not None]
