@@ -88,6 +88,8 @@ def test_engine_flags_of_a_train_only_run_are_named_once(check: Check, caplog: p
             "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam",
         ),
         ("--kl-ctrl adaptive --kl-coef 0.1 --ref-load hf", "--kl-ctrl adaptive needs --kl-target and --kl-horizon"),
+        ("--kl-ctrl adaptive --kl-coef 0.1 --kl-target 0 --kl-horizon 9", "--kl-target 0.0 must be > 0"),
+        ("--loss-agg-mode seq-mean-token-sum-norm", "-norm needs --rollout-max-response-len"),
         ("--rollout-max-response-len 4 --overlong-buffer-len 5", "--overlong-buffer-len 5 is longer than"),
     ],
 )
@@ -107,9 +109,10 @@ def test_either_name_and_a_target_turn_the_profiler_on(check: Check) -> None:
     assert check().args.use_pytorch_profiler is False
 
 
-def test_a_kl_in_the_rewards_is_said_not_to_train_grpo(check: Check, caplog: pytest.LogCaptureFixture) -> None:
-    accept(check("--kl-coef 0.1 --ref-load hf"))
-    assert "--kl-coef 0.1: --advantage-estimator grpo does not take the KL into its rewards" in caplog.text
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "rloo", "remax", "opo"])
+def test_a_kl_in_the_rewards_is_refused_where_no_reward_takes_it(check: Check, estimator: str) -> None:
+    wrong = check(f"--advantage-estimator {estimator} --kl-coef 0.1 --ref-load hf").problems.wrong
+    has(wrong, f"--kl-coef 0.1 has no effect with --advantage-estimator {estimator}, which does not take")
 
 
 def test_token_mean_and_the_per_token_loss_are_one_thing(check: Check) -> None:

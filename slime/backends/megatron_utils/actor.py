@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.metrics import column_means, perf_metrics
 from slime.backends.megatron_utils.model.forward_only import compute_log_probs
+from slime.backends.megatron_utils.model.optimizer_state import reset_optimizer_states
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.model.train_step import train_one_step
 from slime.backends.megatron_utils.update_weight import build_weight_updater
@@ -37,6 +38,7 @@ from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import load_function
+from slime.utils.ppo_utils import KlController
 from slime.utils.tensor_backper import TensorBackuper
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,8 @@ class MegatronTrainActor:
             "local_rank": local_rank,
         }
         self._updater: Any = None
+        target, horizon = (args.kl_target, args.kl_horizon) if args.kl_ctrl == "adaptive" else (None, 1.0)
+        self._kl_controller = KlController(args.kl_coef, target, horizon)
         records = args.use_pytorch_profiler and rank in args.profile_ranks
         self._profiler = Profiler(
             Path(args.output_dir) / "profile" if records else "",
@@ -147,11 +151,16 @@ class MegatronTrainActor:
         if args.loss_type != "sft_loss" and args.compute_advantages_and_returns:
             with self._profiler.record("train_log_probs", rollout_id):
                 self._add_log_probs(micro_batches)
-            compute_advantages_and_returns(args, rollout_data)
+            compute_advantages_and_returns(args, rollout_data, self._kl_controller.coef)
         if args.rollout_data_postprocess_path:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         rollout_metrics = {**column_means(micro_batches, group), "rollout/step": rollout_id}
+        if args.kl_coef:
+            rollout_metrics["rollout/kl_coef"] = self._kl_controller.coef
+            self._kl_controller.update(rollout_metrics["rollout/kl"], sum(micro_batches.global_batch_sizes))
+        if args.reset_optimizer_states:
+            reset_optimizer_states(self.state.optimizer)
         records: list[MetricRecord] = [(rollout_metrics, "rollout/step")]
         with timer("actor_train"), self._profiler.record("train_actor", rollout_id):
             for step_id in range(micro_batches.num_steps):
@@ -161,6 +170,8 @@ class MegatronTrainActor:
                 records.append(({**named, "train/step": step}, "train/step"))
             # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights
             finish_param_gather(self.state.model[0])
+        if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
+            self._weights.backup(REFERENCE)
         return records
 
     def save_model(self, rollout_id: int) -> None:
@@ -211,7 +222,8 @@ class MegatronTrainActor:
         """Whether they take a pass of their own: not where the loss's own forward pass gives the same numbers."""
         args = self.args
         same_as_in_loss = num_steps == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
-        return args.recompute_old_log_probs or args.use_rollout_logprobs or not same_as_in_loss
+        is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
+        return is_asked_for or not same_as_in_loss
 
     def _add_log_probs(self, micro_batches: MicroBatches) -> None:
         args, data, model = self.args, micro_batches.rollout_data, self.state.model
@@ -226,7 +238,7 @@ class MegatronTrainActor:
                 data.update(compute_log_probs(args, model, batches, store_prefix="ref_"))
         if needs_old:
             with timer("log_probs"):
-                data.update(compute_log_probs(args, model, batches))
+                data.update(compute_log_probs(args, model, batches, with_entropy=args.use_rollout_entropy))
 
     # ---- checkpoints
 

@@ -94,34 +94,28 @@ class AlgorithmFlags:
         "KL estimator",
         choices=("k1", "k2", "k3", "low_var_kl", "abs", "mse"),
         needs=("use_kl_loss", "kl_coef"),
-        later_choices={"abs": "algorithms", "mse": "algorithms"},
     )
-    use_unbiased_kl: bool = flag(
-        False, "weight the KL with the importance ratio", later="algorithms", needs="use_kl_loss"
-    )
+    use_unbiased_kl: bool = flag(False, "weight the KL with the importance ratio", needs="use_kl_loss")
     kl_ctrl: str = flag(
         "fixed",
         "how --kl-coef changes",
         choices=("fixed", "adaptive"),
-        later_choices={"adaptive": "algorithms"},
         needs="kl_coef",
     )
     kl_target: float | None = flag(
-        None, "KL that --kl-ctrl adaptive steers to", later="algorithms", needs="kl_ctrl=adaptive"
+        None, "mean KL per trained token that --kl-ctrl adaptive steers to, > 0", needs="kl_ctrl=adaptive"
     )
-    kl_horizon: int | None = flag(None, "samples over which it does", later="algorithms", needs="kl_ctrl=adaptive")
+    kl_horizon: int | None = flag(None, "samples over which it does", needs="kl_ctrl=adaptive", at_least=1)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", at_least=0)
     calculate_per_token_loss: bool = flag(False, "mean over the tokens of a step instead of over its samples")
     loss_agg_mode: str = flag(
         "seq-mean-token-mean",
         "how the losses of tokens become one number",
         choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
-        later_choices=dict.fromkeys(("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"), "algorithms"),
     )
     custom_pg_loss_reducer_function_path: str | None = flag(
         None,
         "hook: fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer",
-        later="algorithms",
     )
     gamma: float = flag(1.0, "discount of a trained token", needs=_DISCOUNTED, at_least=0, at_most=1)
     lambd: float = flag(
@@ -154,32 +148,28 @@ class AlgorithmFlags:
     grpo_std_normalization: bool = flag(True, "do not divide by the group's standard deviation (Dr.GRPO)")
     rewards_normalization: bool = flag(True, "do not subtract the group's mean either")
     use_rollout_logprobs: bool = flag(False, "take the engine's log-probs as the old ones")
-    use_rollout_entropy: bool = flag(False, "also compute the entropy in the log-prob passes", later="algorithms")
-    use_tis: bool = flag(False, "weight the loss with the ratio of trainer to engine (TIS)", later="algorithms")
-    tis_clip: float = flag(2.0, "upper bound of that ratio", later="algorithms", needs="use_tis", at_least=0)
-    tis_clip_low: float = flag(0, "lower bound of that ratio", later="algorithms", needs="use_tis", at_least=0)
+    use_rollout_entropy: bool = flag(False, "log the entropy of each rollout before it is trained on")
+    use_tis: bool = flag(False, "weight the loss with the ratio of trainer to engine (TIS)")
+    tis_clip: float = flag(2.0, "upper bound of that ratio", needs="use_tis", at_least=0)
+    tis_clip_low: float = flag(0, "lower bound of that ratio", needs="use_tis", at_least=0)
     custom_tis_function_path: str | None = flag(
         None,
         "hook: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)",
-        later="algorithms",
         needs=("use_tis", "get_mismatch_metrics"),
     )
-    get_mismatch_metrics: bool = flag(False, "log how trainer and engine differ", later="algorithms")
-    use_opsm: bool = flag(False, "leave out samples far from the policy (OPSM)", later="algorithms")
-    opsm_delta: float = flag(
-        1e-4, "KL above which a sample is left out", later="algorithms", needs="use_opsm", at_least=0
-    )
+    get_mismatch_metrics: bool = flag(False, "log how trainer and engine differ")
+    use_opsm: bool = flag(False, "leave out samples far from the policy (OPSM)")
+    opsm_delta: float = flag(1e-4, "KL per token above which a sample is left out", needs="use_opsm", at_least=0)
     keep_old_actor: bool = flag(
         False, "keep the weights that generated the data and take old log-probs from them", later="algorithms"
     )
     ref_update_interval: int | None = flag(
         None,
         "copy the actor to the reference every N rollouts",
-        later="algorithms",
         at_least=1,
         needs=("use_kl_loss", "kl_coef"),
     )
-    reset_optimizer_states: bool = flag(False, "forget Adam's moments before each rollout", later="algorithms")
+    reset_optimizer_states: bool = flag(False, "forget Adam's moments before each rollout")
     use_stateless_adam: bool = flag(False, "Adam without moments between steps", later="algorithms")
     recompute_old_log_probs: bool = flag(
         False, "always compute old log-probs in a pass of their own, even where the first train step's are the same"

@@ -46,6 +46,7 @@ _POLICY = (
     "use_tis",
     "get_mismatch_metrics",
     "use_opsm",
+    "use_rollout_entropy",
     "use_opd",
     "keep_old_actor",
     "custom_pg_loss_reducer_function_path",
@@ -61,7 +62,14 @@ POINTLESS = (
     Mode(
         "--disable-compute-advantages-and-returns",
         lambda args: not args.compute_advantages_and_returns,
-        ("advantage_estimator", "kl_coef", "normalize_advantages", "custom_advantage_function_path", "use_opd"),
+        (
+            "advantage_estimator",
+            "kl_coef",
+            "normalize_advantages",
+            "custom_advantage_function_path",
+            "use_opd",
+            "use_rollout_entropy",
+        ),
     ),
     Mode(
         "an --advantage-estimator that does not divide by the group's standard deviation",

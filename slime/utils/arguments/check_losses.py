@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+from slime.utils.arguments.algorithm import KL_IN_REWARDS
+
 
 def check_sampling(args: argparse.Namespace) -> Iterable[str]:
     """Sampling parameters are ones that an engine accepts and a trainer can divide by (V2)."""
@@ -33,6 +35,8 @@ def check_loss(args: argparse.Namespace) -> Iterable[str]:
             "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; use another "
             "loss, or fill them in a --rollout-data-postprocess-path hook."
         )
+    if args.loss_agg_mode == "seq-mean-token-sum-norm" and args.rollout_max_response_len is None:
+        yield "--loss-agg-mode seq-mean-token-sum-norm needs --rollout-max-response-len, which it divides by."
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c} must be > 1."
     if args.use_stateless_adam and not (args.optimizer == "adam" and args.no_save_optim):
@@ -70,6 +74,13 @@ def check_kl(args: argparse.Namespace) -> Iterable[str]:
         yield (
             f"{asked} needs --ref-load, the reference checkpoint; it may be an HF directory such as --hf-checkpoint's."
         )
+    if args.kl_coef and args.advantage_estimator not in KL_IN_REWARDS and not args.custom_advantage_function_path:
+        yield (
+            f"--kl-coef {args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}, which "
+            "does not take the KL into its rewards; use --use-kl-loss --kl-loss-coef."
+        )
+    if args.kl_target is not None and args.kl_target <= 0:
+        yield f"--kl-target {args.kl_target} must be > 0: the measured KL is divided by it."
     if args.kl_ctrl == "adaptive" and (args.kl_target is None or args.kl_horizon is None):
         yield "--kl-ctrl adaptive needs --kl-target and --kl-horizon."
 

@@ -89,11 +89,6 @@ def warnings(args: argparse.Namespace, explicit: Iterable[str], *, given_load: s
             "--n-samples-per-prompt 1: a group of one minus its mean is 0, so nothing is learned; use more, or "
             "--disable-rewards-normalization."
         )
-    if args.kl_coef and args.advantage_estimator == "grpo" and not args.custom_advantage_function_path:
-        yield (
-            f"--kl-coef {args.kl_coef}: --advantage-estimator grpo does not take the KL into its rewards, it is only "
-            "measured; to train on it, use --use-kl-loss --kl-loss-coef."
-        )
     if args.rollout_min_new_tokens and trains_policy:
         yield (
             f"--rollout-min-new-tokens {args.rollout_min_new_tokens}: up to there the engine samples without the end "

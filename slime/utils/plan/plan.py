@@ -278,6 +278,7 @@ def num_log_prob_passes(args: argparse.Namespace, steps_per_rollout: int) -> int
     if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
         return 0
     in_loss = steps_per_rollout == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
+    in_loss = in_loss and not args.use_rollout_entropy
     old = args.recompute_old_log_probs or args.use_rollout_logprobs or not in_loss
     return int(bool(old)) + int(args.use_kl_loss or args.kl_coef != 0)
 

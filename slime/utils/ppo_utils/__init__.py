@@ -4,9 +4,14 @@ Nothing here knows about `args`, models, ranks beyond the tensor-parallel group 
 """
 
 from slime.utils.ppo_utils.estimators import ESTIMATORS, Estimator
-from slime.utils.ppo_utils.kl import compute_approx_kl
+from slime.utils.ppo_utils.kl import KlController, compute_approx_kl
 from slime.utils.ppo_utils.log_probs import calculate_log_probs_and_entropy
-from slime.utils.ppo_utils.policy_loss import compute_cispo_loss, compute_gspo_kl, compute_policy_loss
+from slime.utils.ppo_utils.policy_loss import (
+    compute_cispo_loss,
+    compute_gspo_kl,
+    compute_opsm_mask,
+    compute_policy_loss,
+)
 from slime.utils.ppo_utils.returns import (
     chunked_discounted_returns,
     get_grpo_returns,
@@ -18,11 +23,13 @@ from slime.utils.ppo_utils.whitening import whiten
 __all__ = [
     "ESTIMATORS",
     "Estimator",
+    "KlController",
     "calculate_log_probs_and_entropy",
     "chunked_discounted_returns",
     "compute_approx_kl",
     "compute_cispo_loss",
     "compute_gspo_kl",
+    "compute_opsm_mask",
     "compute_policy_loss",
     "get_grpo_returns",
     "get_reinforce_plus_plus_baseline_advantages",

@@ -1,31 +1,75 @@
-"""Per-token estimators of KL(new || base) from log-probabilities of sampled tokens.
+"""KL(new || base): per-token estimators from log-probabilities of sampled tokens, and a controller of its weight.
 
-Pure tensor arithmetic (http://joschu.net/blog/kl-approx.html); it does not mask or average.
+Pure arithmetic (http://joschu.net/blog/kl-approx.html); it does not mask or average.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 KL_CLAMP = 10.0
-KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
+KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl", "abs", "mse")
+MAX_RELATIVE_ERROR = 0.2
 
 
-def compute_approx_kl(log_probs: torch.Tensor, log_probs_base: torch.Tensor, kl_loss_type: str = "k1") -> torch.Tensor:
+def compute_approx_kl(
+    log_probs: torch.Tensor,
+    log_probs_base: torch.Tensor,
+    kl_loss_type: str = "k1",
+    importance_ratio: torch.Tensor | None = None,
+) -> torch.Tensor:
     """KL of each token, shape of the inputs; with lr = log_probs - log_probs_base:
 
-    k1 = lr (unbiased, may be negative); k2 = lr^2 / 2; k3 = exp(-lr) - 1 + lr (unbiased, never negative);
-    low_var_kl = k3 clamped to [-10, 10].
+    k1 = lr (unbiased, may be negative); k2 = mse = lr^2 / 2; k3 = exp(-lr) - 1 + lr (unbiased, never negative);
+    low_var_kl = k3 clamped to [-10, 10]; abs = |lr|.
+
+    Args:
+        log_probs: of the policy.
+        log_probs_base: of the reference.
+        kl_loss_type: one of KL_LOSS_TYPES.
+        importance_ratio: the policy's probability over that of the one that sampled; multiplies the KL, which then is
+            unbiased for tokens of an older policy, and so is its gradient (DeepSeek-V3.2, arXiv 2512.02556). The clamp
+            of low_var_kl comes after it.
 
     Raises:
         ValueError: unknown `kl_loss_type`.
     """
     log_ratio = log_probs.float() - log_probs_base.float()
     if kl_loss_type == "k1":
-        return log_ratio
-    if kl_loss_type == "k2":
-        return log_ratio.square() / 2
-    if kl_loss_type in ("k3", "low_var_kl"):
+        kl = log_ratio
+    elif kl_loss_type in ("k2", "mse"):
+        kl = log_ratio.square() / 2
+    elif kl_loss_type == "abs":
+        kl = log_ratio.abs()
+    elif kl_loss_type in ("k3", "low_var_kl"):
         kl = torch.expm1(-log_ratio) + log_ratio
-        return kl.clamp(-KL_CLAMP, KL_CLAMP) if kl_loss_type == "low_var_kl" else kl
-    raise ValueError(f"unknown KL estimator {kl_loss_type!r}; --kl-loss-type takes one of {', '.join(KL_LOSS_TYPES)}")
+    else:
+        known = ", ".join(KL_LOSS_TYPES)
+        raise ValueError(f"unknown KL estimator {kl_loss_type!r}; --kl-loss-type takes one of {known}")
+    if importance_ratio is not None:
+        kl = importance_ratio * kl
+    return kl.clamp(-KL_CLAMP, KL_CLAMP) if kl_loss_type == "low_var_kl" else kl
+
+
+@dataclass
+class KlController:
+    """The weight of the KL in the rewards: fixed, or steered to a target (Ziegler et al., arXiv 1909.08593).
+
+    Adaptive: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Its state is `coef`, which is in no
+    checkpoint yet: a resumed run starts from the flag again.
+    """
+
+    coef: float
+    target: float | None = None
+    """None = fixed."""
+    horizon: float = 1.0
+    """Samples over which an error of 1 would double the weight; the clip lets it grow by a fifth."""
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Take in the mean KL per trained token of a rollout of so many samples."""
+        if self.target is None:
+            return
+        error = min(max(kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        self.coef *= 1 + error * num_samples / self.horizon

@@ -92,6 +92,33 @@ def compute_gspo_kl(
     return torch.cat(parts)
 
 
+def compute_opsm_mask(
+    full_log_probs: Sequence[torch.Tensor],
+    full_old_log_probs: Sequence[torch.Tensor],
+    advantages: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    opsm_delta: float,
+) -> torch.Tensor:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): 0 for the tokens with a negative advantage of a
+    sample that the policy has moved away from, where mean_t(old - new) over its trained tokens > `opsm_delta`; else 1.
+
+    Args:
+        full_log_probs: per sample [R], new.
+        full_old_log_probs: per sample [R].
+        advantages: per sample [R].
+        loss_masks: per sample [R].
+        opsm_delta: in nats per token.
+
+    Returns:
+        [sum of R], without gradient.
+    """
+    keep = []
+    for new, old, advantage, mask in zip(full_log_probs, full_old_log_probs, advantages, loss_masks, strict=True):
+        is_far = masked_mean(old - new, mask) > opsm_delta
+        keep.append(1 - (is_far & (advantage < 0)).float())
+    return torch.cat(keep)
+
+
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean of the values whose mask is not 0 (scalar; 0 where there is none). A masked value may be inf or nan."""
     return torch.where(mask.bool(), values, 0).sum() / mask.bool().sum().clamp(min=1)

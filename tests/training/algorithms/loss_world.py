@@ -18,6 +18,7 @@ VOCAB = 11
 MASKS = [[1, 0, 1, 1], [1], [0, 0, 0], [1, 1]]
 ROLLOUTS = [0, 1, 2, 0]
 REWARDS = [1.5, -2.0, 1e4, -0.75]
+"""The sample that is fully masked has a far reward, which must not show anywhere."""
 LENGTHS = [len(mask) for mask in MASKS]
 NUM_ROLLOUTS = 3
 MAX_RESPONSE = 8
@@ -44,6 +45,17 @@ def make_args(**changes):
         "normalize_advantages": False,
         "recompute_loss_function": False,
         "rollout_temperature": 1.0,
+        "custom_pg_loss_reducer_function_path": None,
+        "custom_tis_function_path": None,
+        "get_mismatch_metrics": False,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "opsm_delta": 1e-4,
+        "rollout_max_response_len": None,
+        "tis_clip": 2.0,
+        "tis_clip_low": 0.0,
+        "use_opsm": False,
+        "use_tis": False,
+        "use_unbiased_kl": False,
         "use_kl_loss": False,
         "use_rollout_logprobs": False,
         "vocab_size": VOCAB,
@@ -87,7 +99,6 @@ def run(args, logits, columns, tokens, *, rewards=REWARDS):
         "num_microbatches": [1],
         "global_batch_sizes": [NUM_ROLLOUTS],
     }
-    data["micro_batch_indices"] = [data["micro_batch_indices"][0]]
     data = to_tensors(data, torch.device("cpu"))
     data["log_probs"] = [torch.tensor(x) for x in columns["old"]]
     data["ref_log_probs"] = [torch.tensor(x) for x in columns["ref"]]
@@ -115,3 +126,36 @@ def aggregate(mode, values):
         }
         total += math.fsum(tokens) / count[mode]
     return total
+
+
+def rows(function, *columns):
+    """function applied to each token of columns [S][R]."""
+    return [[function(*values) for values in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
+
+
+def log_ratios(estimator, new, old):
+    if estimator != "gspo":
+        return rows(lambda a, b: a - b, new, old)
+    result = []
+    for new_row, old_row, mask in zip(new, old, MASKS, strict=True):
+        kept = [a - b for a, b, m in zip(new_row, old_row, mask, strict=True) if m]
+        result.append([math.fsum(kept) / max(len(kept), 1)] * len(mask))
+    return result
+
+
+def token_loss(estimator, log_ratio, new, advantage):
+    ratio = math.exp(log_ratio)
+    clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
+    if estimator == "cispo":
+        return -clipped * advantage * new
+    return max(-ratio * advantage, -clipped * advantage)
+
+
+def reference_pg_loss(estimator, columns, advantages, mode="seq-mean-token-mean"):
+    ratios = log_ratios(estimator, columns["new"], columns["old"])
+    values = rows(lambda *token: token_loss(estimator, *token), ratios, columns["new"], advantages)
+    return aggregate(mode, values)
+
+
+def advantages_of(data):
+    return [row.double().tolist() for row in data["advantages"]]

@@ -8,40 +8,19 @@ import pytest
 import torch
 
 from slime.utils.ppo_utils import ESTIMATORS, compute_cispo_loss
-from tests.training.algorithms.loss_world import GAP, MASKS, REWARDS, aggregate, make_args, make_world, run
-
-
-def rows(function, *columns):
-    """function applied to each token of columns [S][R]."""
-    return [[function(*values) for values in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
-
-
-def log_ratios(estimator, new, old):
-    if estimator != "gspo":
-        return rows(lambda a, b: a - b, new, old)
-    result = []
-    for new_row, old_row, mask in zip(new, old, MASKS, strict=True):
-        kept = [a - b for a, b, m in zip(new_row, old_row, mask, strict=True) if m]
-        result.append([math.fsum(kept) / max(len(kept), 1)] * len(mask))
-    return result
-
-
-def token_loss(estimator, log_ratio, new, advantage):
-    ratio = math.exp(log_ratio)
-    clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
-    if estimator == "cispo":
-        return -clipped * advantage * new
-    return max(-ratio * advantage, -clipped * advantage)
-
-
-def reference_pg_loss(estimator, columns, advantages, mode="seq-mean-token-mean"):
-    ratios = log_ratios(estimator, columns["new"], columns["old"])
-    values = rows(lambda *token: token_loss(estimator, *token), ratios, columns["new"], advantages)
-    return aggregate(mode, values)
-
-
-def advantages_of(data):
-    return [row.double().tolist() for row in data["advantages"]]
+from tests.training.algorithms.loss_world import (
+    GAP,
+    MASKS,
+    REWARDS,
+    advantages_of,
+    aggregate,
+    log_ratios,
+    make_args,
+    make_world,
+    reference_pg_loss,
+    rows,
+    run,
+)
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.loss.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.loss.aggregation import loss_reducer
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss.off_policy import icepop_function, vanilla_tis_function
 from slime.backends.megatron_utils.loss.policy import policy_loss_function
 from slime.backends.megatron_utils.loss.reducers import pack_report
 from slime.backends.megatron_utils.loss.sft import sft_loss_function
@@ -26,9 +27,11 @@ from slime.utils.misc import load_function
 __all__ = [
     "compute_advantages_and_returns",
     "get_log_probs_and_entropy",
+    "icepop_function",
     "loss_function",
     "policy_loss_function",
     "sft_loss_function",
+    "vanilla_tis_function",
 ]
 
 LOSS_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, dict[str, Any]]]] = {
@@ -61,13 +64,7 @@ def loss_function(
         the scaled loss; the tokens that Megatron divides the step by (1 unless the loss is per token); the report that
         `reducers.reduce_reports` takes.
     """
-    sum_of_sample_mean = get_sum_of_sample_mean(
-        batch["total_lengths"],
-        batch["response_lengths"],
-        batch["loss_masks"],
-        batch.get("rollout_mask_sums"),
-        args.calculate_per_token_loss,
-    )
+    sum_of_sample_mean = loss_reducer(args, batch, batch["loss_masks"])
     if args.loss_type == "custom_loss":
         function = load_function(args.custom_loss_function_path)
     else:

@@ -1,4 +1,4 @@
-"""The policy loss of one micro-batch: clipped surrogate, entropy bonus, KL from the reference.
+"""The policy loss of one micro-batch: clipped surrogate, entropy bonus, KL from the reference, corrections.
 
 Where it departs from PPO as published:
 
@@ -8,34 +8,35 @@ Where it departs from PPO as published:
 3. the entropy is reported also when it is not trained on;
 4. the ratio may be a sequence's (gspo), and the loss another than the clipped one (cispo): the estimator's row says.
 
-It knows nothing about how tokens are averaged: `sum_of_sample_mean` is handed in.
+How tokens are averaged is not decided here (loss.aggregation), nor how engine and trainer are compared
+(loss.off_policy).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.loss.aggregation import Reducer, loss_reducer, metric_reducer, pg_loss_reducer
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
-from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, compute_gspo_kl
-
-Reducer = Callable[[torch.Tensor], torch.Tensor]
+from slime.backends.megatron_utils.loss.off_policy import correct
+from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, compute_gspo_kl, compute_opsm_mask
 
 
 def policy_loss_function(
     args: Any, batch: dict[str, Any], logits: torch.Tensor | DeferredLogits, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and metrics of one micro-batch, both summed by `sum_of_sample_mean`.
+    """Loss and metrics of one micro-batch, each a sum over it.
 
     Args:
-        args: `advantage_estimator`, `eps_clip`, `eps_clip_high`, `eps_clip_c`, `entropy_coef`, `use_kl_loss`,
-            `kl_loss_coef`, `kl_loss_type`, `use_rollout_logprobs` and what the log-probs read.
+        args: `advantage_estimator`, the `eps_clip*`, `entropy_coef`, `use_kl_loss`, `kl_loss_coef`, `kl_loss_type`,
+            `use_unbiased_kl`, `use_rollout_logprobs`, what the log-probs, the corrections and the reducers read.
         batch: a micro-batch with `advantages`; `log_probs`, `rollout_log_probs` and `ref_log_probs` where they exist.
         logits: [1, T, V/tp].
-        sum_of_sample_mean: [sum of R] -> scalar.
+        sum_of_sample_mean: [sum of R] -> scalar, of --loss-agg-mode; what is only reported is always a mean.
     """
     log_probs, entropy = get_log_probs_and_entropy(
         args, batch, logits, with_entropy=True, with_entropy_grad=args.entropy_coef != 0
@@ -48,32 +49,48 @@ def policy_loss_function(
     if old_log_probs is None:
         raise ValueError("--use-rollout-logprobs needs samples with rollout_log_probs; the rollout returned none")
 
-    estimator = ESTIMATORS[args.advantage_estimator]
-    ppo_kl = old_log_probs - log_probs
-    if estimator.ratio == "sequence":
-        new, old = _per_sample(batch, log_probs), _per_sample(batch, old_log_probs)
-        ppo_kl = compute_gspo_kl(new, old, new, batch["loss_masks"])
-    pg_losses, clipfrac = estimator.policy_loss_fn(
-        ppo_kl, log_probs, torch.cat(batch["advantages"]), args.eps_clip, args.eps_clip_high, args.eps_clip_c
-    )
-    loss = pg_loss = sum_of_sample_mean(pg_losses)
-    entropy_loss = sum_of_sample_mean(entropy)
+    pg_losses, masks, of_tokens = _pg_losses(args, batch, log_probs, old_log_probs, before_update)
+    if masks is not batch["loss_masks"]:
+        sum_of_sample_mean = loss_reducer(args, batch, masks)
+    loss = pg_loss = pg_loss_reducer(args, batch, masks, sum_of_sample_mean)(pg_losses)
     if args.entropy_coef != 0:
-        loss = loss - args.entropy_coef * entropy_loss
-    metrics = {
-        "pg_loss": pg_loss,
-        "entropy_loss": entropy_loss,
-        "pg_clipfrac": sum_of_sample_mean(clipfrac),
-        "ppo_kl": sum_of_sample_mean(ppo_kl.detach()),
-    }
+        loss = loss - args.entropy_coef * sum_of_sample_mean(entropy)
+    of_tokens["entropy_loss"] = entropy
     if rollout_log_probs is not None:
-        diff = (before_update - rollout_log_probs).abs()
-        metrics["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(diff)
+        of_tokens["train_rollout_logprob_abs_diff"] = (before_update - rollout_log_probs).abs()
     if args.use_kl_loss:
-        kl = compute_approx_kl(log_probs, torch.cat(batch["ref_log_probs"]), args.kl_loss_type)
-        metrics["kl_loss"] = sum_of_sample_mean(kl)
-        loss = loss + args.kl_loss_coef * metrics["kl_loss"]
-    return loss, {"loss": loss, **metrics}
+        ratio = torch.exp(log_probs - old_log_probs) if args.use_unbiased_kl else None
+        kl = compute_approx_kl(log_probs, torch.cat(batch["ref_log_probs"]), args.kl_loss_type, ratio)
+        loss = loss + args.kl_loss_coef * sum_of_sample_mean(kl)
+        of_tokens["kl_loss"] = kl
+    mean = metric_reducer(args, batch, masks)
+    reported = {name: mean(values.detach()) for name, values in of_tokens.items()}
+    return loss, {"loss": loss, "pg_loss": pg_loss, **reported}
+
+
+def _pg_losses(
+    args: Any,
+    batch: dict[str, Any],
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    before_update: torch.Tensor,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]:
+    """The policy loss of each token, the masks that it counts by, and per-token metrics."""
+    estimator, masks = ESTIMATORS[args.advantage_estimator], batch["loss_masks"]
+    new, old = _per_sample(batch, log_probs), _per_sample(batch, old_log_probs)
+    ppo_kl = compute_gspo_kl(new, old, new, masks) if estimator.ratio == "sequence" else old_log_probs - log_probs
+    advantages = torch.cat(batch["advantages"])
+    pg_losses, clipfrac = estimator.policy_loss_fn(
+        ppo_kl, log_probs, advantages, args.eps_clip, args.eps_clip_high, args.eps_clip_c
+    )
+    metrics = {"pg_clipfrac": clipfrac, "ppo_kl": ppo_kl}
+    if args.use_opsm:
+        keep = compute_opsm_mask(new, old, batch["advantages"], masks, args.opsm_delta)
+        pg_losses, metrics["opsm_clipfrac"] = pg_losses * keep, 1 - keep
+    if args.use_tis or args.get_mismatch_metrics:
+        pg_losses, masks, of_correction = correct(args, batch, pg_losses, _per_sample(batch, before_update))
+        metrics |= {"ois": torch.exp(-ppo_kl), **of_correction}
+    return pg_losses, masks, metrics
 
 
 def _flat(batch: dict[str, Any], name: str) -> torch.Tensor | None:

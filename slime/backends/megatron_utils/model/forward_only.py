@@ -61,7 +61,12 @@ def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> Deferr
 
 @torch.no_grad()
 def compute_log_probs(
-    args: Any, model: list[torch.nn.Module], micro_batches: MicroBatches, *, store_prefix: str = ""
+    args: Any,
+    model: list[torch.nn.Module],
+    micro_batches: MicroBatches,
+    *,
+    store_prefix: str = "",
+    with_entropy: bool = False,
 ) -> dict[str, list[torch.Tensor]]:
     """Log-probs of every response token of this rank's share.
 
@@ -70,9 +75,10 @@ def compute_log_probs(
         model: chunks of a data-parallel model.
         micro_batches: the share; with the same packing as in training, equal weights give equal bits.
         store_prefix: "" or "ref_"; becomes part of the name.
+        with_entropy: also the entropy of the distribution of each response token.
 
     Returns:
-        {"<prefix>log_probs": [S][R]} in the order of the share.
+        {"<prefix>log_probs": [S][R]} and, if asked for, {"<prefix>entropy": [S][R]}, in the order of the share.
     """
     if args.custom_megatron_before_log_prob_hook_path:
         load_function(args.custom_megatron_before_log_prob_hook_path)(args, model, store_prefix)
@@ -80,8 +86,10 @@ def compute_log_probs(
         chunk.eval()
 
     def collect(batch: dict[str, Any], logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        log_probs, _ = get_log_probs_and_entropy(args, batch, logits)
-        return log_probs.new_zeros(()), {"log_probs": log_probs.split(batch["response_lengths"])}
+        log_probs, entropy = get_log_probs_and_entropy(args, batch, logits, with_entropy=with_entropy)
+        columns = {"log_probs": log_probs, "entropy": entropy}
+        split = {name: x.split(batch["response_lengths"]) for name, x in columns.items() if x is not None}
+        return log_probs.new_zeros(()), split
 
     def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
@@ -98,4 +106,5 @@ def compute_log_probs(
     )
     for chunk in model:
         chunk.train()
-    return {f"{store_prefix}log_probs": micro_batches.scatter([result["log_probs"] for result in results])}
+    names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
+    return {f"{store_prefix}{name}": micro_batches.scatter([result[name] for result in results]) for name in names}
