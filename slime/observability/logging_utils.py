@@ -227,7 +227,7 @@ def finish_tracking() -> None:
 
 def _train_step(args: Namespace, rollout_id: float) -> int:
     steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-    return int(rollout_id) * max(steps_per_rollout, 1)
+    return int(rollout_id) * max(steps_per_rollout, 1) * args.ppo_epochs
 
 
 def _number(name: str, value: Any) -> float:

@@ -26,6 +26,7 @@ def make_args(**changes):
         "min_lr": 0.0,
         "n_samples_per_prompt": 2,
         "num_rollout": 5,
+        "ppo_epochs": 1,
         "rollout_batch_size": 8,
         "start_weight_decay": 0.1,
         "use_checkpoint_opt_param_scheduler": False,

@@ -47,6 +47,7 @@ def make_args(output_dir: Path, **changes: object) -> Namespace:
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 2,
         "global_batch_size": 4,
+        "ppo_epochs": 1,
     }
     return Namespace(**(values | changes))
 

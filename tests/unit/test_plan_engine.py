@@ -179,6 +179,8 @@ def test_a_decode_step_reads_weights_and_cache():
         ({"use_kl_loss": True}, 1, 1),
         ({"use_kl_loss": True}, 2, 2),
         ({"loss_type": "sft_loss"}, 2, 0),
+        ({"ppo_epochs": 2}, 1, 1),
+        ({"use_rollout_entropy": True}, 1, 1),
     ],
 )
 def test_forward_only_passes_are_those_that_the_loss_does_not_give(changes, steps, passes):

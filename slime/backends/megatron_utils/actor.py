@@ -163,8 +163,9 @@ class MegatronTrainActor:
             reset_optimizer_states(self.state.optimizer)
         records: list[MetricRecord] = [(rollout_metrics, "rollout/step")]
         with timer("actor_train"), self._profiler.record("train_actor", rollout_id):
-            for step_id in range(micro_batches.num_steps):
-                step = rollout_id * micro_batches.num_steps + step_id
+            steps = [step_id for _ in range(args.ppo_epochs) for step_id in range(micro_batches.num_steps)]
+            for position, step_id in enumerate(steps):
+                step = rollout_id * len(steps) + position
                 metrics = train_one_step(args, self.state, micro_batches, rollout_id=rollout_id, step_id=step_id)
                 named = {f"train/{name}": value for name, value in metrics.items()}
                 records.append(({**named, "train/step": step}, "train/step"))
@@ -227,7 +228,7 @@ class MegatronTrainActor:
 
     def _add_log_probs(self, micro_batches: MicroBatches) -> None:
         args, data, model = self.args, micro_batches.rollout_data, self.state.model
-        needs_old = self._needs_old_log_probs(micro_batches.num_steps)
+        needs_old = self._needs_old_log_probs(micro_batches.num_steps * args.ppo_epochs)
         if not (self._needs_reference or needs_old):
             return
         budget = args.log_probs_max_tokens_per_gpu

@@ -133,7 +133,7 @@ class AlgorithmFlags:
         0, "first rollouts that train only the critic", later="algorithms", at_least=0, needs="advantage_estimator=ppo"
     )
     normalize_advantages: bool = flag(False, "whiten the advantages over the trained tokens of all ranks")
-    ppo_epochs: int = flag(1, "passes over one rollout", later="algorithms", at_least=1)
+    ppo_epochs: int = flag(1, "passes over one rollout", at_least=1)
     shuffle_mini_batches: bool = flag(False, "reshuffle the samples of each pass", later="algorithms")
     pf_ppo_reweight: str | None = flag(
         None,

@@ -254,7 +254,11 @@ def _phases(
     if passes:
         found.append(timing.log_probs_phase(shape, device, batch, layout, passes))
     is_recomputed = recompute_of(args).granularity == "full"
-    found.append(timing.train_phase(shape, device, batch, layout, is_recomputed=is_recomputed))
+    train = timing.train_phase(shape, device, batch, layout, is_recomputed=is_recomputed)
+    if args.ppo_epochs > 1:
+        text = f"{args.ppo_epochs} passes of {train.formula}"
+        train = timing.Phase(train.name, args.ppo_epochs * train.seconds, text)
+    found.append(train)
     if args.use_critic:
         values = timing.log_probs_phase(shape, device, batch, layout, 1)
         trained = timing.train_phase(shape, device, batch, layout, is_recomputed=is_recomputed)
@@ -278,7 +282,7 @@ def num_log_prob_passes(args: argparse.Namespace, steps_per_rollout: int) -> int
     if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
         return 0
     in_loss = steps_per_rollout == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
-    in_loss = in_loss and not args.use_rollout_entropy
+    in_loss = in_loss and not args.use_rollout_entropy and args.ppo_epochs == 1
     old = args.recompute_old_log_probs or args.use_rollout_logprobs or not in_loss
     return int(bool(old)) + int(args.use_kl_loss or args.kl_coef != 0)
 

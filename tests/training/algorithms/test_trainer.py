@@ -95,6 +95,26 @@ def test_forgetting_moments_changes_no_weight(hf_path: Path, tmp_path: Path):
     train(trainer_args(hf_path, lr=1e-2), check_reset, tmp_path)
 
 
+def test_further_passes_over_a_rollout_train_on_it_again(hf_path: Path, tmp_path: Path):
+    records, _ = run(hf_path, tmp_path / "a", num_rollouts=2, ppo_epochs=3, global_batch_size=NUM_ROLLOUTS // 2)
+    steps = of(records, "train/step")
+    assert [metrics["train/step"] for metrics in steps] == list(range(2 * 3 * 2)), "2 steps a pass, 3 passes a rollout"
+    # the ratio is to the policy before the rollout's first step: 1 there, and no more in later passes
+    assert steps[0]["train/ppo_kl"] == 0.0 and steps[6]["train/ppo_kl"] == 0.0
+    assert all(abs(metrics["train/ppo_kl"]) > 1e-4 for metrics in steps[2:6])
+    assert len(of(records, "rollout/step")) == 2
+    single, _ = run(hf_path, tmp_path / "b", num_rollouts=1, ppo_epochs=2)
+    assert abs(of(single, "train/step")[1]["train/ppo_kl"]) > 1e-4, "also where a pass is a single step"
+
+
+def test_the_schedule_is_as_long_as_all_passes(hf_path: Path):
+    from slime.backends.megatron_utils.model.lr_schedule import total_train_steps
+
+    args = trainer_args(hf_path, ppo_epochs=3, num_rollout=5, rollout_batch_size=4, n_samples_per_prompt=2)
+    args.global_batch_size = 4
+    assert total_train_steps(args) == 5 * 2 * 3
+
+
 def test_the_entropy_before_training_is_logged(hf_path: Path, tmp_path: Path):
     records, _ = run(hf_path, tmp_path / "a", num_rollouts=1, use_rollout_entropy=True)
     (rollout,), (step,) = of(records, "rollout/step"), of(records, "train/step")

@@ -20,7 +20,7 @@ def total_train_steps(args: Any) -> int | None:
     if args.num_rollout is None:
         return None
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    return args.num_rollout * max(samples // args.global_batch_size, 1)
+    return args.num_rollout * max(samples // args.global_batch_size, 1) * args.ppo_epochs
 
 
 def make_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
