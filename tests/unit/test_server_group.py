@@ -64,10 +64,10 @@ def test_a_large_model_gets_its_share_of_the_cores_and_a_small_one_one(
 
 
 def test_router_flags_override_ours_but_not_the_address() -> None:
-    overrides: dict[str, Any] = {"policy": "round_robin", "disable_circuit_breaker": False, "port": 1}
+    overrides: dict[str, Any] = {"policy": "round_robin", "disable_circuit_breaker": True, "port": 1}
     args = Namespace(sglang_router_request_timeout_secs=77, router_overrides=overrides)
     values = router_values(args, RouterAddress("127.0.0.1", 15000), prometheus_port=15001)
-    expected = {"policy": "round_robin", "disable_circuit_breaker": False, "port": 15000, "request_timeout_secs": 77}
+    expected = {"policy": "round_robin", "disable_circuit_breaker": True, "port": 15000, "request_timeout_secs": 77}
     assert {name: values[name] for name in expected} == expected
 
 

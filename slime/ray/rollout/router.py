@@ -24,6 +24,7 @@ from slime.utils.wait import WaitTimeout, wait
 logger = logging.getLogger(__name__)
 
 ROUTER_DEADLINE_S = 120.0
+BREAK_S = 10  # an engine that failed ten times running gets no request for so long; shorter than the client retries
 MAX_STARTS = 3
 
 
@@ -150,7 +151,8 @@ def router_values(args: Any, address: RouterAddress, *, prometheus_port: int, ha
         "request_timeout_secs": args.sglang_router_request_timeout_secs,
         # Engines are watched by whoever started them, and a busy CPU engine may answer late.
         "disable_health_check": True,
-        "disable_circuit_breaker": True,
+        # The circuit breaker stays on: without it cache_aware sends the requests of an engine that died to it again.
+        "cb_timeout_duration_secs": BREAK_S,
     }
     owned = {"host": address.ip, "port": address.port} | ({"pd_disaggregation": True} if has_pd else {})
     return ours | {"prometheus_port": prometheus_port} | dict(args.router_overrides) | owned
