@@ -7,6 +7,7 @@ It does not know when rollouts happen (the driver does), and nothing about how t
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -75,6 +76,8 @@ class RolloutManager(RayActor):
             if self.args.engine_models:
                 self._start_servers()
             loading.result()
+        gc.collect()
+        gc.freeze()  # the imports' million objects and the prompts stay: collections need not look through them again
 
     def _load_user_code(self) -> None:
         if _draws_prompts(self.args):
