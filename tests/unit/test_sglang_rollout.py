@@ -119,7 +119,7 @@ def test_the_fewest_tokens_never_exceed_the_room_that_is_left(make, engine):
     generate_rollout(args, 0, source)
     assert {r["sampling_params"]["min_new_tokens"] for r in engine.requests} == {5 - len("pj")}
     engine.requests.clear()
-    sample = Sample(prompt="pj", tokens=[1, 2, 3], response_length=2)
+    sample = Sample(prompt="pj", tokens=[1, 2, ord("j")], response_length=2)
     params = {"max_new_tokens": 20, "min_new_tokens": 7}
     GenerateState.clear_instances()
     args, _ = make("jj", rollout_min_new_tokens=7)
@@ -167,6 +167,18 @@ def test_aborted_prompts_return_to_the_data_source_untouched_and_are_served_firs
     engine.held = set()
     second = generate_rollout(args, 1, source)
     assert sorted(prompts(second.samples) + prompts(source.buffer)) == ["pd", "pe", "pz"], "no prompt was lost"
+
+
+def test_an_engine_that_died_does_not_keep_the_others_from_being_told_to_abort(make, engine, monkeypatch, caplog):
+    async def workers(router_url):
+        return ["http://127.0.0.1:9", engine.url]  # nothing listens at the first
+
+    monkeypatch.setattr(sglang_rollout.server_control, "list_workers", workers)
+    args, source = make("bz", rollout_batch_size=1)
+    engine.held = {ord("z")}
+    assert prompts(generate_rollout(args, 0, source).samples) == ["pb"]
+    assert prompts(source.buffer) == ["pz"]
+    assert "an engine could not be told to abort: POST http://127.0.0.1:9/abort_request failed 1 times" in caplog.text
 
 
 def test_finished_surplus_groups_return_to_the_data_source_too(make):
