@@ -119,7 +119,7 @@ def test_the_fewest_tokens_never_exceed_the_room_that_is_left(make, engine):
     generate_rollout(args, 0, source)
     assert {r["sampling_params"]["min_new_tokens"] for r in engine.requests} == {5 - len("pj")}
     engine.requests.clear()
-    sample = Sample(prompt="pj", tokens=[1, 2, ord("j")], response_length=2)
+    sample = Sample(prompt="pj", tokens=[1, 2, ord("j")], response_length=2, rollout_log_probs=[-1.0] * 2)
     params = {"max_new_tokens": 20, "min_new_tokens": 7}
     GenerateState.clear_instances()
     args, _ = make("jj", rollout_min_new_tokens=7)
