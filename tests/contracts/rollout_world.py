@@ -39,6 +39,7 @@ OF_MANAGER: dict[str, Any] = {
     "wandb_always_use_train_step": False,
     "eval_only": False,
     "overlong_buffer_len": None,
+    "pf_ppo_reweight": None,
     "overlong_penalty_factor": 1.0,
     "max_weight_staleness": None,
 }

@@ -89,6 +89,8 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         custom_rollout_log_function_path=None,
         custom_eval_rollout_log_function_path=None,
         advantage_estimator="grpo",
+        pf_ppo_reweight=None,
+        rollout_seed=42,
         rewards_normalization=True,
         grpo_std_normalization=True,
         reward_key=None,
@@ -117,6 +119,18 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         {"eval/mine": 4.0},
     )
     return bare
+
+
+def test_policy_filtration_trains_on_the_extremes_of_each_group(manager, monkeypatch):
+    manager.args.pf_ppo_reweight, manager.args.pf_ppo_weight_pow = "pow", 2.0
+    weights = []
+    monkeypatch.setattr(
+        "slime.rollout.policy_filtration.filtration_weights",
+        lambda rewards, *_: (weights.append(rewards), [1.0] + [0.0] * (len(rewards) - 1))[1],
+    )
+    shares = [box.inner for box in manager.generate(7)[0]]
+    drawn = [i for share in shares for i in share["sample_indices"]]
+    assert len(weights) == 2 and sorted(drawn) == [0, 0, 2, 2], "two of each group, all the first of it"
 
 
 def test_a_rollout_becomes_one_share_for_each_rank_with_rewards_normalised_by_group(manager):

@@ -30,6 +30,7 @@ from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.fully_async_rollout import save_data_source, stop_worker
 from slime.rollout.hook_returns import check_data_source, check_train_data
+from slime.rollout.policy_filtration import filter_train_data
 from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
@@ -174,7 +175,8 @@ class RolloutManager(RayActor):
         if path := self.args.custom_convert_samples_to_train_data_path:
             return check_train_data(path, load_function(path)(self.args, samples))
         raw_rewards, rewards = post_process_rewards(self.args, samples)
-        return dict(samples_to_train_data(samples, raw_rewards, rewards))
+        data = dict(samples_to_train_data(samples, raw_rewards, rewards))
+        return filter_train_data(self.args, data, samples) if self.args.pf_ppo_reweight else data
 
     def _log_rollout(
         self, rollout_id: int, samples: list[Sample], extra: dict[str, float] | None, rollout_time_s: float

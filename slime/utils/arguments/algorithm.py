@@ -139,10 +139,9 @@ class AlgorithmFlags:
         None,
         "resample responses by reward (policy filtration)",
         choices=("pow", "max_min", "max_random"),
-        later="algorithms",
     )
     pf_ppo_weight_pow: float = flag(
-        2.0, "exponent of --pf-ppo-reweight pow", later="algorithms", needs="pf_ppo_reweight=pow"
+        2.0, "exponent of --pf-ppo-reweight pow", needs="pf_ppo_reweight=pow", at_least=0
     )
     compute_advantages_and_returns: bool = flag(True, "skip old and reference log-probs and advantages")
     grpo_std_normalization: bool = flag(True, "do not divide by the group's standard deviation (Dr.GRPO)")

@@ -47,6 +47,7 @@ _POLICY = (
     "get_mismatch_metrics",
     "use_opsm",
     "use_rollout_entropy",
+    "pf_ppo_reweight",
     "use_opd",
     "keep_old_actor",
     "custom_pg_loss_reducer_function_path",
@@ -82,6 +83,11 @@ POINTLESS = (
         ("rewards_normalization",),
     ),
     Mode("--advantage-estimator cispo", lambda args: args.advantage_estimator == "cispo", ("eps_clip_c",)),
+    Mode(
+        "--custom-convert-samples-to-train-data-path",
+        lambda args: args.custom_convert_samples_to_train_data_path,
+        ("pf_ppo_reweight",),
+    ),
     Mode("--offload", lambda args: args.offload, ("offload_train", "offload_rollout")),
     Mode("--release-train", lambda args: args.release_train, ("offload_train",)),
     Mode(
