@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def run_args(tmp_path: Path, **changes: Any) -> Namespace:
         "sglang_enable_deterministic_inference": False,
         "sglang_overrides": {},
         "sglang_pp_size": 1,
+        "update_weights_in_flight": False,
     }
     return Namespace(**(values | changes))
 
@@ -111,6 +113,9 @@ def test_servers_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
     assert "ignores the seeds" in seeds
     fitting = ExternalEngineInfo("http://e:1", 4, architectures=("Qwen3ForCausalLM",), is_deterministic=True)
     assert external_engine_problems(args, [fitting], set()) == []
+    args.update_weights_in_flight = True
+    assert "was started without --disable-radix-cache" in external_engine_problems(args, [fitting], set())[0]
+    assert external_engine_problems(args, [replace(fitting, has_prefix_cache=False)], set()) == []
 
 
 @pytest.mark.parametrize("types", [("prefill",), ("decode", "decode"), ("prefill", "decode", "regular")])

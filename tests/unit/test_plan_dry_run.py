@@ -233,6 +233,21 @@ def test_engines_of_sglang_config_take_slots_in_its_order(tmp_path):
     assert [seat.engine_name for seat in plan.seats[-3:]] == ["policy decode", "judge regular", "judge regular"]
 
 
+def test_a_reward_model_is_in_the_plan_behind_the_slots_of_the_trainer(tmp_path):
+    shared = {"colocate": True, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 2}
+    args = checked(**shared, reward_model_path=str(tmp_path), reward_model_num_gpus=1, hf_checkpoint="/m").args
+    plan = make_plan(args, Facts(engines=engine_kinds(args)))
+    assert [seat.engine_name for seat in plan.seats] == [
+        "default regular",
+        "default regular",
+        "",
+        "",
+        "reward regular",
+    ]
+    assert [seat.trainer_rank for seat in plan.seats] == [0, 1, 2, 3, None]
+    assert [engine.name for engine in plan.engine_memory] == ["default regular"]  # the size of the other is unknown
+
+
 def test_a_plan_for_gpus_names_the_device_that_it_assumes(monkeypatch):
     monkeypatch.setattr(module, "cuda_is_available", lambda: False)
     assert find_device("cuda") == DEVICES[DEFAULT_GPU]

@@ -126,6 +126,19 @@ def test_a_placeholder_leaves_its_slots_empty():
     ]
 
 
+def test_a_reward_model_has_slots_of_its_own_behind_all_others():
+    apart = slot_layout(
+        cluster(actor_num_nodes=1, actor_num_gpus_per_node=2, rollout_num_gpus=1, reward_model_num_gpus=2)
+    )
+    assert (apart.engine_slots, apart.total) == ([2, 3, 4], 5)
+    shared = {"actor_num_nodes": 1, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 2, "colocate": True}
+    layout = slot_layout(cluster(**shared, reward_model_num_gpus=1))
+    assert (layout.engine_slots, layout.total) == ([0, 1, 4], 5)  # 2 and 3 are the trainer's alone
+    external = slot_layout(cluster(rollout_external_engine_addrs=["host:1"], reward_model_num_gpus=1))
+    assert external.engine_slots == [16]
+    assert slot_layout(cluster(debug_train_only=True, reward_model_num_gpus=1)).total == 16
+
+
 def test_only_axes_with_several_ranks_are_shown():
     args = cluster(tensor_model_parallel_size=4, debug_train_only=True)
     found = seats(slot_layout(args), ParallelLayout.of(args, 24), [], num_gpus_per_node=8)

@@ -169,6 +169,15 @@ def test_an_engine_larger_than_a_node_is_not_built_yet(topology: str) -> None:
     assert "num_gpus_per_engine 4 is more than --num-gpus-per-node 2" in topology_problems(args).unsupported[0]
 
 
+def test_the_example_of_the_docs_works(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    (tmp_path / "engines.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    args = flags(sglang_config=str(tmp_path / "engines.yaml"), rollout_num_gpus=8)
+    problems = topology_problems(args)
+    assert problems.wrong == [] and problems.unsupported == []
+    assert [(model.name, model.num_engines) for model in plan_engines(args)] == [("policy", 2), ("teacher", 1)]
+
+
 def test_the_plan_travels_to_actors() -> None:
     import pickle
 

@@ -187,3 +187,48 @@ def test_buckets_are_of_the_size_that_the_flag_says(checkpoint, monkeypatch):
     updater.args.update_weight_buffer_size = 48
     updater.update()
     assert asked == [48]
+
+
+class RecordingEngine:
+    """Takes whatever a transport gives it."""
+
+    def __init__(self) -> None:
+        self.handles: list[str] = []
+        self.joined: tuple[int, int] | None = None
+
+    def update_weights_from_tensor(self, handles: list[str], **keywords: object) -> None:
+        self.handles = handles
+
+    def init_weights_update_group(self, address, port, rank_offset, world_size, name, backend) -> None:
+        self.joined = (rank_offset, world_size)
+
+
+@pytest.fixture
+def engines_of_three_sizes() -> tuple[list[RecordingEngine], list[int]]:
+    """One rank, then two, then four: groups of --sglang-config with sizes of their own."""
+    return [RecordingEngine() for _ in range(3)], [1, 2, 4]
+
+
+def test_every_rank_of_every_engine_gets_a_handle_of_its_own(engines_of_three_sizes, monkeypatch) -> None:
+    from slime.backends.megatron_utils.update_weight import from_tensor
+
+    engines, sizes = engines_of_three_sizes
+    monkeypatch.setattr(from_tensor, "serialize_bucket_for", lambda tensors, count: [f"h{i}" for i in range(count)])
+    updater = from_tensor.TensorWeightUpdater.__new__(from_tensor.TensorWeightUpdater)
+    updater._fleet = EngineFleet(engines, deadline_s=5)
+    updater.open(sizes)
+    updater.send([("w", torch.zeros(1))], version="1")
+    assert [engine.handles for engine in engines] == [["h0"], ["h1", "h2"], ["h3", "h4", "h5", "h6"]]
+
+
+def test_engines_of_several_sizes_have_ranks_side_by_side_in_the_group(engines_of_three_sizes, monkeypatch) -> None:
+    from slime.backends.megatron_utils.update_weight import from_distributed
+
+    engines, sizes = engines_of_three_sizes
+    monkeypatch.setattr(from_distributed, "init_process_group", lambda **keywords: keywords["world_size"])
+    monkeypatch.setattr(from_distributed, "process_group_backend", lambda: "gloo")
+    updater = from_distributed.DistributedWeightUpdater.__new__(from_distributed.DistributedWeightUpdater)
+    updater._fleet, updater.deadline_s = EngineFleet(engines, deadline_s=5), 5.0
+    updater.open(sizes)
+    assert updater._group == 1 + sum(sizes)
+    assert [engine.joined for engine in engines] == [(1, 8), (2, 8), (4, 8)]

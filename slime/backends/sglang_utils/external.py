@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class ExternalEngineInfo:
         model_path: HF directory, on the server's host.
         architectures: of the model's config; empty where the server does not say.
         is_deterministic: whether it heeds the sampling seed of a request.
+        has_prefix_cache: whether it keeps what it computed of a prompt for the next request.
     """
 
     url: str
@@ -49,6 +50,7 @@ class ExternalEngineInfo:
     model_path: str = ""
     architectures: tuple[str, ...] = ()
     is_deterministic: bool = False
+    has_prefix_cache: bool = True
 
     @property
     def worker(self) -> Worker:
@@ -99,6 +101,7 @@ def _ask(url: str, timeout_s: float) -> ExternalEngineInfo:
         model_path=str(server["model_path"]),
         architectures=tuple(model.get("architectures") or ()),
         is_deterministic=bool(server.get("enable_deterministic_inference")),
+        has_prefix_cache=not server.get("disable_radix_cache"),
     )
 
 
@@ -120,28 +123,13 @@ def external_engine_problems(
     """Why these servers cannot serve this run: another model, another size, half of a disaggregated pair.
 
     Args:
-        args: reads `hf_checkpoint`, `rollout_num_gpus_per_engine`, `sglang_enable_deterministic_inference`.
+        args: reads `hf_checkpoint`, `rollout_num_gpus_per_engine`, `sglang_enable_deterministic_inference`,
+            `update_weights_in_flight`.
         infos: of the servers that answered.
         explicit: attributes whose flags are on the command line.
     """
-    expected, problems = _architectures(Path(args.hf_checkpoint or "")), []
-    for info in infos:
-        name = f"{FLAG} {info.url}"
-        if expected and info.architectures and expected != info.architectures:
-            problems.append(
-                f"{name} serves a {' '.join(info.architectures)} ({info.model_path}), but --hf-checkpoint "
-                f"{args.hf_checkpoint} is a {' '.join(expected)}; start it with that model."
-            )
-        if "rollout_num_gpus_per_engine" in explicit and info.num_gpus != args.rollout_num_gpus_per_engine:
-            problems.append(
-                f"{name} has {info.num_gpus} GPUs (tensor times pipeline parallel), not the "
-                f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}; leave that out."
-            )
-        if args.sglang_enable_deterministic_inference and not info.is_deterministic:
-            problems.append(
-                f"{name} was started without --enable-deterministic-inference, so it ignores the seeds that "
-                "--sglang-enable-deterministic-inference sends; start it with that, or leave this out."
-            )
+    expected = _architectures(Path(args.hf_checkpoint or ""))
+    problems = [sentence for info in infos for sentence in _misfits(args, info, expected, explicit)]
     types = {info.worker_type for info in infos}
     if len(types & {"prefill", "decode"}) == 1 or ("regular" in types and len(types) > 1):
         problems.append(
@@ -149,6 +137,34 @@ def external_engine_problems(
             "goes with regular ones behind one router."
         )
     return problems
+
+
+def _misfits(
+    args: argparse.Namespace, info: ExternalEngineInfo, expected: tuple[str, ...], explicit: set[str]
+) -> Iterator[str]:
+    """What is wrong with one server; `expected` are the architectures of the run's model, empty where not known."""
+    name = f"{FLAG} {info.url}"
+    if expected and info.architectures and expected != info.architectures:
+        yield (
+            f"{name} serves a {' '.join(info.architectures)} ({info.model_path}), but --hf-checkpoint "
+            f"{args.hf_checkpoint} is a {' '.join(expected)}; start it with that model."
+        )
+    if "rollout_num_gpus_per_engine" in explicit and info.num_gpus != args.rollout_num_gpus_per_engine:
+        yield (
+            f"{name} has {info.num_gpus} GPUs (tensor times pipeline parallel), not the "
+            f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}; leave that out."
+        )
+    if args.sglang_enable_deterministic_inference and not info.is_deterministic:
+        yield (
+            f"{name} was started without --enable-deterministic-inference, so it ignores the seeds that "
+            "--sglang-enable-deterministic-inference sends; start it with that, or leave this out."
+        )
+    if args.update_weights_in_flight and info.has_prefix_cache:
+        yield (
+            f"{name} was started without --disable-radix-cache, so it would go on with prefixes that older weights "
+            "computed, when weights are synced in flight; start it with that, or give "
+            "--no-update-weights-in-flight."
+        )
 
 
 def _architectures(model: Path) -> tuple[str, ...]:
