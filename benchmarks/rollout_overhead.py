@@ -5,9 +5,9 @@
 process   Groups of 8 samples, prompt 64 and response 64 tokens with log-probs, through data source, generate_rollout,
           a trivial reward and TrainData, on one core. Requests are written as JSON and every answer is read from
           JSON, but nothing is sent: it lies ready. Target: 5,000 samples/s.
-http      2,048 requests by asyncio and aiohttp alone (write JSON, read JSON, keep the answers), and the same 2,048 by
-          generate_rollout, each with 512 in flight, alternating, through the router to real engines on CPU. Target:
-          median of the rounds' ratios, ours / bare in requests/s, at least 0.95.
+http      2,048 requests of 16 new tokens by asyncio and aiohttp alone (write JSON, read JSON, keep the answers), and
+          the same by generate_rollout with a trivial reward; each with 512 in flight, alternating, through the router
+          to real engines on CPU. Target: median of the rounds' ratios, ours / bare in requests/s, at least 0.95.
 
 Both print samples/s of each round, the medians and the load of the machine.
 """
@@ -53,7 +53,7 @@ from slime.utils import http_utils  # noqa: E402
 from slime.utils.arguments import parse_args, publish_runtime  # noqa: E402
 
 HOST = "127.0.0.1"
-GROUP, PROMPT, CONCURRENCY = 8, 64, 512
+GROUP, PROMPT, RESPONSE, CONCURRENCY = 8, 64, 64, 512
 REQUESTS = 2048
 
 
@@ -62,19 +62,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=["process", "http"], default=["process", "http"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--response", type=int, default=64, help="tokens of a response, for both parts")
+    parser.add_argument("--http-response", type=int, default=16, help="tokens of a response of the part http")
     options = parser.parse_args()
     set_progress_factory(NoBar)
     with tempfile.TemporaryDirectory() as work:
-        args = make_args(Path(work), options.response)
         if "process" in options.only:
-            in_process(args, options)
+            in_process(make_args(Path(work) / "process", RESPONSE), options)
         if "http" in options.only:
-            beside_bare_client(args, Path(work), options)
+            beside_bare_client(make_args(Path(work) / "http", options.http_response), Path(work), options)
 
 
 def make_args(work: Path, response: int) -> Any:
     """The flags of a run with a tiny model and 256 prompts of 64 characters, each of which is a token."""
+    work.mkdir()
     model, prompts, rng = work / "model", work / "prompts.jsonl", random.Random(0)
     subprocess.run([sys.executable, ROOT / "tools/make_tiny_model.py", "--output", model], check=True)
     rows = [{"prompt": "".join(rng.choices("0123456789+-=", k=PROMPT))} for _ in range(REQUESTS // GROUP)]
@@ -122,7 +122,7 @@ def load() -> str:
 
 def in_process(args: Any, options: argparse.Namespace) -> None:
     """Print samples/s of the loop around an answer that lies ready."""
-    answer = instant_answer(options.response)
+    answer = instant_answer(RESPONSE)
 
     async def instant(url: str, body: bytes, headers: dict[str, str] | None, max_retries: int) -> Any:
         return orjson.loads(answer)
@@ -141,7 +141,7 @@ def in_process(args: Any, options: argparse.Namespace) -> None:
         rates.append(REQUESTS / (time.perf_counter() - begin))
         cpu_rates.append(REQUESTS / (time.process_time() - begin_cpu))
         assert len(data["tokens"]) == REQUESTS
-        assert {len(tokens) for tokens in data["tokens"]} == {PROMPT + options.response}
+        assert {len(tokens) for tokens in data["tokens"]} == {PROMPT + RESPONSE}
     http_utils.set_post_transport(None)
     rates, cpu_rates = rates[1:], cpu_rates[1:]  # the first loads the tokenizer
     print(f"process: {statistics.median(rates):.0f} samples/s, median of {rounded(rates)}")
