@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import time
 
@@ -34,7 +35,17 @@ def server():
     async def text(request):
         return web.Response(text="plain")
 
+    async def half(request):
+        calls.append(request.path)
+        return web.Response(text='{"a": [1,', content_type="application/json")
+
+    async def hang(request):
+        calls.append(request.path)
+        await asyncio.sleep(20)
+
     app = web.Application()
+    app.router.add_route("*", "/half", half)
+    app.router.add_route("*", "/hang", hang)
     app.router.add_route("*", "/fail/{status}/{times}", fail)
     app.router.add_post("/echo", echo)
     app.router.add_get("/text", text)
@@ -73,6 +84,28 @@ def test_retries_end_with_the_last_reason(server):
         async_utils.run(post(f"{url}/fail/503/9", {}, max_retries=1))
     assert len(calls) == 2
     assert caught.value.status == 503
+
+
+def test_half_a_json_is_asked_for_again_blocking_or_not(server):
+    url, calls, _ = server
+    for ask in (lambda: get_sync(f"{url}/half", max_retries=1), lambda: async_utils.run(get(f"{url}/half", 1))):
+        calls.clear()
+        with pytest.raises(HttpError, match=r"no complete JSON: '\{\"a\": \[1,'") as caught:
+            ask()
+        assert (len(calls), caught.value.status) == (2, None)
+
+
+def test_a_request_that_misses_its_deadline_is_not_sent_again(server):
+    url, calls, _ = server
+    late = r" \S+/hang was not answered within 0.2 s"
+    for ask in (
+        lambda: get_sync(f"{url}/hang", timeout_s=0.2, max_retries=3),
+        lambda: async_utils.run(post(f"{url}/hang", {}, timeout_s=0.2)),
+    ):
+        calls.clear()
+        with pytest.raises(HttpError, match=late):
+            ask()
+        assert len(calls) == 1
 
 
 def test_a_dead_server_is_given_up_after_the_retry_window(monkeypatch):
