@@ -83,6 +83,7 @@ OURS = {
     "--skip-malformed-data": "upstream's skipping, by request",
     "--tracker": "where metrics go",
     "--trust-remote-code": "off by default",
+    "--update-weights-in-flight": "weights change while requests are in flight",
     "--use-pytorch-profiler": "Megatron's name",
 }
 
