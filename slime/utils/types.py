@@ -222,19 +222,15 @@ class Sample:
 
     def snapshot(self) -> Self:
         """The sample as it is now, with lists, dicts and counters of its own; what is in them is shared."""
-        attributes = {
-            name: value.copy() if isinstance(value, _COPIED) else value for name, value in self.__dict__.items()
-        }
+        attributes = {key: value.copy() if isinstance(value, _COPIED) else value for key, value in vars(self).items()}
         return _with_attributes(type(self), attributes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # As copy.deepcopy would, but at a fifth of its time: each sample of a rollout is copied from its prompt.
         twin = _with_attributes(type(self), {})
         memo[id(self)] = twin
-        twin.__dict__.update(
-            (name, value if isinstance(value, _SHARED) else copy.deepcopy(value, memo))
-            for name, value in self.__dict__.items()
-        )
+        for name, value in vars(self).items():
+            twin.__dict__[name] = value if isinstance(value, _SHARED) else copy.deepcopy(value, memo)
         return twin
 
     def append_response_tokens(
