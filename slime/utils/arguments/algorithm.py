@@ -140,9 +140,7 @@ class AlgorithmFlags:
         "resample responses by reward (policy filtration)",
         choices=("pow", "max_min", "max_random"),
     )
-    pf_ppo_weight_pow: float = flag(
-        2.0, "exponent of --pf-ppo-reweight pow", needs="pf_ppo_reweight=pow", at_least=0
-    )
+    pf_ppo_weight_pow: float = flag(2.0, "exponent of --pf-ppo-reweight pow", needs="pf_ppo_reweight=pow", at_least=0)
     compute_advantages_and_returns: bool = flag(True, "skip old and reference log-probs and advantages")
     grpo_std_normalization: bool = flag(True, "do not divide by the group's standard deviation (Dr.GRPO)")
     rewards_normalization: bool = flag(True, "do not subtract the group's mean either")
