@@ -12,7 +12,14 @@ from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 
 LENGTHS = [8, 4, 12]
-RUN = {"num_rollout": 8, "rollout_batch_size": 4, "n_samples_per_prompt": 1, "global_batch_size": 4, "lr": 1e-2}
+RUN = {
+    "num_rollout": 8,
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 1,
+    "global_batch_size": 4,
+    "ppo_epochs": 1,
+    "lr": 1e-2,
+}
 FLAGS = "--lr-decay-style cosine --lr-warmup-iters 2 --adam-eps 1e-5 --weight-decay 0.1 --hidden-dropout 0.1"
 
 
