@@ -92,6 +92,8 @@ def test_nothing_outlives_the_starter(tmp_path: Path, how: str) -> None:
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        # A shell starts what it puts in the background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert starter.stdout is not None
     pid = int(starter.stdout.readline())
