@@ -18,6 +18,7 @@ from slime.utils.arguments.custom_config import FileValues, apply_extra, apply_k
 from slime.utils.arguments.file_values import FlagReader, read_flag
 from slime.utils.arguments.parse import build_parser
 from slime.utils.errors import UsageError
+from tests.unit.yaml_mutations import edited
 
 Read = Callable[[str], FileValues]
 
@@ -169,11 +170,8 @@ PIECES = st.sampled_from([*"{}[]:,-&*!|'\"#\n 0", "null", "true", "1e999", "{}",
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(VALID)), st.integers(0, 8), PIECES), max_size=5))
-def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, edits):
-    text = VALID
-    for start, length, piece in edits:
-        text = text[:start] + piece + text[start + length :]
+@given(text=edited(VALID, PIECES))
+def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "mutated_custom.yaml"
     path.write_text(text)
     with contextlib.suppress(UsageError):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import build_eval_dataset_configs, ensure_dataset_list, load_eval_config
+from tests.unit.yaml_mutations import edited
 
 ARGS = Namespace(
     eval_input_key=None,
@@ -192,11 +193,8 @@ PIECES = st.sampled_from([*"{}[]:,-&*!|'\"#\n 0", "null", "eval", "datasets: {a:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(VALID)), st.integers(0, 8), PIECES), max_size=5))
-def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, edits):
-    text = VALID
-    for start, length, piece in edits:
-        text = text[:start] + piece + text[start + length :]
+@given(text=edited(VALID, PIECES))
+def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "mutated_eval.yaml"
     path.write_text(text)
     with contextlib.suppress(UsageError):

@@ -11,6 +11,7 @@ from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
 from slime.backends.megatron_utils.loss import log_probs as log_probs_module
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
+from tests.training.algorithms import loss_world
 
 VOCAB = 10
 ONE_RANK = SimpleNamespace(size=lambda: 1)
@@ -23,40 +24,7 @@ def no_tensor_parallelism(monkeypatch):
 
 
 def make_args(**changes):
-    values = {
-        "advantage_estimator": "grpo",
-        "calculate_per_token_loss": False,
-        "custom_advantage_function_path": None,
-        "custom_loss_function_path": None,
-        "entropy_coef": 0.0,
-        "eps_clip": 0.2,
-        "eps_clip_c": None,
-        "eps_clip_high": 0.28,
-        "gamma": 1.0,
-        "kl_coef": 0.0,
-        "kl_loss_coef": 0.0,
-        "kl_loss_type": "k1",
-        "log_probs_chunk_size": -1,
-        "loss_type": "policy_loss",
-        "normalize_advantages": False,
-        "recompute_loss_function": False,
-        "rollout_temperature": 1.0,
-        "custom_pg_loss_reducer_function_path": None,
-        "custom_tis_function_path": None,
-        "get_mismatch_metrics": False,
-        "loss_agg_mode": "seq-mean-token-mean",
-        "opsm_delta": 1e-4,
-        "rollout_max_response_len": None,
-        "tis_clip": 2.0,
-        "tis_clip_low": 0.0,
-        "use_opsm": False,
-        "use_tis": False,
-        "use_unbiased_kl": False,
-        "use_kl_loss": False,
-        "use_rollout_logprobs": False,
-        "vocab_size": VOCAB,
-    }
-    return SimpleNamespace(**(values | changes))
+    return loss_world.make_args(**{"vocab_size": VOCAB, **changes})
 
 
 def make_data(**columns):

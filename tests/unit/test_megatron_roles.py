@@ -24,6 +24,7 @@ from slime.utils.arguments.roles import (
     role_values,
 )
 from slime.utils.errors import UsageError
+from tests.unit.yaml_mutations import edited
 
 Read = Callable[[str], dict[Role, FileValues]]
 
@@ -128,11 +129,8 @@ PIECES = st.sampled_from([*"{}[]:,-&*!|'\"#\n 0", "null", "true", "role: actor",
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(VALID)), st.integers(0, 8), PIECES), max_size=5))
-def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, edits):
-    text = VALID
-    for start, length, piece in edits:
-        text = text[:start] + piece + text[start + length :]
+@given(text=edited(VALID, PIECES))
+def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "mutated_roles.yaml"
     path.write_text(text)
     with contextlib.suppress(UsageError):

@@ -22,6 +22,7 @@ from slime.backends.sglang_utils.sglang_config import (
     sglang_config_problems,
 )
 from slime.utils.errors import UsageError
+from tests.unit.yaml_mutations import edited
 
 VALID = """\
 sglang:
@@ -217,11 +218,8 @@ PIECES = st.sampled_from([*"{}[]:,-&*!|'\"#\n 0", "null", "encoder", "name: a", 
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(VALID)), st.integers(0, 8), PIECES), max_size=5))
-def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, edits):
-    text = VALID
-    for start, length, piece in edits:
-        text = text[:start] + piece + text[start + length :]
+@given(text=edited(VALID, PIECES))
+def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "mutated_engines.yaml"
     path.write_text(text)
     problems = sglang_config_problems(flags(sglang_config=str(path)))

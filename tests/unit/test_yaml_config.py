@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from slime.utils.errors import UsageError
 from slime.utils.yaml_config import FileUnusable, LocatedYaml, dotted, known_keys, load_yaml, validate
+from tests.unit.yaml_mutations import edited
 
 
 class Item(BaseModel):
@@ -175,11 +176,8 @@ PIECES = st.sampled_from([*"{}[]:,-&*!|>%@`'\"#?\t\n ", "<<: *m", "!!int", "\x00
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(VALID)), st.integers(0, 8), PIECES), max_size=5))
-def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, edits):
-    text = VALID
-    for start, length, piece in edits:
-        text = text[:start] + piece + text[start + length :]
+@given(text=edited(VALID, PIECES))
+def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "mutated.yaml"
     path.write_text(text)
     try:
