@@ -19,14 +19,14 @@ from megatron.core import parallel_state
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.arguments import model_shape
 from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
-from slime.backends.megatron_utils.checkpoint_pruning import prune_checkpoints, prune_exports
+from slime.backends.megatron_utils.checkpoint_pruning import prune_after_save
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
+from slime.backends.megatron_utils.forward_passes import REFERENCE, add_log_probs, needs_reference
 from slime.backends.megatron_utils.hf_export import save_hf
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.metrics import column_means, perf_metrics
-from slime.backends.megatron_utils.model.forward_only import compute_log_probs
 from slime.backends.megatron_utils.model.optimizer_state import reset_optimizer_states
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.model.train_step import train_one_step
@@ -44,7 +44,6 @@ from slime.utils.tensor_backper import TensorBackuper
 logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
-REFERENCE = "ref"
 HF_PART = "hf"
 """The HF export's directory inside an iteration (--checkpoint-contents hf)."""
 
@@ -97,7 +96,7 @@ class MegatronTrainActor:
             load_function(self.args.custom_megatron_init_path)(self.args)
         self.state = setup_model_and_optimizer(self.args)
         self._weights = TensorBackuper(self._named_weights)
-        if self._needs_reference:
+        if needs_reference(self.args):
             self._load(CheckpointSource(self.args.ref_load, self.args.ref_ckpt_step, False, False))
             self._weights.backup(REFERENCE)
         iteration = self._load(self._initial_source())
@@ -150,7 +149,7 @@ class MegatronTrainActor:
             micro_batches = MicroBatches(rollout_data, pad_multiple)
         if args.loss_type != "sft_loss" and args.compute_advantages_and_returns:
             with self._profiler.record("train_log_probs", rollout_id):
-                self._add_log_probs(micro_batches)
+                add_log_probs(args, self.state.model, self._weights, micro_batches)
             compute_advantages_and_returns(args, rollout_data, self._kl_controller.coef)
         if args.rollout_data_postprocess_path:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
@@ -193,7 +192,7 @@ class MegatronTrainActor:
         if args.save_hf:
             save_hf(args, model, Path(args.save_hf.format(rollout_id=rollout_id)))
         if args.keep_checkpoints is not None and dist.get_rank() == 0:
-            self._delete_old_checkpoints(rollout_id)
+            prune_after_save(args, rollout_id)
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int]) -> None:
         """Tell the weight updater which engines to keep in step, and how many devices each has."""
@@ -212,53 +211,6 @@ class MegatronTrainActor:
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-    # ---- which log-probs a rollout needs
-
-    @property
-    def _needs_reference(self) -> bool:
-        return self.args.use_kl_loss or self.args.kl_coef != 0
-
-    def _needs_old_log_probs(self, num_steps: int) -> bool:
-        """Whether they take a pass of their own: not where the loss's own forward pass gives the same numbers."""
-        args = self.args
-        same_as_in_loss = num_steps == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
-        is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
-        return is_asked_for or not same_as_in_loss
-
-    def _add_log_probs(self, micro_batches: MicroBatches) -> None:
-        args, data, model = self.args, micro_batches.rollout_data, self.state.model
-        needs_old = self._needs_old_log_probs(micro_batches.num_steps * args.ppo_epochs)
-        if not (self._needs_reference or needs_old):
-            return
-        budget = args.log_probs_max_tokens_per_gpu
-        has_own_budget = args.use_dynamic_batch_size and budget != args.max_tokens_per_gpu
-        batches = micro_batches.repacked(budget) if has_own_budget else micro_batches
-        if self._needs_reference:
-            with timer("ref_log_probs"), self._weights.swapped(REFERENCE):
-                data.update(compute_log_probs(args, model, batches, store_prefix="ref_"))
-        if needs_old:
-            with timer("log_probs"):
-                data.update(compute_log_probs(args, model, batches, with_entropy=args.use_rollout_entropy))
-
-    # ---- checkpoints
-
-    def _delete_old_checkpoints(self, rollout_id: int) -> None:
-        """Those of this run that --keep-checkpoints does not keep, except what a flag says is loaded."""
-        args = self.args
-        in_use = [Path(path) for path in (args.hf_checkpoint, args.load, args.ref_load) if path]
-        if args.save:
-            steps = ((args.load, args.ckpt_step), (args.ref_load, args.ref_ckpt_step))
-            ids = [step for path, step in steps if path and Path(path).resolve() == Path(args.save).resolve()]
-            prune_checkpoints(
-                args.save,
-                rollout_id,
-                keep=args.keep_checkpoints,
-                protected=in_use,
-                protected_ids=[step for step in ids if step is not None],
-            )
-        if args.save_hf:
-            prune_exports(args.save_hf, rollout_id, keep=args.keep_checkpoints, protected=in_use)
 
     # ---- weights
 

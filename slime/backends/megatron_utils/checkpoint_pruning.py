@@ -15,6 +15,7 @@ import shutil
 import string
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
 
@@ -23,6 +24,28 @@ logger = logging.getLogger(__name__)
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _DATA_STATE = re.compile(r"global_dataset_state_dict_(\d+)\.pt")
 _BEING_DELETED = ".deleted"
+
+
+def prune_after_save(args: Any, rollout_id: int) -> None:
+    """Delete what --keep-checkpoints does not keep, after a rollout's was written; never what a flag says is loaded.
+
+    Args:
+        args: where the run writes and what it loads.
+        rollout_id: the one just written.
+    """
+    in_use = [Path(path) for path in (args.hf_checkpoint, args.load, args.ref_load) if path]
+    if args.save:
+        steps = ((args.load, args.ckpt_step), (args.ref_load, args.ref_ckpt_step))
+        ids = [step for path, step in steps if path and Path(path).resolve() == Path(args.save).resolve()]
+        prune_checkpoints(
+            args.save,
+            rollout_id,
+            keep=args.keep_checkpoints,
+            protected=in_use,
+            protected_ids=[step for step in ids if step is not None],
+        )
+    if args.save_hf:
+        prune_exports(args.save_hf, rollout_id, keep=args.keep_checkpoints, protected=in_use)
 
 
 def prune_checkpoints(

@@ -1,0 +1,62 @@
+"""The passes without gradients over a rollout, before training on it: which are needed, and whose weights each takes.
+
+It adds columns to the rollout (`log_probs`, `ref_log_probs`, ...) and leaves the model as it was. How a pass is made
+(slime.backends.megatron_utils.model.forward_only) and what its numbers are for, it does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.data import MicroBatches
+from slime.backends.megatron_utils.model.forward_only import compute_log_probs
+from slime.observability.timer import timer
+from slime.utils.tensor_backper import TensorBackuper
+
+REFERENCE = "ref"
+"""Tag of the reference's weights."""
+
+
+def needs_reference(args: Any) -> bool:
+    """Whether the run compares the policy with reference weights."""
+    return args.use_kl_loss or args.kl_coef != 0
+
+
+def needs_old_log_probs(args: Any, num_updates: int) -> bool:
+    """Whether they take a pass of their own: not where the loss's own forward pass gives the same numbers.
+
+    Args:
+        args: the flags that ask for them.
+        num_updates: of the rollout; with one, nothing is updated before the loss's pass.
+    """
+    same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
+    is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
+    return is_asked_for or not same_as_in_loss
+
+
+def add_log_probs(
+    args: Any, model: list[torch.nn.Module], weights: TensorBackuper, micro_batches: MicroBatches
+) -> None:
+    """Add the log-prob columns that this rollout's training needs.
+
+    Args:
+        args: the flags.
+        model: chunks of a data-parallel model, holding the policy's weights.
+        weights: the other sets of weights of that model, by tag.
+        micro_batches: this rank's share of the rollout; its columns grow.
+    """
+    with_reference = needs_reference(args)
+    with_old = needs_old_log_probs(args, micro_batches.num_steps * args.ppo_epochs)
+    if not (with_reference or with_old):
+        return
+    data, budget = micro_batches.rollout_data, args.log_probs_max_tokens_per_gpu
+    has_own_budget = args.use_dynamic_batch_size and budget != args.max_tokens_per_gpu
+    batches = micro_batches.repacked(budget) if has_own_budget else micro_batches
+    if with_reference:
+        with timer("ref_log_probs"), weights.swapped(REFERENCE):
+            data.update(compute_log_probs(args, model, batches, store_prefix="ref_"))
+    if with_old:
+        with timer("log_probs"):
+            data.update(compute_log_probs(args, model, batches, with_entropy=args.use_rollout_entropy))
