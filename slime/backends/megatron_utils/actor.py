@@ -36,6 +36,7 @@ from slime.observability.timer import Timer, timer
 from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import process_rollout_data
+from slime.backends.megatron_utils.passes import passes_over
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import load_function
 from slime.utils.ppo_utils import KlController
@@ -162,12 +163,11 @@ class MegatronTrainActor:
             reset_optimizer_states(self.state.optimizer)
         records: list[MetricRecord] = [(rollout_metrics, "rollout/step")]
         with timer("actor_train"), self._profiler.record("train_actor", rollout_id):
-            steps = [step_id for _ in range(args.ppo_epochs) for step_id in range(micro_batches.num_steps)]
-            for position, step_id in enumerate(steps):
-                step = rollout_id * len(steps) + position
-                metrics = train_one_step(args, self.state, micro_batches, rollout_id=rollout_id, step_id=step_id)
+            first_step = rollout_id * args.ppo_epochs * micro_batches.num_steps
+            for position, (batches, step_id) in enumerate(self._steps(rollout_id, micro_batches)):
+                metrics = train_one_step(args, self.state, batches, rollout_id=rollout_id, step_id=step_id)
                 named = {f"train/{name}": value for name, value in metrics.items()}
-                records.append(({**named, "train/step": step}, "train/step"))
+                records.append(({**named, "train/step": first_step + position}, "train/step"))
             # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights
             finish_param_gather(self.state.model[0])
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
@@ -183,6 +183,13 @@ class MegatronTrainActor:
                 args.save,
                 rollout_id,
                 model=model,
+    def _steps(self, rollout_id: int, micro_batches: MicroBatches) -> Iterator[tuple[MicroBatches, int]]:
+        """The train steps of all passes over a rollout."""
+        layout, group = self.parallel_config(), parallel_state.get_data_parallel_group_gloo()
+        for batches in passes_over(self.args, micro_batches, rollout_id, layout=layout, dp_group=group):
+            for step_id in range(batches.num_steps):
+                yield batches, step_id
+
                 optimizer=self.state.optimizer,
                 scheduler=self.state.scheduler,
                 contents=args.checkpoint_contents,

@@ -157,8 +157,11 @@ class MicroBatches:
         """The same samples in micro-batches of at most `max_tokens` tokens (one sample may be longer), for a pass
         without gradients, which has no train steps: all of the rollout's samples are packed together."""
         indices = first_fit_pack(self.rollout_data["total_lengths"], max_tokens)
-        schedule = {"micro_batch_indices": indices, "num_microbatches": [len(indices)]}
-        return MicroBatches(self.rollout_data | schedule, self._pad_multiple)
+        return self.of_data(self.rollout_data | {"micro_batch_indices": indices, "num_microbatches": [len(indices)]})
+
+    def of_data(self, rollout_data: dict[str, Any]) -> MicroBatches:
+        """Other data, or the same with another schedule, packed in the same way."""
+        return MicroBatches(rollout_data, self._pad_multiple)
 
     def _pack(self, samples: list[int]) -> dict[str, Any]:
         data = self.rollout_data

@@ -134,7 +134,9 @@ class AlgorithmFlags:
     )
     normalize_advantages: bool = flag(False, "whiten the advantages over the trained tokens of all ranks")
     ppo_epochs: int = flag(1, "passes over one rollout", at_least=1)
-    shuffle_mini_batches: bool = flag(False, "reshuffle the samples of each pass", later="algorithms")
+    shuffle_mini_batches: bool = flag(
+        False, "in each pass after the first the samples of a rollout are assigned to other train steps"
+    )
     pf_ppo_reweight: str | None = flag(
         None,
         "resample responses by reward (policy filtration)",

@@ -43,6 +43,23 @@ def check_loss(args: argparse.Namespace) -> Iterable[str]:
         yield "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam and --no-save-optim."
 
 
+def check_passes(args: argparse.Namespace) -> Iterable[str]:
+    """There are a second pass and a second train step, between which samples can be exchanged."""
+    if not args.shuffle_mini_batches:
+        return
+    if args.ppo_epochs == 1:
+        yield (
+            "--shuffle-mini-batches has no effect with --ppo-epochs 1: it changes the passes after the first; give "
+            "more passes, or leave it out."
+        )
+    samples = (args.rollout_batch_size or 0) * args.n_samples_per_prompt
+    if samples and args.global_batch_size and samples // args.global_batch_size == 1:
+        yield (
+            f"--shuffle-mini-batches has no effect with --global-batch-size {args.global_batch_size}: a rollout is "
+            "one train step, which has all samples in every pass; lower it, or leave the flag out."
+        )
+
+
 def check_advantages(args: argparse.Namespace) -> Iterable[str]:
     """REINFORCE++ is defined by its whitened advantages (V8)."""
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
@@ -137,6 +154,7 @@ def sampling_not_built(args: argparse.Namespace) -> Iterable[str]:
         return
     if args.rollout_top_p != 1.0:
         yield (
+    check_passes,
             f"--rollout-top-p {args.rollout_top_p} is not supported yet with --loss-type policy_loss (algorithms); "
             "use 1.0."
         )
