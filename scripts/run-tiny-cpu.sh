@@ -7,7 +7,7 @@
 #   OUTPUT      directory of everything that is made               (outputs/tiny-cpu)
 #   SEED        seed of model, demonstrations and sampling         (0)
 #   SFT_STEPS   train steps on demonstrations                      (400)
-#   GRPO_STEPS  GRPO steps                                         (70)
+#   GRPO_STEPS  GRPO steps; 0 ends after SFT                       (70)
 #   RM          the reward's flags; RM="--rm-type random" is the control that must not learn
 #   SFT_FROM    OUTPUT of an earlier run: start from its SFT model and data instead of making them
 #   GRPO_FLAGS  more flags for the GRPO run
@@ -65,6 +65,12 @@ if [ -z "$SFT_FROM" ]; then
         --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
         --lr 1e-3 --lr-decay-style constant --weight-decay 0 \
         --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf"
+fi
+
+if [ "$GRPO_STEPS" -eq 0 ]; then
+    phase ""
+    printf '\nseconds per phase\n%s' "$summary"
+    exit 0
 fi
 
 phase "evaluation, GRPO ($GRPO_STEPS steps), evaluation"
