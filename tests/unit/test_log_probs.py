@@ -86,6 +86,27 @@ def test_bfloat16_logits_are_worked_on_in_float32():
     torch.testing.assert_close(grad.float(), want[2], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("chunk_size", [-1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_picked_inside_give_what_rows_gathered_before_give(chunk_size: int, dtype: torch.dtype):
+    logits, tokens = make_inputs(dtype)
+    rows = torch.tensor([5, 1, 2, 6])
+    weights = torch.arange(1.0, 5)
+
+    def train(x: torch.Tensor, picked: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        options = {"chunk_size": chunk_size, "temperature": 0.7, "vocab_size": 10, "rows": picked}
+        log_probs, entropy = calculate_log_probs_and_entropy(x, tokens[rows], None, True, **options)
+        ((log_probs + entropy) * weights).sum().backward()
+        return log_probs, entropy
+
+    inside, before = logits.clone().requires_grad_(), logits[rows].requires_grad_()
+    for a, b in zip(train(inside, rows), train(before, None), strict=True):
+        assert torch.equal(a, b)
+    expected = torch.zeros_like(logits)
+    expected[rows] = before.grad
+    assert torch.equal(inside.grad, expected) and torch.equal(inside, logits)
+
+
 def split_vocabulary(rank: int, world_size: int, store_path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
 import torch
 
+from benchmarks.log_prob_memory import peak_bytes
 from slime.utils.plan.activations import (
     Compute,
+    HeadRows,
     Recompute,
     deferred_head_bytes,
     final_norm_saved,
@@ -20,8 +20,11 @@ from slime.utils.plan.batch import batch_plan
 from slime.utils.plan.layout import ParallelLayout
 from slime.utils.plan.shape import ModelShape
 from slime.utils.plan.trainer_memory import in_flight, num_host_copies, rank_params, trainer_memory
+from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tests.unit.plan_fakes import CUDA, plan_args
+
+CPU_FP32 = Compute(is_cpu=True, element_size=4)
 
 
 def parts(**changes):
@@ -103,7 +106,7 @@ def test_the_reference_and_what_it_pushes_aside_are_two_copies_in_host_memory():
 
 def test_recomputation_keeps_inputs_and_one_chunk():
     _, shape, layout = parts()
-    compute = Compute(is_cpu=True, element_size=4)
+    compute = CPU_FP32
     layer = layer_saved(shape, 0, layout, compute)
     assert stage_saved(shape, range(4), layout, compute, Recompute()) == (4 * layer, 0)
     uniform = Recompute("full", "uniform", 2)
@@ -154,45 +157,28 @@ def test_what_autograd_keeps_is_what_the_plan_counts(tmp_path, family):
     args = make_args(tmp_path / "hf")
     shape = ModelShape.of(args)
     assert shape is not None
-    layout, compute = ParallelLayout.of(args, shape.num_layers), Compute(is_cpu=True, element_size=4)
+    layout, compute = ParallelLayout.of(args, shape.num_layers), CPU_FP32
     layers = sum(layer_saved(shape, layer, layout, compute) for layer in range(2))
     run_world(1, saved_bytes_per_token, args, [40, 25, 63], layers + final_norm_saved(shape, layout, compute))
 
 
-def peak_of(function) -> int:
-    """Most bytes that torch's allocator handed out at once while a function ran, above those of its start."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
 @pytest.mark.parametrize("chunk_size", [-1, 40])
-def test_the_head_needs_what_the_log_probs_allocate(chunk_size):
-    from slime.utils.ppo_utils import calculate_log_probs_and_entropy
-
+@pytest.mark.parametrize("trains_entropy", [False, True])
+def test_the_head_needs_what_the_log_probs_allocate(chunk_size, trains_entropy):
     _, shape, layout = parts(padded_vocab_size=4096)
     tokens, responses, hidden = 200, 160, 64
     states, weight = torch.randn(tokens, hidden, requires_grad=True), torch.randn(4096, hidden)
     rows = torch.arange(responses)
 
     def forward() -> torch.Tensor:
-        logits = (states @ weight.t())[None]
-        selected = logits[0].index_select(0, rows)
-        return calculate_log_probs_and_entropy(selected, rows, None, True, chunk_size, False)[0]
+        logits = states @ weight.t()
+        return calculate_log_probs_and_entropy(logits, rows, None, True, chunk_size, trains_entropy, rows=rows)[0]
 
-    head = head_bytes(
-        shape,
-        layout,
-        Compute(is_cpu=True, element_size=4),
-        tokens=tokens,
-        response_tokens=responses,
-        chunk_size=chunk_size,
-    )
+    head = head_bytes(shape, layout, CPU_FP32, HeadRows(tokens, responses, chunk_size, trains_entropy))
     with torch.no_grad():
-        assert peak_of(forward) == pytest.approx(head.forward, rel=0.02)
+        assert peak_bytes(forward) == pytest.approx(head.forward, rel=0.02)
     expected = max(head.forward, head.backward)
-    assert peak_of(lambda: forward().sum().backward()) == pytest.approx(expected, rel=0.03)
+    assert peak_bytes(lambda: forward().sum().backward()) == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 4])
@@ -208,8 +194,6 @@ def test_a_matrix_that_is_used_twice_has_both_gradients_and_their_sum(num_chunks
         weight.grad = None
 
     matrix = shape.embedding_params * 4
-    assert peak_of(backward) == pytest.approx(3 * matrix, rel=0.1)
-    deferred = deferred_head_bytes(
-        shape, layout, Compute(is_cpu=True, element_size=4), response_tokens=8, chunk_size=2
-    )
+    assert peak_bytes(backward) == pytest.approx(3 * matrix, rel=0.1)
+    deferred = deferred_head_bytes(shape, layout, CPU_FP32, HeadRows(8, 8, 2, False))
     assert deferred.backward == pytest.approx(3 * matrix, rel=0.1)

@@ -59,11 +59,29 @@ class Compute:
 
 
 @dataclass(frozen=True)
+class HeadRows:
+    """Rows of logits that the loss of one micro-batch works on."""
+
+    tokens: int
+    """T, all of the micro-batch."""
+    responses: int
+    """R, those that predict response tokens."""
+    chunk_size: int
+    """--log-probs-chunk-size; -1 = all at once."""
+    trains_entropy: bool
+
+    @property
+    def copies_back(self) -> int:
+        """float32 copies of a chunk in the backward pass: the softmax, for the entropy's gradient also its log."""
+        return 1 + self.trains_entropy
+
+
+@dataclass(frozen=True)
 class HeadBytes:
     """Of the output layer and the loss of one micro-batch."""
 
     forward: int
-    """logits [T, V] + the response rows of them [R, V] + a scaled copy and its exponential [C, V]."""
+    """logits [T, V] + a scaled copy of a chunk of rows and its exponential [C, V]."""
     backward: int
     """The largest moment of the way back to the last layer."""
 
@@ -184,41 +202,35 @@ def stage_saved(
     return round(hidden * len(chunks)), max(chunks, default=0)
 
 
-def deferred_head_bytes(
-    shape: ModelShape, layout: ParallelLayout, compute: Compute, *, response_tokens: int, chunk_size: int
-) -> HeadBytes:
+def deferred_head_bytes(shape: ModelShape, layout: ParallelLayout, compute: Compute, rows: HeadRows) -> HeadBytes:
     """The same with --recompute-loss-function: logits of one chunk of rows at a time, made again on the way back.
 
-    Forward: the chunk's logits, a scaled copy and its exponential. Backward: logits and their gradient beside the
-    three fp32 copies of the loss, or the output matrix's gradient of all chunks so far, of this one, and their sum.
+    Forward: the chunk's logits, a scaled copy and its exponential. Backward: logits and their gradient beside
+    the fp32 copies of the loss, or the output matrix's gradient of all chunks so far, of this one, and their sum.
     """
     columns = shape.vocab_size / layout.tp
-    rows = min(chunk_size if chunk_size > 0 else DEFERRED_CHUNK, response_tokens)
-    logits, copy = rows * columns * compute.element_size, rows * columns * FP32
+    chunk = min(rows.chunk_size if rows.chunk_size > 0 else DEFERRED_CHUNK, rows.responses)
+    logits, copy = chunk * columns * compute.element_size, chunk * columns * FP32
     matrix = columns * shape.hidden_size * compute.element_size
-    selected = 2 * response_tokens * shape.hidden_size * compute.element_size  # hidden states and their gradient
+    selected = 2 * rows.responses * shape.hidden_size * compute.element_size  # hidden states and their gradient
     return HeadBytes(
         forward=round(selected + logits + 2 * copy),
-        backward=round(selected + max(2 * logits + 3 * copy, logits + 3 * matrix)),
+        backward=round(selected + max(2 * logits + rows.copies_back * copy, logits + 3 * matrix)),
     )
 
 
-def head_bytes(
-    shape: ModelShape, layout: ParallelLayout, compute: Compute, *, tokens: int, response_tokens: int, chunk_size: int
-) -> HeadBytes:
+def head_bytes(shape: ModelShape, layout: ParallelLayout, compute: Compute, rows: HeadRows) -> HeadBytes:
     """Of the output layer and the log-probs of one micro-batch.
 
-    Backward, in the order of events: the loss (selected rows and their gradient [R, V], and of a chunk the log
-    softmax, its gradient and the scaled gradient, with several chunks also one of the chunk before); the scatter of
-    row gradients into those of all tokens, [T, V] twice; the gradient of the output matrix [V, H] beside [T, V].
-    Models in 16 bit have the logits' gradient in 16 bit too from there on.
+    Backward, in the order of events: the loss (logits and their gradient, and of a chunk the softmax, which becomes
+    the rows' gradient, with an entropy bonus the log softmax too); the gradient of the output matrix [V, H] beside
+    that of the logits. Models in 16 bit have the logits' gradient in 16 bit too from there on.
     """
     columns = shape.vocab_size / layout.tp
-    chunk = min(chunk_size, response_tokens) if chunk_size > 0 else response_tokens
-    in_loss = 2 * response_tokens + (3 if chunk == response_tokens else 4) * chunk
-    to_all = max(response_tokens + tokens, 2 * tokens)
-    matrix = columns * (tokens + shape.hidden_size) * compute.element_size
+    chunk = min(rows.chunk_size, rows.responses) if rows.chunk_size > 0 else rows.responses
+    in_loss = 2 * rows.tokens + rows.copies_back * chunk
+    matrix = columns * (rows.tokens + shape.hidden_size) * compute.element_size
     return HeadBytes(
-        forward=round((tokens + response_tokens + 2 * chunk) * columns * FP32),
-        backward=round(max(in_loss * columns * FP32, to_all * columns * FP32, matrix)),
+        forward=round((rows.tokens + 2 * chunk) * columns * FP32),
+        backward=round(max(in_loss * columns * FP32, matrix)),
     )

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from slime.utils.plan.activations import (
     Compute,
     HeadBytes,
+    HeadRows,
     Recompute,
     deferred_head_bytes,
     final_norm_saved,
@@ -287,17 +288,13 @@ class _Trainer:
         """Of a train step, and of a pass without gradients, which always makes whole logits."""
         args, batch, chunk = self.args, self.batch, self.args.log_probs_chunk_size
         of_this = (self.shape, self.layout, self.compute)
-        responses = min(batch.micro_batch_response_tokens, batch.micro_batch_tokens)
-        forward_only = head_bytes(
-            *of_this,
-            tokens=batch.log_prob_tokens,
-            response_tokens=min(batch.log_prob_response_tokens, batch.log_prob_tokens),
-            chunk_size=chunk,
-        )
-        if args.recompute_loss_function and args.loss_type != "custom_loss":
-            return deferred_head_bytes(*of_this, response_tokens=responses, chunk_size=chunk), forward_only
-        tokens = batch.micro_batch_tokens
-        return head_bytes(*of_this, tokens=tokens, response_tokens=responses, chunk_size=chunk), forward_only
+        tokens, log_prob_tokens = batch.micro_batch_tokens, batch.log_prob_tokens
+        responses = min(batch.micro_batch_response_tokens, tokens)
+        log_prob_responses = min(batch.log_prob_response_tokens, log_prob_tokens)
+        forward_only = head_bytes(*of_this, HeadRows(log_prob_tokens, log_prob_responses, chunk, False))
+        rows = HeadRows(tokens, responses, chunk, args.entropy_coef != 0)
+        is_deferred = args.recompute_loss_function and args.loss_type != "custom_loss"
+        return (deferred_head_bytes if is_deferred else head_bytes)(*of_this, rows), forward_only
 
 
 def _rollout_data(batch: BatchPlan, layout: ParallelLayout) -> int:

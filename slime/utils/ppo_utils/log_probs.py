@@ -1,8 +1,9 @@
 """Log-probability and entropy of a softmax whose vocabulary may be split over tensor-parallel ranks.
 
-The logits are read, never changed, and are all that is kept for the backward pass (the softmax is made again there),
-so a row of a large vocabulary costs its logits and its gradient, nothing more. It knows nothing about samples, packing
-or masks: one row of logits, one target.
+The logits are read, never changed, and are all that is kept for the backward pass (the softmax is made again there);
+the rows that are asked for are gathered a chunk at a time. Above the given logits that costs two float32 chunks
+forward, and the logits' gradient in their type and two chunks backward. It knows nothing about samples, packing or
+masks: one row of logits, one target.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ class _Shard:
         size = self.chunk_size if self.chunk_size > 0 else max(num_rows, 1)
         return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
-    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
-        """A float32 copy of `rows` [n, V/tp] without the padding columns, divided by the temperature."""
-        return rows[:, : self.num_real].float() * self.inverse_temperature
+    def scaled(self, logits: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+        """A float32 copy of `rows` of the logits [T, V/tp] without padding columns, divided by the temperature."""
+        picked = logits[:, : self.num_real][rows]
+        is_copy = not isinstance(rows, slice) and picked.dtype == torch.float32
+        return (picked if is_copy else picked.to(torch.float32, copy=True)).mul_(self.inverse_temperature)
 
     def local_targets(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Column of each target in this shard (0 where it is elsewhere), and whether it is here."""
@@ -45,20 +48,26 @@ class _Shard:
 
 
 class _LogProbAndEntropy(torch.autograd.Function):
-    """(logits [n, V/tp], targets [n]) -> (log_probs [n], entropy [n]), both float32."""
+    """(logits [T, V/tp], rows [n] or None = all, targets [n]) -> (log_probs [n], entropy [n]), both float32."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: _Shard, with_entropy_grad: bool
+        ctx: Any,
+        logits: torch.Tensor,
+        rows: torch.Tensor | None,
+        targets: torch.Tensor,
+        shard: _Shard,
+        with_entropy_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows = logits.shape[0]
         log_probs, entropy, log_normaliser = (
-            torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3)
+            torch.empty(targets.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
         )
-        for rows in shard.chunks(num_rows):
-            log_probs[rows], entropy[rows], log_normaliser[rows] = _forward_rows(logits[rows], targets[rows], shard)
+        for chunk in shard.chunks(targets.shape[0]):
+            x = shard.scaled(logits, chunk if rows is None else rows[chunk])
+            log_probs[chunk], entropy[chunk], log_normaliser[chunk] = _forward_chunk(x, targets[chunk], shard)
+            del x  # or it would live on beside that of the next chunk
         ctx.shard, ctx.with_entropy_grad = shard, with_entropy_grad
-        ctx.save_for_backward(logits, targets, log_normaliser, entropy)
+        ctx.save_for_backward(logits, rows, targets, log_normaliser, entropy)
         if not with_entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -66,29 +75,24 @@ class _LogProbAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets, log_normaliser, entropy = ctx.saved_tensors
+    ) -> tuple[torch.Tensor, None, None, None, None]:
+        logits, rows, targets, log_normaliser, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         grad = torch.zeros_like(logits)
-        for rows in shard.chunks(logits.shape[0]):
-            log_p = shard.scaled(logits[rows]) - log_normaliser[rows, None]
-            g = log_prob_grad[rows]
-            # d log p_t / dx_i = [i = t] - p_i ;  dH / dx_i = -p_i (log p_i + H)
-            row_grad = -g[:, None]
-            if ctx.with_entropy_grad:
-                row_grad = row_grad - entropy_grad[rows, None] * (log_p + entropy[rows, None])
-            row_grad = log_p.exp_() * row_grad
-            if shard.num_real:
-                column, is_here = shard.local_targets(targets[rows])
-                row_grad.scatter_add_(1, column[:, None], torch.where(is_here, g, 0)[:, None])
-            grad[rows, : shard.num_real] = row_grad * shard.inverse_temperature
-        return grad, None, None, None
+        for chunk in shard.chunks(targets.shape[0]):
+            picked = chunk if rows is None else rows[chunk]
+            log_p = shard.scaled(logits, picked).sub_(log_normaliser[chunk, None])
+            of_entropy = entropy_grad[chunk] if ctx.with_entropy_grad else None
+            log_p = _backward_chunk(log_p, targets[chunk], entropy[chunk], log_prob_grad[chunk], of_entropy, shard)
+            grad[:, : shard.num_real][picked] = log_p.to(grad.dtype)
+            del log_p
+        return grad, None, None, None, None
 
 
-def _forward_rows(
-    rows: torch.Tensor, targets: torch.Tensor, shard: _Shard
+def _forward_chunk(
+    x: torch.Tensor, targets: torch.Tensor, shard: _Shard
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = shard.scaled(rows)
+    """Log-probs, entropy and log of the normaliser of scaled logits x [n, V/tp], which are overwritten."""
     # a rank may hold nothing but padding columns
     top = x.amax(dim=-1) if shard.num_real else x.new_full((x.shape[0],), float("-inf"))
     top = shard.all_reduce(top, dist.ReduceOp.MAX)
@@ -105,6 +109,30 @@ def _forward_rows(
     return at_target - log_total, log_total - weighted / total, log_total + top
 
 
+def _backward_chunk(
+    log_p: torch.Tensor,
+    targets: torch.Tensor,
+    entropy: torch.Tensor,
+    log_prob_grad: torch.Tensor,
+    entropy_grad: torch.Tensor | None,
+    shard: _Shard,
+) -> torch.Tensor:
+    """Gradient of the logits [n, V/tp] given log p, which is overwritten.
+
+    d log p_t / dx_i = [i = t] - p_i ;  dH / dx_i = -p_i (log p_i + H)
+    """
+    if entropy_grad is None:
+        grad = log_p.exp_().mul_(-log_prob_grad[:, None])
+    else:
+        p = log_p.exp()
+        log_p.add_(entropy[:, None]).mul_(-entropy_grad[:, None]).sub_(log_prob_grad[:, None])
+        grad = p.mul_(log_p)
+    if shard.num_real:
+        column, is_here = shard.local_targets(targets)
+        grad.scatter_add_(1, column[:, None], torch.where(is_here, log_prob_grad, 0)[:, None])
+    return grad.mul_(shard.inverse_temperature)
+
+
 def calculate_log_probs_and_entropy(
     logits: torch.Tensor,
     tokens: torch.Tensor,
@@ -115,11 +143,12 @@ def calculate_log_probs_and_entropy(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target and, if asked for, the entropy of each row.
 
     Args:
-        logits: [n, V/tp], any float type; this rank's columns.
+        logits: [T, V/tp], any float type; this rank's columns.
         tokens: [n], the target of each row, as global token ids.
         tp_group: the ranks that share the vocabulary; None = all of it is here.
         with_entropy: also return the entropy in nats.
@@ -127,6 +156,8 @@ def calculate_log_probs_and_entropy(
         with_entropy_grad: the entropy is differentiable; False saves its part of the backward pass.
         temperature: divides the logits, as the engine does when it samples.
         vocab_size: real tokens over all ranks; columns beyond are padding, which no engine has. None = no padding.
+        rows: [n], which of the T rows belong to the targets, each at most once; None = all, in order (n = T). Gathered
+            before, they would be a second copy of the logits, and of their gradient.
 
     Returns:
         log_probs [n] and entropy [n] (None unless asked for), float32, the same on every rank of the group.
@@ -136,5 +167,5 @@ def calculate_log_probs_and_entropy(
     real = width * tp_size if vocab_size is None else vocab_size
     start = tp_rank * width
     shard = _Shard(tp_group, start, min(max(real - start, 0), width), 1.0 / temperature, chunk_size)
-    log_probs, entropy = _LogProbAndEntropy.apply(logits, tokens, shard, with_entropy and with_entropy_grad)
+    log_probs, entropy = _LogProbAndEntropy.apply(logits, rows, tokens, shard, with_entropy and with_entropy_grad)
     return log_probs, entropy if with_entropy else None

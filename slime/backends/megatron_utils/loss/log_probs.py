@@ -36,9 +36,11 @@ def get_log_probs_and_entropy(
         log_probs and entropy (or None), each [sum of R], float32, the samples' tokens in order.
     """
 
-    def of_rows(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def of_rows(
+        logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return calculate_log_probs_and_entropy(
-            rows,
+            logits,
             targets,
             parallel_state.get_tensor_model_parallel_group(),
             with_entropy,
@@ -46,11 +48,12 @@ def get_log_probs_and_entropy(
             with_entropy_grad,
             temperature=args.rollout_temperature,
             vocab_size=args.vocab_size,
+            rows=rows,
         )
 
     rows, targets = batch["response_rows"], batch["response_tokens"]
     if not isinstance(logits, DeferredLogits):
-        return of_rows(logits[0].index_select(0, rows), targets)
+        return of_rows(logits.squeeze(0), targets, rows)  # not logits[0], whose gradient is a copy
     log_probs, *entropy = logits.map_rows(
         lambda *chunk: tuple(column for column in of_rows(*chunk) if column is not None),
         *(rows, targets),
