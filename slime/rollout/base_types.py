@@ -277,7 +277,7 @@ class TisFunction(Protocol):
     """--custom-tis-function-path: correct the policy loss for the difference between engine and trainer.
 
     Called: for each micro-batch with --use-tis or --get-mismatch-metrics. Lists are per sample, of response length.
-    Returns: (the loss, the loss masks to use, name -> per-token metric).
+    Returns: (the loss, loss masks for all losses, name -> per-token metric, averaged over all trained tokens).
     """
 
     def __call__(

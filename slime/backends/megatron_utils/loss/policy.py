@@ -63,7 +63,9 @@ def policy_loss_function(
         kl = compute_approx_kl(log_probs, torch.cat(batch["ref_log_probs"]), args.kl_loss_type, ratio)
         loss = loss + args.kl_loss_coef * sum_of_sample_mean(kl)
         of_tokens["kl_loss"] = kl
-    mean = metric_reducer(args, batch, masks)
+    if "opd_reverse_kl" in batch:
+        of_tokens["opd_reverse_kl"] = torch.cat(batch["opd_reverse_kl"])
+    mean = metric_reducer(args, batch, batch["loss_masks"])  # also of what a correction leaves out of the losses
     reported = {name: mean(values.detach()) for name, values in of_tokens.items()}
     return loss, {"loss": loss, "pg_loss": pg_loss, **reported}
 
