@@ -108,10 +108,10 @@ def run_all(runs: Sequence[TinyRun], options: argparse.Namespace) -> list[str]:
         return []
     slots = options.jobs * max(run.slots for run in runs)
     with ray_head(slots, options.accelerator) as address:
-        os.environ["RAY_ADDRESS"] = address  # for what is started below
-        start = prepare_start(options)
+        env = {**os.environ, "RAY_ADDRESS": address}
+        start = prepare_start(options, env)
         todo = [run for run in runs if not is_complete(run, options.output)]
-        return _Pool(options, start, deadline).work(todo)
+        return _Pool(options, start, env, deadline).work(todo)
 
 
 def is_complete(run: TinyRun, output: Path) -> bool:
@@ -139,14 +139,14 @@ def ray_head(slots: int, accelerator: str) -> Iterator[str]:
         ray.shutdown()
 
 
-def prepare_start(options: argparse.Namespace) -> Path:
+def prepare_start(options: argparse.Namespace, env: Mapping[str, str]) -> Path:
     """The folder with the SFT model and the data; made by the quick start's script (on CPU) unless it is there."""
     start = (options.start or options.output / "start").resolve()
     if not (start / "sft/hf/config.json").is_file():
         if options.start:
             sys.exit(f"--start {options.start}: there is no sft/hf/config.json in it; leave it out to have one made")
         print(f"start: SFT, in {start}", flush=True)
-        env = {**os.environ, "OUTPUT": str(start), "GRPO_STEPS": "0", "SLIME_PYTHON": sys.executable}
+        env = {**env, "OUTPUT": str(start), "GRPO_STEPS": "0", "SLIME_PYTHON": sys.executable}
         options.output.mkdir(parents=True, exist_ok=True)
         with (options.output / "start.log").open("w") as log:
             script = ["bash", str(ROOT / "scripts/run-tiny-cpu.sh")]
@@ -164,8 +164,8 @@ class _Started:
 class _Pool:
     """Keeps `options.jobs` runs going until all are done or the time is over."""
 
-    def __init__(self, options: argparse.Namespace, start: Path, deadline: float) -> None:
-        self._options, self._start, self._deadline = options, start, deadline
+    def __init__(self, options: argparse.Namespace, start: Path, env: Mapping[str, str], deadline: float) -> None:
+        self._options, self._start, self._env, self._deadline = options, start, env, deadline
         self._running: list[_Started] = []
         self._seconds = 0.0  # of the longest run so far
 
@@ -192,8 +192,7 @@ class _Pool:
         command = self._command(run, folder)
         (folder / "command.txt").write_text(shlex.join(command) + "\n")
         print(f"{run.name}: begun", flush=True)
-        threads = str(self._threads())
-        env = {**os.environ, "OMP_NUM_THREADS": threads, **run.env}
+        env = {**self._env, "OMP_NUM_THREADS": str(self._threads()), **run.env}
         process = registry().start(command, name=run.name, log_path=folder / "console.log", env=env, cwd=ROOT)
         return _Started(run, process, time.monotonic())
 
