@@ -8,6 +8,7 @@ raising.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import traceback
@@ -49,16 +50,29 @@ def make_args(hf_path: Path | None = None, flags: str = "", **overrides: Any) ->
         values = model_args_from_hf(json.loads((hf_path / "config.json").read_text())) | values
         values["hf_checkpoint"] = str(hf_path)
     vars(args).update(values)
-    args.actor_num_gpus_per_node = max(args.actor_num_gpus_per_node, args.tensor_model_parallel_size)
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    smallest = math.lcm(args.tensor_model_parallel_size, experts)
+    args.actor_num_gpus_per_node = max(args.actor_num_gpus_per_node, smallest)
     vars(args).update(derive_megatron(args))
     return args
+
+
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+_LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, **_EXPERTS},
+    "glm4_moe": {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, **_EXPERTS, **_SHARED},
+    "deepseek_v3": {"n_group": 4, "topk_group": 1, "num_key_value_heads": 4, **_LATENT, **_EXPERTS, **_SHARED},
+}
+"""What a tiny model of a family has of its own."""
 
 
 def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, vocab: int = 100, **config: Any) -> Any:
     """A random HF model of two layers, saved at `path`; norms and biases are random too: none can be forgotten."""
     import transformers as hf
 
-    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
     settings = {
         "vocab_size": vocab,
         "hidden_size": 32,
@@ -70,13 +84,12 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
         "tie_word_embeddings": tied,
         "dtype": "float32",
     }
-    if family == "qwen3":
-        settings["head_dim"] = 16
-    hf_config = getattr(hf, names[family] + "Config")(**(settings | config))
+    hf_config = hf.AutoConfig.for_model(family, **(settings | OF_FAMILY.get(family, {}) | config))
     torch.manual_seed(0)
-    model = getattr(hf, names[family] + "ForCausalLM")(hf_config).to(hf_config.dtype).eval()
+    model = hf.AutoModelForCausalLM.from_config(hf_config).to(hf_config.dtype).eval()
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in [*model.named_parameters(), *biases]:
             spread = torch.randn_like(param, dtype=torch.float32)
             param.copy_(1 + 0.1 * spread if "norm" in name else 0.1 * spread)
     model.save_pretrained(path)

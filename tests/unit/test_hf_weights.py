@@ -74,7 +74,9 @@ def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
     assert family_of("Qwen3Config").model_type == "qwen3"
     assert family_of("Qwen2.5-0.5B-Instruct").model_type == "qwen2"
     assert family_of("llama3.2-3B").model_type == "llama"
-    for other in ("qwen3_moe", "Qwen3-30B-A3B", "qwen3_next", "glm4", "qwen3_5"):
+    for name in ("qwen3_moe", "Qwen3MoeConfig", "Qwen3-30B-A3B"):
+        assert family_of(name).model_type == "qwen3_moe"
+    for other in ("qwen3_next", "glm4", "qwen3_5", "glm4_moe_lite", "deepseek_v32", "DeepSeek-V3.2", "qwen2_moe"):
         with pytest.raises(UsageError, match="llama"):
             family_of(other)
 
@@ -111,13 +113,22 @@ def export(args, out, buffer_size):
     save_hf(args, model, out)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False)])
-def test_an_exported_model_is_the_loaded_one(tmp_path, family, tied, tp):
+@pytest.mark.parametrize(
+    ("family", "tied", "flags"),
+    [
+        ("qwen3", True, ""),
+        ("qwen3", True, "--tensor-model-parallel-size 2"),
+        ("qwen2", False, ""),
+        ("qwen2", False, "--tensor-model-parallel-size 2"),
+        ("qwen3_moe", False, "--expert-model-parallel-size 2"),
+        ("qwen3_moe", False, "--expert-tensor-parallel-size 2"),
+    ],
+)
+def test_an_exported_model_is_the_loaded_one(tmp_path, family, tied, flags):
     make_hf_model(tmp_path / "hf", family, tied=tied)
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    args = make_args(tmp_path / "hf", f"--tensor-model-parallel-size {tp}", update_weight_buffer_size=20_000)
-    run_world(tp, export, args, tmp_path / "out", 20_000)
+    args = make_args(tmp_path / "hf", flags, update_weight_buffer_size=20_000)
+    run_world(args.actor_num_gpus_per_node, export, args, tmp_path / "out", 20_000)
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
     names = {file.name for file in (tmp_path / "hf").iterdir()}
     assert {file.name for file in (tmp_path / "out").iterdir()} == names >= {"tokenizer.json", "config.json"}

@@ -230,12 +230,14 @@ def test_one_warning_names_all_options_without_effect():
 
 
 def test_refusals_of_one_kind_are_one_sentence():
-    args = parse(["--num-experts", "8", "--moe-router-topk", "4", "--moe-grouped-gemm", "--data-path", "a", "b"])
+    flags = "--moe-expert-capacity-factor 1 --moe-token-dropping --dsa-indexer-topk 8 --data-path a b"
+    args = parse(flags.split())
     derived = derive_megatron(args).keys()
     assert refused_flags(args, derived) == [
         "--data-path ['a', 'b'] is not supported: data come from --prompt-data; leave it out.",
-        "--num-experts 8, --moe-router-topk 4, --moe-grouped-gemm are not supported yet (model families): layers of "
-        "experts.",
+        "--dsa-indexer-topk 8 is not supported yet (model families): latent and sparse attention.",
+        "--moe-token-dropping, --moe-expert-capacity-factor 1.0 are not supported: a token's experts would depend on "
+        "chance or on other tokens, and the trainer's policy would not be the engine's; leave them out.",
     ]
 
 

@@ -53,13 +53,15 @@ def check_logits(args, ids, expected):
         ("qwen2", False, "--tensor-model-parallel-size 2", {}),
         ("llama", True, "", {"rope_parameters": LLAMA3_ROPE}),
         ("llama", False, "--tensor-model-parallel-size 2 --sequence-parallel", {"rope_theta": 500000.0}),
+        ("qwen3_moe", False, "", {"mlp_only_layers": [0]}),
+        ("qwen3_moe", False, "--expert-model-parallel-size 2", {"norm_topk_prob": False}),
     ],
 )
 def test_logits_equal_those_of_the_hf_model(tmp_path, family, tied, flags, config):
     hf_model = make_hf_model(tmp_path / "hf", family, tied=tied, **config)
     args = make_args(tmp_path / "hf", flags)
     ids = token_ids(100)
-    run_world(args.tensor_model_parallel_size, check_logits, args, ids, reference_logits(hf_model, ids))
+    run_world(args.actor_num_gpus_per_node, check_logits, args, ids, reference_logits(hf_model, ids))
 
 
 def check_rope_does_not_depend_on_max_seqlen(args):

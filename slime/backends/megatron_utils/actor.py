@@ -30,13 +30,14 @@ from slime.backends.megatron_utils.metrics import column_means, perf_metrics
 from slime.backends.megatron_utils.model.optimizer_state import reset_optimizer_states
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.model.train_step import train_one_step
+from slime.backends.megatron_utils.model_weights import named_tensors
+from slime.backends.megatron_utils.passes import passes_over
 from slime.backends.megatron_utils.update_weight import build_weight_updater
 from slime.observability.profiler import Profiler
 from slime.observability.timer import Timer, timer
 from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import process_rollout_data
-from slime.backends.megatron_utils.passes import passes_over
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import load_function
 from slime.utils.ppo_utils import KlController
@@ -174,6 +175,13 @@ class MegatronTrainActor:
             self._weights.backup(REFERENCE)
         return records
 
+    def _steps(self, rollout_id: int, micro_batches: MicroBatches) -> Iterator[tuple[MicroBatches, int]]:
+        """The train steps of all passes over a rollout."""
+        layout, group = self.parallel_config(), parallel_state.get_data_parallel_group_gloo()
+        for batches in passes_over(self.args, micro_batches, rollout_id, layout=layout, dp_group=group):
+            for step_id in range(batches.num_steps):
+                yield batches, step_id
+
     def save_model(self, rollout_id: int) -> None:
         """Write the checkpoint of a rollout to --save and its HF export to --save-hf; then delete what is too old."""
         args, model = self.args, self.state.model
@@ -183,13 +191,6 @@ class MegatronTrainActor:
                 args.save,
                 rollout_id,
                 model=model,
-    def _steps(self, rollout_id: int, micro_batches: MicroBatches) -> Iterator[tuple[MicroBatches, int]]:
-        """The train steps of all passes over a rollout."""
-        layout, group = self.parallel_config(), parallel_state.get_data_parallel_group_gloo()
-        for batches in passes_over(self.args, micro_batches, rollout_id, layout=layout, dp_group=group):
-            for step_id in range(batches.num_steps):
-                yield batches, step_id
-
                 optimizer=self.state.optimizer,
                 scheduler=self.state.scheduler,
                 contents=args.checkpoint_contents,
@@ -223,8 +224,8 @@ class MegatronTrainActor:
 
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for i, chunk in enumerate(self.state.model):
-            for name, parameter in chunk.named_parameters():
-                yield f"{i}.{name}", parameter.data
+            for name, tensor in named_tensors(chunk):
+                yield f"{i}.{name}", tensor.data
 
     def _initial_source(self) -> CheckpointSource:
         args = self.args

@@ -198,6 +198,8 @@ def _layout() -> dict[str, int]:
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "dp": parallel_state.get_data_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.utils.dp_schedule import first_fit_pack
@@ -153,10 +154,20 @@ class MicroBatches:
             if name not in SCHEDULE_KEYS and isinstance(column, list | tuple) and len(column) == self.num_samples
         ]
 
-    def repacked(self, max_tokens: int) -> MicroBatches:
+    def repacked(self, max_tokens: int, *, as_many_over: dist.ProcessGroup | None = None) -> MicroBatches:
         """The same samples in micro-batches of at most `max_tokens` tokens (one sample may be longer), for a pass
-        without gradients, which has no train steps: all of the rollout's samples are packed together."""
+        without gradients, which has no train steps: all of the rollout's samples are packed together.
+
+        Args:
+            max_tokens: of a micro-batch.
+            as_many_over: ranks that must have equally many micro-batches, because they exchange tokens in each; those
+                with fewer compute their last one again.
+        """
         indices = first_fit_pack(self.rollout_data["total_lengths"], max_tokens)
+        if as_many_over is not None and as_many_over.size() > 1:
+            most = torch.tensor(len(indices), device=self.rollout_data["tokens"][0].device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=as_many_over)
+            indices = indices + [indices[-1]] * (int(most) - len(indices))
         return self.of_data(self.rollout_data | {"micro_batch_indices": indices, "num_microbatches": [len(indices)]})
 
     def of_data(self, rollout_data: dict[str, Any]) -> MicroBatches:

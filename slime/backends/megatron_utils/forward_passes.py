@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.model.forward_only import compute_log_probs
@@ -53,7 +54,10 @@ def add_log_probs(
         return
     data, budget = micro_batches.rollout_data, args.log_probs_max_tokens_per_gpu
     has_own_budget = args.use_dynamic_batch_size and budget != args.max_tokens_per_gpu
-    batches = micro_batches.repacked(budget) if has_own_budget else micro_batches
+    batches = micro_batches
+    if has_own_budget:
+        exchange = parallel_state.get_data_parallel_group() if args.expert_model_parallel_size > 1 else None
+        batches = micro_batches.repacked(budget, as_many_over=exchange)
     if with_reference:
         with timer("ref_log_probs"), weights.swapped(REFERENCE):
             data.update(compute_log_probs(args, model, batches, store_prefix="ref_"))

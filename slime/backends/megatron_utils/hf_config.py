@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.utils.errors import UsageError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """`model_type`s that can be trained: those with a rule table for their weights."""
 
 # What transformers takes where a config.json does not say, by model_type; a type in this table has a translation.

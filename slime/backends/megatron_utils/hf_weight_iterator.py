@@ -1,7 +1,7 @@
 """Walk over a Megatron model as HF tensors, in buckets of bounded size.
 
-It is collective: every rank of a tensor-parallel group iterates, and each gets the full tensors. It does not know
-where they go (an engine, a file).
+It is collective: every rank iterates, and each of a tensor- or expert-parallel group gets the full tensors of all of
+them. It does not know where they go (an engine, a file).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
-from slime.backends.megatron_utils.megatron_to_hf.rules import Layout, TensorShape
-from slime.backends.megatron_utils.model_provider import unwrap
+from slime.backends.megatron_utils.megatron_to_hf.rules import Family, Layout, TensorShape
+from slime.backends.megatron_utils.model_weights import Weight, iter_weights
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -38,29 +38,61 @@ def iter_hf_buckets(
     num_bytes = 0
     for module in model:
         finish_param_gather(module)
-        for name, param in unwrap(module).named_parameters():
-            rule, hf_names = family.find(name)
-            tensors = rule.layout.to_hf(gather_param(param, rule.layout), shape)
-            size = sum(tensor.nbytes for tensor in tensors)
+        for weight in iter_weights(module):
+            found = gather_hf_tensors(weight, family, shape)
+            size = sum(tensor.nbytes for _, tensor in found)
             if bucket and num_bytes + size > buffer_size:
                 yield bucket
                 bucket, num_bytes = [], 0
-            bucket += zip(hf_names, tensors, strict=True)
+            bucket += found
             num_bytes += size
     if bucket:
         yield bucket
 
 
-def gather_param(param: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return the full tensor of a parameter that may be cut over tensor-parallel ranks (collective over them)."""
+def gather_hf_tensors(weight: Weight, family: Family, shape: TensorShape) -> Bucket:
+    """Return the HF tensors of a weight and, for an expert's, of those in its place on other expert-parallel ranks.
+
+    Collective over the tensor-parallel ranks (the experts' own, for an expert), and over the expert-parallel ones.
+    """
+    rule, _ = family.find(weight.name)
+    full = gather_cut(weight, rule.layout)
+    found: Bucket = []
+    for name, tensor in gather_experts(weight, full):
+        _, hf_names = family.find(name)
+        found += zip(hf_names, rule.layout.to_hf(tensor, shape), strict=True)
+    return found
+
+
+def gather_cut(weight: Weight, layout: Layout) -> torch.Tensor:
+    """Return the full tensor of a weight that may be cut over tensor-parallel ranks (collective over them)."""
+    group = tensor_parallel_group(weight)
+    if group.size() == 1 or weight.partition_dim is None:
+        return weight.tensor
+    parts = [torch.empty_like(weight.tensor) for _ in range(group.size())]
+    dist.all_gather(parts, weight.tensor.contiguous(), group=group)
+    return layout.join(parts, weight.partition_dim)
+
+
+def gather_experts(weight: Weight, full: torch.Tensor) -> Bucket:
+    """Return (name in the whole model, tensor) of this weight on every expert-parallel rank (collective over them)."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1 or not getattr(param, "tensor_model_parallel", False):
-        return param.detach()
-    parts = [torch.empty_like(param) for _ in range(group.size())]
-    dist.all_gather(parts, param.detach().contiguous(), group=group)
-    return layout.join(parts, param.partition_dim)
+    group = parallel_state.get_expert_model_parallel_group()
+    if not weight.num_experts_here or group.size() == 1:
+        return [(weight.name, full)]
+    parts = [torch.empty_like(full) for _ in range(group.size())]
+    dist.all_gather(parts, full.contiguous(), group=group)
+    return [(weight.of_expert_rank(rank), part) for rank, part in enumerate(parts)]
+
+
+def tensor_parallel_group(weight: Weight) -> dist.ProcessGroup:
+    """The ranks over which a weight may be cut."""
+    from megatron.core import parallel_state
+
+    if weight.num_experts_here:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def finish_param_gather(module: torch.nn.Module) -> None:

@@ -61,6 +61,8 @@ def initialize_model_parallel(args: argparse.Namespace) -> None:
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         # Gathering optimizer state for a checkpoint goes over the CPU on every device.
         create_gloo_process_groups=True,

@@ -36,6 +36,7 @@ ALWAYS = "always so here"
 
 TABLE: tuple[Group, ...] = (
     # ------------------------------------------------------------------------------------------------------- used
+    Group("used", "--memory-snapshot-path"),
     Group(
         "used",
         """--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
@@ -47,6 +48,12 @@ TABLE: tuple[Group, ...] = (
         --rope-scaling-high-freq-factor --rope-scaling-original-max-position-embeddings
         --init-method-std --embedding-init-method-std --no-initialization
         --hidden-dropout --attention-dropout --fp32-residual-connection --no-clone-scatter-output-in-embedding""",
+    ),
+    Group(
+        "used",
+        """--num-experts --moe-layer-freq --moe-ffn-hidden-size --moe-router-topk --moe-router-pre-softmax
+        --moe-router-score-function --moe-router-dtype --moe-router-topk-scaling-factor
+        --expert-model-parallel-size --expert-tensor-parallel-size""",
     ),
     Group(
         "used",
@@ -80,7 +87,7 @@ TABLE: tuple[Group, ...] = (
         "warned",
         """--use-distributed-optimizer --attention-softmax-in-fp32 --use-mcore-models --variable-seq-lengths
         --override-opt_param-scheduler --use-dist-ckpt --dist-ckpt-format --dist-ckpt-optim-fully-reshardable
-        --ckpt-fully-parallel-save""",
+        --ckpt-fully-parallel-save --moe-token-dispatcher-type""",
         ALWAYS,
     ),
     Group(
@@ -94,7 +101,7 @@ TABLE: tuple[Group, ...] = (
         --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
         --disable-tp-comm-split-ag --tp-comm-atomic-ag --disable-tp-comm-split-rs --tp-comm-atomic-rs
         --tp-comm-overlap-disable-qkv --tp-comm-overlap-disable-fc1 --tp-comm-bootstrap-backend
-        --delay-wgrad-compute --enable-autocast""",
+        --delay-wgrad-compute --enable-autocast --moe-permute-fusion --moe-router-fusion""",
         "it belongs to kernels of TransformerEngine and Apex, which slime does without",
     ),
     Group(
@@ -169,9 +176,9 @@ TABLE: tuple[Group, ...] = (
     # --------------------------------------------------------------------------------------------- refused, later
     Group(
         "refused",
-        """--pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size
-        --expert-tensor-parallel-size --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
-        --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
+        """--pipeline-model-parallel-size --context-parallel-size --num-layers-per-virtual-pipeline-stage
+        --num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers
+        --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
         --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
         --overlap-param-gather-with-optimizer-step --mtp-standalone""",
@@ -179,19 +186,10 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "refused",
-        """--num-experts --moe-layer-freq --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
-        --moe-shared-expert-gate --moe-shared-expert-overlap --moe-router-topk --moe-router-num-groups
-        --moe-router-group-topk --moe-router-topk-limited-devices --moe-router-pre-softmax
-        --moe-router-topk-scaling-factor --moe-router-score-function --moe-router-dtype
-        --moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-load-balancing-type
-        --moe-router-force-load-balancing --moe-router-fusion --moe-router-padding-for-quantization
-        --moe-router-padding-for-fp8 --moe-aux-loss-coeff --moe-z-loss-coeff --moe-input-jitter-eps
-        --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-token-dispatcher-type --moe-enable-deepep
-        --moe-flex-dispatcher-backend --moe-deepep-num-sms --moe-hybridep-num-sms --moe-permute-fusion
-        --moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy
-        --moe-token-dropping --moe-layer-recompute --moe-apply-probs-on-input --moe-latent-size --moe-extended-tp
-        --moe-enable-routing-replay --moe-use-upcycling --moe-upcycling-granularity
-        --overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release""",
+        """--moe-shared-expert-intermediate-size --moe-shared-expert-gate --moe-router-num-groups
+        --moe-router-group-topk --moe-router-enable-expert-bias --moe-router-bias-update-rate
+        --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff --moe-grouped-gemm
+        --moe-layer-recompute""",
         "layers of experts",
         later="model families",
     ),
@@ -243,7 +241,6 @@ TABLE: tuple[Group, ...] = (
         "training in 8 and 4 bit",
         later="one GPU",
     ),
-    Group("refused", "--memory-snapshot-path", later="one GPU"),
     Group(
         "refused",
         """--num-distributed-optimizer-instances --use-nccl-ub --use-sharp --sharp-enabled-group
@@ -267,6 +264,28 @@ TABLE: tuple[Group, ...] = (
         later="fault tolerance",
     ),
     # --------------------------------------------------------------------------------------- refused, with a reason
+    Group(
+        "refused",
+        """--moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy
+        --moe-token-dropping --moe-input-jitter-eps --moe-router-force-load-balancing""",
+        "a token's experts would depend on chance or on other tokens, and the trainer's policy would not be the engine's",
+    ),
+    Group(
+        "refused",
+        """--moe-enable-deepep --moe-flex-dispatcher-backend --moe-deepep-num-sms --moe-hybridep-num-sms
+        --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release
+        --moe-use-legacy-grouped-gemm --moe-latent-size --moe-router-padding-for-quantization
+        --moe-router-padding-for-fp8 --moe-extended-tp""",
+        "it belongs to DeepEP, TransformerEngine or a removed part of Megatron; tokens go to experts by all-to-all",
+    ),
+    Group("refused", "--moe-router-topk-limited-devices", "use --moe-router-num-groups and --moe-router-group-topk"),
+    Group("refused", "--moe-enable-routing-replay", "use --use-routing-replay"),
+    Group(
+        "refused", "--moe-use-upcycling --moe-upcycling-granularity", "slime trains models with experts as they are"
+    ),
+    Group(
+        "refused", "--moe-apply-probs-on-input", "no model that slime trains multiplies inputs by the router's weights"
+    ),
     Group(
         "refused",
         """--use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
@@ -333,16 +352,15 @@ REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
         "fused": ("it needs TransformerEngine, which slime does without; use flash or auto", None),
         "local": ("it does not know packed samples; use unfused or auto", None),
     },
+    "--moe-token-dispatcher-type": {"flex": ("it needs DeepEP; use alltoall", None)},
     "--ckpt-format": dict.fromkeys(
         ("torch", "zarr", "torch_dcp", "fsdp_dtensor"), ("slime's checkpoints are torch_dist", None)
     ),
 }
 # Values that say the same as leaving a refused option out.
 SAME_AS_DEFAULT: dict[str, tuple[Any, ...]] = {
-    "--expert-tensor-parallel-size": (1,),
     "--num-virtual-stages-per-pipeline-rank": (1,),
-    "--num-experts": (0,),
     "--moe-z-loss-coeff": (0,),
     "--rope-type": ("rope",),
-    "--moe-token-dispatcher-type": ("alltoall",),
+    "--moe-token-drop-policy": ("probs",),
 }

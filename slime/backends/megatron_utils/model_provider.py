@@ -81,6 +81,8 @@ def build_gpt(
     )
     if args.use_rope_scaling:
         _scale_rope(model.rotary_pos_emb, args)
+    if args.num_moe_experts:
+        _reduce_experts_over_their_own_ranks(model)
     if post_process and args.vocab_size < args.padded_vocab_size:
         mask_padded_vocab(model.output_layer, args.vocab_size)
     return model
@@ -95,6 +97,17 @@ def _scale_rope(rotary: Any, args: argparse.Namespace) -> None:
         high_freq_factor=args.rope_scaling_high_freq_factor,
         original_max_position_embeddings=args.rope_scaling_original_max_position_embeddings,
     )
+
+
+def _reduce_experts_over_their_own_ranks(model: torch.nn.Module) -> None:
+    """Let gradients of experts be averaged over the ranks that hold the same experts.
+
+    Megatron (0.16.1) marks them so with --expert-model-parallel-size above 1 alone; with 1 and an expert tensor
+    parallelism that is not the model's, it would average shares of different rows, or leave out ranks.
+    """
+    for name, param in model.named_parameters():
+        if ".local_experts." in name:
+            param.allreduce = False
 
 
 def mask_padded_vocab(output_layer: torch.nn.Module, vocab_size: int) -> None:

@@ -14,8 +14,10 @@ import torch
 
 from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
 from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+from slime.backends.megatron_utils.hf_weight_iterator import tensor_parallel_group
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
-from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape, strip_wrappers
+from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape
+from slime.backends.megatron_utils.model_weights import iter_weights
 from slime.utils.errors import UsageError
 
 __all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]
@@ -32,23 +34,20 @@ def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], 
     Raises:
         UsageError: when a tensor is missing or has another shape than the flags say.
     """
-    from megatron.core import parallel_state
-
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    world_size = parallel_state.get_tensor_model_parallel_world_size()
     family, shape, reader = family_of_args(args), TensorShape.of(args), SafetensorsReader(path)
     for module in model:
-        for name, param in module.named_parameters():
-            rule, hf_names = family.find(name)
+        for weight in iter_weights(module):
+            rule, hf_names = family.find(weight.name)
             try:
                 full = rule.layout.to_megatron([reader.get(hf_name) for hf_name in hf_names], shape)
             except RuntimeError as error:
                 raise UsageError(f"{path}: {', '.join(hf_names)} do not fit the model flags ({error}).") from error
-            if world_size > 1 and getattr(param, "tensor_model_parallel", False):
-                full = rule.layout.split(full, world_size, param.partition_dim)[rank]
-            if full.shape != param.shape:
+            group = tensor_parallel_group(weight)
+            if group.size() > 1 and weight.partition_dim is not None:
+                full = rule.layout.split(full, group.size(), weight.partition_dim)[group.rank()]
+            if full.shape != weight.tensor.shape:
                 raise UsageError(
-                    f"{path}: {', '.join(hf_names)} make a {strip_wrappers(name)} of shape {tuple(full.shape)}, "
-                    f"the flags describe {tuple(param.shape)}."
+                    f"{path}: {', '.join(hf_names)} make a {weight.name} of shape {tuple(full.shape)}, "
+                    f"the flags describe {tuple(weight.tensor.shape)}."
                 )
-            param.copy_(full)
+            weight.tensor.copy_(full)

@@ -22,8 +22,14 @@ def apply(kind: str) -> None:
             from slime.backends.megatron_utils.megatron_patch import cpu_device
 
             cpu_device.apply()
-        from slime.backends.megatron_utils.megatron_patch import checkpoint_writer, fused_adam, packed_rope
+        from slime.backends.megatron_utils.megatron_patch import (
+            checkpoint_writer,
+            fused_adam,
+            moe_without_te,
+            packed_rope,
+        )
 
         checkpoint_writer.apply()
         fused_adam.apply()
+        moe_without_te.apply()
         packed_rope.apply()

@@ -153,7 +153,7 @@ class Rule:
     """One Megatron parameter of each layer (or of the model) and the HF tensors that it holds."""
 
     megatron: str
-    """Name below the model; "{i}" stands for the layer."""
+    """Name below the model; "{i}" stands for the layer, "{e}" for the expert."""
     hf: tuple[str, ...]
     layout: Layout = Same()
 
@@ -162,23 +162,53 @@ def _layer(megatron: str, *hf: str, layout: Layout | None = None) -> Rule:
     return Rule(f"decoder.layers.{{i}}.{megatron}", tuple(f"model.layers.{{i}}.{n}" for n in hf), layout or Same())
 
 
-_DENSE = (
+_EMBEDDINGS = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocab()),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
     Rule("output_layer.weight", ("lm_head.weight",), Vocab()),  # absent in both when embeddings are tied
+)
+_LAYER_NORMS = (
     _layer("input_layernorm.weight", "input_layernorm.weight"),
+    _layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+)
+_ATTENTION = (
     _layer(
         "self_attention.linear_qkv.weight",
         *(f"self_attn.{n}_proj.weight" for n in "qkv"),
         layout=Qkv(),
     ),
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
-    _layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", layout=GateUp()),
-    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
 )
+
+
+def _mlp(megatron: str, hf: str) -> tuple[Rule, Rule]:
+    """A gated MLP at these places of a layer."""
+    return (
+        _layer(f"{megatron}.linear_fc1.weight", f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight", layout=GateUp()),
+        _layer(f"{megatron}.linear_fc2.weight", f"{hf}.down_proj.weight"),
+    )
+
+
+_DENSE = _EMBEDDINGS + _LAYER_NORMS + _ATTENTION + _mlp("mlp", "mlp")
 _QKV_BIAS = (_layer("self_attention.linear_qkv.bias", *(f"self_attn.{n}_proj.bias" for n in "qkv"), layout=Qkv()),)
 _QK_NORM = tuple(_layer(f"self_attention.{n}_layernorm.weight", f"self_attn.{n}_norm.weight") for n in "qk")
+_EXPERTS = (
+    _layer("mlp.router.weight", "mlp.gate.weight"),
+    *_mlp("mlp.experts.local_experts.{e}", "mlp.experts.{e}"),
+)
+_SHARED_EXPERTS = _mlp("mlp.shared_experts", "mlp.shared_experts")
+_EXPERT_BIAS = (_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),)
+_LATENT_ATTENTION = (
+    _layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),  # without --q-lora-rank
+    _layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+    _layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
+    _layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
+    _layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    _layer("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+    _layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+_LATENT_DENSE = _EMBEDDINGS + _LAYER_NORMS + _LATENT_ATTENTION + _mlp("mlp", "mlp")
 
 
 @dataclass(frozen=True)
@@ -190,7 +220,7 @@ class Family:
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], Rule]]:
-        return [(re.compile(re.escape(r.megatron).replace(r"\{i\}", r"(\d+)")), r) for r in self.rules]
+        return [(_pattern(rule.megatron), rule) for rule in self.rules]
 
     def find(self, name: str) -> tuple[Rule, tuple[str, ...]]:
         """Return (rule, HF names) of a Megatron parameter.
@@ -204,15 +234,30 @@ class Family:
         bare = strip_wrappers(name)
         for pattern, rule in self._patterns:
             if match := pattern.fullmatch(bare):
-                layer = match.group(1) if pattern.groups else ""
-                return rule, tuple(hf.replace("{i}", layer) for hf in rule.hf)
+                places = match.groupdict()
+                return rule, tuple(_fill(hf, places) for hf in rule.hf)
         raise KeyError(f"no rule of the family {self.model_type} names the Megatron parameter {bare}.")
 
 
+def _pattern(megatron: str) -> re.Pattern[str]:
+    """A rule's name with a group for each place that it leaves open."""
+    return re.compile(re.sub(r"\\\{([ie])\\\}", r"(?P<\1>\\d+)", re.escape(megatron)))
+
+
+def _fill(template: str, places: dict[str, str]) -> str:
+    for place, number in places.items():
+        template = template.replace("{" + place + "}", number)
+    return template
+
+
 FAMILIES = {
-    "llama": Family("llama", _DENSE),
-    "qwen2": Family("qwen2", _DENSE + _QKV_BIAS),
-    "qwen3": Family("qwen3", _DENSE + _QK_NORM),
+    family.model_type: family
+    for family in (
+        Family("llama", _DENSE),
+        Family("qwen2", _DENSE + _QKV_BIAS),
+        Family("qwen3", _DENSE + _QK_NORM),
+        Family("qwen3_moe", _DENSE + _QK_NORM + _EXPERTS),
+    )
 }
 
 
@@ -230,10 +275,13 @@ def family_of(model_name: str) -> Family:
     plain = re.sub(r"[^a-z0-9.]", "", model_name.lower())
     if "qwen2.5" in plain:
         plain = plain.replace("qwen2.5", "qwen2")
-    is_variant = re.search(r"moe|next|vl|qwen3\.?5|llama4|a\d+b", plain)
-    found = [family for name, family in FAMILIES.items() if name in plain]
-    if is_variant or len(found) != 1:
+    plain = re.sub(r"qwen3(?=.*a\d+b)(?!.*(moe|next|vl))", "qwen3moe", plain)  # Qwen3-30B-A3B: 3 B of 30 B are active
+    found = [family for name, family in FAMILIES.items() if name.replace("_", "") in plain]
+    longest = max(found, key=lambda family: len(family.model_type), default=None)
+    rest = plain.replace(longest.model_type.replace("_", ""), "", 1) if longest else ""
+    is_variant = re.search(r"moe|next|vl|lite|qwen|llama|^4|^\.?2$|^\.2|^\.?5", rest)
+    if longest is None or is_variant:
         raise UsageError(
             f"no weight rules for {model_name!r}; there are rules for {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
-    return found[0]
+    return longest

@@ -1,0 +1,82 @@
+"""The weights of a Megatron model under the names that they have in the whole model, whatever this rank holds of it.
+
+A rank counts its layers and experts from 0; here they carry the numbers of the whole model, so that the rule tables
+(megatron_to_hf.rules) apply. Beside parameters there is one kind of buffer that is a weight: the bias by which routers
+with `--moe-router-enable-expert-bias` choose experts. How weights are gathered, or what they are called in an HF
+model, it does not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from slime.backends.megatron_utils.model_provider import unwrap
+
+EXPERT_BIAS = "mlp.router.expert_bias"
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of the model, as far as this rank holds it.
+
+    Attributes:
+        name: in the whole model, e.g. "decoder.layers.7.mlp.experts.local_experts.5.linear_fc1.weight".
+        tensor: the live tensor, or a view of it.
+        partition_dim: the dimension cut over tensor-parallel ranks; None where each of them has all of it.
+        num_experts_here: experts of each expert-parallel rank, for a weight of one expert; 0 for any other weight.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    partition_dim: int | None = None
+    num_experts_here: int = 0
+
+    def of_expert_rank(self, rank: int) -> str:
+        """The name of the weight that another expert-parallel rank has in this one's place."""
+        return _EXPERT.sub(lambda m: str(int(m[0]) % self.num_experts_here + rank * self.num_experts_here), self.name)
+
+
+def iter_weights(module: torch.nn.Module) -> Iterator[Weight]:
+    """Every weight that this rank holds of one model chunk, wrapped or bare."""
+    from megatron.core import parallel_state
+
+    model = unwrap(module)
+    offset = _layer_offset(model)
+    experts_here = (getattr(model, "config", None) and model.config.num_moe_experts) or 0
+    experts_here //= parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
+    for name, tensor in named_tensors(model):
+        numbered = _LAYER.sub(lambda m: str(int(m[0]) + offset), name)
+        numbered = _EXPERT.sub(lambda m: str(int(m[0]) + first_expert), numbered)
+        is_cut = bool(getattr(tensor, "tensor_model_parallel", False))
+        yield Weight(
+            numbered,
+            tensor.detach(),
+            partition_dim=tensor.partition_dim if is_cut else None,
+            num_experts_here=experts_here if _EXPERT.search(name) else 0,
+        )
+
+
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names on this rank and live tensors of all parameters and of the buffers that are weights."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(EXPERT_BIAS))
+
+
+def _layer_offset(model: torch.nn.Module) -> int:
+    """Layers of the whole model before the first one of this chunk."""
+    layers = getattr(getattr(model, "decoder", None), "layers", None)
+    return int(layers[0].layer_number) - 1 if layers else 0
+
+
+def keep_expert_biases_in_fp32(module: torch.nn.Module) -> None:
+    """Undo the cast of Megatron's 16-bit wrapper: the updates of these biases are smaller than 16 bit resolves."""
+    for name, buffer in module.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            buffer.data = buffer.data.float()
