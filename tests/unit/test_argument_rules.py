@@ -6,6 +6,7 @@ The numbers are those of the contract's list; a sentence is looked for in the ki
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,30 @@ def test_v4_a_teacher_is_in_one_known_place(check: Check) -> None:
     missing = check("--use-opd --opd-type megatron --opd-teacher-load absent").problems
     has(missing.environment, "--opd-teacher-load absent does not exist")
     right = check("--use-opd --opd-type megatron --opd-teacher-load hf").problems
-    assert (right.wrong, right.environment) == ([], [])
-    has(right.unsupported, "--use-opd is not supported yet (algorithms)")
+    assert right == Problems()
+    has(check("--use-opd --opd-type sglang").problems.wrong, "nothing sets them; give --custom-rm-path slime.rollout")
+    served = "--use-opd --opd-type sglang --rm-url http://t/generate --custom-rm-path"
+    reward = "slime.rollout.on_policy_distillation.reward_func"
+    assert check(f"{served} {reward}", without="--rm-type --label-key").problems == Problems()
+
+
+def test_v4_the_trainers_own_teacher_is_a_model_like_the_actor(check: Check, tmp_path: Path) -> None:
+    asked = "--use-opd --opd-type megatron --opd-teacher-load"
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    layers = config["num_hidden_layers"]
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper/config.json").write_text(json.dumps(config | {"num_hidden_layers": layers + 1}))
+    wrong = check(f"{asked} deeper").problems.wrong
+    has(wrong, f"--opd-teacher-load deeper is a model with --num-layers {layers + 1}, the flags say {layers}; the")
+    has(wrong, "serve another one and use --opd-type sglang")
+    has(check(f"{asked} hf --opd-teacher-ckpt-step 3").problems.wrong, "--opd-teacher-ckpt-step 3 has no effect")
+    saved = tmp_path / "saved/iter_0000004"
+    saved.mkdir(parents=True)
+    (tmp_path / "saved/latest_checkpointed_iteration.txt").write_text("4")
+    (saved / "model_shape.json").write_text(json.dumps({"num_layers": layers + 2}))
+    text = f"--opd-teacher-load saved holds a model with --num-layers {layers + 2}, the flags say {layers}; the"
+    has(check(f"{asked} saved").problems.wrong, text)
+    has(check(f"{asked} saved --opd-teacher-ckpt-step 5").problems.wrong, "--opd-teacher-load: ")
 
 
 def test_v5_only_a_megatron_checkpoint_under_load_is_resumed(check: Check) -> None:
@@ -165,7 +188,7 @@ def test_v12_dump_details_is_short_for_both_dumps(check: Check) -> None:
 def test_v13_replayed_samples_need_no_engines(check: Check) -> None:
     Path("dump").mkdir()
     Path("dump/0.pt").write_bytes(b"")
-    checked = check("--load-debug-rollout-data dump/{rollout_id}.pt")
+    checked = check("--load-debug-rollout-data dump/{rollout_id}.pt --num-rollout 1")
     assert checked.args.debug_train_only is True and checked.args.rollout_num_gpus == 0
     assert (checked.problems.wrong, checked.problems.environment) == ([], [])
     has(

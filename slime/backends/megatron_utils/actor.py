@@ -1,6 +1,6 @@
 """MegatronTrainActor: one rank of the trainer, as a plain class (slime.ray wraps it in a Ray actor).
 
-A rollout's training on one rank: fetch the share -> reference log-probs -> old log-probs, unless the loss gives them
+A rollout's training on one rank: fetch the share -> reference, teacher and old log-probs, unless the loss gives them
 -> advantages -> hook -> one update per train step. It knows the order of these and whose weights are in the model; how
 each is done is in the modules that it calls. Engines are reached only through the weight updater.
 """
@@ -21,7 +21,13 @@ from slime.backends.megatron_utils.arguments import model_shape
 from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.checkpoint_pruning import prune_after_save
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
-from slime.backends.megatron_utils.forward_passes import REFERENCE, add_log_probs, needs_reference
+from slime.backends.megatron_utils.forward_passes import (
+    REFERENCE,
+    TEACHER,
+    add_log_probs,
+    needs_reference,
+    needs_teacher,
+)
 from slime.backends.megatron_utils.hf_export import save_hf
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
@@ -101,6 +107,9 @@ class MegatronTrainActor:
         if needs_reference(self.args):
             self._load(CheckpointSource(self.args.ref_load, self.args.ref_ckpt_step, False, False))
             self._weights.backup(REFERENCE)
+        if needs_teacher(self.args):
+            self._load(CheckpointSource(self.args.opd_teacher_load, self.args.opd_teacher_ckpt_step, False, False))
+            self._weights.backup(TEACHER)
         iteration = self._load(self._initial_source())
         Timer().start("train_wait")
         return {"start_rollout_id": 0 if iteration is None or self.args.finetune else iteration + 1}

@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.flag_classes import (
 )
 from slime.backends.megatron_utils.hf_config import (
     SUPPORTED_MODEL_TYPES,
+    config_differences,
     config_mismatches,
     model_args_from_hf,
     unsupported_model,
@@ -48,6 +49,7 @@ __all__ = [
     "model_args_from_hf",
     "model_shape",
     "set_default_megatron_args",
+    "teacher_problems",
 ]
 
 REQUIRED_MODEL_FLAGS = ("num_layers", "hidden_size", "num_attention_heads")
@@ -187,6 +189,29 @@ def checkpoint_shape_problems(args: argparse.Namespace, flag: str, path: str | N
         f"{flag} {path} holds a model with {option_of(name)} {saved[name]}, the flags say {ours[name]}."
         for name in SHAPE_KEYS
         if name in saved and saved[name] is not None and ours[name] is not None and saved[name] != ours[name]
+    ]
+
+
+def teacher_problems(args: argparse.Namespace) -> list[str]:
+    """Return a sentence for each number in which the teacher of --opd-teacher-load is another model than the actor."""
+    path, step = args.opd_teacher_load, args.opd_teacher_ckpt_step
+    kind = classify_checkpoint(path)
+    is_described = all(vars(args)[name] for name in REQUIRED_MODEL_FLAGS) and not args.custom_model_provider_path
+    if kind is None or not is_described:
+        return []  # what is wrong then is said elsewhere
+    remedy = "the trainer's teacher has the actor's architecture; serve another one and use --opd-type sglang"
+    if kind == "megatron":
+        problems = checkpoint_shape_problems(args, "--opd-teacher-load", path, step)
+        return [f"{problem.removesuffix('.')}; {remedy}." for problem in problems]
+    ignored = f"--opd-teacher-ckpt-step {step} has no effect: {path} is an HF directory; leave it out."
+    problems = [] if step is None else [ignored]
+    try:
+        differences = config_differences(args, json.loads((Path(path) / "config.json").read_text()))
+    except (ValueError, UsageError) as error:
+        return [*problems, f"--opd-teacher-load {path}: {error}"]
+    return problems + [
+        f"--opd-teacher-load {path} is a model with {option_of(name)} {theirs}, the flags say {ours}; {remedy}."
+        for name, ours, theirs in differences
     ]
 
 

@@ -33,9 +33,14 @@ def prune_after_save(args: Any, rollout_id: int) -> None:
         args: where the run writes and what it loads.
         rollout_id: the one just written.
     """
-    in_use = [Path(path) for path in (args.hf_checkpoint, args.load, args.ref_load) if path]
+    loads = (args.hf_checkpoint, args.load, args.ref_load, args.opd_teacher_load)
+    in_use = [Path(path) for path in loads if path]
     if args.save:
-        steps = ((args.load, args.ckpt_step), (args.ref_load, args.ref_ckpt_step))
+        steps = (
+            (args.load, args.ckpt_step),
+            (args.ref_load, args.ref_ckpt_step),
+            (args.opd_teacher_load, args.opd_teacher_ckpt_step),
+        )
         ids = [step for path, step in steps if path and Path(path).resolve() == Path(args.save).resolve()]
         prune_checkpoints(
             args.save,

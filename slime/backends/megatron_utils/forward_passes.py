@@ -18,11 +18,18 @@ from slime.utils.tensor_backper import TensorBackuper
 
 REFERENCE = "ref"
 """Tag of the reference's weights."""
+TEACHER = "teacher"
+"""Tag of the weights of --opd-teacher-load."""
 
 
 def needs_reference(args: Any) -> bool:
     """Whether the run compares the policy with reference weights."""
     return args.use_kl_loss or args.kl_coef != 0
+
+
+def needs_teacher(args: Any) -> bool:
+    """Whether the trainer itself holds the weights of a teacher (--opd-type megatron)."""
+    return args.use_opd and args.opd_type == "megatron"
 
 
 def needs_old_log_probs(args: Any, num_updates: int) -> bool:
@@ -34,6 +41,7 @@ def needs_old_log_probs(args: Any, num_updates: int) -> bool:
     """
     same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
     is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
+    is_asked_for = is_asked_for or args.use_opd  # the advantages depend on them
     return is_asked_for or not same_as_in_loss
 
 
@@ -48,9 +56,9 @@ def add_log_probs(
         weights: the other sets of weights of that model, by tag.
         micro_batches: this rank's share of the rollout; its columns grow.
     """
-    with_reference = needs_reference(args)
+    with_reference, with_teacher = needs_reference(args), needs_teacher(args)
     with_old = needs_old_log_probs(args, micro_batches.num_steps * args.ppo_epochs)
-    if not (with_reference or with_old):
+    if not (with_reference or with_teacher or with_old):
         return
     data, budget = micro_batches.rollout_data, args.log_probs_max_tokens_per_gpu
     has_own_budget = args.use_dynamic_batch_size and budget != args.max_tokens_per_gpu
@@ -61,6 +69,9 @@ def add_log_probs(
     if with_reference:
         with timer("ref_log_probs"), weights.swapped(REFERENCE):
             data.update(compute_log_probs(args, model, batches, store_prefix="ref_"))
+    if with_teacher:
+        with timer("teacher_log_probs"), weights.swapped(TEACHER):
+            data.update(compute_log_probs(args, model, batches, store_prefix="teacher_"))
     if with_old:
         with timer("log_probs"):
             data.update(compute_log_probs(args, model, batches, with_entropy=args.use_rollout_entropy))

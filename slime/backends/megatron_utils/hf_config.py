@@ -258,25 +258,31 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
     if hf_config.get("model_type") not in DERIVABLE_MODEL_TYPES:
         return []
     try:
-        expected = model_args_from_hf(hf_config)
+        differences = config_differences(args, hf_config)
     except UsageError as error:
         return error.messages
+    remedies = {"vocab_size": "leave it out"}
+    return [
+        f"{flag_of(name)}: the flags say {ours}, the HF config says {theirs}; correct the flag or "
+        f"{remedies.get(name, 'give --model-args-from-hf')}."
+        for name, ours, theirs in differences
+    ]
+
+
+def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(attribute, value of the flags, value of the HF config) of everything that makes them two models.
+
+    Raises:
+        UsageError: as `model_args_from_hf`.
+    """
+    expected = model_args_from_hf(hf_config)
     given = vars(args) | _as_built(vars(args))
     if "moe_layer_freq" in expected:
         expected["moe_layer_freq"] = moe_layer_pattern(expected["moe_layer_freq"], expected["num_layers"])
-    sentences = []
-    for name in CROSS_CHECKED:
-        if name in expected and given[name] != expected[name]:
-            sentences.append(
-                f"{flag_of(name)}: the flags say {given[name]}, the HF config says {expected[name]}; "
-                "correct the flag or give --model-args-from-hf."
-            )
-    if given["vocab_size"] is not None and given["vocab_size"] != expected["vocab_size"]:
-        sentences.append(
-            f"--vocab-size: the flags say {given['vocab_size']}, the HF config says {expected['vocab_size']}; "
-            "correct the flag or leave it out."
-        )
-    return sentences
+    names = [*CROSS_CHECKED, *(["vocab_size"] if given["vocab_size"] is not None else [])]
+    return [
+        (name, given[name], expected[name]) for name in names if name in expected and given[name] != expected[name]
+    ]
 
 
 def _as_built(given: Mapping[str, Any]) -> dict[str, Any]:

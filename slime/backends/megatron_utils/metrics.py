@@ -17,7 +17,7 @@ from slime.backends.megatron_utils.loss.reducers import all_reduce_sum
 from slime.utils.flops_utils import calculate_fwd_flops
 
 NOT_LOGGED = ("tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums")
-FORWARD_PASSES = ("log_probs", "ref_log_probs")
+FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
 
 
 def column_means(micro_batches: MicroBatches, group: dist.ProcessGroup) -> dict[str, float]:

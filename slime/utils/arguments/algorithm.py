@@ -182,14 +182,22 @@ class AlgorithmFlags:
 class DistillationFlags:
     """On-policy distillation."""
 
-    use_opd: bool = flag(False, "penalise the distance from a teacher", later="algorithms")
-    opd_type: str | None = flag(
-        None, "where the teacher runs", choices=("sglang", "megatron"), later="algorithms", needs="use_opd"
+    use_opd: bool = flag(
+        False, "subtract the log-ratio of student to teacher, times --opd-kl-coef, from each token's advantage"
     )
-    opd_kl_coef: float = flag(1.0, "weight of the penalty", later="algorithms", needs="use_opd")
-    opd_teacher_load: str | None = flag(None, "the teacher's checkpoint", later="algorithms", needs="use_opd")
+    opd_type: str | None = flag(
+        None,
+        "where the teacher runs: behind a server (its log-probs come with the samples), or in the trainer as a second "
+        "set of weights of the same architecture",
+        choices=("sglang", "megatron"),
+        needs="use_opd",
+    )
+    opd_kl_coef: float = flag(1.0, "weight of the teacher in the advantages", needs="use_opd", at_least=0)
+    opd_teacher_load: str | None = flag(
+        None, "the teacher of --opd-type megatron: Megatron checkpoint root or HF directory", needs="use_opd"
+    )
     opd_teacher_ckpt_step: int | None = flag(
-        None, "iteration of it", later="algorithms", needs="opd_teacher_load", at_least=0
+        None, "iteration of --opd-teacher-load (default: its newest)", needs="opd_teacher_load", at_least=0
     )
 
 

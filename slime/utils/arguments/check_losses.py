@@ -115,6 +115,24 @@ def check_distillation(args: argparse.Namespace) -> Iterable[str]:
             f"--opd-teacher-load {args.opd_teacher_load} has no effect with --opd-type sglang, whose teacher is a "
             "server; leave one of the two out."
         )
+    if args.opd_type == "sglang" and _only_built_in_code(args):
+        yield (
+            "--opd-type sglang needs samples with the teacher's log-probs, and nothing sets them; give "
+            "--custom-rm-path slime.rollout.on_policy_distillation.reward_func and the teacher's --rm-url."
+        )
+
+
+def _only_built_in_code(args: argparse.Namespace) -> bool:
+    """Whether no code of the user's could set a field of a sample."""
+    hooks = (
+        args.custom_rm_path,
+        args.custom_generate_function_path,
+        args.custom_convert_samples_to_train_data_path,
+        args.custom_reward_post_process_path,
+        args.load_debug_rollout_data,
+    )
+    places = (args.rollout_function_path, args.data_source_path)
+    return not any(hooks) and all(path.startswith("slime.rollout.") for path in places)
 
 
 def check_trained_parameters(args: argparse.Namespace) -> Iterable[str]:
@@ -136,6 +154,7 @@ def check_routing_replay(args: argparse.Namespace) -> Iterable[str]:
 CHECKS = (
     check_sampling,
     check_loss,
+    check_passes,
     check_advantages,
     check_mismatch,
     check_kl,
@@ -154,7 +173,6 @@ def sampling_not_built(args: argparse.Namespace) -> Iterable[str]:
         return
     if args.rollout_top_p != 1.0:
         yield (
-    check_passes,
             f"--rollout-top-p {args.rollout_top_p} is not supported yet with --loss-type policy_loss (algorithms); "
             "use 1.0."
         )

@@ -260,7 +260,12 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
 
 def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     """Derive and validate, in place; what is wrong goes to `problems`."""
-    from slime.backends.megatron_utils.arguments import derive_megatron, megatron_problems, model_args_from_hf
+    from slime.backends.megatron_utils.arguments import (
+        derive_megatron,
+        megatron_problems,
+        model_args_from_hf,
+        teacher_problems,
+    )
     from slime.backends.sglang_utils.arguments import SglangFlags, derive_engines, derive_sglang, sglang_problems
 
     values, given_load = vars(args), args.load
@@ -290,6 +295,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     problems.unsupported += later.unsupported_uses(args, explicit, classes)
     if not args.debug_rollout_only:  # V16: no trainers
         problems.extend(megatron_problems(args.replace(load=given_load), hf_config, explicit))
+        problems.wrong += teacher_problems(args)
     if not args.debug_train_only:
         problems.extend(sglang_problems(args, port_is_free=is_port_available))
     _check_rewards(args, problems)

@@ -43,6 +43,7 @@ def make_args(**changes):
         "log_probs_chunk_size": -1,
         "loss_type": "policy_loss",
         "normalize_advantages": False,
+        "opd_kl_coef": 1.0,
         "recompute_loss_function": False,
         "rollout_temperature": 1.0,
         "custom_pg_loss_reducer_function_path": None,
@@ -53,6 +54,7 @@ def make_args(**changes):
         "rollout_max_response_len": None,
         "tis_clip": 2.0,
         "tis_clip_low": 0.0,
+        "use_opd": False,
         "use_opsm": False,
         "use_tis": False,
         "use_unbiased_kl": False,
@@ -102,6 +104,8 @@ def run(args, logits, columns, tokens, *, rewards=REWARDS):
     data = to_tensors(data, torch.device("cpu"))
     data["log_probs"] = [torch.tensor(x) for x in columns["old"]]
     data["ref_log_probs"] = [torch.tensor(x) for x in columns["ref"]]
+    if args.use_opd:
+        data["teacher_log_probs"] = [torch.tensor(x) for x in columns["teacher"]]
     losses.compute_advantages_and_returns(args, data)
     batch = next(iter(MicroBatches(data, pad_multiple=1).all()))
     logits = logits.clone().requires_grad_()

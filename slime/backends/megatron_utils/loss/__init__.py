@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from slime.backends.megatron_utils.loss.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.loss.aggregation import loss_reducer
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
+from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_advantages
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.loss.off_policy import icepop_function, vanilla_tis_function
 from slime.backends.megatron_utils.loss.policy import policy_loss_function
@@ -25,6 +26,7 @@ from slime.backends.megatron_utils.loss.sft import sft_loss_function
 from slime.utils.misc import load_function
 
 __all__ = [
+    "apply_opd_kl_to_advantages",
     "compute_advantages_and_returns",
     "get_log_probs_and_entropy",
     "icepop_function",

@@ -1,7 +1,7 @@
 """Advantages of one rank's share of a rollout, from its rewards and log-probabilities, before training on it.
 
-It adds the columns `kl`, `advantages` and `returns`. It subtracts no baseline of a group (slime.rollout.rewards) and
-computes no log-probs.
+It adds the columns `kl`, `advantages` and `returns`, and with a teacher `opd_reverse_kl`. It subtracts no baseline of
+a group (slime.rollout.rewards) and computes no log-probs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_advantages
 from slime.utils.misc import load_function
 from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, whiten
 
@@ -20,7 +21,7 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_c
 
     Args:
         args: `advantage_estimator`, `custom_advantage_function_path`, `kl_loss_type`, `kl_coef`, `gamma`,
-            `normalize_advantages`.
+            `use_opd`, `opd_kl_coef`, `normalize_advantages`.
         rollout_data: with `rewards`, `loss_masks`, `log_probs` and `ref_log_probs` where they exist; `kl` is zero
             where one of them does not.
         kl_coef: weight of the KL in the rewards, where a controller changes it; default: the flag's.
@@ -45,6 +46,10 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_c
         returns_fn = ESTIMATORS[args.advantage_estimator].returns_fn
         rollout_data["returns"] = returns_fn(rewards, rollout_data["kl"], masks, weight, args.gamma)
         rollout_data["advantages"] = list(rollout_data["returns"])
+    if args.use_opd:
+        rollout_data["advantages"] = apply_opd_kl_to_advantages(
+            args, rollout_data, rollout_data["advantages"], log_probs
+        )
     if args.normalize_advantages:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group)

@@ -74,7 +74,7 @@ def compute_log_probs(
         args: what the log-probs read, and `custom_megatron_before_log_prob_hook_path`.
         model: chunks of a data-parallel model.
         micro_batches: the share; with the same packing as in training, equal weights give equal bits.
-        store_prefix: "" or "ref_"; becomes part of the name.
+        store_prefix: "", "ref_" or "teacher_"; becomes part of the name.
         with_entropy: also the entropy of the distribution of each response token.
 
     Returns:
