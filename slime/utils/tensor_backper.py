@@ -65,6 +65,13 @@ class TensorBackuper:
             live.copy_(copies[name], non_blocking=live.is_cuda)
         _wait_for_copies()
 
+    def equals(self, tag: str) -> bool:
+        """Whether the live tensors hold, bit by bit, what is backed up under `tag`; False where nothing is."""
+        copies = self._copies.get(tag)
+        if copies is None:
+            return False
+        return all(torch.equal(live.cpu(), copies[name]) for name, live in self._named_tensors())
+
     @contextmanager
     def swapped(self, tag: str) -> Iterator[None]:
         """The live tensors hold the copies of `tag` inside the block, and what they held before it afterwards."""

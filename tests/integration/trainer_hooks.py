@@ -25,6 +25,11 @@ def perturb_before_log_probs(args: Any, model: list[torch.nn.Module], store_pref
     list(model[0].parameters())[-1].mul_(3)  # the output layer
 
 
+def perturb_reference(args: Any, model: list[torch.nn.Module], store_prefix: str) -> None:
+    if store_prefix == "ref_":
+        perturb_before_log_probs(args, model, store_prefix)
+
+
 @torch.no_grad()
 def perturb_before_train_step(
     args: Any, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, opt_param_scheduler: Any

@@ -82,6 +82,7 @@ def run_args(**changes):
         "max_weight_staleness": None,
         "update_weights_in_flight": False,
         "debug_train_only": False,
+        "debug_rollout_only": False,
         "colocate": False,
         "calls": [],
     }

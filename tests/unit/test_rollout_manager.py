@@ -9,14 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from slime.observability import logging_utils
 from slime.ray.rollout import manager as manager_module
-from slime.ray.rollout.manager import RolloutManager
+from slime.ray.rollout.manager import RolloutManager, _draws_prompts
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.weight_versions import WeightClock
+from slime.utils.dumps import load_dump
+from slime.utils.errors import UsageError
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
+from tests.integration.launch import make_model
 
 seen: dict[str, Any] = {}
 
@@ -82,8 +85,13 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         micro_batch_size=2,
         max_tokens_per_gpu=None,
         balance_data=False,
+        balance_by_flops=False,
         drop_last_rollouts=False,
         save_debug_rollout_data=None,
+        load_debug_rollout_data=None,
+        load_debug_rollout_data_subsample=None,
+        debug_rollout_only=False,
+        dump_details=None,
         custom_convert_samples_to_train_data_path=None,
         custom_reward_post_process_path=None,
         custom_rollout_log_function_path=None,
@@ -171,9 +179,63 @@ def test_the_dump_holds_every_sample_under_the_template(manager, tmp_path):
     manager.args.save_debug_rollout_data = str(tmp_path / "dumps" / "{rollout_id}.pt")
     manager.generate(7)
     manager.eval(7, step=8)
-    dump = torch.load(tmp_path / "dumps" / "7.pt", weights_only=False)
+    dump = load_dump(tmp_path / "dumps" / "7.pt")
     assert [Sample.from_dict(sample).index for sample in dump["samples"]] == [0, 1, 2, 3]
-    assert len(torch.load(tmp_path / "dumps" / "eval_7.pt", weights_only=False)["samples"]) == 2
+    assert len(load_dump(tmp_path / "dumps" / "eval_7.pt")["samples"]) == 2
+
+
+def test_a_dump_is_replayed_as_it_was_generated_without_a_rollout_function(manager, tmp_path):
+    template = str(tmp_path / "{rollout_id}.pt")
+    manager.args.save_debug_rollout_data = template
+    live, _ = manager.generate(7)
+    manager.args.save_debug_rollout_data, manager.args.load_debug_rollout_data = None, template
+    manager._generate = None
+    replayed, [(metrics, _)] = manager.generate(7)
+    assert [box.inner for box in replayed] == [box.inner for box in live]
+    assert metrics["rollout/response_len/mean"] == 1 and "rollout/mine" not in metrics
+    with pytest.raises(UsageError, match=r"--load-debug-rollout-data: there is no file .*8\.pt; dump it with"):
+        manager.generate(8)
+
+
+def test_a_share_of_a_replayed_rollout_is_half_from_each_end(manager, tmp_path):
+    manager.args.save_debug_rollout_data = template = str(tmp_path / "{rollout_id}.pt")
+    manager.generate(7)
+    manager.args.load_debug_rollout_data, manager.args.load_debug_rollout_data_subsample = template, 0.5
+    manager.args.save_debug_rollout_data, manager.args.global_batch_size = str(tmp_path / "less-{rollout_id}.pt"), 2
+    manager.args.micro_batch_size = 1
+    manager.generate(7)
+    dump = load_dump(tmp_path / "less-7.pt")
+    assert [sample["index"] for sample in dump["samples"]] == [0, 3], "half of four samples"
+
+
+def test_a_replay_opens_no_data_source_and_keeps_no_place_in_it(manager):
+    assert _draws_prompts(SimpleNamespace(load_debug_rollout_data=None, eval_only=False, data_source_path="x"))
+    manager.args.load_debug_rollout_data = "dump/{rollout_id}.pt"
+    manager.args.data_source_path = "nothing.here"
+    assert not _draws_prompts(manager.args)
+    assert manager.get_num_rollout_per_epoch() == 0, "so that no epoch ends"
+    manager.save(3)
+    manager.load(2)
+
+
+def test_without_trainers_a_rollout_is_dumped_and_logged_and_cut_into_no_shares(manager, tmp_path):
+    manager.args.debug_rollout_only, manager.args.global_batch_size = True, 1000  # which four samples do not fill
+    manager.args.save_debug_rollout_data = str(tmp_path / "{rollout_id}.pt")
+    shares, [(metrics, _)] = manager.generate(7)
+    assert shares == [] and metrics["rollout/mine"] == 3.0
+    assert len(load_dump(tmp_path / "7.pt")["samples"]) == 4
+
+
+def test_the_tokenizer_is_saved_beside_the_dumps(manager, tmp_path):
+    args = manager.args
+    args.hf_checkpoint, args.dump_details = str(make_model(tmp_path / "model")), str(tmp_path / "details")
+    args.trust_remote_code, args.load_debug_rollout_data = False, "dump/{rollout_id}.pt"
+    args.rollout_function_path = args.eval_function_path = "log_nothing"  # any name that can be loaded
+    manager._load_user_code()
+    assert load_tokenizer(tmp_path / "details" / "tokenizer").encode("1+1=") == (
+        load_tokenizer(tmp_path / "model").encode("1+1=")
+    )
+    assert not (tmp_path / "details" / "processor").exists(), "the model has none"
 
 
 def test_an_evaluation_is_logged_at_the_number_of_rollouts_trained(manager):

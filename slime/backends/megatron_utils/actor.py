@@ -20,6 +20,7 @@ from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.arguments import model_shape
 from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.checkpoint_pruning import prune_after_save
+from slime.backends.megatron_utils.ci_checks import CiChecks
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
 from slime.backends.megatron_utils.forward_passes import (
     REFERENCE,
@@ -38,7 +39,9 @@ from slime.backends.megatron_utils.model.setup import TrainState, setup_model_an
 from slime.backends.megatron_utils.model.train_step import train_one_step
 from slime.backends.megatron_utils.model_weights import named_tensors
 from slime.backends.megatron_utils.passes import passes_over
+from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.update_weight import build_weight_updater
+from slime.observability.memory_recorder import recorder_of
 from slime.observability.profiler import Profiler
 from slime.observability.timer import Timer, timer
 from slime.utils import accelerator
@@ -82,6 +85,7 @@ class MegatronTrainActor:
             "local_rank": local_rank,
         }
         self._updater: Any = None
+        self._memory = recorder_of(args, rank)
         target, horizon = (args.kl_target, args.kl_horizon) if args.kl_ctrl == "adaptive" else (None, 1.0)
         self._kl_controller = KlController(args.kl_coef, target, horizon)
         records = args.use_pytorch_profiler and rank in args.profile_ranks
@@ -99,6 +103,8 @@ class MegatronTrainActor:
             "start_rollout_id": the first rollout to do, 0 unless a run is resumed.
         """
         initialize.init(self.args, **self._where)
+        if self._memory is not None:
+            self._memory.start()
         init_gloo_group()
         if self.args.custom_megatron_init_path:
             load_function(self.args.custom_megatron_init_path)(self.args)
@@ -111,6 +117,7 @@ class MegatronTrainActor:
             self._load(CheckpointSource(self.args.opd_teacher_load, self.args.opd_teacher_ckpt_step, False, False))
             self._weights.backup(TEACHER)
         iteration = self._load(self._initial_source())
+        self._checks = CiChecks(self.args, self._weights)
         Timer().start("train_wait")
         return {"start_rollout_id": 0 if iteration is None or self.args.finetune else iteration + 1}
 
@@ -150,7 +157,10 @@ class MegatronTrainActor:
     def train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
         """Train on this rank's share of a rollout, given as plain lists (`train` without Ray and without times)."""
         with self._profiler.record("train_overall", rollout_id):
-            return self._train_on(rollout_id, rollout_data)
+            records = self._train_on(rollout_id, rollout_data)
+        if self._memory is not None:
+            self._memory.end_rollout()
+        return records
 
     def _train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
         args = self.args
@@ -171,15 +181,19 @@ class MegatronTrainActor:
             self._kl_controller.update(rollout_metrics["rollout/kl"], sum(micro_batches.global_batch_sizes))
         if args.reset_optimizer_states:
             reset_optimizer_states(self.state.optimizer)
+        self._checks.rollout(rollout_id, rollout_metrics)
         records: list[MetricRecord] = [(rollout_metrics, "rollout/step")]
         with timer("actor_train"), self._profiler.record("train_actor", rollout_id):
             first_step = rollout_id * args.ppo_epochs * micro_batches.num_steps
             for position, (batches, step_id) in enumerate(self._steps(rollout_id, micro_batches)):
                 metrics = train_one_step(args, self.state, batches, rollout_id=rollout_id, step_id=step_id)
+                self._checks.step(rollout_id, position, metrics)
                 named = {f"train/{name}": value for name, value in metrics.items()}
                 records.append(({**named, "train/step": first_step + position}, "train/step"))
             # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights
             finish_param_gather(self.state.model[0])
+        if args.save_debug_train_data is not None:
+            save_train_data(args.save_debug_train_data, rollout_id, micro_batches)
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             self._weights.backup(REFERENCE)
         return records
@@ -225,6 +239,8 @@ class MegatronTrainActor:
 
     def shutdown(self) -> None:
         """Leave the process groups."""
+        if self._memory is not None:
+            self._memory.finish()
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()

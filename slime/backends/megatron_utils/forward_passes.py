@@ -42,6 +42,7 @@ def needs_old_log_probs(args: Any, num_updates: int) -> bool:
     same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
     is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
     is_asked_for = is_asked_for or args.use_opd  # the advantages depend on them
+    is_asked_for = is_asked_for or args.ci_test or args.save_debug_train_data is not None  # for their readers
     return is_asked_for or not same_as_in_loss
 
 

@@ -243,7 +243,7 @@ LOGS: tuple[Row, ...] = (
     Row("--wandb-exp-name", "name of a W&B run", str, ""),
     Row("--wandb-entity", "team of a W&B run", str, ""),
     Row("--wandb-save-dir", "directory of W&B", str, ""),
-    Row("--memory-snapshot-path", "file of a memory snapshot", str, "snapshot.pickle"),
+    Row("--memory-snapshot-path", "file in --memory-snapshot-dir, after rank<r>_", str, "snapshot.pickle"),
 )
 
 DATA: tuple[Row, ...] = (

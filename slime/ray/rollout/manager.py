@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from slime.observability import logging_utils
 from slime.observability.eval_samples import EvalSample, pick_eval_samples
@@ -34,8 +33,10 @@ from slime.rollout.policy_filtration import filter_train_data
 from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
+from slime.utils.dumps import load_samples, save_dump, subsample
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ class RolloutManager(RayActor):
             self._data_source = check_data_source(path, load_function(path)(self.args))
         self._generate = load_function(self.args.rollout_function_path)
         self._evaluate = load_function(self.args.eval_function_path)
+        if self.args.dump_details:
+            self._save_tokenizer()
 
     def _start_servers(self) -> None:
         self._servers = start_rollout_servers(self.args, slots=self._slots)
@@ -95,9 +98,12 @@ class RolloutManager(RayActor):
             use_distributed_post(self.args)
 
     def get_num_rollout_per_epoch(self) -> int:
-        """Rollouts that go once through the data set (at least 1); 0 where there is none, so no epoch ends."""
+        """Rollouts that go once through the data set (at least 1); 0 where there is none, so no epoch ends.
+
+        A replay has no data set either. A run without training asks for nothing that happens at an epoch's end.
+        """
         if self._data_source is None:
-            return 1
+            return 0 if self.args.load_debug_rollout_data else 1
         if not len(self._data_source):
             return 0
         return max(1, len(self._data_source) // self.args.rollout_batch_size)
@@ -124,15 +130,16 @@ class RolloutManager(RayActor):
         """Make the training data of one rollout.
 
         Returns:
-            one Box with an object reference per data-parallel rank, and the metric records.
+            one Box with an object reference per data-parallel rank (none without trainers), and the metric records.
         """
         start = time.monotonic()
-        output = call_rollout_fn(self._generate, self.args, rollout_id, self._data_source, evaluation=False)
+        samples, metrics = self._samples(rollout_id)
         rollout_time_s = time.monotonic() - start
-        samples = flatten(output.samples)
         self._dump(samples, str(rollout_id))
         self._check_staleness(samples, rollout_id)
-        self._log_rollout(rollout_id, samples, output.metrics, rollout_time_s)
+        self._log_rollout(rollout_id, samples, metrics, rollout_time_s)
+        if self.args.debug_rollout_only:
+            return [], logging_utils.take_pending()
         shares = split_train_data(self.args, self._convert(samples), self._parallel_config)
         return [Box(ray.put(share)) for share in shares], logging_utils.take_pending()
 
@@ -158,11 +165,13 @@ class RolloutManager(RayActor):
 
     def save(self, rollout_id: int) -> None:
         """Write the data source's state, as it is after the generation of `rollout_id`."""
-        save_data_source(self._data_source, rollout_id)
+        if self._data_source is not None:  # a replay has none
+            save_data_source(self._data_source, rollout_id)
 
     def load(self, rollout_id: int) -> None:
         """Read the data source's state of `rollout_id`."""
-        self._data_source.load(rollout_id)
+        if self._data_source is not None:
+            self._data_source.load(rollout_id)
 
     def dispose(self) -> None:
         """End the engines and the router."""
@@ -170,6 +179,15 @@ class RolloutManager(RayActor):
         if self._servers is not None:
             self._servers.shutdown()
             self._servers = None
+
+    def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, float] | None]:
+        """The rollout's samples, generated or replayed (--load-debug-rollout-data), and metrics of their making."""
+        template = self.args.load_debug_rollout_data
+        if template is None:
+            output = call_rollout_fn(self._generate, self.args, rollout_id, self._data_source, evaluation=False)
+            return flatten(output.samples), output.metrics
+        samples = load_samples(template.format(rollout_id=rollout_id), option="--load-debug-rollout-data")
+        return subsample(samples, self.args.load_debug_rollout_data_subsample), None
 
     def _convert(self, samples: list[Sample]) -> dict[str, Any]:
         if path := self.args.custom_convert_samples_to_train_data_path:
@@ -199,13 +217,22 @@ class RolloutManager(RayActor):
     def _dump(self, samples: list[Sample], rollout_id: str) -> None:
         if self.args.save_debug_rollout_data is None:
             return
-        path = Path(self.args.save_debug_rollout_data.format(rollout_id=rollout_id))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, path)
+        path = self.args.save_debug_rollout_data.format(rollout_id=rollout_id)
+        save_dump(path, {"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]})
+
+    def _save_tokenizer(self) -> None:
+        """Beside the dumps of --dump-details: what turns their tokens into text again."""
+        args, directory = self.args, Path(self.args.dump_details) / "tokenizer"
+        load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code).save_pretrained(directory)
+        processor = load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        if processor is not None:
+            processor.save_pretrained(directory.with_name("processor"))
 
 
 def _draws_prompts(args: Any) -> bool:
-    """Whether the data source is used: an evaluation draws nothing from slime's own."""
+    """Whether the data source is used: a replay draws nothing from it, an evaluation nothing from slime's own."""
+    if args.load_debug_rollout_data is not None:
+        return False
     return not args.eval_only or not args.data_source_path.startswith("slime.rollout.data_source.")
 
 

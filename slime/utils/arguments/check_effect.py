@@ -118,8 +118,31 @@ _ENGINES = (
     "check_weight_update_equal",
     "use_fault_tolerance",
 )
-_TRAINERS = ("actor_num_nodes", "actor_num_gpus_per_node", "colocate", "offload", "offload_train", "offload_rollout")
-
+_TRAINERS = (
+    "actor_num_nodes",
+    "actor_num_gpus_per_node",
+    "colocate",
+    "offload",
+    "offload_train",
+    "offload_rollout",
+    "save",
+    "save_hf",
+    "save_interval",
+    "save_debug_train_data",
+    "record_memory_history",
+    "ci_test",
+)
+_GENERATION = (
+    "prompt_data",
+    "rollout_function_path",
+    "custom_generate_function_path",
+    "rm_type",
+    "custom_rm_path",
+    "dynamic_sampling_filter_path",
+    "over_sampling_batch_size",
+    "partial_rollout",
+    "max_weight_staleness",
+)
 
 _TRAINING = ("prompt_data", "rollout_shuffle", "num_epoch", "save_interval", "save_hf", "update_weights_interval")
 
@@ -169,6 +192,8 @@ def without_effect(args: argparse.Namespace, explicit: Iterable[str]) -> Iterabl
     if args.debug_train_only:
         names = [name for name in given if name in _ENGINES or name.startswith(("sglang_", "router_"))]
         mode = "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
+        if args.load_debug_rollout_data is not None:
+            names += [name for name in given if name in _GENERATION]
         if names:
             yield f"{mode} starts no engines, so these flags have no effect: {' '.join(map(option_of, names))}."
     if args.debug_rollout_only and (names := [name for name in given if name in _TRAINERS]):

@@ -216,20 +216,26 @@ def fields_text(args: argparse.Namespace) -> str:
     return f"the fields are {', '.join(fields)}" if fields else "the data file cannot be read"
 
 
-def check_replay(template: str | None, first_rollout: int | None) -> Iterator[str]:
-    """The first file of --load-debug-rollout-data exists.
+def check_replay(template: str | None, first_rollout: int | None, num_rollout: int | None) -> Iterator[str]:
+    """--load-debug-rollout-data has a file for every rollout; names the first that is missing.
 
     Args:
         first_rollout: None where only the loaded checkpoint knows it.
+        num_rollout: the rollout behind the last; None where it is unknown.
     """
     if template is None or first_rollout is None:
         return
-    try:
-        path = Path(template.format(rollout_id=first_rollout))
-    except (ValueError, KeyError, IndexError, AttributeError):
-        return  # check_template says what is wrong
-    if not os.path.isfile(path):
-        yield f"--load-debug-rollout-data {template}: there is no file {path}; dump it with --save-debug-rollout-data."
+    for rollout_id in range(first_rollout, max(first_rollout + 1, num_rollout or 0)):
+        try:
+            path = Path(template.format(rollout_id=rollout_id))
+        except (ValueError, KeyError, IndexError, AttributeError):
+            return  # check_template says what is wrong
+        if not os.path.isfile(path):
+            remedy = "dump it with --save-debug-rollout-data"
+            if rollout_id > first_rollout:
+                remedy += f", or end before it with --num-rollout {rollout_id}"
+            yield f"--load-debug-rollout-data {template}: there is no file {path}; {remedy}."
+            return
 
 
 def check_output_dirs(outputs: dict[str, str | None]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Rules of evaluation, of where samples and rewards come from, and of what is dumped and replayed.
+"""Rules of evaluation, and of where samples and rewards come from.
 
 Each check reads `args` after derivation and returns sentences; it opens no file.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import string
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from slime.utils.arguments.derive import FULLY_ASYNC_ROLLOUT
@@ -98,48 +97,8 @@ def _check_collection_ratio(args: argparse.Namespace) -> Iterable[str]:
 def check_prompts(args: argparse.Namespace) -> Iterable[str]:
     """slime's data sources are given a file to read."""
     reads_file = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
-    if args.prompt_data is None and reads_file and not args.eval_only:
+    if args.prompt_data is None and reads_file and not args.eval_only and args.load_debug_rollout_data is None:
         yield "--prompt-data is required: a .jsonl or .parquet file with the prompts."
-
-
-def check_dumps(args: argparse.Namespace) -> Iterable[str]:
-    """Dumps do not overwrite each other, and a replay has its file name (V12, V13)."""
-    rollout, train = args.save_debug_rollout_data, args.save_debug_train_data
-    if rollout is not None and rollout == train:
-        yield (
-            f"--save-debug-rollout-data and --save-debug-train-data are both {rollout} and would overwrite each "
-            "other; give two names."
-        )
-    share = args.load_debug_rollout_data_subsample
-    if share is not None and not 0 < share <= 1:
-        yield f"--load-debug-rollout-data-subsample {share} must lie in (0, 1]."
-    yield from check_template("--save-hf", args.save_hf, needs_id=False)
-    yield from check_template("--save-debug-rollout-data", rollout, needs_id=True)
-    yield from check_template("--save-debug-train-data", train, needs_id=True, fields=("rollout_id", "rank"))
-    yield from check_template("--load-debug-rollout-data", args.load_debug_rollout_data, needs_id=True)
-    yield from check_template("--load-forge-rollout-data", args.load_forge_rollout_data, needs_id=True)
-
-
-def check_template(
-    option: str, template: str | None, *, needs_id: bool, fields: Collection[str] = ("rollout_id",)
-) -> Iterator[str]:
-    """A path template has nothing to fill in but `fields`.
-
-    Args:
-        needs_id: without {rollout_id} each rollout would overwrite the file of the one before.
-    """
-    if template is None:
-        return
-    try:
-        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
-    except ValueError as error:
-        yield f"{option} {template}: {error}."
-        return
-    if unknown := sorted(names - set(fields)):
-        known = " and ".join(f"{{{name}}}" for name in fields)
-        yield f"{option} {template}: only {known} can be filled in, not {{{unknown[0]}}}."
-    if needs_id and "rollout_id" not in names:
-        yield f"{option} {template} must contain {{rollout_id}}, as in dump/{{rollout_id}}.pt."
 
 
 def uses_builtin_reward(args: argparse.Namespace) -> bool:
@@ -243,7 +202,6 @@ CHECKS = (
     check_rollout_source,
     check_rollout_buffer,
     check_prompts,
-    check_dumps,
     check_reward_services,
     check_overlong,
 )

@@ -18,7 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from slime.utils.arguments import ask, check_files, check_generation, check_rollout, derive, later, validate
+from slime.utils.arguments import (
+    ask,
+    check_debug,
+    check_files,
+    check_generation,
+    check_rollout,
+    derive,
+    later,
+    validate,
+)
 from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_devices import check_trainer
@@ -351,7 +360,8 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
             load=given_load, ref_load=args.ref_load, save=args.save, teacher_load=args.opd_teacher_load
         )
     )
-    problems.extend(check_files.check_replay(args.load_debug_rollout_data, args.start_rollout_id))
+    problems.extend(check_files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout))
+    problems.extend(check_debug.missing_recorder(args))
     problems.extend(check_generation.check_generation_files(args))
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     defaults["eval_function_path"] = check_rollout.DEFAULT_ROLLOUT
@@ -383,6 +393,8 @@ def _outputs(args: Args) -> dict[str, str | None]:
         "--save-hf": _fixed_parent(args.save_hf),
         "--save-debug-rollout-data": _fixed_parent(args.save_debug_rollout_data),
         "--save-debug-train-data": _fixed_parent(args.save_debug_train_data),
+        "--ci-save-grad-norm": _fixed_parent(args.ci_save_grad_norm),
+        "--memory-snapshot-dir": args.memory_snapshot_dir if args.record_memory_history else None,
         "--wandb-dir": args.wandb_dir,
         "--tb-project-name": args.tb_project_name,
     }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from slime.utils.arguments import (
     check_async,
     check_batch,
+    check_debug,
     check_devices,
     check_generation,
     check_losses,
@@ -34,6 +35,7 @@ CHECKS: tuple[Check, ...] = (
     *check_async.CHECKS,
     *check_losses.CHECKS,
     *check_rollout.CHECKS,
+    *check_debug.CHECKS,
     *check_generation.CHECKS,
     *TRAINER_CHECKS,
 )

@@ -1,0 +1,100 @@
+"""Rules of what is dumped, replayed, recorded and checked during a run.
+
+Each check reads `args` after derivation and returns sentences; it opens no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import string
+from collections.abc import Collection, Iterable, Iterator
+
+_ID = ("rollout_id",)
+
+
+def check_dumps(args: argparse.Namespace) -> Iterable[str]:
+    """Dumps overwrite neither each other nor what is replayed (V12)."""
+    rollout, train = args.save_debug_rollout_data, args.save_debug_train_data
+    if rollout is not None and rollout == train:
+        yield (
+            f"--save-debug-rollout-data and --save-debug-train-data are both {rollout} and would overwrite each "
+            "other; give two names."
+        )
+    for option in ("--load-debug-rollout-data", "--load-forge-rollout-data"):
+        replayed = vars(args)[option[2:].replace("-", "_")]
+        if replayed is not None and replayed in (rollout, train):
+            yield f"{option} {replayed} would be overwritten by this run's own dumps; give those another name."
+    yield from check_template("--save-hf", args.save_hf)
+    yield from check_template("--save-debug-rollout-data", rollout, required=_ID)
+    yield from check_template("--save-debug-train-data", train, required=_ID, fields=("rollout_id", "rank"))
+
+
+def check_replays(args: argparse.Namespace) -> Iterable[str]:
+    """A replay has a file for each rollout, and takes a share of it that there is (V13)."""
+    share = args.load_debug_rollout_data_subsample
+    if share is not None and not 0 < share <= 1:
+        yield f"--load-debug-rollout-data-subsample {share} must lie in (0, 1]."
+    if args.load_debug_rollout_data is not None and args.num_rollout is None and args.num_epoch is not None:
+        yield (
+            f"--load-debug-rollout-data needs --num-rollout, the number of files to train on: --num-epoch "
+            f"{args.num_epoch} counts prompts."
+        )
+    yield from check_template("--load-debug-rollout-data", args.load_debug_rollout_data, required=_ID)
+    yield from check_template("--load-forge-rollout-data", args.load_forge_rollout_data, required=_ID)
+
+
+def check_ci(args: argparse.Namespace) -> Iterable[str]:
+    """Each gradient norm has a file of its own, and is not compared with itself."""
+    fields = ("role", "rollout_id", "step_id")
+    required = fields if args.use_critic else fields[1:]
+    yield from check_template("--ci-save-grad-norm", args.ci_save_grad_norm, required=required, fields=fields)
+    yield from check_template("--ci-load-grad-norm", args.ci_load_grad_norm, required=required, fields=fields)
+    if args.ci_save_grad_norm is not None and args.ci_save_grad_norm == args.ci_load_grad_norm:
+        yield (
+            f"--ci-save-grad-norm and --ci-load-grad-norm are both {args.ci_save_grad_norm}: each norm would be "
+            "compared with itself; give two names, or one of the flags."
+        )
+
+
+def check_memory_recorder(args: argparse.Namespace) -> Iterable[str]:
+    """The recorder has something to record."""
+    if args.record_memory_history and args.memory_recorder == "torch" and args.accelerator == "cpu":
+        yield (
+            "--record-memory-history with --memory-recorder torch records CUDA's allocator, which --accelerator cpu "
+            "does not have; give --memory-recorder memray, which records host memory."
+        )
+    if args.memory_snapshot_path != "snapshot.pickle" and not args.record_memory_history:
+        yield f"--memory-snapshot-path {args.memory_snapshot_path} has no effect without --record-memory-history."
+
+
+def missing_recorder(args: argparse.Namespace) -> Iterable[str]:
+    """The recorder is installed."""
+    if args.record_memory_history and args.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
+        yield "--memory-recorder memray is not installed here; pip install memray."
+
+
+def check_template(
+    option: str, template: str | None, *, required: Collection[str] = (), fields: Collection[str] = _ID
+) -> Iterator[str]:
+    """A path template has nothing to fill in but `fields`, and all that is `required`.
+
+    Args:
+        required: without {rollout_id} each rollout would overwrite the file of the one before.
+    """
+    if template is None:
+        return
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        yield f"{option} {template}: {error}."
+        return
+    if unknown := sorted(names - set(fields)):
+        known = " and ".join(f"{{{name}}}" for name in fields)
+        yield f"{option} {template}: only {known} can be filled in, not {{{unknown[0]}}}."
+    if missing := [name for name in required if name not in names]:
+        example = "-".join(f"{{{name}}}" for name in fields if name in required)
+        yield f"{option} {template} must contain {{{missing[0]}}}, as in dump/{example}.pt."
+
+
+CHECKS = (check_dumps, check_replays, check_ci, check_memory_recorder)

@@ -1,0 +1,74 @@
+"""Dumps: whole or not there, readable without trust where they can be, and one sentence where they cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slime.utils.dumps import load_dump, load_samples, save_dump, subsample
+from slime.utils.errors import UsageError
+from slime.utils.types import Sample
+
+
+class Mine:
+    """An object of user code, as a sample's metadata may hold."""
+
+
+def write(path: Path, *samples: Sample) -> Path:
+    save_dump(path, {"rollout_id": "0", "samples": [sample.to_dict() for sample in samples]})
+    return path
+
+
+def test_a_sample_with_arrays_is_read_without_trust_and_is_the_same(tmp_path: Path):
+    experts = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
+    sample = Sample(index=4, tokens=[1, 2, 3], response_length=2, reward={"acc": np.float32(0.5)}, label=("a", 1))
+    sample.rollout_routed_experts, sample.metadata = experts, {"nested": [{"array": np.ones(2)}]}
+    path = write(tmp_path / "new" / "0.pt", sample)
+    load_dump(path)  # would refuse what has to be trusted
+    (again,) = load_samples(path, option="--x")
+    assert (again.index, again.tokens, again.reward, again.label) == (4, [1, 2, 3], {"acc": 0.5}, ("a", 1))
+    assert np.array_equal(np.asarray(again.rollout_routed_experts), experts)
+    assert again.metadata["nested"][0]["array"].tolist() == [1.0, 1.0]
+    assert type(sample.rollout_routed_experts) is np.ndarray, "the run's own sample is left as it was"
+
+
+def test_objects_are_read_only_from_a_file_that_is_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = write(tmp_path / "0.pt", Sample(metadata={"mine": Mine()}))
+    with pytest.raises(UsageError, match=r"0\.pt holds more than tensors and plain data.*trust it.*Mine"):
+        load_dump(path)
+    (sample,) = load_samples(path, option="--x")
+    assert isinstance(sample.metadata["mine"], Mine) and "it is read as a file of your own" in caplog.text
+
+
+def test_a_dump_that_cannot_be_written_leaves_nothing_half(tmp_path: Path):
+    save_dump(tmp_path / "0.pt", {"rollout_id": 0})
+    with pytest.raises(Exception, match="pickle"):
+        save_dump(tmp_path / "0.pt", {"rollout_id": lambda: 0})
+    assert [path.name for path in tmp_path.iterdir()] == ["0.pt"]
+    assert load_dump(tmp_path / "0.pt") == {"rollout_id": 0}
+
+
+def test_a_file_that_is_no_dump_is_named(tmp_path: Path):
+    text, half, tensor, train = (tmp_path / name for name in ("text.pt", "half.pt", "tensor.pt", "train.pt"))
+    text.write_text("{}")
+    whole = write(tmp_path / "0.pt", Sample(tokens=list(range(500)))).read_bytes()
+    half.write_bytes(whole[: len(whole) // 2])
+    torch.save(torch.ones(1), tensor)
+    save_dump(train, {"samples": [], "dp_shards": []})
+    for path in (text, half):
+        with pytest.raises(UsageError, match=rf"--x: {path} is no dump: torch.load cannot read it; dump it with"):
+            load_samples(path, option="--x")
+    with pytest.raises(UsageError, match="holds a Tensor, not a dict"):
+        load_samples(tensor, option="--x")
+    with pytest.raises(UsageError, match=r"train\.pt is no dump of a rollout's samples"):
+        load_samples(train, option="--x")
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(None, [0, 1, 2, 3, 4, 5]), (1.0, [0, 1, 2, 3, 4, 5]), (0.7, [0, 1, 4, 5]), (0.01, [5])]
+)
+def test_a_share_is_half_from_each_end(share: float | None, expected: list[int]):
+    assert subsample(list(range(6)), share) == expected
