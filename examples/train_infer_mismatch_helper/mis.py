@@ -16,7 +16,7 @@ data-parallel group.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,21 +59,9 @@ class Settings:
 
     @classmethod
     def of(cls, args: Namespace) -> Settings:
-        """Those of a run.
-
-        Raises:
-            ValueError: a sentence about a setting that is unknown or has no use.
-        """
+        """Those of a run whose settings are right (`check_args`)."""
         names = {field.name for field in fields(cls)}
-        given = {name: value for name, value in vars(args).items() if name in names}
-        for name in vars(args):
-            if name.startswith(("tis_", "rs_")) and name not in names and name not in FLAGS:
-                known = ", ".join(sorted(names))
-                raise ValueError(f"--custom-config-path: {name} is no setting of MIS; it has {known}.")
-        settings = cls(**given)
-        for name, problem in settings._problems():
-            raise ValueError(f"--custom-config-path: {name} {getattr(settings, name)!r} {problem}.")
-        return settings
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
 
     def bounds(self, of_rejection: bool = False) -> tuple[float, float]:
         """(lower, upper) of the weights, or of the rejection."""
@@ -82,27 +70,44 @@ class Settings:
             upper, lower = self.rs_upper_bound or upper, self.rs_lower_bound
         return 1 / upper if lower is None else lower, upper
 
-    def _problems(self) -> list[tuple[str, str]]:
-        problems = []
-        for name, allowed in (("tis_level", LEVELS), ("rs_level", LEVELS), ("tis_mode", MODES)):
-            if getattr(self, name) not in allowed:
-                problems.append((name, f"is none of {', '.join(allowed)}"))
-        for name in ("tis_batch_normalize", "use_rs"):
-            if not isinstance(getattr(self, name), bool):
-                problems.append((name, "is not true or false"))
-        for name in ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and value >= 0) and not (value is None and name != "tis_upper_bound"):
-                problems.append((name, "is no number of at least 0"))
-            elif name.endswith("upper_bound") and value == 0:
-                problems.append((name, "leaves nothing; give a bound above 0"))
-        if not problems:
-            for name, of_rejection in (("tis_lower_bound", False), ("rs_lower_bound", True)):
-                lower, upper = self.bounds(of_rejection)
-                if lower > upper:
-                    problems.append((name, f"is above the upper bound {upper}; lower it"))
-        return problems
+
+def check_args(args: Namespace) -> Iterator[str]:
+    """A sentence for each setting that is unknown or cannot be; slime asks before a run starts."""
+    settings = Settings.of(args)
+    names = sorted(vars(settings))
+    for name in vars(args):
+        if name.startswith(("tis_", "rs_")) and name not in names and name not in FLAGS:
+            yield f"--custom-config-path: {name} is no setting of MIS; it has {', '.join(names)}."
+    problems = list(_value_problems(settings))
+    if not problems:
+        for name, is_rejection in (("tis_lower_bound", False), ("rs_lower_bound", True)):
+            lower, upper = settings.bounds(is_rejection)
+            if lower > upper:
+                problems.append((name, f"is above the upper bound {upper}; lower it"))
+    for name, problem in problems:
+        yield f"--custom-config-path: {name} {getattr(settings, name)!r} {problem}."
+    if settings.tis_batch_normalize is True:
+        needs = "--custom-config-path: tis_batch_normalize needs"
+        if not args.recompute_old_log_probs:
+            yield f"{needs} --recompute-old-log-probs: the mean is of a whole rollout."
+        if not args.rollout_data_postprocess_path:
+            yield f"{needs} --rollout-data-postprocess-path {__name__}.measure_batch."
+
+
+def _value_problems(settings: Settings) -> Iterator[tuple[str, str]]:
+    for name, allowed in (("tis_level", LEVELS), ("rs_level", LEVELS), ("tis_mode", MODES)):
+        if getattr(settings, name) not in allowed:
+            yield name, f"is none of {', '.join(allowed)}"
+    for name in ("tis_batch_normalize", "use_rs"):
+        if not isinstance(getattr(settings, name), bool):
+            yield name, "is not true or false"
+    for name in ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
+        value = getattr(settings, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and value >= 0) and not (value is None and name != "tis_upper_bound"):
+            yield name, "is no number of at least 0"
+        elif name.endswith("upper_bound") and value == 0:
+            yield name, "leaves nothing; give a bound above 0"
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ def compute_mis(
         the loss; loss masks without what is rejected; metrics per token, named mis_*.
 
     Raises:
-        ValueError: a setting is wrong, or tis_batch_normalize is set but `measure_batch` has not run.
+        ValueError: tis_batch_normalize is set but `measure_batch` has not run.
     """
     settings = Settings.of(args)
     found = correction(settings, train_log_probs, rollout_log_probs, loss_masks)
@@ -151,12 +156,15 @@ def compute_mis(
     return pg_loss, found.kept, metrics
 
 
+compute_mis.check_args = check_args
+
+
 def measure_batch(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """Measure the mean weight of a rollout over all data-parallel ranks, for `compute_mis`: --ppo-epochs passes and
     train steps of the rollout share it.
 
     Raises:
-        ValueError: a setting is wrong, or the rollout lacks log-probs.
+        ValueError: the rollout lacks log-probs.
     """
     from megatron.core import parallel_state
 

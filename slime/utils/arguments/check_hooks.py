@@ -5,6 +5,7 @@ It knows no hook: which flags are hooks, and their call, come in as a table. Loa
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -51,6 +52,24 @@ def check_hook(option: str, path: str, protocol: type, signature_problem: Signat
         return
     if problem := signature_problem(function, protocol):
         yield f"{option} {path} does not fit: {problem}."
+
+
+def check_settings(values: dict[str, Any], hooks: Iterable[str]) -> Iterator[str]:
+    """Ask each function that has a `check_args(args)` of its own what is wrong with its settings.
+
+    Args:
+        values: attribute -> value, with everything that the custom config sets.
+        hooks: attributes of the hook flags.
+    """
+    for attribute in hooks:
+        path = values.get(attribute)
+        for each in path if isinstance(path, list) else [path] if path else []:
+            try:
+                check_args = getattr(load_function(each), "check_args", None)
+            except Exception:  # check_hook says so
+                continue
+            if check_args is not None:
+                yield from check_args(Namespace(**values))
 
 
 def check_tool_function(

@@ -31,7 +31,7 @@ from slime.utils.arguments import (
 from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_devices import check_trainer
-from slime.utils.arguments.check_hooks import check_hook, check_hooks, check_tool_function
+from slime.utils.arguments.check_hooks import check_hook, check_hooks, check_settings, check_tool_function
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
 from slime.utils.arguments.config_files import apply_config_files
 from slime.utils.arguments.custom_config import apply_extra
@@ -209,6 +209,7 @@ class CommandLine:
         _finish(args, explicit, problems)
         problems.wrong += apply_extra(args, custom)
         problems.environment += _check_tools(args)
+        problems.wrong += _check_hook_settings(args)
         for kind in (problems.wrong, problems.environment, problems.unsupported):
             kind[:] = without_repeats(kind, line_problems)
         problems.wrong[:0] = line_problems
@@ -383,6 +384,13 @@ def _check_tools(args: Args) -> list[str]:
 
     generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
     return list(check_tool_function(generates, vars(args).get("tool_function_path"), ToolFn, signature_problem))
+
+
+def _check_hook_settings(args: Args) -> list[str]:
+    """What hooks that have settings in the custom config say about them."""
+    from slime.rollout.base_types import HOOKS
+
+    return list(check_settings(vars(args), HOOKS))
 
 
 def _outputs(args: Args) -> dict[str, str | None]:
