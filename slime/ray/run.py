@@ -69,6 +69,7 @@ class TrainingRun:
         self._sync_interval = sync_interval
         self._weight_version = 0
         self._has_engines = not args.debug_train_only
+        self._has_trainers = not args.debug_rollout_only
         self._syncs_weights = False
         self._rollout_id = 0
         self._trainers: RayTrainGroup | None = None
@@ -126,8 +127,10 @@ class TrainingRun:
             ray.wait([pending], timeout=WORK_DEADLINE_S, fetch_local=False)
 
     def train_step(self, rollout_id: int, data: list[Box]) -> None:
-        """Train on a rollout."""
+        """Train on a rollout (not with --debug-rollout-only, which has no trainers)."""
         self._rollout_id = rollout_id
+        if not self._has_trainers:
+            return
         self._log(self.trainers.train(rollout_id, data))
         self._trained = range(self.plan.start_rollout_id, rollout_id + 1)
 
@@ -212,12 +215,18 @@ class TrainingRun:
             .remote(args, engines, log_path=str(log_dir / "rollout_manager.log"), show_progress=is_terminal)
         )
         manager_started = self._manager.start.remote()
-        self._trainers = RayTrainGroup(args, self._placement)
-        self._trainers.start()
-        started = self._trainers.wait_started()
+        started = self._start_trainers()
         get(manager_started, f"the start of the engines (logs: {log_dir})", START_DEADLINE_S)
         self._connect(started)
         logger.info("everything is running after %.1f s", time.monotonic() - start)
+
+    def _start_trainers(self) -> dict[str, Any]:
+        """What rank 0 says of its start; where there are no trainers, what stands for it."""
+        if not self._has_trainers:
+            return {"start_rollout_id": 0, "parallel_config": {"dp_size": 1, "cp_size": 1}, "warnings": []}
+        self._trainers = RayTrainGroup(self.args, self._placement)
+        self._trainers.start()
+        return self._trainers.wait_started()
 
     def _connect(self, started: dict[str, Any]) -> None:
         for warning in started["warnings"]:
@@ -235,7 +244,7 @@ class TrainingRun:
                 f"the data source's state of rollout {first - 1}",
                 STATE_DEADLINE_S,
             )
-        if self._has_engines:
+        if self._has_engines and self._has_trainers:  # without trainers the weights stay those that engines start with
             schedule = self._manager.set_sync_schedule.remote(first, self.plan.num_rollout, self._sync_interval)
             get(schedule, "the rollout manager", STATE_DEADLINE_S)
             updatable = self._manager.get_updatable_engines.remote()
@@ -278,7 +287,7 @@ class TrainingRun:
         return self.args.eval_interval if self._has_engines else None
 
     def _save_is_due(self, rollout_id: int) -> bool:
-        if self.args.save is None and self.args.save_hf is None:
+        if not self._has_trainers or (self.args.save is None and self.args.save_hf is None):
             return False
         plan = self.plan
         return self.is_last(rollout_id) or should_run_periodic_action(
