@@ -4,14 +4,15 @@ It sees lengths and rollout ids only: no tokens, no tensors, no process groups. 
 
 1. group samples by rollout id in first-seen order; `global_batch_size` rollouts make a train step (a trailing rest is
    dropped);
-2. pack each step into micro-batches: dynamic = first-fit under `max_tokens_per_gpu * cp_size` tokens, static =
-   `micro_batch_size` each;
-3. round their number up to a multiple of the data-parallel size, by splitting the heaviest that holds several samples;
+2. pack each step into micro-batches: dynamic = first-fit under `max_tokens_per_gpu * cp_size` tokens, or with
+   `balance_by_flops` as many as these tokens need, of nearly equal FLOPs; static = `micro_batch_size` each;
+3. round their number up to a multiple of the data-parallel size (times `vpp_group` with interleaved pipeline stages),
+   by splitting the heaviest that holds several samples;
 4. deal them out: micro-batch k to rank k mod dp, or equally many by estimated FLOPs (`balance_data`).
 
 Invariants: every scheduled sample appears once; every rank has the same number of micro-batches in a step (their
-collectives must match); all samples of a rollout are in the same step; no micro-batch exceeds the cap unless it holds
-a single sample.
+collectives must match), with interleaved stages a multiple of `vpp_group`; all samples of a rollout are in the same
+step; no micro-batch exceeds the cap unless it holds a single sample or FLOPs are balanced.
 
 Example:
     lengths [100, 200, 300, 50, 60, 70, 80, 90], one rollout each, 2 ranks, cap 300, 4 rollouts a step:
@@ -55,9 +56,10 @@ def build_dp_schedule(
     """Schedule the samples of one rollout (see the module's docstring for the rules and an example).
 
     Args:
-        args: `use_dynamic_batch_size`, `max_tokens_per_gpu`, `micro_batch_size`, `balance_data`; with the last also
-            the model's sizes.
-        train_parallel_config: `dp_size` and `cp_size` of the trainer.
+        args: `use_dynamic_batch_size`, `max_tokens_per_gpu`, `micro_batch_size`, `balance_data`, `balance_by_flops`;
+            with the last two also the model's sizes.
+        train_parallel_config: `dp_size` and `cp_size` of the trainer, and with interleaved pipeline stages
+            `vpp_group`, the micro-batches that a stage takes at a time.
         total_lengths: tokens (prompt + response) of each sample.
         global_batch_size: rollouts in a train step.
         rollout_indices: rollout id of each sample; samples that share one are trained in the same step.
@@ -67,6 +69,7 @@ def build_dp_schedule(
         sentence names the flags.
     """
     dp_size, cp_size = train_parallel_config["dp_size"], train_parallel_config["cp_size"]
+    multiple = dp_size * train_parallel_config.get("vpp_group", 1)
     steps = group_into_steps(rollout_indices, global_batch_size)
     partitions: list[list[int]] = [[] for _ in range(dp_size)]
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]
@@ -74,13 +77,14 @@ def build_dp_schedule(
     for samples in steps:
         lengths = [total_lengths[i] for i in samples]
         if args.use_dynamic_batch_size:
-            bins = first_fit_pack(lengths, args.max_tokens_per_gpu * cp_size)
-            bins = expand_bins_by_splitting(bins, lengths, -(-len(bins) // dp_size) * dp_size)
+            cap = args.max_tokens_per_gpu * cp_size
+            bins = pack_by_flops(lengths, cap, args) if args.balance_by_flops else first_fit_pack(lengths, cap)
+            bins = expand_bins_by_splitting(bins, lengths, -(-len(bins) // multiple) * multiple)
         else:
             bins = consecutive_chunks(len(samples), args.micro_batch_size)
-            assert len(bins) % dp_size == 0, (
+            assert len(bins) % multiple == 0, (
                 f"{len(samples)} samples in micro-batches of {args.micro_batch_size} (--micro-batch-size) make "
-                f"{len(bins)}, which {dp_size} data-parallel ranks cannot share equally; change --global-batch-size "
+                f"{len(bins)}, which {_sharers(dp_size, multiple)} cannot share equally; change --global-batch-size "
                 "or use --use-dynamic-batch-size"
             )
         weights = [calculate_fwd_flops([lengths[i] for i in b], args) for b in bins] if args.balance_data else None
@@ -126,18 +130,41 @@ def first_fit_pack(lengths: Sequence[int], cap: int) -> list[list[int]]:
     return bins
 
 
+def pack_by_flops(lengths: Sequence[int], cap: int, args: Any) -> list[list[int]]:
+    """As many bins as `cap` tokens each would need, of nearly equal FLOPs; a bin may have more tokens than `cap`."""
+    num_bins = min(-(-sum(lengths) // cap), len(lengths))
+    flops = [calculate_fwd_flops([length], args) for length in lengths]
+    return get_seqlen_balanced_partitions(flops, num_bins, equal_size=False)
+
+
+def _sharers(dp_size: int, multiple: int) -> str:
+    ranks = f"{dp_size} data-parallel ranks"
+    return ranks if multiple == dp_size else f"{ranks} with interleaved groups of {multiple // dp_size}"
+
+
 def expand_bins_by_splitting(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
     """Split the heaviest bin that holds several items into two even halves until there are `target` bins.
 
     The heavier half (longest items first, each to the lighter side) takes the bin's place, the other goes to the end.
     """
+    bins = _split(bins, lengths, target)
+    assert len(bins) >= target, (
+        f"{len(lengths)} samples in a train step cannot fill {target} micro-batches; make --global-batch-size a "
+        "multiple of the number of data-parallel ranks (times the group of --num-virtual-stages-per-pipeline-rank)"
+    )
+    return bins
+
+
+def split_or_repeat(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
+    """As `expand_bins_by_splitting`, for passes where an item may be done twice: the last bin fills the rest."""
+    bins = _split(bins, lengths, target)
+    return bins + [bins[-1]] * (target - len(bins))
+
+
+def _split(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
+    """`target` bins, or fewer where no bin holds several items any more."""
     bins = [list(b) for b in bins]
-    while len(bins) < target:
-        candidates = [b for b, items in enumerate(bins) if len(items) > 1]
-        assert candidates, (
-            f"{len(lengths)} samples in a train step cannot fill {target} micro-batches; make --global-batch-size a "
-            "multiple of the number of data-parallel ranks"
-        )
+    while len(bins) < target and (candidates := [b for b, items in enumerate(bins) if len(items) > 1]):
         heaviest = max(candidates, key=lambda b: (sum(lengths[i] for i in bins[b]), -b))
         halves: tuple[list[int], list[int]] = ([], [])
         weight = [0, 0]

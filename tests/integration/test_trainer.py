@@ -117,6 +117,7 @@ def share() -> dict[str, Any]:
 
     args = SimpleNamespace(
         balance_data=False,
+        balance_by_flops=False,
         drop_last_rollouts=False,
         global_batch_size=6,
         max_tokens_per_gpu=60,

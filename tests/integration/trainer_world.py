@@ -31,7 +31,7 @@ def trainer_args(hf_path: Path, flags: str = "", *, dp_size: int = 1, **override
     values = {
         **defaults,
         "accelerator": "cpu",
-        "actor_num_gpus_per_node": dp_size * model_flags.tensor_model_parallel_size,
+        "actor_num_gpus_per_node": dp_size * model_size(model_flags),
         "distributed_timeout_minutes": 2,
         "update_weights_in_flight": False,
         "eps_clip_high": 0.28,
@@ -44,6 +44,7 @@ def trainer_args(hf_path: Path, flags: str = "", *, dp_size: int = 1, **override
         "no_load_rng": True,
         "num_rollout": 10,
         "rollout_batch_size": NUM_ROLLOUTS,
+        "use_critic": overrides.get("advantage_estimator") == "ppo",
         "use_dynamic_batch_size": True,
     }
     values |= overrides
@@ -52,6 +53,11 @@ def trainer_args(hf_path: Path, flags: str = "", *, dp_size: int = 1, **override
     args = make_args(hf_path, flags, **values)
     vars(args).update({name: value for name, value in overrides.items() if name not in vars(model_flags)})
     return args
+
+
+def model_size(args: argparse.Namespace) -> int:
+    """Ranks of one copy of the model."""
+    return int(args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size)
 
 
 def make_train_data() -> dict[str, Any]:

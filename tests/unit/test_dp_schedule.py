@@ -23,7 +23,8 @@ SIZES = {
 
 
 def make_args(**changes):
-    values = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 300, "micro_batch_size": 1, "balance_data": False}
+    values = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 300, "micro_batch_size": 1}
+    values |= {"balance_data": False, "balance_by_flops": False}
     return SimpleNamespace(**(values | SIZES | changes))
 
 

@@ -16,6 +16,7 @@ ARGS = {
     "max_tokens_per_gpu": 300,
     "micro_batch_size": 1,
     "balance_data": False,
+    "balance_by_flops": False,
     "drop_last_rollouts": False,
 }
 

@@ -46,7 +46,7 @@ def make_data(**columns):
 def make_batch(args, **columns):
     data = make_data(**columns)
     losses.compute_advantages_and_returns(args, data)
-    return next(iter(MicroBatches(data, pad_multiple=1).all()))
+    return next(iter(MicroBatches(data).all()))
 
 
 def make_logits(requires_grad=False):

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
-from slime.backends.megatron_utils.megatron_patch.packed_rope import packed_positions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,11 +37,6 @@ def test_adam_counts_a_step_on_a_rank_whose_share_of_a_group_is_empty():
     adam = Adam([torch.nn.Parameter(torch.empty(0))], lr=1.0)
     adam.step()
     assert adam.param_groups[0]["step"] == 1
-
-
-def test_positions_start_at_zero_in_each_sequence():
-    cu_seqlens = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
-    assert packed_positions(cu_seqlens, 5).tolist() == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [4, 1, 7, 4, 0, 1, 4], [12]])

@@ -10,8 +10,9 @@ from slime.backends.megatron_utils.model import train_step
 
 
 def metrics_of(monkeypatch, *, log_num_zeros_in_grad, step_returns):
-    monkeypatch.setattr(train_step, "_forward_backward", lambda *_: [])
+    monkeypatch.setattr(train_step, "_forward_backward", lambda *_: [{}])
     monkeypatch.setattr(train_step, "reduce_reports", lambda *_: {"loss": 1.0})
+    monkeypatch.setattr(train_step, "from_last_stage", lambda metrics: metrics)
     monkeypatch.setattr(train_step.parallel_state, "get_data_parallel_group", lambda **_: None)
     optimizer = SimpleNamespace(zero_grad=lambda: None, param_groups=[{"lr": 0.5}], step=lambda: step_returns)
     state = SimpleNamespace(model=[], optimizer=optimizer, scheduler=SimpleNamespace(step=lambda increment: None))

@@ -23,7 +23,7 @@ def make_micro_batches(**columns):
         "num_microbatches": [1],
         "global_batch_sizes": [2],
     }
-    return MicroBatches(to_tensors(data, torch.device("cpu")) | columns, pad_multiple=1)
+    return MicroBatches(to_tensors(data, torch.device("cpu")) | columns)
 
 
 def test_numbers_and_per_token_tensors_are_averaged_over_samples():
@@ -64,10 +64,12 @@ def test_times_become_rates():
         swiglu=True,
         padded_vocab_size=16,
         tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=3,
+        context_parallel_size=5,
     )
     seconds = {"train_wait": 3.0, "train": 1.0, "actor_train": 0.5, "log_probs": 0.25}
     metrics = perf_metrics(args, seconds, [10, 20])
-    tflops = calculate_fwd_flops([10, 20], args) / 2 / 1e12
+    tflops = calculate_fwd_flops([10, 20], args) / (2 * 3 * 5) / 1e12
     assert metrics["perf/step_time"] == 4.0
     assert metrics["perf/wait_time_ratio"] == 0.75
     assert metrics["perf/actor_train_time"] == 0.5

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.arguments import model_shape
 from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.checkpoint_pruning import prune_after_save
 from slime.backends.megatron_utils.ci_checks import CiChecks
-from slime.backends.megatron_utils.data import MicroBatches, to_tensors
+from slime.backends.megatron_utils.data import MicroBatches, Packing, to_tensors
 from slime.backends.megatron_utils.forward_passes import (
     REFERENCE,
     TEACHER,
@@ -129,7 +129,18 @@ class MegatronTrainActor:
             "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
             "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
             "cp_size": parallel_state.get_context_parallel_world_size(),
+            "cp_rank": parallel_state.get_context_parallel_rank(),
+            "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
+            "vpp_group": self._micro_batch_group(),
         }
+
+    def _micro_batch_group(self) -> int:
+        """Micro-batches that interleaved pipeline stages take at a time; 1 without such stages."""
+        args = self.args
+        if args.virtual_pipeline_model_parallel_size is None:
+            return 1
+        return int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
 
     def train(self, rollout_id: int, refs: list[Any]) -> list[MetricRecord]:
         """Train on one rollout.
@@ -166,15 +177,21 @@ class MegatronTrainActor:
         args = self.args
         with timer("data_preprocess"):
             to_tensors(rollout_data, accelerator.current_device())
-            pad_multiple = args.tensor_model_parallel_size * args.data_pad_size_multiplier
-            micro_batches = MicroBatches(rollout_data, pad_multiple)
+            layout = self.parallel_config()
+            packing = Packing(
+                multiple=layout["tp_size"] * args.data_pad_size_multiplier,
+                cp_rank=layout["cp_rank"],
+                cp_size=layout["cp_size"],
+                count_multiple=layout["vpp_group"],
+            )
+            micro_batches = MicroBatches(rollout_data, packing)
         if args.loss_type != "sft_loss" and args.compute_advantages_and_returns:
             with self._profiler.record("train_log_probs", rollout_id):
                 add_log_probs(args, self.state.model, self._weights, micro_batches)
             compute_advantages_and_returns(args, rollout_data, self._kl_controller.coef)
         if args.rollout_data_postprocess_path:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = parallel_state.get_data_parallel_group()  # context-parallel ranks have the same columns
         rollout_metrics = {**column_means(micro_batches, group), "rollout/step": rollout_id}
         if args.kl_coef:
             rollout_metrics["rollout/kl_coef"] = self._kl_controller.coef
@@ -191,7 +208,8 @@ class MegatronTrainActor:
                 named = {f"train/{name}": value for name, value in metrics.items()}
                 records.append(({**named, "train/step": first_step + position}, "train/step"))
             # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights
-            finish_param_gather(self.state.model[0])
+            for chunk in self.state.model:
+                finish_param_gather(chunk)
         if args.save_debug_train_data is not None:
             save_train_data(args.save_debug_train_data, rollout_id, micro_batches)
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:

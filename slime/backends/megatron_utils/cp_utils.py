@@ -1,14 +1,225 @@
-"""From per-token values of a micro-batch to one number: the reduction that every loss and metric goes through.
+"""Context parallelism, all of it: which tokens of a sample a rank has, and how its values become the sample's again.
 
-The micro-batch's samples are whole on this rank: context parallelism is refused at parse time, and its slicing will
-live here. It knows nothing about what the values mean.
+A sample of `total` tokens is padded to 2 x CP chunks of ceil(total / (2 CP)) tokens; rank r has the chunks r and
+2 CP - 1 - r ("zigzag"), so that every rank has as much causal attention to compute. Row p of the logits predicts token
+p + 1, so the rank that has token p has the log-prob of the token behind it.
+
+Only tokens, positions and rows of logits and hidden states are cut. What is one value per response token (log-probs,
+advantages, masks, values) is whole on every rank: `gather_responses` puts the rows' values together, with a gradient
+for the rank's own rows. So losses know nothing of all this; they come out equal on the ranks of a sample, and the sum
+of the ranks' gradients is the loss's. How attention reaches the other ranks' keys is model.varlen_attention's.
+
+`get_sum_of_sample_mean` is here because hooks look for it here: the reduction of per-token values to one number. It
+knows nothing about what the values mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+
+Span = tuple[int, int]
+"""[first, end) of consecutive positions."""
+
+
+class CpOffsets(NamedTuple):
+    """Where a rank's two chunks of a sample lie, in positions of the sample; it unpacks in this order."""
+
+    chunk_size: int
+    chunks: tuple[Span, Span]
+    """Tokens of the two chunks; the last ones may lie in the padding."""
+    logits: tuple[Span, Span]
+    """Of these, the positions whose logits predict a response token; (0, 0) where there are none."""
+    tokens: tuple[Span, Span]
+    """The response tokens that they predict: one further on."""
+
+
+def _place(cp_rank: int | None, cp_size: int | None) -> tuple[int, int]:
+    """This process's (rank, size) where they are not given."""
+    if cp_rank is not None and cp_size is not None:
+        return cp_rank, cp_size
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+
+
+def chunk_size_of(total_length: int, cp_size: int) -> int:
+    """Tokens of one of the 2 x CP chunks of a sample."""
+    return -(-total_length // (2 * cp_size))
+
+
+def get_logits_and_tokens_offset_with_cp(
+    total_length: int, response_length: int, *, cp_rank: int | None = None, cp_size: int | None = None
+) -> CpOffsets:
+    """The chunks of a rank, and which response tokens their logits predict.
+
+    Args:
+        total_length: prompt + R.
+        response_length: R.
+        cp_rank, cp_size: default: this process's.
+
+    Example:
+        7 tokens, the last 4 a response, over 2 ranks make chunks of 2. Rank 0 has the tokens 0, 1, 6 and one of
+        padding, none of whose logits predicts a response token; rank 1 has 2, 3, 4 and 5, which predict 3, 4, 5 and 6.
+    """
+    rank, size = _place(cp_rank, cp_size)
+    chunk = chunk_size_of(total_length, size)
+    chunks = tuple((index * chunk, (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank))
+    first, end = total_length - response_length - 1, total_length - 1
+    logits = tuple((max(start, first), min(stop, end)) for start, stop in chunks)
+    logits = tuple((start, stop) if start < stop else (0, 0) for start, stop in logits)
+    tokens = tuple((start + 1, stop + 1) if start < stop else (0, 0) for start, stop in logits)
+    return CpOffsets(chunk, chunks, logits, tokens)  # type: ignore[arg-type]
+
+
+def slice_with_cp(
+    tokens: torch.Tensor, pad_value: float, *, cp_rank: int | None = None, cp_size: int | None = None
+) -> torch.Tensor:
+    """This rank's two chunks of a sample: [total, ...] -> [2 x chunk, ...], padding included.
+
+    With one rank the sample comes back as it is, without padding.
+    """
+    rank, size = _place(cp_rank, cp_size)
+    if size == 1:
+        return tokens
+    chunk = chunk_size_of(len(tokens), size)
+    padding = tokens.new_full((2 * size * chunk - len(tokens), *tokens.shape[1:]), pad_value)
+    chunks = torch.cat([tokens, padding]).split(chunk)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def slice_log_prob_with_cp(
+    log_prob: torch.Tensor | Sequence[float],
+    total_length: int,
+    response_length: int,
+    *,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> torch.Tensor | Sequence[float]:
+    """Of the values of a whole response [R], those whose logits this rank has, in the order of its chunks."""
+    rank, size = _place(cp_rank, cp_size)
+    if len(log_prob) != response_length:
+        raise ValueError(f"a response of {response_length} tokens has {len(log_prob)} values")
+    if size == 1:
+        return log_prob
+    prompt = total_length - response_length
+    offsets = get_logits_and_tokens_offset_with_cp(total_length, response_length, cp_rank=rank, cp_size=size)
+    parts = [log_prob[max(start - prompt, 0) : max(end - prompt, 0)] for start, end in offsets.tokens]
+    return torch.cat(parts) if isinstance(log_prob, torch.Tensor) else [value for part in parts for value in part]
+
+
+def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
+    """The whole response [R] from each rank's part of it (as `slice_log_prob_with_cp` cuts it); differentiable.
+
+    A tensor that is whole already, as columns of a rollout are here, comes back equal. Collective over the
+    context-parallel group.
+
+    Raises:
+        ValueError: the tensor is neither this rank's part nor whole.
+    """
+    rank, size = _place(None, None)
+    if size == 1:
+        return tensor
+    offsets = get_logits_and_tokens_offset_with_cp(total_length, response_length, cp_rank=rank, cp_size=size)
+    prompt = total_length - response_length
+    positions = [torch.arange(start, end) - prompt for start, end in offsets.tokens if start < end]
+    mine = torch.cat([torch.empty(0, dtype=torch.int64), *positions]).to(tensor.device)
+    if len(tensor) == response_length != len(mine):
+        tensor = tensor[mine]
+    if len(tensor) != len(mine):
+        raise ValueError(
+            f"{len(tensor)} values are neither this rank's part ({len(mine)}) of a response nor all of its "
+            f"{response_length}"
+        )
+    from megatron.core import parallel_state
+
+    return gather_responses(tensor, mine, response_length, parallel_state.get_context_parallel_group())
+
+
+class _GatherResponses(torch.autograd.Function):
+    """Values at their places, summed over ranks; each place belongs to one rank. Back: the gradient of the own ones.
+
+    The loss is computed on every rank, so a gradient that were summed over ranks would count CP times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, positions: torch.Tensor, length: int, group: Any) -> torch.Tensor:
+        ctx.save_for_backward(positions)
+        whole = mine.new_zeros(length).index_copy(0, positions, mine)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (positions,) = ctx.saved_tensors
+        return grads[0].index_select(0, positions), None, None, None
+
+
+def gather_responses(mine: torch.Tensor, positions: torch.Tensor, length: int, group: Any) -> torch.Tensor:
+    """Put the ranks' values of a micro-batch's response tokens together.
+
+    Args:
+        mine: [n] values of the tokens that this rank has the logits of.
+        positions: [n] where they belong; the ranks' positions together are 0 ... length - 1, each once.
+        length: sum of R of the micro-batch.
+        group: the context-parallel ranks.
+
+    Returns:
+        [length], the same on every rank.
+    """
+    whole: torch.Tensor = _GatherResponses.apply(mine, positions, length, group)
+    return whole
+
+
+def zigzag_positions(cu_seqlens: torch.Tensor, num_tokens: int, *, cp_rank: int, cp_size: int) -> torch.Tensor:
+    """Position of each of this rank's packed tokens in its own sequence.
+
+    Args:
+        cu_seqlens: [num_sequences + 1] cumulative lengths of the whole sequences, each a multiple of 2 x CP.
+        num_tokens: T, cu_seqlens[-1] / CP: those of this rank.
+        cp_rank, cp_size: whose.
+
+    Returns:
+        int64 [T], for example for cu_seqlens [0, 8, 12] and two ranks [0, 1, 6, 7, 0, 3] and [2, 3, 4, 5, 1, 2].
+    """
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long() // cp_size, lengths, output_size=num_tokens)
+    local = torch.arange(num_tokens, device=cu_seqlens.device) - starts
+    if cp_size == 1:
+        return local
+    chunk = torch.repeat_interleave(lengths // 2, lengths, output_size=num_tokens)
+    return torch.where(local < chunk, cp_rank * chunk + local, (2 * cp_size - 2 - cp_rank) * chunk + local)
+
+
+class KeyChunks(NamedTuple):
+    """Which keys the queries of a rank see, with keys and values of all ranks gathered rank after rank.
+
+    Sequence by sequence, first the rank's early chunk, then its late one: a chunk with index j sees the j + 1 first
+    chunks of its sequence.
+    """
+
+    rows: torch.Tensor
+    """[keys] rows of the gathered keys, in the order in which queries see them."""
+    cu_queries: list[int]
+    cu_keys: list[int]
+
+
+def key_chunks(cu_seqlens: Sequence[int], *, cp_rank: int, cp_size: int) -> KeyChunks:
+    """See KeyChunks; `cu_seqlens` as in `zigzag_positions`."""
+    num_tokens = cu_seqlens[-1] // cp_size
+    rows, cu_queries, cu_keys = [], [0], [0]
+    for first, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        chunk, local = (end - first) // (2 * cp_size), first // cp_size
+        starts = [owner * num_tokens + local for owner in range(cp_size)]
+        starts += [(2 * cp_size - 1 - j) * num_tokens + local + chunk for j in range(cp_size, 2 * cp_size)]
+        for j in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            rows += [torch.arange(start, start + chunk) for start in starts[: j + 1]]
+            cu_queries.append(cu_queries[-1] + chunk)
+            cu_keys.append(cu_keys[-1] + chunk * (j + 1))
+    return KeyChunks(torch.cat(rows), cu_queries, cu_keys)
 
 
 def get_sum_of_sample_mean(

@@ -2,14 +2,17 @@
 
 Packing is THD: the samples of a micro-batch lie one after the other in a single row, and `packed_seq_params` says
 where each starts. The row is filled up with token 0, as a sequence of its own, to a multiple of the tensor-parallel
-size x --data-pad-size-multiplier. It knows nothing about losses: what is computed later (`log_probs`, `advantages`,
-any column that a hook adds) is a column of the RolloutBatch with one entry per sample, and reaches the micro-batches
-by itself.
+size x --data-pad-size-multiplier. Under context parallelism the row holds this rank's chunks of each sample
+(slime.backends.megatron_utils.cp_utils), and `packed_seq_params` speaks of the whole samples. It knows nothing about
+losses: what is computed later (`log_probs`, `advantages`, any column that a hook adds) is a column of the RolloutBatch
+with one entry per sample, and reaches the micro-batches by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +20,19 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime.utils.dp_schedule import first_fit_pack
+from slime.backends.megatron_utils.cp_utils import (
+    chunk_size_of,
+    get_logits_and_tokens_offset_with_cp,
+    slice_with_cp,
+    zigzag_positions,
+)
+from slime.utils.dp_schedule import first_fit_pack, split_or_repeat
 
 PAD_TOKEN = 0
 SCHEDULE_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
-FLOAT_COLUMNS = ("rollout_log_probs", "teacher_log_probs")
+Columns = dict[str, list[np.ndarray]]
+"""Columns of a share in host memory: per sample an array, of one value per response token."""
+FLOAT_COLUMNS = ("rollout_log_probs", "teacher_log_probs", "values", "returns")
 
 
 def to_tensors(rollout_data: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -52,6 +63,11 @@ def to_tensors(rollout_data: dict[str, Any], device: torch.device) -> dict[str, 
     return rollout_data
 
 
+def to_host(columns: Mapping[str, Sequence[torch.Tensor]]) -> Columns:
+    """Columns of tensors as another process takes them."""
+    return {name: [value.detach().cpu().numpy() for value in column] for name, column in columns.items()}
+
+
 def _ragged(
     name: str, values: Sequence[Any], lengths: Sequence[int], dtype: type, device: torch.device
 ) -> list[torch.Tensor]:
@@ -64,35 +80,74 @@ def _ragged(
     return list(torch.from_numpy(flat).to(device).split(found))
 
 
-def response_rows(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> torch.Tensor:
-    """Rows of the packed logits that predict the response tokens, [sum of R]: row p predicts the token at p + 1."""
-    total, response = torch.tensor(total_lengths), torch.tensor(response_lengths)
-    first_row = total.cumsum(0) - response - 1
-    first_out = response.cumsum(0) - response
-    return torch.arange(int(response.sum())) + (first_row - first_out).repeat_interleave(response)
+@dataclass(frozen=True)
+class Packing:
+    """How samples become packed rows on one rank."""
+
+    multiple: int = 1
+    """The tokens of a row are a multiple of it."""
+    cp_rank: int = 0
+    cp_size: int = 1
+    count_multiple: int = 1
+    """Micro-batches of a pass are a multiple of it, as interleaved pipeline stages need; the schedule sees to it for
+    train steps."""
 
 
-def pack(tokens: Sequence[torch.Tensor], multiple: int) -> dict[str, Any]:
+def response_rows(
+    total_lengths: Sequence[int], response_lengths: Sequence[int], packing: Packing = Packing()
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Which rows of this rank's packed logits predict response tokens: row p predicts the token at p + 1.
+
+    Returns:
+        [n] rows; [n] which token of the responses, one after the other, each predicts; [S] how many are each sample's.
+        Without context parallelism n is the sum of R, and the second is 0, 1, 2 ...
+    """
+    if packing.cp_size == 1:
+        total, response = torch.tensor(total_lengths), torch.tensor(response_lengths)
+        first_row = total.cumsum(0) - response - 1
+        first_out = response.cumsum(0) - response
+        places = torch.arange(int(response.sum()))
+        return places + (first_row - first_out).repeat_interleave(response), places, list(response_lengths)
+    rows, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    counts = [0] * len(total_lengths)
+    first_row = first_place = 0
+    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        found = get_logits_and_tokens_offset_with_cp(total, response, cp_rank=packing.cp_rank, cp_size=packing.cp_size)
+        for number, (chunk, logits) in enumerate(zip(found.chunks, found.logits, strict=True)):
+            if logits[0] < logits[1]:
+                positions = torch.arange(*logits)
+                rows.append(first_row + number * found.chunk_size + positions - chunk[0])
+                places.append(first_place + positions + 1 - (total - response))
+                counts[i] += len(positions)
+        first_row += 2 * found.chunk_size
+        first_place += response
+    return torch.cat(rows), torch.cat(places), counts
+
+
+def pack(tokens: Sequence[torch.Tensor], packing: Packing = Packing()) -> dict[str, Any]:
     """The model's inputs for these samples: `tokens` [1, T], `position_ids` [1, T], `packed_seq_params`.
 
     Args:
         tokens: [S][prompt + R] on one device.
-        multiple: T is a multiple of it.
+        packing: T, the tokens of this rank's row, is a multiple of its `multiple`.
     """
-    lengths = [len(sample) for sample in tokens]
-    used = sum(lengths)
-    padding = -used % multiple
+    cp_rank, cp_size = packing.cp_rank, packing.cp_size
+    if cp_size == 1:
+        lengths, multiple = [len(sample) for sample in tokens], packing.multiple
+    else:  # a rank has two chunks of everything, the padding included
+        lengths = [2 * chunk_size_of(len(sample), cp_size) for sample in tokens]
+        multiple = math.lcm(packing.multiple, 2)
+        tokens = [slice_with_cp(sample, PAD_TOKEN, cp_rank=cp_rank, cp_size=cp_size) for sample in tokens]
+    padding = -sum(lengths) % multiple
     if padding:
         lengths = [*lengths, padding]
     device = tokens[0].device
-    row = torch.cat([*tokens, tokens[0].new_full((padding,), PAD_TOKEN)])
-    size = torch.tensor(lengths)
-    ends = size.cumsum(0)
-    position_ids = torch.arange(used + padding) - (ends - size).repeat_interleave(size)
-    cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(device=device, dtype=torch.int32)
-    longest = max(lengths)
+    ends = torch.tensor([0, *lengths]).cumsum(0) * cp_size
+    position_ids = zigzag_positions(ends, sum(lengths), cp_rank=cp_rank, cp_size=cp_size)
+    cu_seqlens = ends.to(device=device, dtype=torch.int32)
+    longest = max(lengths) * cp_size
     return {
-        "tokens": row[None],
+        "tokens": torch.cat([*tokens, tokens[0].new_full((padding,), PAD_TOKEN)])[None],
         "position_ids": position_ids[None].to(device),
         "packed_seq_params": PackedSeqParams(
             qkv_format="thd",
@@ -111,16 +166,16 @@ class MicroBatches:
 
     Args:
         rollout_data: a RolloutBatch of tensors (`to_tensors`), with the schedule's columns.
-        pad_multiple: packed rows are padded to a multiple of it.
+        packing: how they are packed.
     """
 
-    def __init__(self, rollout_data: dict[str, Any], pad_multiple: int) -> None:
+    def __init__(self, rollout_data: dict[str, Any], packing: Packing = Packing()) -> None:
         self.rollout_data = rollout_data
         self.num_samples = len(rollout_data["tokens"])
         self.indices: list[list[int]] = rollout_data["micro_batch_indices"]
         self.num_microbatches: list[int] = rollout_data["num_microbatches"]
         self.global_batch_sizes: list[int] = rollout_data["global_batch_sizes"]
-        self._pad_multiple = pad_multiple
+        self._packing = packing
         self._packed = [self._pack(samples) for samples in self.indices]
 
     @property
@@ -159,32 +214,42 @@ class MicroBatches:
         without gradients, which has no train steps: all of the rollout's samples are packed together.
 
         Args:
-            max_tokens: of a micro-batch.
+            max_tokens: of a micro-batch on a rank; context-parallel ranks share one of as many times more.
             as_many_over: ranks that must have equally many micro-batches, because they exchange tokens in each; those
-                with fewer compute their last one again.
+                with fewer split theirs, and compute the last one again where there is nothing to split.
         """
-        indices = first_fit_pack(self.rollout_data["total_lengths"], max_tokens)
+        lengths = self.rollout_data["total_lengths"]
+        indices = first_fit_pack(lengths, max_tokens * self._packing.cp_size)
+        count = len(indices)
         if as_many_over is not None and as_many_over.size() > 1:
-            most = torch.tensor(len(indices), device=self.rollout_data["tokens"][0].device)
+            most = torch.tensor(count, device=self.rollout_data["tokens"][0].device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=as_many_over)
-            indices = indices + [indices[-1]] * (int(most) - len(indices))
+            count = int(most)
+        multiple = self._packing.count_multiple
+        indices = split_or_repeat(indices, lengths, -(-count // multiple) * multiple)
         return self.of_data(self.rollout_data | {"micro_batch_indices": indices, "num_microbatches": [len(indices)]})
 
     def of_data(self, rollout_data: dict[str, Any]) -> MicroBatches:
         """Other data, or the same with another schedule, packed in the same way."""
-        return MicroBatches(rollout_data, self._pad_multiple)
+        return MicroBatches(rollout_data, self._packing)
 
     def _pack(self, samples: list[int]) -> dict[str, Any]:
         data = self.rollout_data
-        packed = pack([data["tokens"][i] for i in samples], self._pad_multiple)
-        rows = response_rows(
-            [data["total_lengths"][i] for i in samples], [data["response_lengths"][i] for i in samples]
-        )
-        rows = rows.to(packed["tokens"].device)
+        tokens = [data["tokens"][i] for i in samples]
+        packed = pack(tokens, self._packing)
+        response_lengths = [data["response_lengths"][i] for i in samples]
+        rows, places, counts = response_rows([len(sample) for sample in tokens], response_lengths, self._packing)
+        rows, places = (x.to(packed["tokens"].device) for x in (rows, places))
+        responses = [sample[len(sample) - n :] for sample, n in zip(tokens, response_lengths, strict=True)]
         full_loss_masks = torch.zeros_like(packed["tokens"], dtype=torch.int32)
-        full_loss_masks[0, rows] = torch.cat([data["loss_masks"][i] for i in samples])
-        targets = packed["tokens"][0, rows + 1]
-        return packed | {"full_loss_masks": full_loss_masks, "response_rows": rows, "response_tokens": targets}
+        full_loss_masks[0, rows] = torch.cat([data["loss_masks"][i] for i in samples])[places]
+        packed |= {
+            "full_loss_masks": full_loss_masks,
+            "response_rows": rows,
+            "response_row_counts": counts,
+            "response_tokens": torch.cat(responses)[places],
+        }
+        return packed | ({"response_places": places} if self._packing.cp_size > 1 else {})
 
     def _micro_batch(self, index: int) -> dict[str, Any]:
         samples = self.indices[index]

@@ -1,7 +1,7 @@
 """Walk over a Megatron model as HF tensors, in buckets of bounded size.
 
-It is collective: every rank iterates, and each of a tensor- or expert-parallel group gets the full tensors of all of
-them. It does not know where they go (an engine, a file).
+It is collective: every rank iterates, and each gets the full tensors of the tensor-, expert- and pipeline-parallel
+ranks of its copy of the model. It does not know where they go (an engine, a file).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family, Layout, TensorShape
-from slime.backends.megatron_utils.model_weights import Weight, iter_weights
+from slime.backends.megatron_utils.model_weights import Weight
+from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -38,14 +39,14 @@ def iter_hf_buckets(
     num_bytes = 0
     for module in model:
         finish_param_gather(module)
-        for weight in iter_weights(module):
-            found = gather_hf_tensors(weight, family, shape)
-            size = sum(tensor.nbytes for _, tensor in found)
-            if bucket and num_bytes + size > buffer_size:
-                yield bucket
-                bucket, num_bytes = [], 0
-            bucket += found
-            num_bytes += size
+    for weight in iter_weights_of_all_stages(model):
+        found = gather_hf_tensors(weight, family, shape)
+        size = sum(tensor.nbytes for _, tensor in found)
+        if bucket and num_bytes + size > buffer_size:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket += found
+        num_bytes += size
     if bucket:
         yield bucket
 

@@ -54,7 +54,7 @@ def perf_metrics(args: Any, seconds: Mapping[str, float], seqlens: Sequence[int]
     """Times and rates of one rollout's training on this rank.
 
     Args:
-        args: the model's sizes and `tensor_model_parallel_size`.
+        args: the model's sizes, and those over which one copy of it is spread.
         seconds: seconds of each timer; `actor_train`, `train` and `train_wait` and the forward passes are known here.
         seqlens: tokens of each sample that this rank trained on.
 
@@ -63,7 +63,8 @@ def perf_metrics(args: Any, seconds: Mapping[str, float], seqlens: Sequence[int]
         `perf/step_time` (from the end of one training to the end of the next) and the share of it spent waiting.
     """
     metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
-    forward_tflops = calculate_fwd_flops(seqlens, args) / args.tensor_model_parallel_size / 1e12
+    devices = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    forward_tflops = calculate_fwd_flops(seqlens, args) / devices / 1e12
     for name in FORWARD_PASSES:
         if seconds.get(name):
             metrics[f"perf/{name}_tflops"] = forward_tflops / seconds[name]

@@ -30,6 +30,11 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "attention_backend": AttnBackend[args.attention_backend],
         "pipeline_dtype": torch_type(args.params_dtype),
         "use_cpu_initialization": on_cpu,
+        # What went to the next stage is needed there alone.
+        "deallocate_pipeline_outputs": True,
+        # Between the chunks of interleaved stages sending is overlapped; one batch would confuse two stages' messages.
+        "overlap_p2p_comm": args.virtual_pipeline_model_parallel_size is not None,
+        "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
         # Kernels of TransformerEngine and Apex, which we do without.
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
@@ -67,7 +72,7 @@ def build_gpt(
     config = transformer_config(args)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, args),
+        transformer_layer_spec=block_spec(config, args, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

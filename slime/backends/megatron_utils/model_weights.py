@@ -16,6 +16,7 @@ import torch
 
 from slime.backends.megatron_utils.model_provider import unwrap
 
+EMBEDDING = "embedding.word_embeddings.weight"
 EXPERT_BIAS = "mlp.router.expert_bias"
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -61,6 +62,12 @@ def iter_weights(module: torch.nn.Module) -> Iterator[Weight]:
             partition_dim=tensor.partition_dim if is_cut else None,
             num_experts_here=experts_here if _EXPERT.search(name) else 0,
         )
+
+
+def is_tied_copy(module: torch.nn.Module, weight: Weight) -> bool:
+    """Whether a weight is the last pipeline stage's copy of the embedding, which it uses as the output layer."""
+    is_tied = getattr(unwrap(module), "share_embeddings_and_output_weights", False)
+    return bool(is_tied) and weight.name == "output_layer.weight"
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -107,7 +107,7 @@ def run(args, logits, columns, tokens, *, rewards=REWARDS):
     if args.use_opd:
         data["teacher_log_probs"] = [torch.tensor(x) for x in columns["teacher"]]
     losses.compute_advantages_and_returns(args, data)
-    batch = next(iter(MicroBatches(data, pad_multiple=1).all()))
+    batch = next(iter(MicroBatches(data).all()))
     logits = logits.clone().requires_grad_()
     scale = {"num_microbatches": 1, "global_batch_size": NUM_ROLLOUTS, "dp_size": 1}
     loss, _, report = losses.loss_function(args, batch, logits, **scale)

@@ -17,7 +17,7 @@ from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import Safe
 from slime.backends.megatron_utils.hf_weight_iterator import tensor_parallel_group
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape
-from slime.backends.megatron_utils.model_weights import iter_weights
+from slime.backends.megatron_utils.model_weights import EMBEDDING, is_tied_copy, iter_weights
 from slime.utils.errors import UsageError
 
 __all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]
@@ -37,7 +37,7 @@ def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], 
     family, shape, reader = family_of_args(args), TensorShape.of(args), SafetensorsReader(path)
     for module in model:
         for weight in iter_weights(module):
-            rule, hf_names = family.find(weight.name)
+            rule, hf_names = family.find(EMBEDDING if is_tied_copy(module, weight) else weight.name)
             try:
                 full = rule.layout.to_megatron([reader.get(hf_name) for hf_name in hf_names], shape)
             except RuntimeError as error:

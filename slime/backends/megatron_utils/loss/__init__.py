@@ -60,7 +60,7 @@ def loss_function(
         logits: [1, T, V/tp], or what they are made of.
         num_microbatches: of this rank in the train step; Megatron divides by it.
         global_batch_size: rollouts of the train step over all ranks.
-        dp_size: data-parallel ranks; Megatron averages gradients over them.
+        dp_size: data- times context-parallel ranks; Megatron averages gradients over them.
 
     Returns:
         the scaled loss; the tokens that Megatron divides the step by (1 unless the loss is per token); the report that
@@ -75,8 +75,9 @@ def loss_function(
         # Which tensors a loss of the user's own keeps is not known: it is run again as a whole.
         function = functools.partial(checkpoint, function, use_reentrant=False)
     loss, metrics = function(args, batch, logits, sum_of_sample_mean)
+    # Megatron sums over data- and context-parallel ranks, a report is summed over the former alone
     num_tokens = batch["full_loss_masks"].sum(dtype=torch.int32)
-    report = pack_report({"loss": loss, **metrics}, num_tokens)
+    report = pack_report({"loss": loss, **metrics}, torch.cat(batch["loss_masks"]).sum(dtype=torch.int32))
     if args.calculate_per_token_loss:
         return loss, num_tokens, report
     # 1 token: Megatron's division by tokens is then none, and only its division by micro-batches has to be undone

@@ -51,7 +51,7 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_c
             args, rollout_data, rollout_data["advantages"], log_probs
         )
     if args.normalize_advantages:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = parallel_state.get_data_parallel_group()
         rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group)
 
 

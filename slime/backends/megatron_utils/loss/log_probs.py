@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of a micro-batch's response tokens, out of the packed logits.
 
-It picks the rows that predict response tokens and leaves the arithmetic to slime.utils.ppo_utils; it knows nothing
-about masks.
+It picks the rows that predict response tokens, puts together what context-parallel ranks have of them, and leaves the
+arithmetic to slime.utils.ppo_utils; it knows nothing about masks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from slime.backends.megatron_utils.cp_utils import gather_responses
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
@@ -33,7 +34,8 @@ def get_log_probs_and_entropy(
         with_entropy_grad: ... as something that can be trained on.
 
     Returns:
-        log_probs and entropy (or None), each [sum of R], float32, the samples' tokens in order.
+        log_probs and entropy (or None), each [sum of R], float32, the samples' tokens in order: whole responses, on
+        every context-parallel rank.
     """
 
     def of_rows(
@@ -52,11 +54,21 @@ def get_log_probs_and_entropy(
         )
 
     rows, targets = batch["response_rows"], batch["response_tokens"]
-    if not isinstance(logits, DeferredLogits):
-        return of_rows(logits.squeeze(0), targets, rows)  # not logits[0], whose gradient is a copy
-    log_probs, *entropy = logits.map_rows(
-        lambda *chunk: tuple(column for column in of_rows(*chunk) if column is not None),
-        *(rows, targets),
-        chunk_size=args.log_probs_chunk_size,
-    )
-    return log_probs, entropy[0] if entropy else None
+    if isinstance(logits, DeferredLogits):
+        log_probs, *more = logits.map_rows(
+            lambda *chunk: tuple(column for column in of_rows(*chunk) if column is not None),
+            *(rows, targets),
+            chunk_size=args.log_probs_chunk_size,
+        )
+        entropy = more[0] if more else None
+    else:
+        log_probs, entropy = of_rows(logits.squeeze(0), targets, rows)  # not logits[0], whose gradient is a copy
+    return whole_responses(batch, log_probs), None if entropy is None else whole_responses(batch, entropy)
+
+
+def whole_responses(batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
+    """Values of this rank's `response_rows` [n] -> values of all response tokens [sum of R] (see cp_utils)."""
+    if "response_places" not in batch:  # there is no context parallelism: they are all here
+        return values
+    group = parallel_state.get_context_parallel_group()
+    return gather_responses(values, batch["response_places"], sum(batch["response_lengths"]), group)

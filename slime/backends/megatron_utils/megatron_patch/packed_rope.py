@@ -4,7 +4,7 @@ Upstream (0.16.1): the unfused path walks the sequences in Python, for queries a
 and sin of every token again; a pack of 128 short sequences spends more time there than in its matmuls. It also
 decides by `max_seqlen == total tokens` whether the table holds positions of the whole pack, which is wrong for
 several sequences with a generous max_seqlen. Values are bitwise the same as its own. It can go when
-TransformerEngine's fused kernel is used. Context parallelism keeps upstream's path.
+TransformerEngine's fused kernel is used. Multi-latent attention keeps upstream's path.
 """
 
 from __future__ import annotations
@@ -13,24 +13,11 @@ from typing import Any
 
 import torch
 
-
-def packed_positions(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return each token's position in its sequence.
-
-    Args:
-        cu_seqlens: [num_sequences + 1] cumulative lengths, ending with num_tokens.
-        num_tokens: T.
-
-    Returns:
-        int64 [T], for example [0, 1, 2, 0, 1] for cu_seqlens [0, 3, 5].
-    """
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=num_tokens)
-    return torch.arange(num_tokens, device=cu_seqlens.device) - starts
+from slime.backends.megatron_utils.cp_utils import zigzag_positions
 
 
 def apply() -> None:
-    """Replace Megatron's packed rotary embedding where there is no context parallelism."""
+    """Replace Megatron's packed rotary embedding."""
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
 
     upstream = rope_utils._apply_rotary_pos_emb_thd
@@ -47,11 +34,11 @@ def apply() -> None:
         cp_group: Any = None,
     ) -> torch.Tensor:
         """t [T, heads, dim], freqs [max_seqlen, 1, 1, rotary dim] -> [T, heads, dim]."""
-        if cp_group is None or cp_group.size() > 1 or multi_latent_attention:
+        if cp_group is None or multi_latent_attention:
             return upstream(
                 t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale=mscale, cp_group=cp_group
             )
-        positions = packed_positions(cu_seqlens, t.size(0))
+        positions = zigzag_positions(cu_seqlens, t.size(0), cp_rank=cp_group.rank(), cp_size=cp_group.size())
         cos = (torch.cos(freqs) * mscale).to(t.dtype)[positions].squeeze(1)
         sin = (torch.sin(freqs) * mscale).to(t.dtype)[positions].squeeze(1)
         rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]

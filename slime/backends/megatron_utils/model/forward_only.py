@@ -21,17 +21,18 @@ from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.model_provider import unwrap
+from slime.backends.megatron_utils.pipeline import columns_from_last_stage
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
 
 
 def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Logits [1, T, V/tp] of a packed micro-batch."""
+    """Logits [1, T, V/tp] of a packed micro-batch; before the last pipeline stage hidden states [T, 1, H]."""
     return model(batch["tokens"], batch["position_ids"], None, packed_seq_params=batch["packed_seq_params"])
 
 
-def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> DeferredLogits:
-    """As `run_model`, but stop before the output layer.
+def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | DeferredLogits:
+    """As `run_model`, but stop before the output layer of the last pipeline stage.
 
     Raises:
         UsageError: the model of a --custom-model-provider-path is no GPTModel.
@@ -42,6 +43,8 @@ def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> Deferr
             f"--recompute-loss-function needs a GPTModel, not {type(gpt).__name__} of --custom-model-provider-path; "
             "leave it out."
         )
+    if not gpt.post_process:
+        return run_model(model, batch)
     gpt.post_process = False
     try:
         hidden = run_model(model, batch)
@@ -97,7 +100,7 @@ def compute_log_probs(
 
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=micro_batches.all(),
+        data_iterator=[micro_batches.all() for _ in model],
         model=model,
         num_microbatches=len(micro_batches.indices),
         seq_length=args.seq_length,
@@ -107,4 +110,6 @@ def compute_log_probs(
     for chunk in model:
         chunk.train()
     names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
-    return {f"{store_prefix}{name}": micro_batches.scatter([result[name] for result in results]) for name in names}
+    found = {name: micro_batches.scatter([result[name] for result in results]) for name in names if results}
+    columns = columns_from_last_stage(found, names, micro_batches.rollout_data["response_lengths"])
+    return {f"{store_prefix}{name}": column for name, column in columns.items()}

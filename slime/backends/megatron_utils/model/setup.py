@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -27,23 +28,35 @@ class TrainState:
     """What a train step changes."""
 
     model: list[DistributedDataParallel]
-    """Model chunks; one, as long as there is no pipeline parallelism."""
+    """Model chunks of this rank; several with interleaved pipeline stages."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
 
 def setup_model_and_optimizer(args: Any) -> TrainState:
     """Build model, optimizer and schedule; `initialize.init` has run on every rank before."""
-    model = [wrap_model(args, build_model(args))]
+    num_chunks = args.virtual_pipeline_model_parallel_size
+    stages: list[int | None] = [None] if num_chunks is None else list(range(num_chunks))
+    model = [wrap_model(args, build_model(args, stage), is_first=not stage) for stage in stages]
     optimizer_config = OptimizerConfig(**config_kwargs(OptimizerConfig, args))
     optimizer = get_megatron_optimizer(optimizer_config, model)
     connect(model, optimizer)
     return TrainState(model, optimizer, make_scheduler(args, optimizer))
 
 
-def build_model(args: Any) -> torch.nn.Module:
-    """This rank's part of the model, on its device, in the precision of the flags."""
-    model = get_model_provider_func(args)(pre_process=True, post_process=True)
+def build_model(args: Any, vp_stage: int | None = None) -> torch.nn.Module:
+    """This rank's part of the model, on its device, in the precision of the flags.
+
+    Args:
+        args: the flags.
+        vp_stage: which of this rank's interleaved pipeline stages; None where it has one stage.
+    """
+    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    model = get_model_provider_func(args)(
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        vp_stage=vp_stage,
+    )
     model = model.to(accelerator.current_device())
     if args.bf16 or args.fp16:
         model = Float16Module(get_model_config(model), model)
@@ -51,10 +64,13 @@ def build_model(args: Any) -> torch.nn.Module:
     return model
 
 
-def wrap_model(args: Any, model: torch.nn.Module) -> DistributedDataParallel:
-    """Megatron's data-parallel wrapper, which also holds parameters and gradients in contiguous buffers."""
+def wrap_model(args: Any, model: torch.nn.Module, *, is_first: bool = True) -> DistributedDataParallel:
+    """Megatron's data-parallel wrapper, which also holds parameters and gradients in contiguous buffers.
+
+    Chunks behind the first reduce their gradients in one piece: other chunks compute meanwhile.
+    """
     ddp_config = DistributedDataParallelConfig(**config_kwargs(DistributedDataParallelConfig, args))
-    return DistributedDataParallel(get_model_config(model), ddp_config, model)
+    return DistributedDataParallel(get_model_config(model), ddp_config, model, disable_bucketing=not is_first)
 
 
 def connect(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -64,6 +80,5 @@ def connect(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) 
     config.finalize_model_grads_func = finalize_model_grads
     ddp_config = model[0].ddp_config
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = model[0].no_sync
-    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
-        config.param_sync_func = model[0].start_param_sync
+        of_chunks = [chunk.no_sync for chunk in model]
+        config.no_sync_func = of_chunks if len(model) > 1 else of_chunks[0]

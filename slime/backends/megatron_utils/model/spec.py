@@ -15,8 +15,9 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.backends.megatron_utils.hf_config import moe_layer_pattern
 from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
@@ -55,12 +56,16 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
     return spec
 
 
-def block_spec(config: TransformerConfig, args: argparse.Namespace) -> TransformerBlockSubmodules:
-    """Return the spec of all layers and the final norm."""
+def block_spec(
+    config: TransformerConfig, args: argparse.Namespace, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Return the spec of the layers of this rank's pipeline stage, and of the final norm behind the last."""
     dense = layer_spec(config, args)
     layers = [dense] * config.num_layers
     if config.num_moe_experts:
         with_experts = layer_spec(config, args, num_experts=config.num_moe_experts)
         pattern = moe_layer_pattern(config.moe_layer_freq, config.num_layers)
         layers = [with_experts if has_experts else dense for has_experts in pattern]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(config, vp_stage)
+    here = layers[first : first + get_num_layers_to_build(config, vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=here, layer_norm=RMSNorm)

@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
 from slime.backends.megatron_utils.model.forward_only import run_model, run_model_to_hidden
 from slime.backends.megatron_utils.model.setup import TrainState
+from slime.backends.megatron_utils.pipeline import from_last_stage
 from slime.utils.misc import load_function
 
 
@@ -51,11 +52,10 @@ def train_one_step(
     updated, grad_norm, num_zeros = state.optimizer.step()
     if updated:  # not when a 16-bit gradient overflowed: Megatron then only lowers the loss scale
         state.scheduler.step(increment=global_batch_size)
-    metrics = reduce_reports(
-        reports,
-        None if args.calculate_per_token_loss else global_batch_size,
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
+    denominator = None if args.calculate_per_token_loss else global_batch_size
+    # Only the last pipeline stage has reports; context-parallel ranks have the same ones.
+    group = parallel_state.get_data_parallel_group()
+    metrics = from_last_stage(reduce_reports(reports, denominator, group) if reports else {})
     if grad_norm is not None:  # an overflowed gradient has none
         metrics["grad_norm"] = float(grad_norm)
     if args.log_num_zeros_in_grad and num_zeros is not None:
@@ -83,7 +83,7 @@ def _forward_backward(
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=micro_batches.of_step(step_id),
+        data_iterator=[micro_batches.of_step(step_id) for _ in model],
         model=model,
         num_microbatches=num_microbatches,
         seq_length=args.seq_length,

@@ -1,21 +1,26 @@
 """Causal attention over packed sequences: Megatron's core attention without TransformerEngine.
 
 On CUDA in 16 bit it is one call of torch's varlen kernel. Elsewhere sequences of equal length are stacked, so that a
-pack of 128 short sequences takes a few scaled_dot_product_attention calls instead of 128. It knows nothing about
-context parallelism (not supported) and has no dropout.
+pack of 128 short sequences takes a few scaled_dot_product_attention calls instead of 128. Under context parallelism
+keys and values of all ranks are gathered, and each of a rank's chunks attends to the beginning of its sequence; which
+rows those are, slime.backends.megatron_utils.cp_utils says. It has no dropout.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.cp_utils import KeyChunks, key_chunks
 
 
 class VarlenAttention(MegatronModule):
@@ -23,7 +28,8 @@ class VarlenAttention(MegatronModule):
 
     Shapes (t packed tokens, h query heads and g key/value heads of this rank, d channels): packed q [t, h, d], k and v
     [t, g, d] -> [t, h * d]; without `packed_seq_params` q [s, b, h, d], k and v [s, b, g, d] -> [s, b, h * d], that is
-    b sequences of s tokens.
+    b sequences of s tokens. Under context parallelism t are this rank's tokens, and the pack's `cu_seqlens` are those
+    of the whole sequences.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class VarlenAttention(MegatronModule):
             raise ValueError(f"--attention-dropout {config.attention_dropout}: our attention has no dropout; use 0.")
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.backend = config.attention_backend
+        self.cp_group = pg_collection.cp if pg_collection is not None and config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -59,12 +66,32 @@ class VarlenAttention(MegatronModule):
             return self._attend_batch(query, key, value)
         padded = packed_seq_params.cu_seqlens_q_padded
         cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
+        if self.cp_group is not None:
+            chunks = _key_chunks(packed_seq_params, cu_seqlens, self.cp_group)
+            return self._attend_chunks(query, key, value, chunks).reshape(query.shape[0], -1)
         if self._use_kernel(query):
             longest = int(packed_seq_params.max_seqlen_q)
-            out = _varlen_kernel(query, key, value, cu_seqlens.int(), longest, scale=self.softmax_scale)
+            ends = cu_seqlens.int()
+            out = _varlen_kernel(query, key, value, (ends, ends), (longest, longest), scale=self.softmax_scale)
         else:
             out = attend_packed(query, key, value, cu_seqlens.tolist(), scale=self.softmax_scale)
         return out.reshape(query.shape[0], -1)
+
+    def _attend_chunks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
+    ) -> torch.Tensor:
+        """Gather all ranks' keys and values (back: their gradients are summed), attend to what comes before."""
+        both = torch.cat([key, value], dim=-1)
+        both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
+        key, value = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
+        if not self._use_kernel(query):
+            return attend_packed(
+                query, key, value, chunks.cu_queries, cu_keys=chunks.cu_keys, scale=self.softmax_scale
+            )
+        ends = [chunks.cu_queries, chunks.cu_keys]
+        longest = [max(end - start for start, end in zip(cu[:-1], cu[1:], strict=True)) for cu in ends]
+        cu_seqlens = [torch.tensor(cu, dtype=torch.int32, device=query.device) for cu in ends]
+        return _varlen_kernel(query, key, value, cu_seqlens, longest, scale=self.softmax_scale)
 
     def _use_kernel(self, query: torch.Tensor) -> bool:
         can = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -78,68 +105,98 @@ class VarlenAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(seq_length, batch, -1)
 
 
+def _key_chunks(packed_seq_params: Any, cu_seqlens: torch.Tensor, cp_group: Any) -> KeyChunks:
+    """Which keys this rank's queries see; kept with the pack, for every layer asks the same."""
+    known = vars(packed_seq_params)
+    if "key_chunks" not in known:
+        chunks = key_chunks(cu_seqlens.tolist(), cp_rank=cp_group.rank(), cp_size=cp_group.size())
+        known["key_chunks"] = chunks._replace(rows=chunks.rows.to(cu_seqlens.device))
+    found: KeyChunks = known["key_chunks"]
+    return found
+
+
 def attend_packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: list[int], *, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: list[int],
+    *,
+    scale: float,
+    cu_keys: list[int] | None = None,
 ) -> torch.Tensor:
     """Causal attention within each sequence of a pack.
 
     Args:
         query: [t, h, d].
-        key: [t, g, d], h a multiple of g.
-        value: [t, g, d].
+        key: [u, g, d], h a multiple of g.
+        value: [u, g, e].
         cu_seqlens: where sequences start, and t at the end.
         scale: of the scores.
+        cu_keys: where their keys start, and u at the end, if there are more of them than of queries; the queries are
+            the last ones of a sequence.
 
     Returns:
-        [t, h, d].
+        [t, h, e].
     """
-    groups: dict[int, list[int]] = {}  # length -> starts
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (queries, keys) -> their starts
+    spans = list(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True))
+    key_spans = spans if cu_keys is None else list(zip(cu_keys[:-1], cu_keys[1:], strict=True))
+    for (start, end), (key_start, key_end) in zip(spans, key_spans, strict=True):
         if end > start:
-            groups.setdefault(end - start, []).append(start)
+            groups.setdefault((end - start, key_end - key_start), []).append((start, key_start))
     if len(groups) == 1:  # nothing to gather: the pack is already a batch
-        length, starts = next(iter(groups.items()))
-        shape = (len(starts), length)
-        out = _sdpa(*(x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value)), scale=scale)
+        length, num_keys = next(iter(groups))
+        sizes = ((query, length), (key, num_keys), (value, num_keys))
+        out = _sdpa(*(x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in sizes), scale=scale)
         return out.transpose(1, 2).flatten(0, 1)
     rows, outs = [], []
-    for length, starts in groups.items():
-        if len(starts) == 1:
-            part = slice(starts[0], starts[0] + length)
-            row = torch.arange(starts[0], starts[0] + length)
-            q, k, v = (x[part].unsqueeze(0).transpose(1, 2) for x in (query, key, value))
-        else:
-            row = (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
-            where = row.to(query.device)
-            q, k, v = (
-                x.index_select(0, where).unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value)
-            )
-        rows.append(row)
-        outs.append(_sdpa(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
+    for (length, num_keys), starts in groups.items():
+        of_queries, of_keys = ([pair[side] for pair in starts] for side in (0, 1))
+        parts = ((query, of_queries, length), (key, of_keys, num_keys), (value, of_keys, num_keys))
+        outs.append(_sdpa(*(_stacked(*part) for part in parts), scale=scale).transpose(1, 2).flatten(0, 1))
+        rows += [torch.arange(start, start + length) for start in of_queries]
     # index_copy and index_select have gradients without a scatter of duplicates, which is slow on the CPU.
-    return torch.zeros_like(query).index_copy(0, torch.cat(rows).to(query.device), torch.cat(outs))
+    out = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
+    return out.index_copy(0, torch.cat(rows).to(query.device), torch.cat(outs))
+
+
+def _stacked(x: torch.Tensor, starts: list[int], length: int) -> torch.Tensor:
+    """Rows of a pack, `length` from each start: [t, h, d] -> [starts, h, length, d]."""
+    if len(starts) == 1:
+        return x[starts[0] : starts[0] + length].unsqueeze(0).transpose(1, 2)
+    rows = (torch.tensor(starts)[:, None] + torch.arange(length)).flatten().to(x.device)
+    return x.index_select(0, rows).unflatten(0, (-1, length)).transpose(1, 2)
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """[n, h, s, d] and [n, g, s, d] -> [n, h, s, d]."""
+    """[n, h, s, d], [n, g, u, d] and [n, g, u, e] -> [n, h, s, e]; with fewer queries than keys they are the last."""
     is_grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    before = key.shape[2] - query.shape[2]
+    mask = None
+    if before:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=not before, scale=scale, enable_gqa=is_grouped
+    )
 
 
 def _varlen_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
+    cu_seqlens: Sequence[torch.Tensor],
+    longest: Sequence[int],
     *,
     scale: float,
 ) -> torch.Tensor:
-    """torch's flash attention over a pack; same shapes as `attend_packed`."""
+    """torch's flash attention over a pack; shapes as in `attend_packed`, the pairs are of (queries, keys).
+
+    With fewer queries than keys it takes them as the last ones.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # no limit to the left, nothing to the right
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 groups heads without being told
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+    return varlen_attn(q, k, v, *cu_seqlens, *longest, **options)
