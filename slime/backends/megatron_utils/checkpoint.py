@@ -2,8 +2,8 @@
 
 What a checkpoint holds besides weights is chosen when it is saved (--checkpoint-contents); loading takes what is there
 and starts the rest fresh. A checkpoint appears under its name only when it is complete, and the tracker file is
-written last, so that a run that is cut off leaves the previous one in force. Sharding is by global tensors: another
-tensor- or data-parallel size can load it. It knows nothing about HF directories, rollouts or data sources, nor which
+written last, so that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other
+parallel layout can load it. It knows nothing about HF directories, rollouts or data sources, nor which
 checkpoints are too old (checkpoint_pruning).
 """
 
@@ -81,7 +81,8 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    finish_param_gather(model[0])
+    for chunk in model:
+        finish_param_gather(chunk)
     with_optimizer = "optimizer" in contents
     state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=False)
     state |= {"iteration": iteration, "layout": _layout(), "has_rng": "rng" in contents}
@@ -141,7 +142,8 @@ def load_checkpoint(
     if with_rng:
         state["rng_state"] = _rng_object()
     loaded = dist_checkpointing.load(state, str(directory))
-    unwrap(model[0]).load_state_dict(loaded["model"])
+    for name, chunk in zip(_chunk_names(model), model, strict=True):
+        unwrap(chunk).load_state_dict(loaded[name])
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
         if scheduler is not None and "opt_param_scheduler" in loaded:
@@ -175,14 +177,22 @@ def _say_what_is_not_there(directory: Path, common: dict[str, Any], source: Chec
 
 
 def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    (chunk,) = model  # one chunk, as long as there is no pipeline parallelism
-    state: dict[str, Any] = {"model": unwrap(chunk).sharded_state_dict()}
+    names = _chunk_names(model)
+    state: dict[str, Any] = {
+        name: unwrap(chunk).sharded_state_dict() for name, chunk in zip(names, model, strict=True)
+    }
     if optimizer is not None:
         _fill_optimizer_state(optimizer)
+        weights = state["model"] if len(model) == 1 else dict(state)
         state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
+            weights, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
         )
     return state
+
+
+def _chunk_names(model: Sequence[torch.nn.Module]) -> list[str]:
+    """Where each chunk's weights are in the state dict; in the file a tensor has its name in the whole model."""
+    return ["model"] if len(model) == 1 else [f"model{i}" for i in range(len(model))]
 
 
 def _fill_optimizer_state(optimizer: Any) -> None:
@@ -197,6 +207,8 @@ def _layout() -> dict[str, int]:
     """The parallel sizes on which the meaning of per-rank random states depends."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
         "dp": parallel_state.get_data_parallel_world_size(),
         "ep": parallel_state.get_expert_model_parallel_world_size(),
         "etp": parallel_state.get_expert_tensor_parallel_world_size(),
@@ -213,8 +225,15 @@ def _rng_object() -> ShardedObject:
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     layout = _layout()
-    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
-    return ShardedObject("rng_state", state, (layout["dp"], layout["tp"]), place, replica_id=0)
+    places = {
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+    }
+    return ShardedObject(
+        "rng_state", state, tuple(layout[axis] for axis in places), tuple(places.values()), replica_id=0
+    )
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:
