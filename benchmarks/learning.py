@@ -1,6 +1,6 @@
 """Does each estimator learn? Every one on the quick start's task, 3 seeds, controls that must not, and TRL's GRPO.
 
-    python benchmarks/learning.py [--jobs 4] [--only grpo rloo] [--seeds 0 1 2] [--steps 60] [--trl-path DIR]
+    python benchmarks/learning.py [--jobs 4] [--only grpo rloo] [--seeds 0 1 2] [--steps 70] [--trl-path DIR]
 
 Each run is one train.py command line from one SFT model: 64 prompts x 8 samples a step, trained in 4 batches, so that
 ratios of new and old probabilities differ from 1 and the losses differ. A run that is complete in --output is not
@@ -52,7 +52,10 @@ ESTIMATORS: dict[str, tuple[str, ...]] = {
     "cispo": ("--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-high", "2"),
     "rloo": ("--advantage-estimator", "rloo"),
     "reinforce_plus_plus": ("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"),
-    "ppo": ("--advantage-estimator", "ppo", "--normalize-advantages"),
+    "ppo": (
+        "--advantage-estimator", "ppo", "--normalize-advantages",
+        "--megatron-config-path", "benchmarks/ppo_roles.yaml",  # the critic's learning rate
+    ),
 }  # fmt: skip
 CONTROLS: dict[str, tuple[str, ...]] = {"random": ("--rm-type", "random"), "flipped": FLIPPED}
 TRL = "trl_grpo"
@@ -71,7 +74,7 @@ def main() -> None:
     tiny_runs.add_options(parser, "learning")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the estimators; the others: first")
-    parser.add_argument("--steps", type=int, default=60, help="rollouts of a run")
+    parser.add_argument("--steps", type=int, default=70, help="rollouts of a run")
     parser.add_argument("--trl-path", help="folder with TRL installed (pip --target); else the environment")
     options = parser.parse_args()
     runs = make_runs(options)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, required=True, help="folder with sft/hf and data/")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--steps", type=int, default=60, help="rollouts")
+    parser.add_argument("--steps", type=int, default=70, help="rollouts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-4)
     train(parser.parse_args())
