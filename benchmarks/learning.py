@@ -77,6 +77,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=70, help="rollouts of a run")
     parser.add_argument("--trl-path", help="folder with TRL installed (pip --target); else the environment")
     options = parser.parse_args()
+    if options.steps < tiny_runs.EVAL_INTERVAL or options.steps % tiny_runs.EVAL_INTERVAL:
+        parser.error(f"--steps {options.steps}: give a multiple of {tiny_runs.EVAL_INTERVAL}, when it is evaluated")
     runs = make_runs(options)
     problems: list[str] = []
     if not options.report:

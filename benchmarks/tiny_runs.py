@@ -31,6 +31,7 @@ from slime.observability.plots import read_series  # noqa: E402
 from slime.utils.processes import registry  # noqa: E402
 
 ACCURACY = "eval/addition"
+EVAL_INTERVAL = 5  # rollouts
 EVAL_SAMPLES = 4  # of each of the 250 held-out problems, as in the quick start
 Curve = dict[float, float]  # step -> value
 
@@ -60,7 +61,7 @@ class TinyRun:
         return [self.script, *self.flags]
 
 
-def tiny_flags(*more: Any, steps: int, seed: int, eval_interval: int = 5) -> tuple[str, ...]:
+def tiny_flags(*more: Any, steps: int, seed: int, eval_interval: int = EVAL_INTERVAL) -> tuple[str, ...]:
     """The flags of the quick start's GRPO run, but for placement, reward, estimator and learning rate (`more`)."""
     flags = [
         "--seed", seed, "--rollout-seed", seed, "--hf-checkpoint", "{start}/sft/hf", "--model-args-from-hf",

@@ -18,7 +18,7 @@ from tests.integration.launch import ROOT, log_tails
 
 pytestmark = pytest.mark.timeout(1200)
 GRPO_STEPS = 26
-OTHER, OTHER_STEPS = "cispo", 12
+OTHER, OTHER_STEPS = "reinforce_plus_plus", 15
 
 
 @pytest.fixture(scope="module")
