@@ -1,21 +1,25 @@
-"""All trainer ranks as one object: every verb runs on every rank, and fails when the first rank does.
+"""All trainer ranks of a role as one object: every verb runs on every rank, and fails when the first rank does.
 
-It knows where ranks sit (`Placement`) and that they meet at rank 0's address; nothing about what they compute.
+A run has a group for the actor, and with PPO one for the critic in the same slots. What ranks of the two make for each
+other goes from rank to rank through Ray's object store: here it is only references. It knows where ranks sit
+(`Placement`) and that they meet at rank 0's address; nothing about what they compute.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from slime.ray.placement_group import TRAINER_SHARE, Placement
-from slime.ray.train_actor import TrainRayActor
+from slime.ray.train_actor import NAMES, TrainRayActor
 from slime.ray.utils import actor_env, get, in_bundle, slot_options
+from slime.utils.arguments import parse_megatron_role_args
+from slime.utils.arguments.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +28,25 @@ WORK_DEADLINE_S = 24 * 3600.0  # a train step has no sensible bound of its own; 
 SHUTDOWN_DEADLINE_S = 30.0
 
 
+Columns = list[ray.ObjectRef]
+"""Per rank, columns of its share of a rollout (`slime.backends.megatron_utils.data.Columns`)."""
+
+
 class RayTrainGroup:
-    """The trainer's ranks.
+    """The ranks of one role.
 
     Args:
         args: the run's flags.
         placement: where the ranks sit.
+        role: of the trainer; its values of --megatron-config-path are set.
         actor_cls: the actor class; another one with the same methods may be given.
     """
 
-    def __init__(self, args: Any, placement: Placement, *, actor_cls: type = TrainRayActor) -> None:
-        self.args = args
+    def __init__(
+        self, args: Any, placement: Placement, *, role: Role = "actor", actor_cls: type = TrainRayActor
+    ) -> None:
+        self.args = args = parse_megatron_role_args(args, role)
+        self._name = NAMES[role]
         self.world_size = len(placement.trainer_bundles)
         self.log_dir = Path(args.output_dir).resolve() / "logs"
         remote_cls = ray.remote(actor_cls)
@@ -45,18 +57,19 @@ class RayTrainGroup:
                 scheduling_strategy=in_bundle(placement.group, bundle),
                 runtime_env={"env_vars": trainer_env(args.accelerator, self.world_size, args.train_env_vars)},
                 **slot_options(args.accelerator, TRAINER_SHARE),
-            ).remote(args, rank, self.world_size, str(self.log_path(rank)))
+            ).remote(args, rank, self.world_size, str(self.log_path(rank)), role)
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
         self._starting: list[ray.ObjectRef] = []
 
     def log_path(self, rank: int) -> Path:
         """Where a rank writes its output."""
-        return self.log_dir / f"trainer_{rank}.log"
+        return self.log_dir / f"{self._name}_{rank}.log"
 
     def start(self) -> None:
         """Begin building the trainers; returns once their processes exist, `wait_started` waits for the rest."""
-        address, port = get(self._actors[0].master_address.remote(), "the process of trainer rank 0", START_DEADLINE_S)
+        what = f"the process of {self._name} rank 0"
+        address, port = get(self._actors[0].master_address.remote(), what, START_DEADLINE_S)
         self._starting = [actor.init.remote(address, port) for actor in self._actors]
 
     def wait_started(self) -> dict[str, Any]:
@@ -65,11 +78,30 @@ class RayTrainGroup:
         Returns:
             rank 0's "start_rollout_id", "parallel_config" and "warnings".
         """
-        return get(self._starting, f"the start of the trainer (logs: {self.log_dir})", START_DEADLINE_S)[0]
+        return get(self._starting, f"the start of the {self._name} (logs: {self.log_dir})", START_DEADLINE_S)[0]
 
-    def train(self, rollout_id: int, refs: list[Any]) -> list[tuple[dict[str, float], str]]:
-        """Train on a rollout (one Box per DP rank); returns rank 0's metric records."""
-        return self._all("train", f"training on rollout {rollout_id}", rollout_id, refs)[0]
+    def compute_values(self, rollout_id: int, refs: list[Any]) -> Columns:
+        """What the critic says of every token of a rollout (one Box per DP rank), before training on it."""
+        what = f"the {self._name}'s values of rollout {rollout_id}"
+        return self._make_columns("compute_values", what, [(rollout_id, refs)] * self.world_size)[1]
+
+    def train(
+        self, rollout_id: int, refs: list[Any], columns: Columns | None = None
+    ) -> tuple[list[tuple[dict[str, float], str]], Columns]:
+        """Train on a rollout.
+
+        Args:
+            rollout_id: which.
+            refs: one Box per DP rank.
+            columns: what the other role made of it.
+
+        Returns:
+            rank 0's metric records, and what the other role needs of this training.
+        """
+        what = f"training the {self._name} on rollout {rollout_id}"
+        per_rank = [(rollout_id, refs, of_rank) for of_rank in columns or [None] * self.world_size]
+        records, made = self._make_columns("train", what, per_rank)
+        return records[0], made
 
     def save_model(self, rollout_id: int) -> None:
         """Write a checkpoint."""
@@ -90,6 +122,16 @@ class RayTrainGroup:
             ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_DEADLINE_S)
         for actor in self._actors:
             ray.kill(actor)
+
+    def _make_columns(self, method: str, what: str, values: Sequence[tuple[Any, ...]]) -> tuple[list[Any], Columns]:
+        """As `_all`, with values of each rank, of a method that returns (something, columns); columns stay where they
+        are."""
+        pairs = [
+            getattr(actor, method).options(num_returns=2).remote(*of_rank)
+            for actor, of_rank in zip(self._actors, values, strict=True)
+        ]
+        done = get([first for first, _ in pairs], f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
+        return done, [columns for _, columns in pairs]
 
     def _all(self, method: str, what: str, *values: Any) -> list[Any]:
         refs = [getattr(actor, method).remote(*values) for actor in self._actors]

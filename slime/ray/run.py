@@ -7,6 +7,7 @@ It knows no algorithm: what a rollout or a train step is, the actors know.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -73,6 +74,7 @@ class TrainingRun:
         self._syncs_weights = False
         self._rollout_id = 0
         self._trainers: RayTrainGroup | None = None
+        self._critic: RayTrainGroup | None = None
         self._manager: Any = None
         self._state_saved: dict[int, ray.ObjectRef] = {}
         self._evaluation: _Evaluation | None = None
@@ -127,11 +129,20 @@ class TrainingRun:
             ray.wait([pending], timeout=WORK_DEADLINE_S, fetch_local=False)
 
     def train_step(self, rollout_id: int, data: list[Box]) -> None:
-        """Train on a rollout (not with --debug-rollout-only, which has no trainers)."""
+        """Train on a rollout (not with --debug-rollout-only, which has no trainers).
+
+        With a critic: its values go to the actor, whose advantages they become; the returns go back to the critic. The
+        two take turns, so that either could leave the device to the other. (In the first --num-critic-only-steps
+        rollouts the actor makes returns, and updates nothing.)
+        """
         self._rollout_id = rollout_id
         if not self._has_trainers:
             return
-        self._log(self.trainers.train(rollout_id, data))
+        values = self._critic.compute_values(rollout_id, data) if self._critic else None
+        records, returns = self.trainers.train(rollout_id, data, values)
+        if self._critic:
+            records += self._critic.train(rollout_id, data, returns)[0]
+        self._log(records)
         self._trained = range(self.plan.start_rollout_id, rollout_id + 1)
 
     def save_if_due(self, rollout_id: int) -> None:
@@ -141,6 +152,8 @@ class TrainingRun:
         start = time.monotonic()
         if (state_saved := self._state_saved.pop(rollout_id, None)) is not None:
             get(state_saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
+        if self._critic:
+            self._critic.save_model(rollout_id)  # first: the actor's checkpoint says which iterations are complete
         self.trainers.save_model(rollout_id)
         self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})
 
@@ -226,7 +239,13 @@ class TrainingRun:
             return {"start_rollout_id": 0, "parallel_config": {"dp_size": 1, "cp_size": 1}, "warnings": []}
         self._trainers = RayTrainGroup(self.args, self._placement)
         self._trainers.start()
-        return self._trainers.wait_started()
+        if self.args.use_critic:
+            self._critic = RayTrainGroup(self.args, self._placement, role="critic")
+            self._critic.start()
+        started = self._trainers.wait_started()
+        if self._critic:
+            started["warnings"] += self._critic.wait_started()["warnings"]
+        return started
 
     def _connect(self, started: dict[str, Any]) -> None:
         for warning in started["warnings"]:
@@ -266,12 +285,12 @@ class TrainingRun:
         if ray.is_initialized():
             if self.args.ray_timeline_path:
                 self._end("the timeline", self._write_timeline)
-            if self._trainers is not None:
-                self._end("the trainers", lambda: self.trainers.shutdown(graceful=not failed))
+            for group in filter(None, (self._trainers, self._critic)):
+                self._end("the trainers", functools.partial(group.shutdown, graceful=not failed))
             if self._manager is not None:
                 dispose = self._manager.dispose
                 self._end("the engines", lambda: get(dispose.remote(), "the end of the engines", DISPOSE_DEADLINE_S))
-            self._trainers = self._manager = None
+            self._trainers = self._critic = self._manager = None
             ray.shutdown()
 
     # ---- inside

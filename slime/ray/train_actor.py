@@ -12,15 +12,19 @@ from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import redirect_output
 from slime.utils import accelerator
+from slime.utils.arguments.roles import Role
+
+NAMES: dict[Role, str] = {"actor": "trainer", "critic": "critic"}
+"""What the ranks of a role are called in logs."""
 
 
 class TrainRayActor(RayActor):
-    """One trainer rank."""
+    """One trainer rank, of the actor or of the critic."""
 
-    def __init__(self, args: Any, rank: int, world_size: int, log_path: str) -> None:
+    def __init__(self, args: Any, rank: int, world_size: int, log_path: str, role: Role = "actor") -> None:
         redirect_output(log_path)
-        configure_logger(f"trainer {rank}")
-        self.args, self.rank, self.world_size = args, rank, world_size
+        configure_logger(f"{NAMES[role]} {rank}")
+        self.args, self.rank, self.world_size, self._role = args, rank, world_size, role
         self._actor: Any = None
 
     def init(self, master_addr: str, master_port: int) -> dict[str, Any]:
@@ -35,8 +39,9 @@ class TrainRayActor(RayActor):
 
         megatron_patch.apply(self.args.accelerator)
         from slime.backends.megatron_utils.actor import MegatronTrainActor
+        from slime.backends.megatron_utils.critic import MegatronCriticActor
 
-        self._actor = MegatronTrainActor(
+        self._actor = {"actor": MegatronTrainActor, "critic": MegatronCriticActor}[self._role](
             self.args,
             rank=self.rank,
             world_size=self.world_size,
@@ -47,16 +52,31 @@ class TrainRayActor(RayActor):
         )
         with collect_warnings() as warnings:
             started = self._actor.init()
-        if not self.args.debug_train_only:
+        if self._role == "actor" and not self.args.debug_train_only:
             weight_transfer.preload()  # the engines are still starting: nobody waits for it
         return {**started, "parallel_config": self._actor.parallel_config(), "warnings": warnings}
 
-    def train(self, rollout_id: int, refs: list[Any]) -> list[tuple[dict[str, float], str]]:
-        """Train on this rank's share of the rollout; returns metric records (of use on rank 0)."""
-        records = self._actor.train(rollout_id, refs)
-        if self.args.colocate:
-            accelerator.empty_cache()  # what torch keeps for the next step, the engines need now
-        return records
+    def compute_values(self, rollout_id: int, refs: list[Any]) -> tuple[None, dict[str, Any]]:
+        """What the critic says of this rank's share of the rollout: nothing for the driver, columns for the actor."""
+        columns = self._actor.compute_values(rollout_id, refs)
+        self._make_room()
+        return None, columns
+
+    def train(
+        self, rollout_id: int, refs: list[Any], columns: dict[str, Any] | None
+    ) -> tuple[list[tuple[dict[str, float], str]], dict[str, Any]]:
+        """Train on this rank's share of the rollout, with the columns that the other role made of it.
+
+        Returns:
+            metric records for the driver (of use on rank 0), and columns for the other role.
+        """
+        records = self._actor.train(rollout_id, refs, columns)
+        self._make_room()
+        return records, self._actor.columns_for_critic
+
+    def _make_room(self) -> None:
+        if self.args.colocate or self.args.use_critic:
+            accelerator.empty_cache()  # what torch keeps for the next step, the others on this GPU need now
 
     def save_model(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id`."""

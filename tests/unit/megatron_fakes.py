@@ -30,6 +30,7 @@ SLIME_DEFAULTS: dict[str, Any] = {
     "update_weights_in_flight": False,
     "hf_checkpoint": None,
     "load": None,
+    "loss_type": "policy_loss",
     "lr": 1e-3,
     "model_name": None,
     "ref_ckpt_step": None,

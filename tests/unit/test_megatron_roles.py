@@ -61,8 +61,11 @@ def test_each_role_gets_its_values_typed_like_flags(read):
     assert roles["actor"].known == {"lr": 1e-6, "num_layers": 4} and roles["critic"].known == {"lr": 1e-5}
 
 
+NO_CHECKPOINTS = {"load": None, "ckpt_step": None, "save": None, "finetune": True, "checkpoint_contents": ["model"]}
+
+
 def test_the_critic_starts_from_the_args_without_the_actors_values(read):
-    base = Args(lr=1.0, num_layers=2, kl_coef=0.1, use_opd=True, seed=1)
+    base = Args(lr=1.0, num_layers=2, kl_coef=0.1, use_opd=True, seed=1, **NO_CHECKPOINTS)
     base.custom_advantage_function_path, base.untie_embeddings_and_output_weights = "a.b", False
     values = role_values(base, read(VALID))
     args = base.replace(**values["actor"], megatron_role_values=values).freeze()

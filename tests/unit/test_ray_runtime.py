@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -14,6 +13,7 @@ from slime.ray import placement_group as placement
 from slime.ray.actor_group import RayTrainGroup, trainer_env
 from slime.ray.run import TrainingRun
 from slime.ray.utils import ActorFailure, actor_env, get, in_bundle, slot_options
+from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_trainer import OWNED_ENV_VARS
 from slime.utils.errors import UsageError
 from slime.utils.plan.layout import slot_layout
@@ -49,10 +49,11 @@ def cluster_args(**changes):
         "colocate": False,
         "debug_train_only": False,
         "debug_rollout_only": False,
+        "megatron_role_values": {"actor": {}, "critic": {}},
         "rollout_external_engine_addrs": None,
         "reward_model_num_gpus": None,
     }
-    return SimpleNamespace(**(defaults | changes))
+    return Args(**(defaults | changes))
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +137,11 @@ def test_separate_engines_sit_behind_the_trainers_and_colocated_ones_with_them(l
 class EnvironmentReader:
     """In the place of a trainer rank."""
 
-    def __init__(self, args, rank, world_size, log_path):
+    def __init__(self, args, rank, world_size, log_path, role):
         pass
 
-    def train(self, rollout_id, refs):
-        return {name: os.environ.get(name) for name in ("MY_SETTING", "OMP_WAIT_POLICY", "PYTHONUNBUFFERED")}
+    def train(self, rollout_id, refs, columns):
+        return {name: os.environ.get(name) for name in ("MY_SETTING", "OMP_WAIT_POLICY", "PYTHONUNBUFFERED")}, {}
 
     def shutdown(self):
         pass
@@ -152,7 +153,7 @@ def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls
     args = cluster_args(output_dir=str(tmp_path), train_env_vars=more, ray_timeline_path=str(path))
     placed = placement.create_placement(args)
     group = RayTrainGroup(args, placed, actor_cls=EnvironmentReader)
-    assert group.train(0, []) == {**more, "PYTHONUNBUFFERED": "1"}
+    assert group.train(0, [])[0] == {**more, "PYTHONUNBUFFERED": "1"}
     TrainingRun(args)._write_timeline()
     group.shutdown()
     placement.remove_placement(placed)

@@ -1,8 +1,10 @@
 """MegatronTrainActor: one rank of the trainer, as a plain class (slime.ray wraps it in a Ray actor).
 
 A rollout's training on one rank: fetch the share -> reference, teacher and old log-probs, unless the loss gives them
--> advantages -> hook -> one update per train step. It knows the order of these and whose weights are in the model; how
-each is done is in the modules that it calls. Engines are reached only through the weight updater.
+-> advantages -> hook -> one update per train step. With a critic, another actor on the same slot, its values come with
+the share, and the returns go to it (slime.backends.megatron_utils.critic). It knows the order of these and whose
+weights are in the model; how each is done is in the modules that it calls. Engines are reached only through the weight
+updater.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from slime.backends.megatron_utils.arguments import model_shape
 from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.checkpoint_pruning import prune_after_save
 from slime.backends.megatron_utils.ci_checks import CiChecks
-from slime.backends.megatron_utils.data import MicroBatches, Packing, to_tensors
+from slime.backends.megatron_utils.data import Columns, MicroBatches, Packing, to_host, to_tensors
 from slime.backends.megatron_utils.forward_passes import (
     REFERENCE,
     TEACHER,
@@ -71,6 +73,7 @@ class MegatronTrainActor:
         local_rank: which of its process's visible devices this rank uses.
     """
 
+    role = "actor"
     state: TrainState
 
     def __init__(
@@ -85,6 +88,8 @@ class MegatronTrainActor:
             "local_rank": local_rank,
         }
         self._updater: Any = None
+        self.columns_for_critic: Columns = {}
+        """What the critic trains on, of the last rollout; with a critic only."""
         self._memory = recorder_of(args, rank)
         target, horizon = (args.kl_target, args.kl_horizon) if args.kl_ctrl == "adaptive" else (None, 1.0)
         self._kl_controller = KlController(args.kl_coef, target, horizon)
@@ -117,7 +122,7 @@ class MegatronTrainActor:
             self._load(CheckpointSource(self.args.opd_teacher_load, self.args.opd_teacher_ckpt_step, False, False))
             self._weights.backup(TEACHER)
         iteration = self._load(self._initial_source())
-        self._checks = CiChecks(self.args, self._weights)
+        self._checks = CiChecks(self.args, self._weights, role=self.role)
         Timer().start("train_wait")
         return {"start_rollout_id": 0 if iteration is None or self.args.finetune else iteration + 1}
 
@@ -142,12 +147,13 @@ class MegatronTrainActor:
             return 1
         return int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
 
-    def train(self, rollout_id: int, refs: list[Any]) -> list[MetricRecord]:
+    def train(self, rollout_id: int, refs: list[Any], columns: Columns | None = None) -> list[MetricRecord]:
         """Train on one rollout.
 
         Args:
             rollout_id: which.
             refs: one Box of training data per data-parallel rank.
+            columns: more columns of this rank's share, made by the other role: the critic's `values`.
 
         Returns:
             metric records over all ranks, except the times, which are this rank's.
@@ -155,15 +161,22 @@ class MegatronTrainActor:
         if Timer().is_running("train_wait"):
             Timer().end("train_wait")
         with timer("train"):
-            with timer("data_preprocess"):
-                layout = self.parallel_config()
-                data = process_rollout_data(self.args, refs, layout["dp_rank"], layout["dp_size"])
+            data = self._fetch(refs) | (columns or {})
             records = self.train_on(rollout_id, data)
         seconds = Timer().log_dict()
         Timer().reset()
         Timer().start("train_wait")
-        perf = perf_metrics(self.args, seconds, data["total_lengths"])
+        perf = self._perf(seconds, data["total_lengths"])
         return [({**perf, "rollout/step": rollout_id}, "rollout/step"), *records]
+
+    def _fetch(self, refs: list[Any]) -> dict[str, Any]:
+        """This rank's share of a rollout."""
+        with timer("data_preprocess"):
+            layout = self.parallel_config()
+            return process_rollout_data(self.args, refs, layout["dp_rank"], layout["dp_size"])
+
+    def _perf(self, seconds: dict[str, float], seqlens: list[int]) -> dict[str, float]:
+        return perf_metrics(self.args, seconds, seqlens)
 
     def train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
         """Train on this rank's share of a rollout, given as plain lists (`train` without Ray and without times)."""
@@ -174,17 +187,7 @@ class MegatronTrainActor:
         return records
 
     def _train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
-        args = self.args
-        with timer("data_preprocess"):
-            to_tensors(rollout_data, accelerator.current_device())
-            layout = self.parallel_config()
-            packing = Packing(
-                multiple=layout["tp_size"] * args.data_pad_size_multiplier,
-                cp_rank=layout["cp_rank"],
-                cp_size=layout["cp_size"],
-                count_multiple=layout["vpp_group"],
-            )
-            micro_batches = MicroBatches(rollout_data, packing)
+        args, micro_batches = self.args, self._pack(rollout_data)
         if args.loss_type != "sft_loss" and args.compute_advantages_and_returns:
             with self._profiler.record("train_log_probs", rollout_id):
                 add_log_probs(args, self.state.model, self._weights, micro_batches)
@@ -196,24 +199,48 @@ class MegatronTrainActor:
         if args.kl_coef:
             rollout_metrics["rollout/kl_coef"] = self._kl_controller.coef
             self._kl_controller.update(rollout_metrics["rollout/kl"], sum(micro_batches.global_batch_sizes))
-        if args.reset_optimizer_states:
-            reset_optimizer_states(self.state.optimizer)
         self._checks.rollout(rollout_id, rollout_metrics)
         records: list[MetricRecord] = [(rollout_metrics, "rollout/step")]
-        with timer("actor_train"), self._profiler.record("train_actor", rollout_id):
-            first_step = rollout_id * args.ppo_epochs * micro_batches.num_steps
-            for position, (batches, step_id) in enumerate(self._steps(rollout_id, micro_batches)):
-                metrics = train_one_step(args, self.state, batches, rollout_id=rollout_id, step_id=step_id)
-                self._checks.step(rollout_id, position, metrics)
-                named = {f"train/{name}": value for name, value in metrics.items()}
-                records.append(({**named, "train/step": first_step + position}, "train/step"))
-            # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights
-            for chunk in self.state.model:
-                finish_param_gather(chunk)
+        if args.use_critic:
+            self.columns_for_critic = to_host({name: rollout_data[name] for name in ("values", "returns")})
+        if rollout_id >= args.num_critic_only_steps:
+            with self._profiler.record("train_actor", rollout_id):
+                records += self._update(rollout_id, micro_batches)
         if args.save_debug_train_data is not None:
             save_train_data(args.save_debug_train_data, rollout_id, micro_batches)
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             self._weights.backup(REFERENCE)
+        return records
+
+    def _pack(self, rollout_data: dict[str, Any]) -> MicroBatches:
+        """A share of plain lists as tensors, in its micro-batches."""
+        with timer("data_preprocess"):
+            to_tensors(rollout_data, accelerator.current_device())
+            layout = self.parallel_config()
+            packing = Packing(
+                multiple=layout["tp_size"] * self.args.data_pad_size_multiplier,
+                cp_rank=layout["cp_rank"],
+                cp_size=layout["cp_size"],
+                count_multiple=layout["vpp_group"],
+            )
+            return MicroBatches(rollout_data, packing)
+
+    def _update(self, rollout_id: int, micro_batches: MicroBatches, *, prefix: str = "train/") -> list[MetricRecord]:
+        """Do every train step of a rollout; returns a record of each, its metrics' names behind `prefix`."""
+        args = self.args
+        records: list[MetricRecord] = []
+        if args.reset_optimizer_states:
+            reset_optimizer_states(self.state.optimizer)
+        with timer(f"{self.role}_train"):
+            first_step = rollout_id * args.ppo_epochs * micro_batches.num_steps
+            for position, (batches, step_id) in enumerate(self._steps(rollout_id, micro_batches)):
+                metrics = train_one_step(args, self.state, batches, rollout_id=rollout_id, step_id=step_id)
+                self._checks.step(rollout_id, position, metrics)
+                named = {f"{prefix}{name}": value for name, value in metrics.items()}
+                records.append(({**named, "train/step": first_step + position}, "train/step"))
+            # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights
+            for chunk in self.state.model:
+                finish_param_gather(chunk)
         return records
 
     def _steps(self, rollout_id: int, micro_batches: MicroBatches) -> Iterator[tuple[MicroBatches, int]]:

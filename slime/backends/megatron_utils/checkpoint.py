@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.backends.megatron_utils.model.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
 
@@ -141,9 +142,11 @@ def load_checkpoint(
     state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=True)
     if with_rng:
         state["rng_state"] = _rng_object()
+    names = _chunk_names(model)
+    has_fresh_head = _leave_out_fresh_head(state[names[-1]], model[-1], directory)
     loaded = dist_checkpointing.load(state, str(directory))
-    for name, chunk in zip(_chunk_names(model), model, strict=True):
-        unwrap(chunk).load_state_dict(loaded[name])
+    for name, chunk in zip(names, model, strict=True):
+        unwrap(chunk).load_state_dict(loaded[name], strict=not (has_fresh_head and chunk is model[-1]))
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
         if scheduler is not None and "opt_param_scheduler" in loaded:
@@ -154,6 +157,17 @@ def load_checkpoint(
     if with_rng:
         _set_rng_state(loaded["rng_state"])
     return iteration
+
+
+def _leave_out_fresh_head(state: dict[str, Any], last_chunk: torch.nn.Module, directory: Path) -> bool:
+    """Take a critic's value head out of what is to be loaded, where the checkpoint (a policy's) has none."""
+    if value_head_of(last_chunk) is None:
+        return False
+    there = dist_checkpointing.load_tensors_metadata(str(directory))
+    missing = [name for name, tensor in state.items() if is_of_head(name) and tensor.key not in there]
+    for name in missing:
+        del state[name]
+    return bool(missing)
 
 
 def _has_rng(common: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from slime.utils.arguments.roles import critic_save_dir
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,17 @@ def prune_after_save(args: Any, rollout_id: int) -> None:
             (args.opd_teacher_load, args.opd_teacher_ckpt_step),
         )
         ids = [step for path, step in steps if path and Path(path).resolve() == Path(args.save).resolve()]
-        prune_checkpoints(
-            args.save,
-            rollout_id,
-            keep=args.keep_checkpoints,
-            protected=in_use,
-            protected_ids=[step for step in ids if step is not None],
-        )
+        roots = [args.save]
+        if args.use_critic and (of_critic := critic_save_dir(args)):
+            roots.append(of_critic)  # written before the actor's, and deleted after: both always have one iteration
+        for root in roots:
+            prune_checkpoints(
+                root,
+                rollout_id,
+                keep=args.keep_checkpoints,
+                protected=in_use,
+                protected_ids=[step for step in ids if step is not None],
+            )
     if args.save_hf:
         prune_exports(args.save_hf, rollout_id, keep=args.keep_checkpoints, protected=in_use)
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.data import MicroBatches
-from slime.backends.megatron_utils.model.forward_only import compute_log_probs
+from slime.backends.megatron_utils.model.forward_only import compute_log_probs, compute_values
 from slime.observability.timer import timer
 from slime.utils.tensor_backper import TensorBackuper
 
@@ -41,6 +41,7 @@ def needs_old_log_probs(args: Any, num_updates: int) -> bool:
     """
     same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
     is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
+    is_asked_for = is_asked_for or args.use_critic
     is_asked_for = is_asked_for or args.use_opd  # the advantages depend on them
     is_asked_for = is_asked_for or args.ci_test or args.save_debug_train_data is not None  # for their readers
     return is_asked_for or not same_as_in_loss
@@ -61,12 +62,7 @@ def add_log_probs(
     with_old = needs_old_log_probs(args, micro_batches.num_steps * args.ppo_epochs)
     if not (with_reference or with_teacher or with_old):
         return
-    data, budget = micro_batches.rollout_data, args.log_probs_max_tokens_per_gpu
-    has_own_budget = args.use_dynamic_batch_size and budget != args.max_tokens_per_gpu
-    batches = micro_batches
-    if has_own_budget:
-        exchange = parallel_state.get_data_parallel_group() if args.expert_model_parallel_size > 1 else None
-        batches = micro_batches.repacked(budget, as_many_over=exchange)
+    data, batches = micro_batches.rollout_data, _without_gradients(args, micro_batches)
     if with_reference:
         with timer("ref_log_probs"), weights.swapped(REFERENCE):
             data.update(compute_log_probs(args, model, batches, store_prefix="ref_"))
@@ -76,3 +72,18 @@ def add_log_probs(
     if with_old:
         with timer("log_probs"):
             data.update(compute_log_probs(args, model, batches, with_entropy=args.use_rollout_entropy))
+
+
+def add_values(args: Any, model: list[torch.nn.Module], micro_batches: MicroBatches) -> None:
+    """Add the column `values` of a critic's model."""
+    with timer("critic_values"):
+        micro_batches.rollout_data.update(compute_values(args, model, _without_gradients(args, micro_batches)))
+
+
+def _without_gradients(args: Any, micro_batches: MicroBatches) -> MicroBatches:
+    """The micro-batches of a pass without gradients, which may hold more tokens."""
+    budget = args.log_probs_max_tokens_per_gpu
+    if not args.use_dynamic_batch_size or budget == args.max_tokens_per_gpu:
+        return micro_batches
+    exchange = parallel_state.get_data_parallel_group() if args.expert_model_parallel_size > 1 else None
+    return micro_batches.repacked(budget, as_many_over=exchange)

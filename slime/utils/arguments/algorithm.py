@@ -72,7 +72,6 @@ class AlgorithmFlags:
         "grpo",
         "how advantages are made from rewards",
         choices=ADVANTAGE_ESTIMATORS,
-        later_choices={"ppo": "algorithms"},
     )
     loss_type: str = flag("policy_loss", "which loss", choices=("policy_loss", "sft_loss", "custom_loss"))
     custom_loss_function_path: str | None = flag(
@@ -120,17 +119,19 @@ class AlgorithmFlags:
     gamma: float = flag(1.0, "discount of a trained token", needs=_DISCOUNTED, at_least=0, at_most=1)
     lambd: float = flag(
         1.0,
-        "lambda of GAE",
-        later="algorithms",
+        "lambda of GAE: 1 = returns minus values, 0 = the critic's one-step errors",
         needs=("advantage_estimator=ppo", "custom_advantage_function_path"),
         at_least=0,
         at_most=1,
     )
     value_clip: float = flag(
-        0.2, "clip range of the value loss", later="algorithms", at_least=0, needs="advantage_estimator=ppo"
+        0.2,
+        "how far a value may move from that before the update until its loss stops following it",
+        at_least=0,
+        needs="advantage_estimator=ppo",
     )
     num_critic_only_steps: int = flag(
-        0, "first rollouts that train only the critic", later="algorithms", at_least=0, needs="advantage_estimator=ppo"
+        0, "first rollouts that train only the critic", at_least=0, needs="advantage_estimator=ppo"
     )
     normalize_advantages: bool = flag(False, "whiten the advantages over the trained tokens of all ranks")
     ppo_epochs: int = flag(1, "passes over one rollout", at_least=1)

@@ -53,4 +53,5 @@ def apply_config_files(
     for warning in [*warnings, *(text for values in by_role.values() for text in values.warnings)]:
         logger.warning("%s", warning)
     problems.wrong += roles.critic_problems(by_role, args.advantage_estimator)
+    problems.environment += roles.missing_critic(by_role)
     return custom

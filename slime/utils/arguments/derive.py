@@ -98,7 +98,7 @@ def trackers(names: list[str], *, use_wandb: bool, use_tensorboard: bool) -> dic
 def devices(args: argparse.Namespace, explicit: set[str]) -> dict[str, Any]:
     """Who runs, on how many GPUs (slots), and who gives memory back (V13-V17)."""
     train_only = args.debug_train_only or args.load_debug_rollout_data is not None
-    use_critic = args.advantage_estimator == "ppo"
+    use_critic = args.advantage_estimator == "ppo" and not (args.eval_only or args.debug_rollout_only)
     nodes, per_node = (
         args.actor_num_nodes,
         trainer_slots(

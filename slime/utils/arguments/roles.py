@@ -5,14 +5,17 @@
       - {name: value, role: critic, overrides: {lr: 1e-5}}
 
 What the actor's entry sets goes into args before anything is derived, as if it were on the command line, and is
-checked like that. A critic's stands by until `parse_megatron_role_args` is asked for it. It starts no role and
-derives nothing.
+checked like that. A critic's stands by until `parse_megatron_role_args` is asked for it, which also says where the
+critic's checkpoints are: in `critic` below --save and --load, unless its entry names other places. It starts no role
+and opens no weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,18 +23,43 @@ from pydantic import BaseModel, ConfigDict, Field
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.custom_config import FileValues, read_known
 from slime.utils.arguments.file_values import FlagReader
+from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
 from slime.utils.errors import UsageError
 from slime.utils.yaml_config import LocatedYaml, load_yaml, validate
 
+logger = logging.getLogger(__name__)
+
 FLAG = "--megatron-config-path"
 Role = Literal["actor", "critic"]
-# A value model is no policy: there is nothing to distil and no KL, and its output layer is a head of its own.
+CRITIC_DIR = "critic"
+"""Below --save and --load."""
+# A value model is no policy: it has its own loss and nothing to distil, its output layer is a head of its own, and the
+# KL is in the returns that the actor makes for it. What a run writes once, the actor writes.
 CRITIC_FORCED: dict[str, Any] = {
+    "loss_type": "value_loss",
     "kl_coef": 0.0,
+    "use_kl_loss": False,
     "use_opd": False,
+    "keep_old_actor": False,
+    "ref_update_interval": None,
     "custom_advantage_function_path": None,
     "untie_embeddings_and_output_weights": True,
+    "mtp_num_layers": None,
+    "recompute_loss_function": False,
+    "save_hf": None,
+    "keep_checkpoints": None,
+    "save_debug_train_data": None,
+    "use_pytorch_profiler": False,
 }
+# The ranks of both roles hand columns to each other, so they share the layout and the schedule of a rollout.
+SHARED = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "global_batch_size", "micro_batch_size"),
+    *("use_dynamic_batch_size", "max_tokens_per_gpu", "advantage_estimator", "gamma", "lambd"),
+    *("num_critic_only_steps", "num_rollout", "rollout_batch_size", "n_samples_per_prompt", "accelerator"),
+    *("hf_checkpoint", "output_dir", "save_interval", "start_rollout_id", "bf16", "fp16"),
+)
+CHECKPOINTS = ("load", "ckpt_step", "save")
 # Upstream ignores these too: a role's size is said by --actor-num-nodes and --actor-num-gpus-per-node.
 IGNORED = ("num_nodes", "num_gpus_per_node")
 
@@ -90,10 +118,24 @@ def _read_entry(entry: _Entry, located: LocatedYaml, where: tuple[str | int, ...
     for name, forced in CRITIC_FORCED.items():
         if entry.role == "critic" and values.known.get(name, forced) != forced:
             values.problems.append(f"{values.places[name]}: {name}: is always {forced} for the critic; leave it out.")
+    if entry.role == "critic":
+        values.problems += _shared_or_alone(values)
     for at in ignored:
         text = "is ignored: --actor-num-nodes and --actor-num-gpus-per-node give the size of both roles."
         values.warnings.append(located.sentence(at, text))
     return values
+
+
+def _shared_or_alone(values: FileValues) -> list[str]:
+    """What is wrong with a critic's entry apart from what is forced."""
+    problems = [
+        f"{values.places[name]}: {name}: actor and critic have it in common; set it on the command line."
+        for name in SHARED
+        if name in values.known
+    ]
+    if "ckpt_step" in values.known and "load" not in values.known:
+        problems.append(f"{values.places['ckpt_step']}: ckpt_step: has no effect without load; leave it out.")
+    return problems
 
 
 def critic_problems(roles: Mapping[Role, FileValues], advantage_estimator: str) -> list[str]:
@@ -101,6 +143,15 @@ def critic_problems(roles: Mapping[Role, FileValues], advantage_estimator: str) 
     if "critic" not in roles or advantage_estimator == "ppo":
         return []
     return [f"{FLAG}: the entry of the critic has no effect without --advantage-estimator ppo; leave it out."]
+
+
+def missing_critic(roles: Mapping[Role, FileValues]) -> list[str]:
+    """A sentence if the critic is to be loaded from where no checkpoint is."""
+    values = roles.get("critic", FileValues())
+    path = values.known.get("load")
+    if path is None or classify_checkpoint(path) is not None:
+        return []
+    return [f"{values.places['load']}: load: {path} is no checkpoint, neither Megatron's nor HF's; correct the path."]
 
 
 def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> dict[Role, dict[str, Any]]:
@@ -111,11 +162,14 @@ def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> d
         roles: what the file sets.
 
     Returns:
-        role -> attribute -> value. The critic's undo the actor's first.
+        role -> attribute -> value. The critic's undo the actor's first, except what both have in common and where
+        checkpoints are.
     """
     actor = roles["actor"].known if "actor" in roles else {}
     critic = roles["critic"].known if "critic" in roles else {}
-    before = {name: vars(args)[name] for name in actor}
+    before = {name: vars(args)[name] for name in actor if name not in SHARED + CHECKPOINTS}
+    if "weight_decay" in critic:  # what derives from it
+        before |= {"start_weight_decay": critic["weight_decay"], "end_weight_decay": critic["weight_decay"]}
     return {"actor": dict(actor), "critic": {**before, **critic, **CRITIC_FORCED}}
 
 
@@ -124,4 +178,39 @@ def parse_megatron_role_args(args: Args, role: Role) -> Args:
 
     Values that derive from others are those of the actor.
     """
-    return args.replace(**args.megatron_role_values[role])
+    values = args.megatron_role_values[role]
+    if role == "critic":
+        values = values | _critic_checkpoints(args)
+    return args.replace(**values)
+
+
+def critic_save_dir(args: argparse.Namespace) -> str | None:
+    """The root of the critic's checkpoints; None without --save."""
+    own: str | None = args.megatron_role_values["critic"].get("save")
+    return args.save and (own or str(Path(args.save) / CRITIC_DIR))
+
+
+def _critic_checkpoints(args: argparse.Namespace) -> dict[str, Any]:
+    """What the critic loads and saves.
+
+    Of a run that is resumed, its part of the same iteration; else the weights of its entry's `load`, else those that
+    the actor starts from.
+    """
+    values: dict[str, Any] = {
+        "save": critic_save_dir(args),
+        "checkpoint_contents": [part for part in args.checkpoint_contents if part != "hf"],
+    }
+    own = args.megatron_role_values["critic"]
+    is_resumed = classify_checkpoint(args.load) == "megatron" and not args.finetune
+    if is_resumed:
+        continues = bool(args.save) and Path(args.save) == Path(args.load)
+        root = critic_save_dir(args) if continues else str(Path(args.load) / CRITIC_DIR)
+        if classify_checkpoint(root) == "megatron":
+            step = latest_iteration(args.load) if args.ckpt_step is None else args.ckpt_step
+            return values | {"load": root, "ckpt_step": step}
+    values |= {"no_load_optim": True, "no_load_rng": True, "finetune": True}
+    if "load" in own:
+        return values | {"load": own["load"], "ckpt_step": own.get("ckpt_step")}
+    if is_resumed:
+        logger.warning("--load %s holds no critic: it starts from the actor's weights, with a fresh head", args.load)
+    return values

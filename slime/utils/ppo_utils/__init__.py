@@ -4,6 +4,12 @@ Nothing here knows about `args`, models, ranks beyond the tensor-parallel group 
 """
 
 from slime.utils.ppo_utils.estimators import ESTIMATORS, Estimator
+from slime.utils.ppo_utils.gae import (
+    chunked_gae,
+    get_advantages_and_returns_batch,
+    get_token_rewards,
+    vanilla_gae,
+)
 from slime.utils.ppo_utils.kl import KlController, compute_approx_kl
 from slime.utils.ppo_utils.log_probs import calculate_log_probs_and_entropy
 from slime.utils.ppo_utils.policy_loss import (
@@ -26,13 +32,17 @@ __all__ = [
     "KlController",
     "calculate_log_probs_and_entropy",
     "chunked_discounted_returns",
+    "chunked_gae",
     "compute_approx_kl",
     "compute_cispo_loss",
     "compute_gspo_kl",
     "compute_opsm_mask",
     "compute_policy_loss",
+    "get_advantages_and_returns_batch",
     "get_grpo_returns",
     "get_reinforce_plus_plus_baseline_advantages",
     "get_reinforce_plus_plus_returns",
+    "get_token_rewards",
+    "vanilla_gae",
     "whiten",
 ]

@@ -64,9 +64,9 @@ def _cispo(
 class Estimator:
     """One algorithm."""
 
-    returns_fn: ReturnsFn = _broadcast
+    returns_fn: ReturnsFn | None = _broadcast
     """(rewards [S], kl [S][R], loss masks [S][R], kl_coef, gamma) -> return of each token [S][R]; also its advantage,
-    before whitening."""
+    before whitening. None: GAE makes both from the values of a critic (slime.utils.ppo_utils.gae)."""
     policy_loss_fn: LossFn = _clipped
     """(ppo_kl, log_probs, advantages, eps_clip, eps_clip_high, eps_clip_c) -> (loss, clip indicator) per token."""
     ratio: Literal["token", "sequence"] = "token"
@@ -79,6 +79,11 @@ class Estimator:
     """... and the rest is divided by the group's deviation, unless --disable-grpo-std-normalization."""
     takes_kl_into_rewards: bool = False
     """--kl-coef has an effect."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.returns_fn is None
 
 
 _GRPO = Estimator(baseline_fn=group_mean, allows_std_norm=True)
@@ -96,6 +101,9 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": Estimator(
         returns_fn=_baseline_minus_kl, baseline_fn=group_mean, takes_kl_into_rewards=True
     ),
+    # arXiv 1707.06347: A and returns by GAE from a critic's values, with -kl_coef KL of each token as its reward and r
+    # on the last; no groups
+    "ppo": Estimator(returns_fn=None, takes_kl_into_rewards=True),
     # arXiv 2402.14740: A = r - mean of the group's other rewards
     "rloo": Estimator(baseline_fn=leave_one_out),
     # arXiv 2310.10505: A = r - reward of the greedy response

@@ -12,7 +12,9 @@ from slime.backends.megatron_utils.loss import advantages, log_probs
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     alone = SimpleNamespace(
-        get_tensor_model_parallel_group=lambda: None, get_data_parallel_group=lambda with_context_parallel: None
+        get_tensor_model_parallel_group=lambda: None,
+        get_context_parallel_group=lambda check_initialized=True: None,
+        get_data_parallel_group=lambda with_context_parallel=False: None,
     )
     monkeypatch.setattr(log_probs, "parallel_state", alone)
     monkeypatch.setattr(advantages, "parallel_state", alone)

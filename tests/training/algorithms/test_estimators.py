@@ -66,6 +66,7 @@ def reference_rewards(estimator, *, divides=True, greedy=None):
         others = [r for j, r, _ in members if j != i]
         baseline = {
             "reinforce_plus_plus": 0.0,
+            "ppo": 0.0,
             "rloo": math.fsum(others) / len(others) if others else reward,
             "remax": greedy and greedy[group],
             "opo": math.fsum(r * n for _, r, n in members) / sum(n for *_, n in members),
@@ -131,7 +132,7 @@ def reference_returns(estimator, kl_coef, gamma):
     return result
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", [name for name, row in ESTIMATORS.items() if not row.needs_critic])
 @pytest.mark.parametrize(("kl_coef", "gamma"), [(0.0, 1.0), (0.5, 1.0), (0.5, 0.9), (0.1, 0.0)])
 def test_returns_of_tokens_are_those_of_the_reference(estimator, kl_coef, gamma):
     masks = [torch.tensor(mask) for mask in MASKS]
@@ -216,7 +217,7 @@ def test_whitening_is_over_all_ranks_also_an_empty_one(monkeypatch):
 
 
 def test_what_the_command_line_knows_of_the_estimators_is_what_the_table_says():
-    assert {*ESTIMATORS, "ppo"} == set(algorithm.ADVANTAGE_ESTIMATORS)
+    assert set(ESTIMATORS) == set(algorithm.ADVANTAGE_ESTIMATORS)
     for name, row in ESTIMATORS.items():
         assert row.allows_std_norm == (name in algorithm.DIVIDED_BY_STD)
         assert row.takes_kl_into_rewards == (name in algorithm.KL_IN_REWARDS)

@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import Safe
 from slime.backends.megatron_utils.hf_weight_iterator import tensor_parallel_group
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape
+from slime.backends.megatron_utils.model.value_head import is_of_head, load_head_from_hf, value_head_of
 from slime.backends.megatron_utils.model_weights import EMBEDDING, is_tied_copy, iter_weights
 from slime.utils.errors import UsageError
 
@@ -25,7 +26,7 @@ __all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]
 
 @torch.no_grad()
 def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Copy the HF checkpoint at `path` into the parameters of `model`.
+    """Copy the HF checkpoint at `path` into the parameters of `model`; a value head stays fresh where it has none.
 
     Args:
         args: derived flags; the family comes from --model-name or --hf-checkpoint.
@@ -36,7 +37,12 @@ def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], 
     """
     family, shape, reader = family_of_args(args), TensorShape.of(args), SafetensorsReader(path)
     for module in model:
+        head = value_head_of(module)
+        if head is not None:
+            load_head_from_hf(head, reader)
         for weight in iter_weights(module):
+            if head is not None and is_of_head(weight.name):
+                continue
             rule, hf_names = family.find(EMBEDDING if is_tied_copy(module, weight) else weight.name)
             try:
                 full = rule.layout.to_megatron([reader.get(hf_name) for hf_name in hf_names], shape)

@@ -22,23 +22,29 @@ from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entro
 from slime.backends.megatron_utils.loss.off_policy import icepop_function, vanilla_tis_function
 from slime.backends.megatron_utils.loss.policy import policy_loss_function
 from slime.backends.megatron_utils.loss.reducers import pack_report
+from slime.backends.megatron_utils.loss.responses import get_responses
 from slime.backends.megatron_utils.loss.sft import sft_loss_function
+from slime.backends.megatron_utils.loss.value import get_values, value_loss_function
 from slime.utils.misc import load_function
 
 __all__ = [
     "apply_opd_kl_to_advantages",
     "compute_advantages_and_returns",
     "get_log_probs_and_entropy",
+    "get_responses",
+    "get_values",
     "icepop_function",
     "loss_function",
     "policy_loss_function",
     "sft_loss_function",
+    "value_loss_function",
     "vanilla_tis_function",
 ]
 
 LOSS_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, dict[str, Any]]]] = {
     "policy_loss": policy_loss_function,
     "sft_loss": sft_loss_function,
+    "value_loss": value_loss_function,
 }
 
 

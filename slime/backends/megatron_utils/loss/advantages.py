@@ -13,17 +13,23 @@ from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_advantages
 from slime.utils.misc import load_function
-from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, whiten
+from slime.utils.ppo_utils import (
+    ESTIMATORS,
+    compute_approx_kl,
+    get_advantages_and_returns_batch,
+    get_token_rewards,
+    whiten,
+)
 
 
 def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_coef: float | None = None) -> None:
     """Fill `kl`, `advantages` and `returns` of a RolloutBatch in place, each [S][R] float32.
 
     Args:
-        args: `advantage_estimator`, `custom_advantage_function_path`, `kl_loss_type`, `kl_coef`, `gamma`,
+        args: `advantage_estimator`, `custom_advantage_function_path`, `kl_loss_type`, `kl_coef`, `gamma`, `lambd`,
             `use_opd`, `opd_kl_coef`, `normalize_advantages`.
-        rollout_data: with `rewards`, `loss_masks`, `log_probs` and `ref_log_probs` where they exist; `kl` is zero
-            where one of them does not.
+        rollout_data: with `rewards`, `loss_masks`, `values` for an estimator with a critic, `log_probs` and
+            `ref_log_probs` where they exist; `kl` is zero where one of them does not.
         kl_coef: weight of the KL in the rewards, where a controller changes it; default: the flag's.
 
     Raises:
@@ -44,8 +50,11 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_c
         rewards = torch.tensor(rollout_data["rewards"], dtype=torch.float32, device=masks[0].device)
         weight = args.kl_coef if kl_coef is None else kl_coef
         returns_fn = ESTIMATORS[args.advantage_estimator].returns_fn
-        rollout_data["returns"] = returns_fn(rewards, rollout_data["kl"], masks, weight, args.gamma)
-        rollout_data["advantages"] = list(rollout_data["returns"])
+        if returns_fn is None:
+            _estimate_with_values(args, rollout_data, rewards, weight)
+        else:
+            rollout_data["returns"] = returns_fn(rewards, rollout_data["kl"], masks, weight, args.gamma)
+            rollout_data["advantages"] = list(rollout_data["returns"])
     if args.use_opd:
         rollout_data["advantages"] = apply_opd_kl_to_advantages(
             args, rollout_data, rollout_data["advantages"], log_probs
@@ -53,6 +62,20 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_c
     if args.normalize_advantages:
         group = parallel_state.get_data_parallel_group()
         rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group)
+
+
+def _estimate_with_values(args: Any, rollout_data: dict[str, Any], rewards: torch.Tensor, kl_coef: float) -> None:
+    """GAE with the critic's `values`."""
+    masks = rollout_data["loss_masks"]
+    rollout_data["advantages"], rollout_data["returns"] = get_advantages_and_returns_batch(
+        rollout_data["total_lengths"],
+        rollout_data["response_lengths"],
+        rollout_data["values"],
+        get_token_rewards(rewards, rollout_data["kl"], masks, kl_coef),
+        args.gamma,
+        args.lambd,
+        loss_masks=masks,
+    )
 
 
 def _call_custom(args: Any, rollout_data: dict[str, Any]) -> None:

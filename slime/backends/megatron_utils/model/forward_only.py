@@ -1,11 +1,11 @@
-"""Log-probabilities of a rollout's responses under the weights that the model holds now, without gradients.
+"""Log-probabilities or values of a rollout's responses under the weights that the model holds now, without gradients.
 
 It does not know whose weights they are: the prefix of the result's name is the caller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from slime.backends.megatron_utils.data import MicroBatches
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import columns_from_last_stage
@@ -62,7 +62,6 @@ def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> torch.
     return DeferredLogits(hidden[:, 0].to(weight.dtype), weight)
 
 
-@torch.no_grad()
 def compute_log_probs(
     args: Any,
     model: list[torch.nn.Module],
@@ -83,16 +82,53 @@ def compute_log_probs(
     Returns:
         {"<prefix>log_probs": [S][R]} and, if asked for, {"<prefix>entropy": [S][R]}, in the order of the share.
     """
+
+    def read(batch: dict[str, Any], logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        log_probs, entropy = get_log_probs_and_entropy(args, batch, logits, with_entropy=with_entropy)
+        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+
+    names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
+    return compute_columns(args, model, micro_batches, read, names=names, store_prefix=store_prefix)
+
+
+def compute_values(
+    args: Any, model: list[torch.nn.Module], micro_batches: MicroBatches
+) -> dict[str, list[torch.Tensor]]:
+    """{"values": [S][R]}: what a model with a value head says before every response token, as `compute_log_probs`."""
+    return compute_columns(args, model, micro_batches, lambda *of: {"values": get_values(args, *of)}, names=["values"])
+
+
+@torch.no_grad()
+def compute_columns(
+    args: Any,
+    model: list[torch.nn.Module],
+    micro_batches: MicroBatches,
+    read: Callable[[dict[str, Any], torch.Tensor], dict[str, torch.Tensor]],
+    *,
+    names: Sequence[str],
+    store_prefix: str = "",
+) -> dict[str, list[torch.Tensor]]:
+    """Run the model over a share, without gradients.
+
+    Args:
+        args: `custom_megatron_before_log_prob_hook_path`.
+        model: chunks of a data-parallel model.
+        micro_batches: the share.
+        read: (micro-batch, the model's output) -> one value per response token, [sum of R] each, by name.
+        names: those that `read` gives.
+        store_prefix: for the hook, and before each name.
+
+    Returns:
+        {"<prefix><name>": [S][R]}, in the order of the share.
+    """
     if args.custom_megatron_before_log_prob_hook_path:
         load_function(args.custom_megatron_before_log_prob_hook_path)(args, model, store_prefix)
     for chunk in model:
         chunk.eval()
 
-    def collect(batch: dict[str, Any], logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        log_probs, entropy = get_log_probs_and_entropy(args, batch, logits, with_entropy=with_entropy)
-        columns = {"log_probs": log_probs, "entropy": entropy}
-        split = {name: x.split(batch["response_lengths"]) for name, x in columns.items() if x is not None}
-        return log_probs.new_zeros(()), split
+    def collect(batch: dict[str, Any], output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        columns = {name: column.split(batch["response_lengths"]) for name, column in read(batch, output).items()}
+        return output.new_zeros(()), columns
 
     def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
@@ -109,7 +145,6 @@ def compute_log_probs(
     )
     for chunk in model:
         chunk.train()
-    names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
     found = {name: micro_batches.scatter([result[name] for result in results]) for name in names if results}
     columns = columns_from_last_stage(found, names, micro_batches.rollout_data["response_lengths"])
     return {f"{store_prefix}{name}": column for name, column in columns.items()}

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.config_values import config_kwargs
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
+from slime.backends.megatron_utils.model.value_head import is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 from slime.backends.megatron_utils.model_weights import keep_expert_biases_in_fp32
 from slime.utils import accelerator
@@ -57,6 +58,8 @@ def build_model(args: Any, vp_stage: int | None = None) -> torch.nn.Module:
         post_process=parallel_state.is_pipeline_last_stage(**where),
         vp_stage=vp_stage,
     )
+    if is_value_model(args):
+        replace_output_layer(model)
     model = model.to(accelerator.current_device())
     if args.bf16 or args.fp16:
         model = Float16Module(get_model_config(model), model)

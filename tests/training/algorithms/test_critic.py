@@ -1,0 +1,279 @@
+"""The critic as one rank of a trainer: its head, what it learns, its checkpoints, and the exchange with the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from slime.observability.timer import Timer
+from slime.utils.arguments.args import Args
+from slime.utils.arguments.roles import parse_megatron_role_args, role_values
+from tests.integration.trainer_world import make_train_data, trainer_args
+from tests.training.algorithms.loss_world import LENGTHS, MASKS, ROLLOUTS, aggregate
+from tests.unit.megatron_fakes import make_hf_model, run_world
+
+FAR = 1e9
+"""Of masked tokens, which must not show anywhere."""
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> None:
+    """In place of this directory's: the ranks here are real."""
+
+
+@pytest.fixture(scope="module")
+def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf")
+    make_hf_model(path, tied=True)
+    return path
+
+
+def ppo_args(hf_path: Path, flags: str = "", *, critic: dict[str, Any] | None = None, **changes: Any) -> Args:
+    """Args of a PPO run; `critic` are its overrides of a role file."""
+    args = Args(**vars(trainer_args(hf_path, flags, advantage_estimator="ppo", **({"lr": 1e-2} | changes))))
+    forced = role_values(args, {})
+    args.megatron_role_values = {"actor": {}, "critic": {**(critic or {}), **forced["critic"]}}
+    return args
+
+
+def start(args: Args, role: str) -> Any:
+    from slime.backends.megatron_utils import actor, critic
+
+    cls = {"actor": actor.MegatronTrainActor, "critic": critic.MegatronCriticActor}[role]
+    made = cls(parse_megatron_role_args(args, role), rank=0, world_size=0, master_addr="", master_port=0)
+    if Timer().is_running("train_wait"):  # of the other role, which has its own process in a run
+        Timer().end("train_wait")
+    with mock.patch.object(actor.initialize, "init"):  # run_world has done it
+        made.started = made.init()
+    return made
+
+
+def shares_of(args: Args, *, dp_size: int = 1, **columns: Any) -> list[dict[str, Any]]:
+    from slime.ray.rollout.dp_split import split_train_data
+
+    return split_train_data(args, make_train_data() | columns, {"dp_size": dp_size, "cp_size": 1})
+
+
+def mine(actor: Any, shares: list[dict[str, Any]]) -> dict[str, Any]:
+    return dict(shares[actor.parallel_config()["dp_rank"]])
+
+
+def in_world(args: Args, check: Callable[..., None], *more: Any) -> None:
+    run_world(args.actor_num_gpus_per_node, check, args, *more)
+
+
+# ---- the head
+
+
+def check_fresh_head(args: Args) -> None:
+    from slime.backends.megatron_utils.model.value_head import value_head_of
+
+    critic = start(args, "critic")
+    values = critic.values_of(mine(critic, shares_of(args)))["values"]
+    lengths = make_train_data()["response_lengths"]
+    assert [len(row) for row in values] == lengths and not any(row.any() for row in values)
+    head = value_head_of(critic.state.model[0])
+    assert head.weight.shape == (1, 32) and head.weight.dtype == torch.float32
+    head.weight.data.normal_()
+    trunk = critic.state.model[0].module
+    assert "embedding.word_embeddings.weight" in dict(trunk.named_parameters())
+    with torch.no_grad():
+        head.bfloat16()
+    assert head.weight.dtype == torch.float32, "the head stays in fp32 where the model is cast"
+
+
+def test_a_fresh_head_says_0_of_every_token_also_of_a_model_with_a_tied_embedding(hf_path: Path):
+    in_world(ppo_args(hf_path), check_fresh_head)
+
+
+def check_values_of_hidden_states(args: Args, hf_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from slime.backends.megatron_utils.model.value_head import value_head_of
+
+    critic = start(args, "critic")
+    head = value_head_of(critic.state.model[0])
+    weights = torch.randn(1, 32, generator=torch.Generator().manual_seed(3))
+    head.weight.data.copy_(weights)
+    head.bias.data.fill_(0.25)
+    share = mine(critic, shares_of(args, dp_size=1))
+    tokens, lengths = share["tokens"], share["response_lengths"]
+    found = critic.values_of(share)["values"]
+    hf = AutoModelForCausalLM.from_pretrained(hf_path).eval()
+    for sample, length, values in zip(tokens, lengths, found, strict=True):
+        with torch.no_grad():
+            hidden = hf.model(torch.as_tensor(sample)[None].long()).last_hidden_state[0]
+        # the value of token t is made from what comes before it
+        expected = (hidden @ weights[0] + 0.25)[len(sample) - length - 1 : -1]
+        torch.testing.assert_close(torch.as_tensor(values), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
+def test_the_value_of_a_token_is_made_of_the_hidden_state_before_it(hf_path: Path, flags: str):
+    in_world(ppo_args(hf_path, flags), check_values_of_hidden_states, hf_path)
+
+
+# ---- learning
+
+
+def check_constant_reward(args: Args, out: Path) -> None:
+    critic = start(args, "critic")
+    share, records = mine(critic, shares_of(args)), []
+    returns = [[0.75] * length for length in share["response_lengths"]]
+    for rollout_id in range(60):
+        values = critic.values_of(dict(share))["values"]
+        records += critic.train_on(rollout_id, {**share, "values": values, "returns": returns})
+    if torch.distributed.get_rank() == 0:
+        torch.save(([metrics for metrics, _ in records], values), out)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"]
+)
+def test_a_critic_learns_to_predict_a_constant_return(hf_path: Path, tmp_path: Path, flags: str):
+    in_world(ppo_args(hf_path, flags), check_constant_reward, tmp_path / "out")
+    records, values = torch.load(tmp_path / "out", weights_only=False)
+    losses = [metrics["train/critic-value_loss"] for metrics in records]
+    # 11 of the 12 rollouts have trained tokens; each has the squared error of a value of 0
+    assert losses[0] == pytest.approx(0.75**2 * 11 / 12, rel=1e-5)
+    assert losses[-1] < losses[0] / 20
+    masks = make_train_data()["loss_masks"]
+    trained = [v for row, mask in zip(values, masks, strict=True) for v, m in zip(row, mask, strict=True) if m]
+    assert sum(trained) / len(trained) == pytest.approx(0.75, abs=0.1)
+    assert {"train/critic-value_clipfrac", "train/critic-grad_norm", "train/critic-lr-pg_0"} <= records[0].keys()
+    assert [metrics["train/step"] for metrics in records] == list(range(60))
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])
+def test_the_loss_is_the_larger_of_the_squared_errors_averaged_like_any_loss(aggregation: str):
+    generator = torch.Generator().manual_seed(0)
+    values, before, returns = (2 * torch.randn(sum(LENGTHS), generator=generator).double() for _ in range(3))
+    loss, metrics, gradient = value_loss(values, before, returns, loss_agg_mode=aggregation)
+    expected, clipped = [], []
+    for v, b, r in zip(values.tolist(), before.tolist(), returns.tolist(), strict=True):
+        near = min(max(v, b - 0.2), b + 0.2)
+        expected.append(max((v - r) ** 2, (near - r) ** 2))
+        clipped.append(float((near - r) ** 2 > (v - r) ** 2))
+    assert loss == pytest.approx(aggregate(aggregation, ragged(expected)), rel=1e-5)
+    assert metrics["value_loss"] == loss
+    mean = "token-mean" if aggregation == "token-mean" else "seq-mean-token-mean"
+    assert metrics["value_clipfrac"] == pytest.approx(aggregate(mean, ragged(clipped)), rel=1e-5)
+    assert 0 < sum(clipped) < len(clipped)
+    masked = [not m for mask in MASKS for m in mask]
+    assert not gradient[torch.tensor(masked)].any(), "masked tokens teach nothing"
+
+
+def test_a_value_that_moves_further_than_the_clip_is_not_followed():
+    ones = torch.ones(sum(LENGTHS)).double()
+    # the target is far above; each value went half a unit towards it since the update began
+    _, metrics, gradient = value_loss(0.5 * ones, 0 * ones, 9 * ones, value_clip=0.2)
+    assert not gradient.any() and metrics["value_clipfrac"] > 0
+    _, metrics, gradient = value_loss(0.5 * ones, 0 * ones, 9 * ones, value_clip=0.6)
+    assert gradient.any() and metrics["value_clipfrac"] == 0
+    # away from the target it is followed back, however far it went
+    _, metrics, gradient = value_loss(-0.5 * ones, 0 * ones, 9 * ones, value_clip=0.2)
+    assert gradient.any() and metrics["value_clipfrac"] == 0
+
+
+FAR = 1e9
+
+
+def ragged(values: list[float]) -> list[list[float]]:
+    return [row.tolist() for row in torch.tensor(values, dtype=torch.float64).split(LENGTHS)]
+
+
+def value_loss(
+    values: torch.Tensor,
+    before: torch.Tensor,
+    returns: torch.Tensor,
+    *,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    value_clip: float = 0.2,
+) -> tuple[float, dict[str, float], torch.Tensor]:
+    """Loss, metrics and gradient of the values of the samples of loss_world; masked tokens hold far numbers."""
+    from slime.backends.megatron_utils.loss import value_loss_function
+    from slime.backends.megatron_utils.loss.aggregation import loss_reducer
+
+    is_masked = torch.tensor([not m for mask in MASKS for m in mask])
+    values, before, returns = (
+        torch.where(is_masked, far, column) for column, far in ((values, FAR), (before, -FAR), (returns, 2 * FAR))
+    )
+    rows = torch.arange(sum(LENGTHS)) + 2
+    logits = torch.zeros(1, sum(LENGTHS) + 2, 1).double()
+    logits[0, rows, 0] = values
+    logits.requires_grad_()
+    sums = [sum(sum(MASKS[j]) for j in range(len(MASKS)) if ROLLOUTS[j] == ROLLOUTS[i]) for i in range(len(MASKS))]
+    batch = {
+        "loss_masks": [torch.tensor(mask) for mask in MASKS],
+        "response_lengths": LENGTHS,
+        "response_rows": rows,
+        "returns": list(returns.split(LENGTHS)),
+        "rollout_mask_sums": sums,
+        "total_lengths": [length + 1 for length in LENGTHS],
+        "values": list(before.split(LENGTHS)),
+    }
+    per_token = loss_agg_mode == "token-mean"
+    args = SimpleNamespace(
+        calculate_per_token_loss=per_token,
+        loss_agg_mode=loss_agg_mode,
+        rollout_max_response_len=None,
+        value_clip=value_clip,
+    )
+    loss, metrics = value_loss_function(args, batch, logits, loss_reducer(args, batch, batch["loss_masks"]))
+    loss.backward()
+    return loss.item(), {name: value.item() for name, value in metrics.items()}, logits.grad[0, rows, 0]
+
+
+# ---- with the actor
+
+
+def take_turns(args: Args, rollouts: range, actor: Any, critic: Any) -> list[dict[str, float]]:
+    """What the driver does in a rollout, without Ray."""
+    records = []
+    for rollout_id in rollouts:
+        shares = shares_of(args, dp_size=actor.parallel_config()["dp_size"])
+        share = mine(actor, shares)
+        records += actor.train_on(rollout_id, share | critic.values_of(dict(share)))
+        records += critic.train_on(rollout_id, mine(actor, shares) | actor.columns_for_critic)
+    return [metrics for metrics, _ in records]
+
+
+def check_turns(args: Args, out: Path, num_rollouts: int) -> None:
+    actor, critic = start(args, "actor"), start(args, "critic")
+    before = [parameter.detach().clone() for parameter in actor.state.model[0].parameters()]
+    records = take_turns(args, range(num_rollouts), actor, critic)
+    same = all(torch.equal(a, b) for a, b in zip(before, actor.state.model[0].parameters(), strict=True))
+    if torch.distributed.get_rank() == 0:
+        torch.save((records, same), out)
+
+
+def turns(args: Args, out: Path, num_rollouts: int = 2) -> tuple[list[dict[str, float]], bool]:
+    in_world(args, check_turns, out, num_rollouts)
+    return torch.load(out, weights_only=False)
+
+
+def column(records: list[dict[str, float]], name: str) -> list[float]:
+    return [metrics[name] for metrics in records if name in metrics]
+
+
+def test_the_first_rollouts_train_only_the_critic(hf_path: Path, tmp_path: Path):
+    records, same = turns(ppo_args(hf_path, num_critic_only_steps=2), tmp_path / "out")
+    assert same and not column(records, "train/pg_loss")
+    first, second = column(records, "train/critic-value_loss")
+    assert first != second
+    records, same = turns(ppo_args(hf_path, num_critic_only_steps=1), tmp_path / "out")
+    assert not same and [m["train/step"] for m in records if "train/pg_loss" in m] == [1]
+
+
+def test_two_ranks_do_what_one_does(hf_path: Path, tmp_path: Path):
+    one, _ = turns(ppo_args(hf_path), tmp_path / "one")
+    two, _ = turns(ppo_args(hf_path, dp_size=2), tmp_path / "two")
+    for name in ("rollout/values", "rollout/returns", "train/critic-value_loss", "train/critic-grad_norm"):
+        assert column(one, name) == pytest.approx(column(two, name), rel=1e-4), name
+    assert column(one, "rollout/values")[0] == 0 != column(one, "rollout/values")[1]
