@@ -87,10 +87,17 @@ class _Memray:
         self._tracker.__exit__(None, None, None)
 
 
-def recorder_of(args: Any, rank: int) -> MemoryRecorder | None:
-    """The recorder that the flags ask for, of this rank's own file; None without --record-memory-history."""
+def recorder_of(args: Any, rank: int, *, role: str = "actor") -> MemoryRecorder | None:
+    """The recorder that the flags ask for, of this rank's own file; None without --record-memory-history.
+
+    Args:
+        args: the `memory_*` flags and `record_memory_history`.
+        rank: of the trainer.
+        role: "actor" or "critic", which has files beside the actor's.
+    """
     if not args.record_memory_history:
         return None
     path = Path(args.memory_snapshot_dir) / args.memory_snapshot_path
-    path = path.with_name(f"rank{rank}_{path.name}")
+    prefix = "" if role == "actor" else f"{role}_"
+    path = path.with_name(f"{prefix}rank{rank}_{path.name}")
     return MemoryRecorder(args.memory_recorder, path, num_rollouts=args.memory_snapshot_num_steps)

@@ -53,6 +53,12 @@ def test_each_rank_records_into_a_file_of_its_own_until_the_end(tmp_path: Path):
     assert file.read_text() == "done"
 
 
+def test_a_critic_records_beside_its_actor(tmp_path: Path):
+    recorder = recorder_of(flags(tmp_path), 3, role="critic")
+    recorder.start()
+    assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["critic_rank3_heap.bin"]
+
+
 def test_a_number_of_rollouts_ends_the_record(tmp_path: Path):
     recorder = recorder_of(flags(tmp_path, memory_snapshot_num_steps=2), 0)
     recorder.start()
