@@ -27,7 +27,6 @@ OF_MANAGER: dict[str, Any] = {
     "max_tokens_per_gpu": None,
     "balance_data": False,
     "balance_by_flops": False,
-    "balance_by_flops": False,
     "drop_last_rollouts": False,
     "save_debug_rollout_data": None,
     "load_debug_rollout_data": None,

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.utils.dp_schedule import build_dp_schedule, expand_bins_by_splitting, first_fit_pack
+from slime.utils.dp_schedule import (
+    build_dp_schedule,
+    expand_bins_by_splitting,
+    first_fit_pack,
+    split_or_repeat,
+)
 
 SIZES = {
     "num_layers": 2,
@@ -28,10 +33,10 @@ def make_args(**changes):
     return SimpleNamespace(**(values | SIZES | changes))
 
 
-def schedule(lengths, *, dp=2, gbs=4, rollouts=None, **changes):
+def schedule(lengths, *, dp=2, gbs=4, rollouts=None, group=1, **changes):
     return build_dp_schedule(
         make_args(**changes),
-        {"dp_size": dp, "cp_size": 1},
+        {"dp_size": dp, "cp_size": 1, "vpp_group": group},
         lengths,
         global_batch_size=gbs,
         rollout_indices=range(len(lengths)) if rollouts is None else rollouts,
@@ -105,3 +110,35 @@ def test_first_fit_goes_back_to_an_earlier_bin_and_an_oversized_item_is_alone():
 def test_splitting_halves_the_heaviest_bin_by_longest_first():
     # 9 | 8, then 7 joins 8 (8 < 9), then 1 joins 9 (9 < 15)
     assert expand_bins_by_splitting([[0, 1, 2, 3], [4]], [9, 8, 7, 1, 30], 3) == [[0, 3], [4], [1, 2]]
+
+
+def test_micro_batches_of_equal_work_may_exceed_the_token_budget():
+    # 480 tokens need 2 bins of 300; by tokens the long one shares its bin, by work (squares) it is alone
+    lengths = [240, 60, 60, 60, 60]
+    sizes = {"hidden_size": 1, "kv_channels": 512, "padded_vocab_size": 1, "ffn_hidden_size": 1}
+    by_tokens = schedule(lengths, dp=1, gbs=5, **sizes)
+    by_work = schedule(lengths, dp=1, gbs=5, balance_by_flops=True, balance_data=True, **sizes)
+    assert [sorted(lengths[i] for i in b) for b in packs(by_tokens)] == [[60, 240], [60, 60, 60]]
+    assert [sorted(lengths[i] for i in b) for b in packs(by_work)] == [[240], [60, 60, 60, 60]]
+    tight = schedule([100, 10, 10, 10], dp=1, gbs=4, balance_by_flops=True, max_tokens_per_gpu=65)
+    assert max(len(b) for b in packs(tight)) == 3
+
+
+def packs(plan):
+    """Samples of each micro-batch of the first rank."""
+    return [[plan.partitions[0][i] for i in b] for b in plan.micro_batch_indices[0]]
+
+
+def test_interleaved_stages_get_multiples_of_their_group_on_every_rank():
+    lengths = [100] * 12
+    plan = schedule(lengths, dp=2, gbs=12, group=3)  # 4 packs of 300 become 2 x 3
+    assert plan.num_microbatches == [3]
+    assert [len(b) for b in plan.micro_batch_indices] == [3, 3]
+    with pytest.raises(AssertionError, match="cannot fill 6 micro-batches"):
+        schedule([1] * 5, dp=2, gbs=5, group=3)
+    with pytest.raises(AssertionError, match="2 data-parallel ranks with interleaved groups of 3"):
+        schedule(lengths[:4], dp=2, gbs=4, group=3, use_dynamic_batch_size=False)
+
+
+def test_a_pass_without_gradients_may_do_a_micro_batch_twice():
+    assert split_or_repeat([[0, 1], [2]], [5, 5, 5], 4) == [[0], [2], [1], [1]]

@@ -138,7 +138,7 @@ def test_key_and_value_heads_are_not_shared_yet():
     assert "ranks would share key and value heads; use at most 8." in problems.unsupported[0]
 
 
-def test_64_gpus_in_every_dimension_are_only_unsupported():
+def test_64_gpus_in_every_dimension_are_accepted():
     args, explicit = parse(
         f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4 "
         "--context-parallel-size 2 --expert-model-parallel-size 8",
@@ -146,10 +146,65 @@ def test_64_gpus_in_every_dimension_are_only_unsupported():
     )
     problems = megatron_problems(args, None, explicit)
     assert (problems.wrong, problems.environment) == ([], [])
-    sizes = "--pipeline-model-parallel-size 4, --context-parallel-size 2 are not supported yet (parallelism)."
-    assert problems.unsupported == [sizes]
+    assert problems.unsupported == []
     assert (args.world_size, args.data_parallel_size) == (64, 4)  # 64 / (2 * 4 * 2)
     assert Layout.of(args).expert_data == 1  # 64 / (2 * 8 * 4): experts keep the tensor-parallel size
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("Et*16|t*16L", None),
+        ("Et*7|t*8|t*9|t*8,L", None),
+        ("t*16|Et*16L", "it must begin with the embedding E and end with the output L, and have each once"),
+        ("Et*16|t*15L", "it has 31 decoder layers (t), the model has 32"),
+        ("Et*16|t*15x|L", "'x' means nothing there"),
+        ("Et*16|t*8|t*8L", "it has 3 stages, which 2 ranks cannot share equally; 2 or 4 work"),
+        ("Et*32|mL", "it has 1 prediction layers (m), the model has 0"),
+        ("Et*99999999999|tL", "it describes more than 10000 layers and stages"),
+    ],
+)
+def test_stages_written_as_text_are_those_of_the_model(text, sentence):
+    args, explicit = parse(
+        f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {text}", mtp_num_layers=None
+    )
+    problems = megatron_problems(args, None, explicit).wrong
+    assert [sentence in problem for problem in problems] == ([True] if sentence else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--num-virtual-stages-per-pipeline-rank 2", None),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 1",
+            "--microbatch-group-size-per-virtual-pipeline-stage 1 is less than --pipeline-model-parallel-size 2",
+        ),
+        ("--microbatch-group-size-per-virtual-pipeline-stage 4", "has no effect without --num-virtual-stages"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+            "--no-overlap-p2p-communication with virtual stages needs --pipeline-model-parallel-size above 2",
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 4 --decoder-first-pipeline-num-layers 12 "
+            "--decoder-last-pipeline-num-layers 20",
+            None,
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 4 --decoder-first-pipeline-num-layers 14 "
+            "--decoder-last-pipeline-num-layers 18",
+            "--num-virtual-stages-per-pipeline-rank 4 does not divide --decoder-first-pipeline-num-layers 14 layers; "
+            "the nearest that works is 2.",
+        ),
+        ("--max-seqlen-per-dp-cp-rank 8", "--max-tokens-per-gpu bounds what each holds"),
+        ("--context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1", "gather keys and values here"),
+    ],
+)
+def test_interleaved_stages_and_other_exchanges_that_cannot_work_are_named(flags, sentence):
+    args, explicit = parse(f"--pipeline-model-parallel-size 2 {flags}", mtp_num_layers=None)
+    problems = megatron_problems(args, None, explicit)
+    found = [*problems.wrong, *problems.unsupported]
+    assert any(sentence in problem for problem in found) if sentence else not found
 
 
 def test_layers_that_differ_at_the_ends_divide():

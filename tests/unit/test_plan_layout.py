@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from slime.utils.plan.layout import EngineGroup, ParallelLayout, seats, slot_layout, split_layers
+from slime.utils.pipeline_layout import split_layers
+from slime.utils.plan.layout import EngineGroup, ParallelLayout, seats, slot_layout
 
 
 def cluster(**changes) -> argparse.Namespace:
@@ -62,10 +63,22 @@ def test_ranks_run_over_tp_first_then_cp_dp_and_pp():
         ({"num_layers": 7, "pp": 3, "first": 1}, [[0], [1, 2, 3], [4, 5, 6]]),
         ({"num_layers": 7, "pp": 3, "last": 2}, [[0, 1, 2], [3, 4], [5, 6]]),
         ({"num_layers": 3, "pp": 1, "first": 1}, [[0, 1, 2]]),
+        ({"num_layers": 4, "pp": 3, "counts_embedding": True, "counts_loss": True}, [[0], [1, 2], [3]]),
+        (
+            {"num_layers": 7, "pp": 2, "vpp": 2, "counts_loss": True},
+            [[0, 1, 4, 5], [2, 3, 6]],
+        ),
     ],
 )
 def test_stages_share_the_layers(arguments, expected):
     assert split_layers(**arguments) == expected
+
+
+def test_stages_written_as_text_are_dealt_out_in_turn():
+    layout = ParallelLayout.of(
+        cluster(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|(t|)*2,t*2L"), 5
+    )
+    assert (layout.vpp, layout.stage_layers) == (2, ((0, 2), (1, 3, 4)))
 
 
 def test_every_layer_is_in_one_stage():

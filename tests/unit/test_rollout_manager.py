@@ -86,7 +86,6 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         max_tokens_per_gpu=None,
         balance_data=False,
         balance_by_flops=False,
-        balance_by_flops=False,
         drop_last_rollouts=False,
         save_debug_rollout_data=None,
         load_debug_rollout_data=None,

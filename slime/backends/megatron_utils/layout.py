@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.utils.pipeline_layout import stages_of_text, text_problem
+
 ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """HF architectures whose sparse attention needs contiguous context-parallel shares."""
 
@@ -69,7 +71,13 @@ class Layout:
 
 
 def virtual_stages(args: argparse.Namespace, pipeline: int) -> int | None:
-    """Pipeline stages per rank; None without virtual stages."""
+    """Pipeline stages per rank; None without virtual stages, or where the flags contradict each other."""
+    if args.pipeline_model_parallel_layout:
+        try:
+            stages = len(stages_of_text(args.pipeline_model_parallel_layout)) // pipeline
+        except ValueError:
+            return None
+        return stages if stages > 1 else None
     if args.num_virtual_stages_per_pipeline_rank is not None:
         stages = args.num_virtual_stages_per_pipeline_rank
         return stages if stages > 1 else None
@@ -104,6 +112,7 @@ def layout_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | Non
         check_tensor,
         check_pipeline_flags,
         check_pipeline_layers,
+        check_interleaving,
         check_experts,
         check_context,
     )
@@ -214,7 +223,12 @@ def check_pipeline_flags(args: argparse.Namespace, layout: Layout) -> Iterator[s
 
 def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     """The layers divide into equal pipeline stages, apart from a first and a last stage of their own size."""
-    if layout.pipeline == 1 or args.pipeline_model_parallel_layout:
+    text = args.pipeline_model_parallel_layout
+    if text and layout.pipeline > 1:
+        layers, predicting = args.num_layers, args.mtp_num_layers or 0
+        if problem := text_problem(text, layout.pipeline, num_layers=layers, num_mtp_layers=predicting):
+            yield f"--pipeline-model-parallel-layout {text}: {problem}."
+    if layout.pipeline == 1 or text:
         return
     first, last = args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage
     stages = layout.pipeline - (first is not None) - (last is not None)
@@ -224,9 +238,7 @@ def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[
         where += f" without the first {first or 0} and the last {last or 0} leaves {layers}, which"
     elif layers != args.num_layers:
         where += f" and {layers - args.num_layers} for embedding and loss make {layers}, which"
-    if stages == 0 and layers == 0:
-        return
-    if stages < 1 or layers < 1 or layers % stages:
+    if (stages or layers) and (stages < 1 or layers < 1 or layers % stages):
         wanted = nearest_divisor(stages, [layers]) + layout.pipeline - stages if layers > 0 else 1
         yield (
             f"{where} does not divide into {stages} pipeline stages of one size (--pipeline-model-parallel-size "
@@ -234,18 +246,46 @@ def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers."
         )
         return
-    per_stage, per_virtual = layers // stages, args.num_layers_per_virtual_pipeline_stage
-    if per_virtual and per_virtual > 0 and per_stage % per_virtual:
-        nearest = nearest_divisor(per_virtual, [per_stage])
+    yield from _check_virtual_stages(args, layout, layers // stages if stages else None)
+
+
+def _check_virtual_stages(args: argparse.Namespace, layout: Layout, equal: int | None) -> Iterator[str]:
+    """The layers of every rank divide into its virtual stages; `equal` are those of a rank between the ends."""
+    parts = {
+        "a stage of": equal,
+        "--decoder-first-pipeline-num-layers": args.num_layers_in_first_pipeline_stage,
+        "--decoder-last-pipeline-num-layers": args.num_layers_in_last_pipeline_stage,
+    }
+    numbers = {what: layers for what, layers in parts.items() if layers and layers > 0}
+    per_virtual = args.num_layers_per_virtual_pipeline_stage
+    if per_virtual and per_virtual > 0:
+        if equal and equal % per_virtual:
+            nearest = nearest_divisor(per_virtual, [equal])
+            yield (
+                f"--num-layers-per-virtual-pipeline-stage {per_virtual} does not divide a stage of {equal} layers; "
+                f"the nearest that works is {nearest}."
+            )
+        return
+    for what, layers in numbers.items():
+        if layers % layout.virtual:
+            yield (
+                f"--num-virtual-stages-per-pipeline-rank {layout.virtual} does not divide {what} {layers} layers; "
+                f"the nearest that works is {nearest_divisor(layout.virtual, numbers.values())}."
+            )
+
+
+def check_interleaving(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+    """Interleaved stages have as many micro-batches at a time as there are ranks, and ways to exchange them."""
+    group = args.microbatch_group_size_per_vp_stage
+    if group is not None and layout.virtual > 1 and group < layout.pipeline:
         yield (
-            f"--num-layers-per-virtual-pipeline-stage {per_virtual} does not divide a stage of {per_stage} layers; "
-            f"the nearest that works is {nearest}."
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than --pipeline-model-parallel-size "
+            f"{layout.pipeline}; give at least {layout.pipeline}, the default."
         )
-    if args.num_virtual_stages_per_pipeline_rank and per_stage % layout.virtual:
-        nearest = nearest_divisor(layout.virtual, [per_stage])
+    if layout.virtual > 1 and layout.pipeline == 2 and not args.overlap_p2p_comm:
         yield (
-            f"--num-virtual-stages-per-pipeline-rank {layout.virtual} does not divide a stage of {per_stage} layers; "
-            f"the nearest that works is {nearest}."
+            "--no-overlap-p2p-communication with virtual stages needs --pipeline-model-parallel-size above 2: with 2 "
+            "both neighbours of a rank are the same one, and their messages would mix; leave it out."
         )
 
 

@@ -65,6 +65,14 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "used",
+        """--pipeline-model-parallel-size --context-parallel-size
+        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --microbatch-group-size-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers
+        --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+        --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush --no-batch-p2p-sync""",
+    ),
+    Group(
+        "used",
         """--bf16 --fp16 --attention-backend --use-flash-attn --disable-bf16-reduced-precision-matmul
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
         --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis
@@ -122,12 +130,16 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "warned",
-        """--no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush --no-batch-p2p-sync
-        --use-ring-exchange-p2p --pipeline-model-parallel-comm-backend --defer-embedding-wgrad-compute
-        --wgrad-deferral-limit --no-scatter-gather-tensors-in-pipeline --no-align-param-gather
-        --no-align-grad-reduce --microbatch-group-size-per-virtual-pipeline-stage --cp-comm-type
-        --num-microbatches-with-partial-activation-checkpoints""",
-        "it matters only with pipeline or context parallelism",
+        """--use-ring-exchange-p2p --pipeline-model-parallel-comm-backend --no-scatter-gather-tensors-in-pipeline
+        --no-align-param-gather --no-align-grad-reduce --num-microbatches-with-partial-activation-checkpoints
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit""",
+        "pipeline stages send whole tensors over NCCL or gloo, reduce and gather when they are ready, and treat all "
+        "micro-batches alike",
+    ),
+    Group(
+        "warned",
+        "--cp-comm-type",
+        "context-parallel ranks gather each other's keys and values",
     ),
     Group(
         "warned",
@@ -176,14 +188,20 @@ TABLE: tuple[Group, ...] = (
     # --------------------------------------------------------------------------------------------- refused, later
     Group(
         "refused",
-        """--pipeline-model-parallel-size --context-parallel-size --num-layers-per-virtual-pipeline-stage
-        --num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers
-        --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
-        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-        --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
-        --overlap-param-gather-with-optimizer-step --mtp-standalone""",
-        later="parallelism",
+        "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
+        "all micro-batches are spread over --context-parallel-size ranks; --max-tokens-per-gpu bounds what each holds",
     ),
+    Group(
+        "refused",
+        "--hierarchical-context-parallel-sizes",
+        "it belongs to the a2a+p2p exchange of TransformerEngine; context-parallel ranks gather keys and values here",
+    ),
+    Group(
+        "refused",
+        "--overlap-param-gather-with-optimizer-step",
+        "all chunks of a rank take one optimizer step; --overlap-param-gather overlaps with the forward pass",
+    ),
+    Group("refused", "--mtp-standalone", "it follows from --pipeline-model-parallel-layout"),
     Group(
         "refused",
         """--moe-shared-expert-intermediate-size --moe-shared-expert-gate --moe-router-num-groups

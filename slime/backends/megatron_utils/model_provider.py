@@ -24,6 +24,7 @@ from slime.utils.misc import load_function
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     """Return Megatron's config of the model that `args` describes."""
     on_cpu = args.accelerator == "cpu"
+    overlaps_p2p = args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None
     kwargs = config_kwargs(TransformerConfig, args) | {
         "gated_linear_unit": args.swiglu,
         "activation_func": F.silu if args.swiglu else F.gelu,
@@ -32,9 +33,9 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "use_cpu_initialization": on_cpu,
         # What went to the next stage is needed there alone.
         "deallocate_pipeline_outputs": True,
-        # Between the chunks of interleaved stages sending is overlapped; one batch would confuse two stages' messages.
-        "overlap_p2p_comm": args.virtual_pipeline_model_parallel_size is not None,
-        "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
+        # Only interleaved stages have something to overlap with; then messages cannot go in one batch.
+        "overlap_p2p_comm": overlaps_p2p,
+        "batch_p2p_comm": not overlaps_p2p,
         # Kernels of TransformerEngine and Apex, which we do without.
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from slime.backends.megatron_utils.flag_classes import option_of, registered
+from slime.backends.megatron_utils.layout import virtual_stages
 
 AT_LEAST: dict[int, str] = {
     1: """num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size vocab_size
@@ -20,6 +21,7 @@ AT_LEAST: dict[int, str] = {
     lr_wsd_decay_iters recompute_num_layers bucket_size kv_channels
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
     expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    microbatch_group_size_per_vp_stage
     moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size loss_scale_window hysteresis""",
     0: """lr_warmup_iters lr_warmup_init min_lr decoupled_lr decoupled_min_lr weight_decay start_weight_decay
     end_weight_decay ckpt_step hidden_dropout attention_dropout adam_beta1 adam_beta2 adam_eps init_method_std
@@ -90,6 +92,11 @@ EFFECTS: tuple[Effect, ...] = (
         "distribute_saved_activations",
         lambda a: a.tensor_model_parallel_size > 1,
         "with --tensor-model-parallel-size 1",
+    ),
+    Effect(
+        "overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage",
+        lambda a: virtual_stages(a, max(1, a.pipeline_model_parallel_size)),
+        "without --num-virtual-stages-per-pipeline-rank",
     ),
     Effect("bucket_size", lambda a: a.overlap_grad_reduce, "without --overlap-grad-reduce"),
     Effect(
@@ -189,6 +196,8 @@ def check_recompute(args: argparse.Namespace) -> Iterator[str]:
         yield "--distribute-saved-activations and --sequence-parallel exclude each other; give one."
     if wrong := sorted(set(args.recompute_modules or ()) - set(RECOMPUTED)):
         yield f"--recompute-modules {' '.join(wrong)}: choose from {', '.join(RECOMPUTED)}."
+    if args.overlap_p2p_comm_warmup_flush and not args.overlap_p2p_comm:
+        yield "--overlap-p2p-communication-warmup-flush and --no-overlap-p2p-communication exclude each other."
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce."
 

@@ -100,16 +100,19 @@ def check_micro_batches(args: argparse.Namespace) -> Iterable[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch."
     if args.debug_rollout_only or args.eval_only:
         return  # nothing is trained
-    dp_size = data_parallel_size(args)
+    dp_size, group = data_parallel_size(args), interleaved_group(args)
     step, micro = args.global_batch_size, args.micro_batch_size
-    if min(dp_size, step, micro) < 1:
+    if min(dp_size, group, step, micro) < 1:
         return  # said by check_range and check_trainer
-    if args.use_dynamic_batch_size and step < dp_size:
-        yield f"--global-batch-size {step} is too small: {dp_size} data-parallel ranks need at least one sample each."
-    if not args.use_dynamic_batch_size and step % (dp_size * micro):
+    interleaved = f" x {group} micro-batches that virtual pipeline stages take at a time" if group > 1 else ""
+    if args.use_dynamic_batch_size and step < dp_size * group:
+        each = "one sample each" if group == 1 else f"{group} each, which virtual pipeline stages take at a time"
+        yield f"--global-batch-size {step} is too small: {dp_size} data-parallel ranks need at least {each}."
+    if not args.use_dynamic_batch_size and step % (dp_size * group * micro):
         yield (
-            f"--global-batch-size {step} does not divide into micro-batches: {dp_size} data-parallel ranks x "
-            f"--micro-batch-size {micro} = {dp_size * micro}; change one of them or use --use-dynamic-batch-size."
+            f"--global-batch-size {step} does not divide into micro-batches: {dp_size} data-parallel ranks"
+            f"{interleaved} x --micro-batch-size {micro} = {dp_size * group * micro}; change one of them or use "
+            "--use-dynamic-batch-size."
         )
 
 
@@ -117,6 +120,13 @@ def data_parallel_size(args: argparse.Namespace) -> int:
     """Copies of the model that share a train step's samples; 0 where the trainer has too few GPUs for one."""
     one_copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     return args.actor_num_nodes * args.actor_num_gpus_per_node // max(1, one_copy)
+
+
+def interleaved_group(args: argparse.Namespace) -> int:
+    """Micro-batches that a rank's virtual pipeline stages take at a time; 1 without such stages."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
 
 
 def check_lengths(args: argparse.Namespace) -> Iterable[str]:

@@ -63,8 +63,8 @@ class DataFlags:
     )
     balance_by_flops: bool = flag(
         False,
-        "form micro-batches by their work instead of their tokens",
-        later="parallelism",
+        "form micro-batches of equal work (FLOPs) instead of tokens: a batch of short samples may then have more than "
+        "--max-tokens-per-gpu; implies --balance-data",
         needs="use_dynamic_batch_size",
     )
     balance_data: bool = flag(False, "give each data-parallel rank about the same work")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.utils.pipeline_layout import split_layers, split_text, stages_of_text
+
 LAYOUT_DEFAULTS: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -21,8 +23,11 @@ LAYOUT_DEFAULTS: dict[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
     "virtual_pipeline_model_parallel_size": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
 }
 """Megatron's attribute -> what Megatron takes where no flag says otherwise."""
 
@@ -88,14 +93,7 @@ class ParallelLayout:
         values = LAYOUT_DEFAULTS | given
         world = args.actor_num_nodes * args.actor_num_gpus_per_node
         tp, pp, cp = (values[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context"))
-        vpp = _virtual_stages(values, num_layers, pp)
-        stages = split_layers(
-            num_layers,
-            pp,
-            vpp=vpp,
-            first=values["decoder_first_pipeline_num_layers"],
-            last=values["decoder_last_pipeline_num_layers"],
-        )
+        vpp = _virtual_stages(values, num_layers)
         return cls(
             world_size=world,
             tp=tp,
@@ -106,7 +104,7 @@ class ParallelLayout:
             ep=values["expert_model_parallel_size"],
             etp=values["expert_tensor_parallel_size"] or tp,
             is_sequence_parallel=values["sequence_parallel"] and tp > 1,
-            stage_layers=tuple(map(tuple, stages)),
+            stage_layers=tuple(map(tuple, _stage_layers(values, num_layers, vpp))),
         )
 
     @property
@@ -127,43 +125,28 @@ class ParallelLayout:
         return place
 
 
-def _virtual_stages(values: dict[str, Any], num_layers: int, pp: int) -> int:
+def _virtual_stages(values: dict[str, Any], num_layers: int) -> int:
+    if text := values["pipeline_model_parallel_layout"]:
+        return len(stages_of_text(text)) // values["pipeline_model_parallel_size"]
     if per_stage := values["num_layers_per_virtual_pipeline_stage"]:
-        return max(1, num_layers // pp // per_stage)
+        counted = values["account_for_embedding_in_pipeline_split"] + values["account_for_loss_in_pipeline_split"]
+        return max(1, (num_layers + counted) // values["pipeline_model_parallel_size"] // per_stage)
     return values["num_virtual_stages_per_pipeline_rank"] or values["virtual_pipeline_model_parallel_size"] or 1
 
 
-def split_layers(
-    num_layers: int, pp: int, *, vpp: int = 1, first: int | None = None, last: int | None = None
-) -> list[list[int]]:
-    """Decoder layers of each pipeline stage.
-
-    Args:
-        num_layers: of the model.
-        pp: stages.
-        vpp: chunks of a stage; chunk c of stage s comes after chunk c of stage s - 1.
-        first: layers of the first stage, where it differs from the others.
-        last: layers of the last.
-
-    Returns:
-        [pp][layer numbers]; the rest of an uneven division goes to the early stages.
-    """
-    ends = {0: first, pp - 1: last} if pp > 1 else {}
-    fixed = {stage: count for stage, count in ends.items() if count is not None}
-    free = [stage for stage in range(pp) if stage not in fixed]
-    rest = max(0, num_layers - sum(fixed.values()))
-    counts = [
-        fixed[stage] if stage in fixed else rest // len(free) + (free.index(stage) < rest % len(free))
-        for stage in range(pp)
-    ]
-    stages: list[list[int]] = [[] for _ in range(pp)]
-    layer = 0
-    for chunk in range(vpp):
-        for stage, count in enumerate(counts):
-            size = count // vpp + (chunk < count % vpp)
-            stages[stage] += range(layer, layer + size)
-            layer += size
-    return stages
+def _stage_layers(values: dict[str, Any], num_layers: int, vpp: int) -> list[list[int]]:
+    pp = values["pipeline_model_parallel_size"]
+    if text := values["pipeline_model_parallel_layout"]:
+        return split_text(text, pp)
+    return split_layers(
+        num_layers,
+        pp,
+        vpp=vpp,
+        first=values["num_layers_in_first_pipeline_stage"],
+        last=values["num_layers_in_last_pipeline_stage"],
+        counts_embedding=values["account_for_embedding_in_pipeline_split"],
+        counts_loss=values["account_for_loss_in_pipeline_split"],
+    )
 
 
 @dataclass(frozen=True)
