@@ -23,13 +23,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
 from slime.backends.megatron_utils.model.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
+from slime.utils.distributed_utils import get_gloo_group
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,9 @@ def load_checkpoint(
     if is_resumed:
         _say_what_is_not_there(directory, common, source)
     state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=True)
+    if with_optimizer and not _is_all_there(state["optimizer"], directory):
+        del state["optimizer"]
+        with_optimizer = False
     if with_rng:
         state["rng_state"] = _rng_object()
     names = _chunk_names(model)
@@ -170,6 +175,21 @@ def _leave_out_fresh_head(state: dict[str, Any], last_chunk: torch.nn.Module, di
     return bool(missing)
 
 
+def _is_all_there(optimizer_state: dict[str, Any], directory: Path) -> bool:
+    """Whether the checkpoint was saved by a run that trained all parameters that this one trains."""
+    there = dist_checkpointing.load_tensors_metadata(str(directory))
+    wanted = [value.key for value in nested_values(optimizer_state) if isinstance(value, ShardedTensor)]
+    is_here = torch.tensor([int(all(key in there for key in wanted))])
+    dist.all_reduce(is_here, op=dist.ReduceOp.MIN, group=get_gloo_group())
+    if not is_here and dist.get_rank() == 0:
+        logger.warning(
+            "%s holds optimizer state of other parameters (--only-train-params-name-list, --freeze-params-name-list): "
+            "its moments and the learning-rate schedule start anew",
+            directory,
+        )
+    return bool(is_here)
+
+
 def _has_rng(common: dict[str, Any]) -> bool:
     return bool(common.get("has_rng", True))  # checkpoints from before the mark always have them
 
@@ -197,11 +217,26 @@ def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loadi
     }
     if optimizer is not None:
         _fill_optimizer_state(optimizer)
-        weights = state["model"] if len(model) == 1 else dict(state)
+        weights = _weights_with_state(model, state)
         state["optimizer"] = optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
         )
     return state
+
+
+def _weights_with_state(model: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
+    """The sharded weights as the optimizer names its state after them; `state` has those of the model."""
+    by_chunk = dict(state)
+    freezes = torch.tensor([int(any(not p.requires_grad for chunk in model for p in chunk.parameters()))])
+    dist.all_reduce(freezes, op=dist.ReduceOp.MAX, group=get_gloo_group())
+    if freezes:
+        # A name of its own for each layer: of one tensor for all of them, frozen layers would be holes.
+        metadata = {"non_homogeneous_layers": True}
+        by_chunk = {
+            name: unwrap(chunk).sharded_state_dict(metadata=metadata)
+            for name, chunk in zip(by_chunk, model, strict=True)
+        }
+    return by_chunk if len(by_chunk) > 1 else next(iter(by_chunk.values()))
 
 
 def _chunk_names(model: Sequence[torch.nn.Module]) -> list[str]:

@@ -6,6 +6,7 @@ Each check reads `args` after derivation and returns sentences. It computes no l
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 
 from slime.utils.arguments.algorithm import KL_IN_REWARDS
@@ -136,7 +137,18 @@ def _only_built_in_code(args: argparse.Namespace) -> bool:
 
 
 def check_trained_parameters(args: argparse.Namespace) -> Iterable[str]:
-    """Parameters are chosen either by name or by exception (V26)."""
+    """Parameters are chosen either by name or by exception (V26), with expressions that can be read."""
+    for option, patterns in {
+        "--only-train-params-name-list": args.only_train_params_name_list,
+        "--freeze-params-name-list": args.freeze_params_name_list,
+    }.items():
+        if patterns == []:
+            yield f"{option} has no effect without a regular expression; give one, or leave it out."
+        for pattern in patterns or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"{option} {pattern!r} is no regular expression: {error}; correct it."
     if args.only_train_params_name_list and args.freeze_params_name_list:
         yield (
             "--only-train-params-name-list and --freeze-params-name-list exclude each other: the first freezes "

@@ -20,10 +20,12 @@ class TrainFlags:
     )
     log_probs_chunk_size: int = flag(-1, "tokens per chunk when log-probs and entropy are computed; -1 = one chunk")
     only_train_params_name_list: list[str] | None = flag(
-        None, "regular expressions of the parameters to train; all others are frozen", nargs="*", later="algorithms"
+        None,
+        "regular expressions (searched in Megatron's parameter names) of the parameters to train; others are frozen",
+        nargs="*",
     )
     freeze_params_name_list: list[str] | None = flag(
-        None, "regular expressions of the parameters to freeze", nargs="*", later="algorithms"
+        None, "regular expressions (searched in Megatron's parameter names) of the parameters to freeze", nargs="*"
     )
     freeze_indexer: bool = flag(False, "freeze the indexer of sparse attention", later="model families")
     qwen_gdn_backend: str = flag(

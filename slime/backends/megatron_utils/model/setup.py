@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.config_values import config_kwargs
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
+from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
 from slime.backends.megatron_utils.model.value_head import is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 from slime.backends.megatron_utils.model_weights import keep_expert_biases_in_fp32
@@ -38,7 +39,9 @@ def setup_model_and_optimizer(args: Any) -> TrainState:
     """Build model, optimizer and schedule; `initialize.init` has run on every rank before."""
     num_chunks = args.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if num_chunks is None else list(range(num_chunks))
-    model = [wrap_model(args, build_model(args, stage), is_first=not stage) for stage in stages]
+    bare = [build_model(args, stage) for stage in stages]
+    freeze_parameters(bare, only=args.only_train_params_name_list, frozen=args.freeze_params_name_list)
+    model = [wrap_model(args, module, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
     optimizer_config = OptimizerConfig(**config_kwargs(OptimizerConfig, args))
     optimizer = get_megatron_optimizer(optimizer_config, model)
     connect(model, optimizer)
