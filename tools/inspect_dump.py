@@ -6,7 +6,7 @@
 
 Files are those of --save-debug-rollout-data and --save-debug-train-data; --dump-details writes both, and the tokenizer
 that is used for the text of tokens. Columns: engine, trainer, reference and teacher are log-probs of each response
-token. It knows nothing about what would be right: docs/debugging.md says which gaps are normal.
+token, value is the critic's. It knows nothing about what would be right: docs/debugging.md says which gaps are normal.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ TOKEN_COLUMNS = {
     "trainer": "log_probs",
     "reference": "ref_log_probs",
     "teacher": "teacher_log_probs",
+    "value": "values",
     "advantage": "advantages",
 }
 NOT_COMPARED = ("trace", "session_id", "non_generation_time", "prefix_cache_info", "spec_info", "data_parallel_rank")

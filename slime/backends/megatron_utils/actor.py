@@ -90,7 +90,7 @@ class MegatronTrainActor:
         self._updater: Any = None
         self.columns_for_critic: Columns = {}
         """What the critic trains on, of the last rollout; with a critic only."""
-        self._memory = recorder_of(args, rank)
+        self._memory = recorder_of(args, rank, role=self.role)
         target, horizon = (args.kl_target, args.kl_horizon) if args.kl_ctrl == "adaptive" else (None, 1.0)
         self._kl_controller = KlController(args.kl_coef, target, horizon)
         records = args.use_pytorch_profiler and rank in args.profile_ranks
