@@ -76,6 +76,8 @@ def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
     assert family_of("llama3.2-3B").model_type == "llama"
     for name in ("qwen3_moe", "Qwen3MoeConfig", "Qwen3-30B-A3B"):
         assert family_of(name).model_type == "qwen3_moe"
+    assert family_of("glm4_moe").model_type == "glm4_moe"
+    assert family_of("DeepSeek-V3-0324").model_type == "deepseek_v3"
     for other in ("qwen3_next", "glm4", "qwen3_5", "glm4_moe_lite", "deepseek_v32", "DeepSeek-V3.2", "qwen2_moe"):
         with pytest.raises(UsageError, match="llama"):
             family_of(other)
@@ -122,6 +124,8 @@ def export(args, out, buffer_size):
         ("qwen2", False, "--tensor-model-parallel-size 2"),
         ("qwen3_moe", False, "--expert-model-parallel-size 2"),
         ("qwen3_moe", False, "--expert-tensor-parallel-size 2"),
+        ("glm4_moe", False, "--expert-model-parallel-size 2"),
+        ("deepseek_v3", False, "--tensor-model-parallel-size 2 --sequence-parallel"),
     ],
 )
 def test_an_exported_model_is_the_loaded_one(tmp_path, family, tied, flags):

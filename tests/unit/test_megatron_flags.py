@@ -35,6 +35,23 @@ NO_READERS = {"parser_flags.py", "parser_flags_training.py", "megatron_flags.py"
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 1000"
 # Options that have an effect only beside others.
 BESIDE = {
+    **dict.fromkeys(
+        [
+            "--q-lora-rank",
+            "--kv-lora-rank",
+            "--qk-head-dim",
+            "--qk-pos-emb-head-dim",
+            "--v-head-dim",
+            "--rope-type",
+            "--rotary-scaling-factor",
+            "--original-max-position-embeddings",
+            "--beta-fast",
+            "--beta-slow",
+            "--mscale",
+            "--mscale-all-dim",
+        ],
+        "--multi-latent-attention",
+    ),
     "--accumulate-allreduce-grads-in-fp32": "--fp16",
     "--group-query-attention": "--num-query-groups 2",
     "--num-query-groups": "--group-query-attention",
@@ -140,11 +157,19 @@ class Recorded(megatron_configs()["model"]):
         pass
 
 
+class RecordedLatent(megatron_configs()["mla"]):
+    """The same of latent attention."""
+
+    def __post_init__(self):
+        pass
+
+
 def built(args) -> dict:
     """Everything that `args` puts into Megatron's configs."""
     configs = megatron_configs()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_provider, "TransformerConfig", Recorded)
+        patch.setattr(model_provider, "MLATransformerConfig", RecordedLatent)
         model = vars(model_provider.transformer_config(args))
     return {
         "model": model,
@@ -235,9 +260,9 @@ def test_refusals_of_one_kind_are_one_sentence():
     derived = derive_megatron(args).keys()
     assert refused_flags(args, derived) == [
         "--data-path ['a', 'b'] is not supported: data come from --prompt-data; leave it out.",
-        "--dsa-indexer-topk 8 is not supported yet (model families): latent and sparse attention.",
+        "--dsa-indexer-topk 8 is not supported yet (model families): sparse attention.",
         "--moe-token-dropping, --moe-expert-capacity-factor 1.0 are not supported: a token's experts would depend on "
-        "chance or on other tokens, and the trainer's policy would not be the engine's; leave them out.",
+        "chance or on other tokens, and the policy would not be the engine's; leave them out.",
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.utils.errors import UsageError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 """`model_type`s that can be trained: those with a rule table for their weights."""
 
 # What transformers takes where a config.json does not say, by model_type; a type in this table has a translation.
@@ -33,12 +33,50 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
     },
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
 }
+_WITH_SHARED_EXPERTS = ("glm4_moe", "deepseek_v3")
+_LATENT = ("deepseek_v3",)
 DERIVABLE_MODEL_TYPES = tuple(DEFAULTS)
 """`model_type`s whose Megatron flags follow from the config."""
 
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+_MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
+_SHARED_SIZES = ("n_shared_experts", "n_group", "topk_group")
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OTHER_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -80,6 +118,24 @@ CROSS_CHECKED = [
     "moe_router_topk",
     "moe_router_score_function",
     "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
 ]
 
 
@@ -127,21 +183,26 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "swiglu": True,
         "add_bias_linear": False,
-        "add_qkv_bias": model_type == "qwen2" or (model_type == "glm4" and hf["attention_bias"]),
-        "qk_layernorm": model_type in ("qwen3", "qwen3_moe"),
+        "add_qkv_bias": model_type == "qwen2" or (model_type in ("glm4", "glm4_moe") and hf["attention_bias"]),
+        "qk_layernorm": model_type in ("qwen3", "qwen3_moe", *_LATENT) or bool(hf.get("use_qk_norm")),
         "post_self_attn_layernorm": model_type == "glm4",
         "post_mlp_layernorm": model_type == "glm4",
         "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
         "position_embedding_type": "rope",
     }
-    return values | _rope_args(hf) | _moe_args(hf)
+    return values | _rope_args(hf) | _latent_args(hf) | _moe_args(hf)
 
 
 def _number_problems(hf: Mapping[str, Any]) -> list[str]:
     """One sentence for each number that is missing or cannot be one."""
     values = {name: hf.get(name) for name in _SIZES}
-    if hf["model_type"] == "qwen3_moe":
+    model_type = hf["model_type"]
+    if model_type == "qwen3_moe" or model_type in _WITH_SHARED_EXPERTS:
         values |= {name: hf[name] for name in _MOE_SIZES} | {"num_experts": _num_experts(hf)}
+    if model_type == "qwen3_moe":
+        values["decoder_sparse_step"] = hf["decoder_sparse_step"]
+    values |= {name: hf[name] for name in _SHARED_SIZES if model_type in _WITH_SHARED_EXPERTS}
+    values |= {name: hf[name] for name in _LATENT_SIZES if model_type in _LATENT}
     problems = [
         f"the HF config has no {name}; is it the whole config.json of the model?"
         for name, value in values.items()
@@ -167,7 +228,8 @@ def _number_problems(hf: Mapping[str, Any]) -> list[str]:
 
 def _num_experts(hf: Mapping[str, Any]) -> Any:
     """The number of experts; transformers >= 5 writes another name than the configs on the hub have."""
-    return hf.get("num_local_experts", hf["num_experts"])
+    name = "n_routed_experts" if hf["model_type"] in _WITH_SHARED_EXPERTS else "num_experts"
+    return hf.get("num_local_experts", hf[name])
 
 
 def _rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +260,37 @@ def _rope_args(hf: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _latent_args(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Attention over a compressed key and value (arXiv:2405.04434)."""
+    if hf["model_type"] not in _LATENT:
+        return {}
+    rope = _rope_of(hf)
+    values = {
+        "multi_latent_attention": True,
+        "num_query_groups": hf["num_attention_heads"],
+        "kv_channels": hf["v_head_dim"],
+        "q_lora_rank": hf["q_lora_rank"],
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+        "rope_type": "yarn" if rope["rope_type"] == "yarn" else "rope",
+    }
+    if values["rope_type"] == "yarn":
+        values |= {
+            "rotary_scaling_factor": float(rope["factor"]),
+            "original_max_position_embeddings": rope["original_max_position_embeddings"],
+            "beta_fast": float(rope.get("beta_fast") or 32),
+            "beta_slow": float(rope.get("beta_slow") or 1),
+            "mscale": float(rope.get("mscale") or 1),
+            "mscale_all_dim": float(rope.get("mscale_all_dim") or 0),
+        }
+    return values
+
+
 def _moe_args(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if hf["model_type"] in _WITH_SHARED_EXPERTS:
+        return _shared_moe_args(hf)
     if hf["model_type"] != "qwen3_moe":
         return {"num_moe_experts": None, "moe_ffn_hidden_size": None}
     step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
@@ -217,21 +309,52 @@ def _moe_args(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _shared_moe_args(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts of DeepSeek-V3's kind (arXiv:2412.19437): sigmoid scores, a bias for the choice, shared experts."""
+    dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
+    has_groups, scale = hf["n_group"] > 1, float(hf["routed_scaling_factor"])
+    return {
+        "num_moe_experts": _num_experts(hf),
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_num_groups": hf["n_group"] if has_groups else None,
+        "moe_router_group_topk": hf["topk_group"] if has_groups else None,
+        "moe_router_topk_scaling_factor": scale if scale != 1 else None,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # pre-training balances the load with it; here it is the model's
+        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
 def _underivable_features(hf: Mapping[str, Any]) -> list[str]:
     """One sentence for each feature that no Megatron flag expresses."""
     rope, model_type = _rope_of(hf), hf["model_type"]
     partial, kind = rope["partial_rotary_factor"], rope["rope_type"]
-    missing = [name for name in _LLAMA3_ROPE if rope.get(name) is None] if kind == "llama3" else []
+    needed = {"llama3": _LLAMA3_ROPE, "yarn": ("factor", "original_max_position_embeddings")}.get(kind, ())
+    missing = [name for name in needed if rope.get(name) is None]
+    known = ("default", "yarn") if model_type in _LATENT else ("default", "llama3")
     found = {
-        f"rotary embedding of type {kind!r}": kind not in ("default", "llama3"),
-        f"rotary embedding of type 'llama3' without {', '.join(missing)}": bool(missing),
-        f"partial_rotary_factor {partial}": partial != 1.0 and model_type != "glm4",
+        f"rotary embedding of type {kind!r}": kind not in known,
+        f"rotary embedding of type {kind!r} without {', '.join(missing)}": bool(missing),
+        f"partial_rotary_factor {partial}": partial != 1.0 and model_type not in ("glm4", "glm4_moe"),
         f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
         # Where transformers reads it, but for GLM, the output projection has a bias, too.
-        "attention_bias": bool(hf.get("attention_bias")) and model_type != "glm4",
+        "attention_bias": bool(hf.get("attention_bias")) and model_type not in ("glm4", "glm4_moe"),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "use_sliding_window": bool(hf.get("use_sliding_window")),
     }
+    if model_type in _WITH_SHARED_EXPERTS:
+        groups, per_tok = hf["topk_group"], hf["num_experts_per_tok"]
+        found |= {
+            "norm_topk_prob false": not hf["norm_topk_prob"],
+            # Megatron ranks a group by the sum of its best num_experts_per_tok / topk_group experts, HF of its best 2.
+            f"num_experts_per_tok {per_tok} with topk_group {groups}": hf["n_group"] > 1 and per_tok // groups != 2,
+            "rope_interleave false": not hf.get("rope_interleave", True),
+        }
     return [
         f"the HF config has {name}, which our model of this family does not have."
         for name, is_so in found.items()
@@ -288,6 +411,8 @@ def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[st
 def _as_built(given: Mapping[str, Any]) -> dict[str, Any]:
     """What Megatron makes of flags that were left out."""
     built: dict[str, Any] = {}
+    if given.get("multi_latent_attention") and given["rope_type"] is None:
+        built["rope_type"] = "yarn"
     if not given["group_query_attention"]:
         built["num_query_groups"] = given["num_attention_heads"]
     if given["kv_channels"] is None and given["hidden_size"] and given["num_attention_heads"]:

@@ -53,7 +53,15 @@ TABLE: tuple[Group, ...] = (
         "used",
         """--num-experts --moe-layer-freq --moe-ffn-hidden-size --moe-router-topk --moe-router-pre-softmax
         --moe-router-score-function --moe-router-dtype --moe-router-topk-scaling-factor
-        --expert-model-parallel-size --expert-tensor-parallel-size""",
+        --expert-model-parallel-size --expert-tensor-parallel-size --moe-shared-expert-intermediate-size
+        --moe-shared-expert-gate --moe-router-num-groups --moe-router-group-topk --moe-router-enable-expert-bias
+        --moe-router-bias-update-rate""",
+    ),
+    Group(
+        "used",
+        """--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+        --rope-type --rotary-scaling-factor --original-max-position-embeddings --beta-fast --beta-slow --mscale
+        --mscale-all-dim""",
     ),
     Group(
         "used",
@@ -204,20 +212,16 @@ TABLE: tuple[Group, ...] = (
     Group("refused", "--mtp-standalone", "it follows from --pipeline-model-parallel-layout"),
     Group(
         "refused",
-        """--moe-shared-expert-intermediate-size --moe-shared-expert-gate --moe-router-num-groups
-        --moe-router-group-topk --moe-router-enable-expert-bias --moe-router-bias-update-rate
-        --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff --moe-grouped-gemm
+        """--moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff --moe-grouped-gemm
         --moe-layer-recompute""",
         "layers of experts",
         later="model families",
     ),
     Group(
         "refused",
-        """--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
-        --rope-type --rotary-scaling-factor --original-max-position-embeddings --beta-fast --beta-slow --mscale
-        --mscale-all-dim --experimental-attention-variant --dsa-indexer-n-heads --dsa-indexer-head-dim
+        """--experimental-attention-variant --dsa-indexer-n-heads --dsa-indexer-head-dim
         --dsa-indexer-topk --dsa-indexer-loss-coeff --dsa-indexer-use-sparse-loss""",
-        "latent and sparse attention",
+        "sparse attention",
         later="model families",
     ),
     Group(
@@ -286,7 +290,7 @@ TABLE: tuple[Group, ...] = (
         "refused",
         """--moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy
         --moe-token-dropping --moe-input-jitter-eps --moe-router-force-load-balancing""",
-        "a token's experts would depend on chance or on other tokens, and the trainer's policy would not be the engine's",
+        "a token's experts would depend on chance or on other tokens, and the policy would not be the engine's",
     ),
     Group(
         "refused",
@@ -379,6 +383,5 @@ REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
 SAME_AS_DEFAULT: dict[str, tuple[Any, ...]] = {
     "--num-virtual-stages-per-pipeline-rank": (1,),
     "--moe-z-loss-coeff": (0,),
-    "--rope-type": ("rope",),
     "--moe-token-drop-policy": ("probs",),
 }

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils.config_values import config_kwargs, torch_type
 from slime.backends.megatron_utils.model.spec import block_spec
@@ -25,7 +25,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     """Return Megatron's config of the model that `args` describes."""
     on_cpu = args.accelerator == "cpu"
     overlaps_p2p = args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None
-    kwargs = config_kwargs(TransformerConfig, args) | {
+    config = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    kwargs = config_kwargs(config, args) | {
         "gated_linear_unit": args.swiglu,
         "activation_func": F.silu if args.swiglu else F.gelu,
         "attention_backend": AttnBackend[args.attention_backend],
@@ -47,7 +48,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         # Its default asserts MoE settings even of dense models when sequence lengths vary.
         "moe_token_dispatcher_type": "alltoall",
     }
-    return TransformerConfig(**kwargs)
+    return config(**kwargs)
 
 
 def get_model_provider_func(args: argparse.Namespace) -> Callable[..., Any]:

@@ -25,11 +25,11 @@ def apply(kind: str) -> None:
         from slime.backends.megatron_utils.megatron_patch import (
             checkpoint_writer,
             fused_adam,
-            moe_without_te,
             packed_rope,
+            without_te,
         )
 
         checkpoint_writer.apply()
         fused_adam.apply()
-        moe_without_te.apply()
+        without_te.apply()
         packed_rope.apply()

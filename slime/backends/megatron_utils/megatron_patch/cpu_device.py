@@ -99,6 +99,7 @@ def _replace_megatron_names() -> None:
     import megatron.core.jit as jit
 
     jit.disable_jit_fuser()  # torch.compile of every small helper needs a C++ compiler and many seconds
+    torch._dynamo.config.disable = True  # also of helpers that were imported before
     import megatron.core.tensor_parallel.random as random
 
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

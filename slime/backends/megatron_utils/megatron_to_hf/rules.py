@@ -257,6 +257,8 @@ FAMILIES = {
         Family("qwen2", _DENSE + _QKV_BIAS),
         Family("qwen3", _DENSE + _QK_NORM),
         Family("qwen3_moe", _DENSE + _QK_NORM + _EXPERTS),
+        Family("glm4_moe", _DENSE + _QKV_BIAS + _QK_NORM + _EXPERTS + _SHARED_EXPERTS + _EXPERT_BIAS),
+        Family("deepseek_v3", _LATENT_DENSE + _EXPERTS + _SHARED_EXPERTS + _EXPERT_BIAS),
     )
 }
 

@@ -1,8 +1,8 @@
 """The layers of our GPT models: Megatron's local spec with an RMSNorm and a packed attention that need no
 TransformerEngine.
 
-It describes dense layers (Llama, Qwen2, Qwen3), layers with experts (Qwen3-MoE) and layers with norms after attention
-and MLP (GLM-4); it reads the flags of the model and builds nothing.
+It describes dense layers (Llama, Qwen2, Qwen3), layers with experts (Qwen3-MoE, GLM-4.5), with latent attention
+(DeepSeek-V3) and with norms after attention and MLP (GLM-4); it reads the flags of the model and builds nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,20 @@ class RMSNorm(torch.nn.RMSNorm):
 
 def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_experts: int | None = None) -> ModuleSpec:
     """Return the spec of one transformer layer, dense without `num_experts`."""
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    latent = config.multi_latent_attention
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=latent,
+        normalization="RMSNorm",
+    )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = VarlenAttention
-    if config.qk_layernorm:
+    if config.qk_layernorm and latent:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if args.post_self_attn_layernorm or args.post_mlp_layernorm:
         parts = {field.name: vars(layer)[field.name] for field in dataclasses.fields(layer)}

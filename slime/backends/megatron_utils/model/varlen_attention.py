@@ -41,6 +41,8 @@ class VarlenAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config)
@@ -198,5 +200,7 @@ def _varlen_kernel(
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # no limit to the left, nothing to the right
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 groups heads without being told
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
-    return varlen_attn(q, k, v, *cu_seqlens, *longest, **options)
+    narrower = query.shape[-1] - value.shape[-1]  # of latent attention: the kernel has one width for all three
+    q, k, v = query.contiguous(), key.contiguous(), F.pad(value, (0, narrower)).contiguous()
+    out = varlen_attn(q, k, v, *cu_seqlens, *longest, **options)
+    return out[..., : value.shape[-1]] if narrower else out
