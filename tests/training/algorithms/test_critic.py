@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slime.observability.timer import Timer
 from slime.utils.arguments.args import Args
@@ -277,3 +279,134 @@ def test_two_ranks_do_what_one_does(hf_path: Path, tmp_path: Path):
     for name in ("rollout/values", "rollout/returns", "train/critic-value_loss", "train/critic-grad_norm"):
         assert column(one, name) == pytest.approx(column(two, name), rel=1e-4), name
     assert column(one, "rollout/values")[0] == 0 != column(one, "rollout/values")[1]
+
+
+# ---- checkpoints
+
+
+def weights(actor: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in actor.state.model[0].module.named_parameters()}
+
+
+def check_save(args: Args) -> None:
+    """Two rollouts and a checkpoint, then two more."""
+    actor, critic = start(args, "actor"), start(args, "critic")
+    take_turns(args, range(2), actor, critic)
+    critic.save_model(1)
+    actor.save_model(1)
+    kept = weights(critic)
+    records = take_turns(args, range(2, 4), actor, critic)
+    torch.save((kept, records), Path(args.save) / "rest")
+
+
+def check_resume(args: Args, saved: Path) -> None:
+    """The two more rollouts of a run that was saved."""
+    actor, critic = start(args, "actor"), start(args, "critic")
+    assert actor.started == critic.started == {"start_rollout_id": 2}
+    kept, records = torch.load(saved / "rest", weights_only=False)
+    found = weights(critic)
+    assert found["output_layer.weight"].any() and all(torch.equal(found[name], kept[name]) for name in kept)
+    again = take_turns(args, range(2, 4), actor, critic)
+    assert again == records, "moments and schedules go on, too"
+
+
+def check_fresh_critic(args: Args, saved: Path) -> None:
+    """What a critic has of a checkpoint without one: the policy's weights, under a fresh head."""
+    critic = start(args, "critic")
+    found, policy = weights(critic), start(args.replace(advantage_estimator="grpo", use_critic=False), "actor")
+    assert not found.pop("output_layer.weight").any() and not found.pop("output_layer.bias").any()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights(policy).items() if name in found)
+    assert critic.started["start_rollout_id"] == 0
+
+
+def resuming(args: Args, load: Path) -> Args:
+    return args.replace(load=str(load), finetune=False, no_load_optim=False, no_load_rng=False)
+
+
+@pytest.fixture(scope="module")
+def saved(hf_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    in_world(ppo_args(hf_path, save=str(root)), check_save)
+    return root
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(hf_path: Path, saved: Path):
+    assert (saved / "critic" / "iter_0000001").is_dir() and (saved / "iter_0000001").is_dir()
+    in_world(resuming(ppo_args(hf_path, save=str(saved)), saved), check_resume, saved)
+
+
+def test_a_critic_starts_from_a_policys_checkpoint_with_a_fresh_head(
+    hf_path: Path, saved: Path, tmp_path: Path, caplog
+):
+    shutil.copytree(saved / "iter_0000001", tmp_path / "iter_0000001")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    in_world(resuming(ppo_args(hf_path), tmp_path), check_fresh_critic, saved)
+    parse_megatron_role_args(resuming(ppo_args(hf_path), tmp_path), "critic")
+    assert f"--load {tmp_path} holds no critic: it starts from the actor's weights, with a fresh head" in caplog.text
+
+
+def check_scores(args: Args, hf: Path) -> None:
+    head = value_head_weights(start(args, "critic"))
+    score = load_file(hf / "model.safetensors")["score.weight"]
+    assert score.any() and torch.equal(head, score)
+
+
+def value_head_weights(critic: Any) -> torch.Tensor:
+    return weights(critic)["output_layer.weight"]
+
+
+def test_a_reward_models_head_is_the_critics(hf_path: Path, tmp_path: Path):
+    tensors = load_file(hf_path / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.randn(1, 32)}, tmp_path / "model.safetensors")
+    shutil.copy(hf_path / "config.json", tmp_path)
+    in_world(ppo_args(hf_path, critic={"load": str(tmp_path)}), check_scores, tmp_path)
+
+
+def test_a_critic_has_its_part_of_the_iteration_that_the_actor_goes_on_from(
+    hf_path: Path, saved: Path, tmp_path: Path
+):
+    base = ppo_args(hf_path, save=str(saved), critic={"load": "elsewhere"})
+    resumed = parse_megatron_role_args(resuming(base, saved), "critic")
+    assert (resumed.load, resumed.ckpt_step, resumed.save) == (str(saved / "critic"), 1, str(saved / "critic"))
+    assert (resumed.finetune, resumed.no_load_optim) == (False, False)
+    begun = parse_megatron_role_args(base, "critic")
+    assert (begun.load, begun.finetune, begun.no_load_optim, begun.no_load_rng) == ("elsewhere", True, True, True)
+    moved = parse_megatron_role_args(ppo_args(hf_path, save="a", critic={"save": "b"}), "critic")
+    assert (moved.save, moved.save_hf, moved.keep_checkpoints) == ("b", None, None)
+
+
+# ---- hooks
+
+
+def provide_tied(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
+    """A --custom-model-provider-path: the run's own model."""
+    from slime.backends.megatron_utils.model_provider import build_gpt
+
+    return build_gpt(SEEN["args"], pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+
+
+def before_log_prob(args: Any, model: Any, store_prefix: str) -> None:
+    """A --custom-megatron-before-log-prob-hook-path."""
+    SEEN["passes"].append((args.loss_type, store_prefix))
+
+
+SEEN: dict[str, Any] = {}
+
+
+def check_hooks(args: Args) -> None:
+    SEEN.update(args=args, passes=[])
+    critic = start(args, "critic")
+    assert value_head_weights(critic).shape == (1, 32)
+    critic.values_of(mine(critic, shares_of(args)))
+    assert SEEN["passes"] == [("value_loss", "")]
+
+
+def test_a_model_of_the_users_own_gets_a_value_head_and_its_hook_is_called_before_values(hf_path: Path):
+    here = "tests.training.algorithms.test_critic"
+    args = ppo_args(
+        hf_path,
+        custom_model_provider_path=f"{here}.provide_tied",
+        custom_megatron_before_log_prob_hook_path=f"{here}.before_log_prob",
+    )
+    assert not args.untie_embeddings_and_output_weights
+    in_world(args, check_hooks)
