@@ -142,3 +142,19 @@ def check_rope_does_not_depend_on_max_seqlen(args):
 def test_positions_start_again_in_each_sequence_whatever_max_seqlen_says(tmp_path):
     make_hf_model(tmp_path / "hf")
     run_world(1, check_rope_does_not_depend_on_max_seqlen, make_args(tmp_path / "hf"))
+
+
+def check_type_of_logits(args, ids):
+    from slime.backends.megatron_utils.model.setup import build_model
+
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    with torch.no_grad():
+        logits = build_model(args)(ids, positions, None, packed_seq_params=packed(LENGTHS))
+    assert logits.dtype == torch.bfloat16
+
+
+def test_logits_of_a_16_bit_model_are_not_copied_to_fp32(tmp_path):
+    make_hf_model(tmp_path)
+    args = make_args(tmp_path)
+    vars(args).update(bf16=True, params_dtype=torch.bfloat16)
+    run_world(1, check_type_of_logits, args, token_ids(args.vocab_size))

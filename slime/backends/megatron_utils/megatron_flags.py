@@ -69,7 +69,8 @@ TABLE: tuple[Group, ...] = (
         --recompute-granularity --recompute-activations --recompute-method --recompute-num-layers
         --recompute-modules --distribute-saved-activations --distribute-checkpointed-activations
         --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size --ddp-average-in-collective
-        --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation""",
+        --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
+        --no-gradient-accumulation-fusion --no-bias-swiglu-fusion""",
     ),
     Group(
         "used",
@@ -108,8 +109,8 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "warned",
-        """--transformer-impl --no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
-        --no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
+        """--transformer-impl --no-rope-fusion --no-masked-softmax-fusion
+        --no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm
         --memory-efficient-layer-norm --te-rng-tracker --inference-rng-tracker --fused-single-qkv-rope
         --use-fused-weighted-squared-relu --no-async-tensor-model-parallel-allreduce
         --disable-parameter-transpose-cache --use-te-activation-func --activation-func-fp8-input-store

@@ -39,8 +39,9 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "batch_p2p_comm": not overlaps_p2p,
         # Kernels of TransformerEngine and Apex, which we do without.
         "transformer_impl": "local",
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
+        # megatron_patch.gradient_accumulation stands in for Apex's kernel
+        "gradient_accumulation_fusion": args.gradient_accumulation_fusion,
+        "bias_activation_fusion": args.swiglu and args.bias_swiglu_fusion and not on_cpu,  # it is torch.compile
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,

@@ -2,8 +2,8 @@
 
 The logits are read, never changed, and are all that is kept for the backward pass (the softmax is made again there);
 the rows that are asked for are gathered a chunk at a time. Above the given logits that costs two float32 chunks
-forward, and the logits' gradient in their type and two chunks backward. It knows nothing about samples, packing or
-masks: one row of logits, one target.
+forward, and the logits' gradient in their type and two chunks backward; on CUDA the chunk is never written, the
+arithmetic being fused. It knows nothing about samples, packing or masks: one row of logits, one target.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.utils.fusion import fused_on_cuda
+
 
 @dataclass(frozen=True)
 class _Shard:
@@ -22,18 +24,12 @@ class _Shard:
     group: dist.ProcessGroup | None
     start: int
     num_real: int
-    inverse_temperature: float
+    scale: float
     chunk_size: int
 
     def chunks(self, num_rows: int) -> list[slice]:
         size = self.chunk_size if self.chunk_size > 0 else max(num_rows, 1)
         return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-
-    def scaled(self, logits: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-        """A float32 copy of `rows` of the logits [T, V/tp] without padding columns, divided by the temperature."""
-        picked = logits[:, : self.num_real][rows]
-        is_copy = not isinstance(rows, slice) and picked.dtype == torch.float32
-        return (picked if is_copy else picked.to(torch.float32, copy=True)).mul_(self.inverse_temperature)
 
     def local_targets(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Column of each target in this shard (0 where it is elsewhere), and whether it is here."""
@@ -63,9 +59,8 @@ class _LogProbAndEntropy(torch.autograd.Function):
             torch.empty(targets.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
         )
         for chunk in shard.chunks(targets.shape[0]):
-            x = shard.scaled(logits, chunk if rows is None else rows[chunk])
-            log_probs[chunk], entropy[chunk], log_normaliser[chunk] = _forward_chunk(x, targets[chunk], shard)
-            del x  # or it would live on beside that of the next chunk
+            values = _forward_chunk(logits, _rows_of(chunk, rows, logits), targets[chunk], shard)
+            log_probs[chunk], entropy[chunk], log_normaliser[chunk] = values
         ctx.shard, ctx.with_entropy_grad = shard, with_entropy_grad
         ctx.save_for_backward(logits, rows, targets, log_normaliser, entropy)
         if not with_entropy_grad:
@@ -79,58 +74,99 @@ class _LogProbAndEntropy(torch.autograd.Function):
         logits, rows, targets, log_normaliser, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         grad = torch.zeros_like(logits)
-        for chunk in shard.chunks(targets.shape[0]):
-            picked = chunk if rows is None else rows[chunk]
-            log_p = shard.scaled(logits, picked).sub_(log_normaliser[chunk, None])
+        # a rank that holds nothing but padding columns has no gradient
+        for chunk in shard.chunks(targets.shape[0]) if shard.num_real else ():
+            picked = _rows_of(chunk, rows, logits)
+            column, is_here = shard.local_targets(targets[chunk])
+            of_rows = (log_normaliser[chunk], entropy[chunk], log_prob_grad[chunk])
             of_entropy = entropy_grad[chunk] if ctx.with_entropy_grad else None
-            log_p = _backward_chunk(log_p, targets[chunk], entropy[chunk], log_prob_grad[chunk], of_entropy, shard)
-            grad[:, : shard.num_real][picked] = log_p.to(grad.dtype)
-            del log_p
+            _write_gradient(grad, logits, picked, column, is_here, *of_rows, of_entropy, shard.scale, shard.num_real)
         return grad, None, None, None, None
 
 
+def _rows_of(chunk: slice, rows: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    if rows is None:
+        return torch.arange(chunk.start, chunk.stop, device=logits.device)
+    return rows[chunk]
+
+
 def _forward_chunk(
-    x: torch.Tensor, targets: torch.Tensor, shard: _Shard
+    logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, shard: _Shard
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs, entropy and log of the normaliser of scaled logits x [n, V/tp], which are overwritten."""
-    # a rank may hold nothing but padding columns
-    top = x.amax(dim=-1) if shard.num_real else x.new_full((x.shape[0],), float("-inf"))
+    """Log-probs, entropy and log of the normaliser of `rows` [n]."""
+    if shard.num_real:
+        top = _largest(logits, rows, shard.scale, shard.num_real)
+    else:  # this rank holds nothing but padding columns
+        top = torch.full(rows.shape, float("-inf"), device=logits.device)
     top = shard.all_reduce(top, dist.ReduceOp.MAX)
-    x -= top[:, None]
-    column, is_here = shard.local_targets(targets)
-    at_target = (
-        x.gather(1, column[:, None])[:, 0].masked_fill(~is_here, 0) if shard.num_real else torch.zeros_like(top)
-    )
-    e = x.exp()
-    total, weighted, at_target = shard.all_reduce(
-        torch.stack([e.sum(dim=-1), e.mul_(x).sum(dim=-1), at_target]), dist.ReduceOp.SUM
-    )
+    if shard.num_real:
+        sums = _sums(logits, rows, *shard.local_targets(targets), top, shard.scale, shard.num_real)
+    else:
+        sums = top.new_zeros((3, len(rows)))
+    total, weighted, at_target = shard.all_reduce(sums, dist.ReduceOp.SUM)
     log_total = total.log()
     return at_target - log_total, log_total - weighted / total, log_total + top
 
 
-def _backward_chunk(
-    log_p: torch.Tensor,
-    targets: torch.Tensor,
+def _scaled(logits: torch.Tensor, rows: torch.Tensor, scale: float, num_real: int) -> torch.Tensor:
+    """A float32 copy of `rows` without the padding columns, scaled."""
+    return logits[:, :num_real][rows].float().mul_(scale)
+
+
+@fused_on_cuda
+def _largest(logits: torch.Tensor, rows: torch.Tensor, scale: float, num_real: int) -> torch.Tensor:
+    """The largest logit of each row, scaled, [n] float32."""
+    return logits[:, :num_real][rows].amax(dim=-1).float() * scale
+
+
+@fused_on_cuda
+def _sums(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    column: torch.Tensor,
+    is_here: torch.Tensor,
+    top: torch.Tensor,
+    scale: float,
+    num_real: int,
+) -> torch.Tensor:
+    """With x = scaled logits - top: the sums of exp(x) and of exp(x) x over the row, and x of the target, [3, n]."""
+    at_target = torch.where(is_here, logits[rows, column].float() * scale - top, 0)
+    x = _scaled(logits, rows, scale, num_real).sub_(top[:, None])
+    e = x.exp()
+    return torch.stack([e.sum(dim=-1), e.mul_(x).sum(dim=-1), at_target])
+
+
+@fused_on_cuda
+def _write_gradient(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    column: torch.Tensor,
+    is_here: torch.Tensor,
+    log_normaliser: torch.Tensor,
     entropy: torch.Tensor,
     log_prob_grad: torch.Tensor,
     entropy_grad: torch.Tensor | None,
-    shard: _Shard,
-) -> torch.Tensor:
-    """Gradient of the logits [n, V/tp] given log p, which is overwritten.
+    scale: float,
+    num_real: int,
+) -> None:
+    """Write the rows [n] of the logits' gradient [T, V/tp].
 
     d log p_t / dx_i = [i = t] - p_i ;  dH / dx_i = -p_i (log p_i + H)
     """
+    log_p = _scaled(logits, rows, scale, num_real).sub_(log_normaliser[:, None])
     if entropy_grad is None:
-        grad = log_p.exp_().mul_(-log_prob_grad[:, None])
+        of_row = log_p.exp_().mul_(-log_prob_grad[:, None])
     else:
         p = log_p.exp()
         log_p.add_(entropy[:, None]).mul_(-entropy_grad[:, None]).sub_(log_prob_grad[:, None])
-        grad = p.mul_(log_p)
-    if shard.num_real:
-        column, is_here = shard.local_targets(targets)
-        grad.scatter_add_(1, column[:, None], torch.where(is_here, log_prob_grad, 0)[:, None])
-    return grad.mul_(shard.inverse_temperature)
+        of_row = p.mul_(log_p)
+    grad[:, :num_real][rows] = of_row.mul_(scale).to(grad.dtype)
+    # Once more for the target's column, with its [i = t]: a scatter into the row would have to keep it in float32.
+    log_p_t = logits[rows, column].float() * scale - log_normaliser
+    of_p = log_prob_grad if entropy_grad is None else log_prob_grad + entropy_grad * (log_p_t + entropy)
+    of_target = torch.where(is_here, log_prob_grad, 0) - log_p_t.exp() * of_p
+    grad[rows, column] = (of_target * scale).to(grad.dtype)
 
 
 def calculate_log_probs_and_entropy(

@@ -25,6 +25,8 @@ def apply(kind: str) -> None:
         from slime.backends.megatron_utils.megatron_patch import (
             checkpoint_writer,
             fused_adam,
+            gradient_accumulation,
+            moe_without_te,
             packed_rope,
             without_te,
         )
@@ -32,4 +34,6 @@ def apply(kind: str) -> None:
         checkpoint_writer.apply()
         fused_adam.apply()
         without_te.apply()
+        moe_without_te.apply()
+        gradient_accumulation.apply()
         packed_rope.apply()

@@ -2,7 +2,7 @@
 
 Upstream (0.16.1): without those packages it falls back to torch's AdamW, whose state (a step tensor per parameter,
 shared after loading) its checkpoint code reads back wrongly, so that a resumed run differs. This class keeps the
-step in the parameter group, as Apex's FusedAdam does, and does all parameters in a few foreach calls on any device.
+step in the parameter group, as Apex's FusedAdam does, and updates all parameters in torch's fused kernel.
 It can go when Megatron checkpoints torch's AdamW. It knows nothing about schedules.
 """
 
@@ -63,18 +63,24 @@ class Adam(torch.optim.Optimizer):
         grads: Any = [p.grad for p in params]
         exp_avgs = [self.state[p]["exp_avg"] for p in params]
         exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
-        (beta1, beta2), step, lr, decay = group["betas"], group["step"], group["lr"], group["weight_decay"]
-        if decay and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - lr * decay)
-        elif decay:
-            grads = torch._foreach_add(grads, params, alpha=decay)
-        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-        denominators = torch._foreach_sqrt(exp_avg_sqs)
-        torch._foreach_div_(denominators, (1 - beta2**step) ** 0.5)
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr / (1 - beta1**step))
+        beta1, beta2 = group["betas"]
+        step = torch.tensor(float(group["step"]), device=params[0].device)
+        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        update(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step] * len(params),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def apply() -> None:

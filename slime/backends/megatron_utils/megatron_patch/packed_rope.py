@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.cp_utils import zigzag_positions
+from slime.utils.fusion import fused_on_cuda
+
+_KEPT = "_slime_packed_cos_sin"
 
 
 def apply() -> None:
@@ -38,12 +41,35 @@ def apply() -> None:
             return upstream(
                 t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale=mscale, cp_group=cp_group
             )
-        positions = zigzag_positions(cu_seqlens, t.size(0), cp_rank=cp_group.rank(), cp_size=cp_group.size())
-        cos = (torch.cos(freqs) * mscale).to(t.dtype)[positions].squeeze(1)
-        sin = (torch.sin(freqs) * mscale).to(t.dtype)[positions].squeeze(1)
+        cos, sin = _cos_sin(freqs, cu_seqlens, t, mscale=mscale, cp_group=cp_group)
         rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
-        half = rope_utils._rotate_half(rotated.unsqueeze(1), rotary_interleaved).squeeze(1)
-        rotated = (rotated * cos) + (half * sin)
+        rotated = _rotate_interleaved(rotated, cos, sin) if rotary_interleaved else _rotate(rotated, cos, sin)
         return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
+
+
+def _cos_sin(
+    freqs: torch.Tensor, cu_seqlens: torch.Tensor, t: torch.Tensor, *, mscale: float, cp_group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of every token [T, 1, rotary dim]; kept with the table, for every layer asks for the same."""
+    key = (t.size(0), mscale, t.dtype)
+    kept = getattr(freqs, _KEPT, None)
+    if kept is None or kept[0] is not cu_seqlens or kept[1] != key:
+        positions = zigzag_positions(cu_seqlens, t.size(0), cp_rank=cp_group.rank(), cp_size=cp_group.size())
+        cos, sin = ((f(freqs) * mscale).to(t.dtype)[positions].squeeze(1) for f in (torch.cos, torch.sin))
+        kept = (cu_seqlens, key, cos, sin)
+        setattr(freqs, _KEPT, kept)
+    return kept[2], kept[3]
+
+
+@fused_on_cuda
+def _rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = t.chunk(2, dim=-1)
+    return (t * cos) + (torch.cat((-second, first), dim=-1) * sin)
+
+
+@fused_on_cuda
+def _rotate_interleaved(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    even, odd = t[..., ::2], t[..., 1::2]
+    return (t * cos) + (torch.stack((-odd, even), dim=-1).flatten(-2) * sin)

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.hf_config import moe_layer_pattern
 from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
 from slime.utils import accelerator
+from slime.utils.fusion import fused_on_cuda
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -34,6 +35,15 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=accelerator.current_device())
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size] -> the same shape and type."""
+        return _rms_norm(x, self.weight, self.eps or torch.finfo(x.dtype).eps)
+
+
+@fused_on_cuda
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_experts: int | None = None) -> ModuleSpec:
