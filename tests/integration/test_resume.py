@@ -1,4 +1,5 @@
-"""A run that was stopped after a checkpoint and resumed is the run that was never stopped, bit for bit.
+"""A run that was stopped after a checkpoint and resumed is the run that was never stopped, bit for bit; so are its
+parts, each by itself: the trainer with the dumped samples, and the engine until weights change.
 
 The engine samples deterministically and serves one request at a time (its logits move by 4e-6 with the batch, which
 would flip a rare token), and the old log-probs come from the trainer.
@@ -9,11 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.utils.dumps import load_dump
 from tests.integration.launch import Run, grpo_flags, make_model, train, write_prompts
 
 pytestmark = pytest.mark.timeout(1200)
@@ -22,24 +25,31 @@ EXACT_COLUMNS = ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """(uninterrupted, resumed)"""
-    work = tmp_path_factory.mktemp("resume")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    work = tmp_path_factory.mktemp("inputs")
     model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl", count=12)
+    return [
+        *grpo_flags(model, prompts), "--colocate", "--rollout-shuffle",
+        "--sglang-enable-deterministic-inference", "--sglang-max-running-requests", 1, "--sglang-disable-radix-cache",
+        "--lr-decay-style", "cosine", "--lr-decay-iters", TOTAL, "--lr-warmup-iters", 1,
+    ]  # fmt: skip
 
-    def launch(out: Path, num_rollout: int) -> Run:
+
+@pytest.fixture(scope="module")
+def runs(flags: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """(uninterrupted, resumed); both under the checks of --ci-test"""
+    work = tmp_path_factory.mktemp("resume")
+
+    def launch(out: Path) -> Run:
         return train(
-            out, *grpo_flags(model, prompts), "--colocate", "--num-rollout", num_rollout, "--rollout-shuffle",
-            "--sglang-enable-deterministic-inference", "--sglang-max-running-requests", 1,
-            "--sglang-disable-radix-cache", "--lr-decay-style", "cosine",
-            "--lr-decay-iters", TOTAL, "--lr-warmup-iters", 1,
-            "--save", out, "--load", out, "--save-interval", SAVE_EVERY, "--save-hf", out / "hf-{rollout_id}",
-            "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt",
+            out, *flags, "--num-rollout", TOTAL, "--save", out, "--load", out, "--save-interval", SAVE_EVERY,
+            "--save-hf", out / "hf-{rollout_id}", "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt",
+            "--ci-test", "--ci-train-rollout-logprob-abs-diff-threshold", 1e-4,
         )  # fmt: skip
 
-    straight = launch(work / "straight", TOTAL)
+    straight = launch(work / "straight")
     leave_as_if_killed(straight.output_dir, work / "resumed", last_saved=SAVE_EVERY - 1)
-    return straight, launch(work / "resumed", TOTAL)
+    return straight, launch(work / "resumed")
 
 
 def leave_as_if_killed(finished: Path, stopped: Path, *, last_saved: int) -> None:
@@ -59,7 +69,7 @@ def leave_as_if_killed(finished: Path, stopped: Path, *, last_saved: int) -> Non
 
 
 def samples(run: Run, rollout_id: int) -> list[dict]:
-    return torch.load(run.output_dir / "dump" / f"{rollout_id}.pt", weights_only=False)["samples"]
+    return load_dump(run.output_dir / "dump" / f"{rollout_id}.pt")["samples"]
 
 
 @pytest.mark.parametrize("rollout_id", range(TOTAL))
@@ -83,3 +93,38 @@ def test_final_weights_are_equal(runs: tuple[Run, Run]):
     straight, resumed = (load_file(run.output_dir / f"hf-{TOTAL - 1}" / "model.safetensors") for run in runs)
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_trainer_alone_repeats_the_losses_from_the_dumped_samples(
+    runs: tuple[Run, Run], flags: list[Any], tmp_path: Path
+):
+    straight = runs[0]
+    dump = straight.output_dir / "dump" / "{rollout_id}.pt"
+    details = tmp_path / "train-{rollout_id}.pt"
+    replayed = train(
+        tmp_path / "out", *flags, "--num-rollout", 2, "--load-debug-rollout-data", dump,
+        "--save-debug-train-data", details,
+    )  # fmt: skip
+    assert not list((replayed.output_dir / "logs").glob("engine*")), "no engine was started"
+    found, expected = replayed.records("train/step"), straight.records("train/step")[:2]
+    for a, b in zip(found, expected, strict=True):
+        for name in (*EXACT_COLUMNS, "train/train_rollout_logprob_abs_diff"):
+            assert a[name] == pytest.approx(b[name], abs=1e-6), name
+    trained = load_dump(tmp_path / "train-1.pt")["samples"]
+    assert [sample["tokens"].tolist() for sample in trained] == [sample["tokens"] for sample in samples(straight, 1)]
+    gap = max(float((s["log_probs"] - s["rollout_log_probs"]).abs().max()) for s in trained)
+    assert gap < 1e-4, "the engine had these weights"
+
+
+def test_an_engine_alone_generates_what_it_does_beside_a_trainer(
+    runs: tuple[Run, Run], flags: list[Any], tmp_path: Path
+):
+    alone = train(
+        tmp_path / "out", *flags, "--num-rollout", 1, "--debug-rollout-only", "--dump-details", tmp_path / "details"
+    )
+    assert not list((alone.output_dir / "logs").glob("trainer*")), "no trainer was started"
+    assert not (tmp_path / "details" / "train_data").exists()
+    assert (tmp_path / "details" / "tokenizer" / "tokenizer_config.json").is_file()
+    generated = load_dump(tmp_path / "details" / "rollout_data" / "0.pt")["samples"]
+    for name in ("index", "tokens", "reward"):
+        assert [sample[name] for sample in generated] == [sample[name] for sample in samples(runs[0], 0)], name
