@@ -1,7 +1,7 @@
-"""Trainings of one rollout under many parallel layouts, one after the other in a single world of processes.
+"""Trainings of the same rollouts under many parallel layouts, one after the other in a single world of processes.
 
-A layout's result is what does not depend on it: the metrics of its train steps, the columns that passes without
-gradients made, and the weights after them under their HF names, gathered from all ranks.
+A job's result is what does not depend on the layout: metrics of train steps, the columns that passes without gradients
+made, and the weights after them under their HF names, gathered from all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import os
 import socket
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from tests.integration.trainer_world import make_train_data, trainer_args
 
 FLAGS = "--make-vocab-size-divisible-by 8 --adam-eps 1e-5 --adam-beta2 0.95 --weight-decay 0.1"
 TRAINING: dict[str, Any] = {
-    "use_critic": False,
     "lr": 1e-3,
     "clip_grad": 0.05,
     "entropy_coef": 0.01,
@@ -32,8 +31,10 @@ TRAINING: dict[str, Any] = {
     "max_tokens_per_gpu": 50,
     "normalize_advantages": True,
     "rollout_temperature": 0.8,
+    "use_critic": False,
 }
-"""Two train steps, so that old log-probs take a pass of their own; the clip binds."""
+"""Two train steps a rollout, so that old log-probs take a pass of their own; the clip binds."""
+SECONDS_PER_JOB = 60
 
 
 @dataclass(frozen=True)
@@ -44,27 +45,38 @@ class Case:
     dp: int = 1
     changes: Mapping[str, Any] = field(default_factory=dict)
 
-    def args(self, hf_path: Path) -> argparse.Namespace:
-        """All flags."""
-        return trainer_args(hf_path, f"{FLAGS} {self.flags}", dp_size=self.dp, **{**TRAINING, **self.changes})
+    def args(self, hf_path: Path, **more: Any) -> argparse.Namespace:
+        """All flags, for training from the HF model."""
+        return trainer_args(hf_path, f"{FLAGS} {self.flags}", dp_size=self.dp, **{**TRAINING, **self.changes, **more})
+
+    def resumed(self, hf_path: Path, checkpoint: Path) -> argparse.Namespace:
+        """All flags, for going on from a checkpoint of rollout 0."""
+        return self.args(hf_path, load=str(checkpoint), finetune=False, no_load_optim=False)
 
 
-def run_cases(cases: Mapping[str, Case], hf_path: Path, out: Path) -> None:
-    """Train each case from the model at `hf_path` and write <out>/<name>.pt, or .error; all of one world size."""
-    jobs = [(name, case.args(hf_path)) for name, case in cases.items()]
-    sizes = {args.actor_num_gpus_per_node for _, args in jobs}
+@dataclass(frozen=True)
+class Job:
+    """`run` is called with args on every rank, in the layout of args; what rank 0 returns is saved under `name`."""
+
+    name: str
+    args: argparse.Namespace
+    run: Callable[..., Any]
+    more: tuple[Any, ...] = ()
+
+
+def run_jobs(jobs: Sequence[Job], out: Path) -> None:
+    """Run jobs of one world size in one world; each leaves <out>/<name>.pt, or the first that fails <name>.error."""
+    sizes = {job.args.actor_num_gpus_per_node for job in jobs}
     assert len(sizes) == 1, f"layouts of {sizes} ranks cannot share a world"
     ports = [_free_port() for _ in jobs]
     import megatron.core.distributed  # noqa: F401  (once here, instead of once in each child)
 
-    context = mp.get_context("fork")
-    world = sizes.pop()
+    context, world = mp.get_context("fork"), sizes.pop()
     children = [context.Process(target=_child, args=(r, world, ports, jobs, out), daemon=True) for r in range(world)]
     for child in children:
         child.start()
     for child in children:
-        child.join(timeout=60 * len(jobs))
-    for child in children:
+        child.join(timeout=SECONDS_PER_JOB * len(jobs))
         child.kill()
 
 
@@ -74,46 +86,62 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _child(rank: int, world: int, ports: Sequence[int], jobs: Sequence[tuple[str, Any]], out: Path) -> None:
+def _child(rank: int, world: int, ports: Sequence[int], jobs: Sequence[Job], out: Path) -> None:
     from slime.backends.megatron_utils import initialize
 
     torch.set_num_threads(1)
-    for port, (name, args) in zip(ports, jobs, strict=True):
+    for port, job in zip(ports, jobs, strict=True):
         try:
-            initialize.init(args, rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port)
-            result = train(args)
+            initialize.init(job.args, rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port)
+            result = job.run(job.args, *job.more)
             if rank == 0:
-                torch.save(result, out / f"{name}.pt")
+                torch.save(result, out / f"{job.name}.pt")
             torch.distributed.barrier()
             initialize.shutdown()
         except BaseException:  # noqa: BLE001  (whatever it is, the other ranks would wait for this one)
-            (out / f"{name}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+            (out / f"{job.name}.error").write_text(f"{job.name}, rank {rank}: {traceback.format_exc()}")
             os._exit(1)
     os._exit(0)
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train on one rollout; returns "steps", "columns" (of all samples) and "weights" (HF names)."""
+def train(args: argparse.Namespace, rollouts: Sequence[int] = (0,)) -> dict[int, dict[str, Any]]:
+    """Train on some rollouts and save the first one's checkpoint where --save says.
+
+    Returns:
+        {rollout: {"steps", "rollout" (metrics), "columns" (of all samples), "weights" (HF names)}}.
+    """
     from slime.backends.megatron_utils import actor as actor_module
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
     from slime.ray.rollout.dp_split import split_train_data
 
     actor = actor_module.MegatronTrainActor(args, rank=0, world_size=0, master_addr="", master_port=0)
     with mock.patch.object(actor_module.initialize, "init"):  # `_child` has done it
-        actor.init()
+        started = actor.init()
+    assert started["start_rollout_id"] == rollouts[0]
     layout = actor.parallel_config()
-    share = split_train_data(args, make_train_data(), layout)[layout["dp_rank"]]
-    records = actor.train_on(0, share)
-    Timer().end("train_wait")  # the next layout's actor starts it again
-    weights = {}
-    for bucket in iter_hf_buckets(args, actor.state.model, buffer_size=10_000):
-        weights |= {name: tensor.clone() for name, tensor in bucket}
-    return {
-        "steps": same_on_all_ranks([metrics for metrics, key in records if key == "train/step"]),
-        "rollout": same_on_all_ranks([metrics for metrics, key in records if key == "rollout/step"][-1]),
-        "columns": columns_of_all_ranks(share),
-        "weights": weights,
-    }
+    results = {}
+    for rollout_id in rollouts:
+        share = split_train_data(args, make_train_data(), layout)[layout["dp_rank"]]
+        records = actor.train_on(rollout_id, share)
+        results[rollout_id] = {
+            "steps": same_on_all_ranks([metrics for metrics, key in records if key == "train/step"]),
+            "rollout": same_on_all_ranks([metrics for metrics, key in records if key == "rollout/step"][-1]),
+            "columns": columns_of_all_ranks(share),
+            "weights": hf_tensors(args, actor.state.model),
+        }
+        if args.save and rollout_id == rollouts[0]:
+            actor.save_model(rollout_id)
+    Timer().end("train_wait")  # the next job's actor starts it again
+    return results
+
+
+def hf_tensors(args: argparse.Namespace, model: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """All weights under their HF names, on every rank."""
+    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+
+    found: dict[str, torch.Tensor] = {}
+    for bucket in iter_hf_buckets(args, model, buffer_size=10_000):
+        found |= {name: tensor.clone() for name, tensor in bucket}
+    return found
 
 
 def same_on_all_ranks(value: Any) -> Any:

@@ -1,0 +1,130 @@
+"""Logits and gradients of the HF model, and of Megatron's under a layout, for the same samples.
+
+The gradient is that of sum(logits x weights) with fixed random weights for each row and word, so that every logit of
+every sample has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.integration.trainer_world import VOCAB, make_train_data
+from tests.training.parallel.layout_world import hf_tensors
+
+Parity = dict[str, dict[Any, torch.Tensor]]
+
+
+def weights_of(sample: int, num_tokens: int) -> torch.Tensor:
+    """[T, V] of a sample."""
+    return torch.randn(num_tokens, VOCAB, generator=torch.Generator().manual_seed(sample))
+
+
+def of_hf_model(model: torch.nn.Module) -> Parity:
+    """{"logits": {sample: [T, V]}, "gradients": {HF name: tensor}} of the HF model, sample by sample."""
+    logits = {}
+    for sample, tokens in enumerate(make_train_data()["tokens"]):
+        logits[sample] = model(torch.tensor([tokens])).logits[0]
+        (logits[sample] * weights_of(sample, len(tokens))).sum().backward()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    return {"logits": {sample: rows.detach() for sample, rows in logits.items()}, "gradients": gradients}
+
+
+def of_layout(args: argparse.Namespace) -> Parity:
+    """The same of this world's model; every rank calls it and returns everything."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    from slime.backends.megatron_utils.data import MicroBatches, Packing, to_tensors
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.model.forward_only import run_model
+    from slime.backends.megatron_utils.model.setup import build_model
+    from slime.ray.rollout.dp_split import split_train_data
+
+    stages = range(args.virtual_pipeline_model_parallel_size or 1)
+    virtual = args.virtual_pipeline_model_parallel_size is not None
+    bare = [build_model(args, stage if virtual else None) for stage in stages]
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)  # gradients whole on every rank
+    model = [DistributedDataParallel(get_model_config(chunk), config, chunk) for chunk in bare]
+    get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+    load_hf_weights(args, model, args.load)
+
+    cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    layout = {"dp_size": dp_size, "cp_size": cp_size, "vpp_group": args.pipeline_model_parallel_size if virtual else 1}
+    args.global_batch_size = 12
+    share = to_tensors(split_train_data(args, make_train_data(), layout)[dp_rank], torch.device("cpu"))
+    micro_batches = MicroBatches(share, Packing(args.tensor_model_parallel_size, cp_rank, cp_size))
+    found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def loss(batch: dict[str, Any], logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        total = weigh(batch, logits, found, cp=(cp_rank, cp_size))
+        # Megatron divides by micro-batches and averages over data-parallel ranks
+        return total * micro_batches.num_microbatches[0] * dp_size, {}
+
+    def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        return run_model(chunk, batch), partial(loss, batch)
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[micro_batches.of_step(0) for _ in model],
+        model=model,
+        num_microbatches=micro_batches.num_microbatches[0],
+        seq_length=args.seq_length,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    with torch.no_grad():
+        for chunk in model:
+            for param in chunk.parameters():
+                param.copy_(param.main_grad)  # so that gradients are gathered as weights are
+    return {"logits": join(found), "gradients": hf_tensors(args, model)}
+
+
+def weigh(
+    batch: dict[str, Any],
+    logits: torch.Tensor,
+    found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]],
+    *,
+    cp: tuple[int, int],
+) -> torch.Tensor:
+    """This rank's part of the sum; puts (positions, logits over the whole vocabulary) of each sample into `found`."""
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.cp_utils import slice_with_cp
+    from tests.unit.megatron_fakes import gather_vocab
+
+    width = logits.shape[-1]
+    first_word = parallel_state.get_tensor_model_parallel_rank() * width
+    num_words = max(0, min(width, VOCAB - first_word))
+    whole = gather_vocab(logits.detach())[0, :, :VOCAB]
+    row, total = 0, logits.sum() * 0
+    for sample, tokens in zip(batch["sample_indices"], batch["unconcat_tokens"], strict=True):
+        place = {"cp_rank": cp[0], "cp_size": cp[1]}
+        weights = slice_with_cp(weights_of(sample, len(tokens)), 0, **place)
+        positions = slice_with_cp(torch.arange(len(tokens)), -1, **place)
+        rows = slice(row, row + len(positions))
+        total = total + (logits[0, rows, :num_words] * weights[:, first_word : first_word + num_words]).sum()
+        found.setdefault(sample, []).append((positions, whole[rows]))
+        row += len(positions)
+    return total
+
+
+def join(found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]]) -> dict[int, torch.Tensor]:
+    """{sample: [T, V]} from what all ranks found."""
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, found)
+    lengths = [len(tokens) for tokens in make_train_data()["tokens"]]
+    joined = {sample: torch.full((length, VOCAB), float("nan")) for sample, length in enumerate(lengths)}
+    for part in parts:
+        for sample, pieces in part.items():
+            for positions, rows in pieces:
+                joined[sample][positions[positions >= 0]] = rows[positions >= 0]
+    return joined
