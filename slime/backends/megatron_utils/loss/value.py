@@ -13,7 +13,6 @@ import torch
 
 from slime.backends.megatron_utils.loss.aggregation import Reducer, metric_reducer
 from slime.backends.megatron_utils.loss.log_probs import whole_responses
-from slime.backends.megatron_utils.loss.log_probs import whole_responses
 
 
 def get_values(args: Any, batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
