@@ -30,7 +30,8 @@ def whiten(
         Per sample [R], float32.
     """
     lengths = [len(value) for value in values]
-    x, mask = torch.cat(list(values)).double(), torch.cat(list(loss_masks)).bool()
+    nothing = torch.zeros(0)  # of a rank without samples
+    x, mask = torch.cat([*values] or [nothing]).double(), torch.cat([*loss_masks] or [nothing]).bool()
     x = torch.where(mask, x, 0)  # a masked token may hold anything
     count, total = _sum_over(torch.stack([mask.sum().double(), x.sum()]), group)
     centred = torch.where(mask, x - total / count.clamp(min=1), 0)
