@@ -41,13 +41,18 @@ from slime.backends.megatron_utils.model.setup import TrainState, setup_model_an
 from slime.backends.megatron_utils.model.train_step import train_one_step
 from slime.backends.megatron_utils.model_weights import named_tensors
 from slime.backends.megatron_utils.passes import passes_over
+from slime.backends.megatron_utils.resumed_state import (
+    load_moved_reference,
+    restore_controller,
+    write_resumed_state,
+)
 from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.update_weight import build_weight_updater
 from slime.observability.memory_recorder import recorder_of
 from slime.observability.profiler import Profiler
 from slime.observability.timer import Timer, timer
 from slime.utils import accelerator
-from slime.utils.checkpoint_paths import classify_checkpoint
+from slime.utils.checkpoint_paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import load_function
@@ -116,12 +121,14 @@ class MegatronTrainActor:
         self.state = setup_model_and_optimizer(self.args)
         self._weights = TensorBackuper(self._named_weights)
         if needs_reference(self.args):
-            self._load(CheckpointSource(self.args.ref_load, self.args.ref_ckpt_step, False, False))
+            if not load_moved_reference(self.args, self._resumed_dir(), self.state.model):
+                self._load(CheckpointSource(self.args.ref_load, self.args.ref_ckpt_step, False, False))
             self._weights.backup(REFERENCE)
         if needs_teacher(self.args):
             self._load(CheckpointSource(self.args.opd_teacher_load, self.args.opd_teacher_ckpt_step, False, False))
             self._weights.backup(TEACHER)
         iteration = self._load(self._initial_source())
+        restore_controller(self.args, self._resumed_dir(), self._kl_controller)
         self._checks = CiChecks(self.args, self._weights, role=self.role)
         Timer().start("train_wait")
         return {"start_rollout_id": 0 if iteration is None or self.args.finetune else iteration + 1}
@@ -254,7 +261,6 @@ class MegatronTrainActor:
         """Write the checkpoint of a rollout to --save and its HF export to --save-hf; then delete what is too old."""
         args, model = self.args, self.state.model
         if args.save:
-            with_hf = "hf" in args.checkpoint_contents
             save_checkpoint(
                 args.save,
                 rollout_id,
@@ -263,12 +269,19 @@ class MegatronTrainActor:
                 scheduler=self.state.scheduler,
                 contents=args.checkpoint_contents,
                 model_shape=model_shape(args),
-                write_more=(lambda directory: save_hf(args, model, directory / HF_PART)) if with_hf else None,
+                write_more=self._write_more,
             )
         if args.save_hf:
             save_hf(args, model, Path(args.save_hf.format(rollout_id=rollout_id)))
         if args.keep_checkpoints is not None and dist.get_rank() == 0:
             prune_after_save(args, rollout_id)
+
+    def _write_more(self, directory: Path) -> None:
+        """Add to an unfinished iteration what is no weight and no optimizer state of the policy."""
+        args, model = self.args, self.state.model
+        write_resumed_state(args, directory, model=model, weights=self._weights, controller=self._kl_controller)
+        if "hf" in args.checkpoint_contents:
+            save_hf(args, model, directory / HF_PART)
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int]) -> None:
         """Tell the weight updater which engines to keep in step, and how many devices each has."""
@@ -300,6 +313,14 @@ class MegatronTrainActor:
     def _initial_source(self) -> CheckpointSource:
         args = self.args
         return CheckpointSource(args.load, args.ckpt_step, not args.no_load_optim, not args.no_load_rng)
+
+    def _resumed_dir(self) -> Path | None:
+        """The iteration that this run goes on from, None where it begins."""
+        args = self.args
+        if args.finetune or classify_checkpoint(args.load) != "megatron":
+            return None
+        directory, iteration = resolve_checkpoint_dir(args.load, args.ckpt_step)
+        return None if iteration is None else directory
 
     def _load(self, source: CheckpointSource) -> int | None:
         """Load weights, and what else `source` says; returns the Megatron checkpoint's iteration."""

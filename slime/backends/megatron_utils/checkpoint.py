@@ -104,6 +104,21 @@ def save_checkpoint(
     return final
 
 
+def save_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
+    """Write the model's weights alone to a new directory, without a tracker; all ranks call it."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(model, None, is_loading=False), str(directory))
+
+
+def load_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
+    """Load what `save_weights` wrote, with any parallel layout; all ranks call it."""
+    loaded = dist_checkpointing.load(_sharded_state(model, None, is_loading=True), str(directory))
+    for name, chunk in zip(_chunk_names(model), model, strict=True):
+        unwrap(chunk).load_state_dict(loaded[name])
+
+
 def _put_in_place(partial: Path, final: Path) -> None:
     """Rename the finished directory; one of the same name (of a repeated run) is deleted after that."""
     old = final.with_name(f".{final.name}.old")

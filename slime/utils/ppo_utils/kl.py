@@ -57,8 +57,7 @@ def compute_approx_kl(
 class KlController:
     """The weight of the KL in the rewards: fixed, or steered to a target (Ziegler et al., arXiv 1909.08593).
 
-    Adaptive: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Its state is `coef`, which is in no
-    checkpoint yet: a resumed run starts from the flag again.
+    Adaptive: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Its state is `coef`.
     """
 
     coef: float

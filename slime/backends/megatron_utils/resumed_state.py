@@ -1,0 +1,62 @@
+"""What the next rollout's training depends on besides weights and optimizer, inside an iteration of a checkpoint.
+
+Two things change while a run goes on: the weight of an adaptive KL controller (`trainer_state.json`) and a reference
+that --ref-update-interval moves (`reference/`, weights alone). A run with the same flags that resumes goes on with
+both; one without them takes the flags' values. It decides neither when to save nor what is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.checkpoint import load_weights, save_weights
+from slime.backends.megatron_utils.forward_passes import REFERENCE
+from slime.utils.ppo_utils import KlController
+from slime.utils.tensor_backper import TensorBackuper
+
+STATE_FILE = "trainer_state.json"
+REFERENCE_PART = "reference"
+
+
+def write_resumed_state(
+    args: Any,
+    directory: Path,
+    *,
+    model: Sequence[torch.nn.Module],
+    weights: TensorBackuper,
+    controller: KlController,
+) -> None:
+    """Add to an unfinished iteration what this run changes; every rank calls it.
+
+    Args:
+        args: `ref_update_interval`, `kl_ctrl`.
+        directory: the iteration's.
+        model: holds the policy's weights, also afterwards.
+        weights: has the reference's.
+        controller: of the KL in the rewards.
+    """
+    if args.kl_ctrl == "adaptive" and dist.get_rank() == 0:
+        (directory / STATE_FILE).write_text(json.dumps({"kl_coef": controller.coef}) + "\n")
+    if args.ref_update_interval:
+        with weights.swapped(REFERENCE):
+            save_weights(directory / REFERENCE_PART, model)
+
+
+def restore_controller(args: Any, directory: Path | None, controller: KlController) -> None:
+    """Give an adaptive controller the weight that it had, where the iteration at `directory` has one."""
+    if args.kl_ctrl == "adaptive" and directory is not None and (directory / STATE_FILE).is_file():
+        controller.coef = json.loads((directory / STATE_FILE).read_text())["kl_coef"]
+
+
+def load_moved_reference(args: Any, directory: Path | None, model: Sequence[torch.nn.Module]) -> bool:
+    """Put the reference of the iteration at `directory` into the model; False where it has none."""
+    if not args.ref_update_interval or directory is None or not (directory / REFERENCE_PART).is_dir():
+        return False
+    load_weights(directory / REFERENCE_PART, model)
+    return True
