@@ -272,11 +272,20 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "refused",
-        """--sgd-momentum --muon-momentum --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode
-        --muon-fp32-matmul-prec --muon-num-ns-steps --muon-tp-mode --muon-extra-scale-factor
-        --qk-clip --qk-clip-alpha --qk-clip-threshold --log-max-attention-logit""",
+        "--sgd-momentum",
         "optimizers other than Adam",
         later="algorithms",
+    ),
+    Group(
+        "refused",
+        """--muon-momentum --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode --muon-fp32-matmul-prec
+        --muon-num-ns-steps --muon-tp-mode --muon-extra-scale-factor""",
+        "Muon requires the library emerging_optimizers, which slime does not install",
+    ),
+    Group(
+        "refused",
+        "--qk-clip --qk-clip-alpha --qk-clip-threshold --log-max-attention-logit",
+        "the largest attention logit is measured by the library TransformerEngine, which slime does without",
     ),
     Group(
         "refused",
@@ -370,7 +379,13 @@ REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
     "--position-embedding-type": dict.fromkeys(
         ("mrope", "learned_absolute", "relative", "none"), ("", "model families")
     ),
-    "--optimizer": dict.fromkeys(("sgd", "muon", "dist_muon"), ("", "algorithms")),
+    "--optimizer": {
+        "sgd": ("", "algorithms"),
+        **dict.fromkeys(
+            ("muon", "dist_muon"),
+            ("it requires the library emerging_optimizers, which slime does not install; use adam", None),
+        ),
+    },
     "--attention-backend": {
         "fused": ("it needs TransformerEngine, which slime does without; use flash or auto", None),
         "local": ("it does not know packed samples; use unfused or auto", None),
