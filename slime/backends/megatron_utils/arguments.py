@@ -47,6 +47,7 @@ __all__ = [
     "megatron_problems",
     "megatron_warnings",
     "model_args_from_hf",
+    "model_differences",
     "model_shape",
     "set_default_megatron_args",
     "teacher_problems",
@@ -200,17 +201,30 @@ def teacher_problems(args: argparse.Namespace) -> list[str]:
     if kind is None or not is_described:
         return []  # what is wrong then is said elsewhere
     remedy = "the trainer's teacher has the actor's architecture; serve another one and use --opd-type sglang"
-    if kind == "megatron":
-        problems = checkpoint_shape_problems(args, "--opd-teacher-load", path, step)
-        return [f"{problem.removesuffix('.')}; {remedy}." for problem in problems]
-    ignored = f"--opd-teacher-ckpt-step {step} has no effect: {path} is an HF directory; leave it out."
-    problems = [] if step is None else [ignored]
+    problems = model_differences(args, "--opd-teacher-load", path, step)
+    problems = [f"{problem.removesuffix('.')}; {remedy}." for problem in problems]
+    if kind == "hf" and step is not None:
+        problems.append(f"--opd-teacher-ckpt-step {step} has no effect: {path} is an HF directory; leave it out.")
+    return problems
+
+
+def model_differences(args: argparse.Namespace, what: str, path: str, step: int | None) -> list[str]:
+    """Return a sentence for each number in which the checkpoint at `path` is another model than the flags describe.
+
+    Args:
+        args: the flags, whose model sizes are known.
+        what: the flag or field that says `path`.
+        path: Megatron root or HF directory.
+        step: iteration of a Megatron root.
+    """
+    if classify_checkpoint(path) == "megatron":
+        return checkpoint_shape_problems(args, what, path, step)
     try:
         differences = config_differences(args, json.loads((Path(path) / "config.json").read_text()))
     except (ValueError, UsageError) as error:
-        return [*problems, f"--opd-teacher-load {path}: {error}"]
-    return problems + [
-        f"--opd-teacher-load {path} is a model with {option_of(name)} {theirs}, the flags say {ours}; {remedy}."
+        return [f"{what} {path}: {error}"]
+    return [
+        f"{what} {path} is a model with {option_of(name)} {theirs}, the flags say {ours}."
         for name, ours, theirs in differences
     ]
 

@@ -109,7 +109,7 @@ def next_token_log_probs(actor: Any) -> torch.Tensor:
     from slime.backends.megatron_utils.data import pack
     from slime.backends.megatron_utils.model.forward_only import run_model
 
-    batch = pack([torch.tensor(prompt) for prompt in PROMPTS], 1)
+    batch = pack([torch.tensor(prompt) for prompt in PROMPTS])
     logits = run_model(actor.state.model[0], batch)[0, len(PROMPTS[0]) - 1 :: len(PROMPTS[0]), :VOCAB]
     return logits.double().log_softmax(-1)
 

@@ -1,0 +1,173 @@
+"""The command line of the teacher server: its own flags and Megatron's.
+
+    python -m slime.backends.megatron_utils.server.megatron_server --hf-checkpoint DIR [--load CHECKPOINT] [flags]
+
+It opens no weights and starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import UsageError
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "actor_num_nodes": 1,
+    "distributed_timeout_minutes": 10,
+    "lr": 0.0,
+    "ref_ckpt_step": None,
+    "ref_load": None,
+    "seed": 1234,
+}
+"""Attributes that the trainer's own flags give, with the values that mean nothing here."""
+
+
+def at_least(lowest: float, kind: type) -> Callable[[str], Any]:
+    """A type for argparse: a number of `kind` that is at least `lowest` (above 0 where that is 0 and not whole)."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if value < lowest or (kind is float and value <= lowest):
+            raise argparse.ArgumentTypeError(f"{text} is too small")
+        return value
+
+    parse.__name__ = f"{kind.__name__} value"
+    return parse
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line: ours, then all of Megatron's flags."""
+    from slime.backends.megatron_utils.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(
+        prog="python -m slime.backends.megatron_utils.server.megatron_server",
+        usage="%(prog)s --hf-checkpoint DIR [--load CHECKPOINT] [flags]",
+        description="Serve a Megatron model that scores sequences: the teacher of on-policy distillation.",
+        epilog="Under torchrun, its processes are the tensor-parallel ranks of one teacher.",
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--hf-checkpoint", required=True, help="HF directory: config, and weights unless --load has them"
+    )
+    model.add_argument("--load", help="weights: Megatron checkpoint root or HF directory (default: --hf-checkpoint)")
+    model.add_argument("--model-args-from-hf", action="store_true", help="derive the model flags from the HF config")
+    model.add_argument("--model-name", help="family of the weights' names (default: from --hf-checkpoint)")
+    model.add_argument("--custom-model-provider-path", help="function that builds the Megatron model")
+    model.add_argument("--accelerator", default="auto", help="auto, cuda or cpu")
+    _add_server_flags(parser.add_argument_group("server"))
+    return add_megatron_arguments(parser)
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    env, whole, positive = os.environ.get, at_least(1, int), at_least(0, float)
+    group.add_argument("--teacher-host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    group.add_argument(
+        "--teacher-port", type=whole, default=env("TEACHER_PORT", "7999"), help="(default: $TEACHER_PORT or 7999)"
+    )
+    group.add_argument(
+        "--megatron-server-warmup",
+        action=argparse.BooleanOptionalAction,
+        default=env("MEGATRON_SERVER_WARMUP", "1").lower() not in ("0", "false", "no", ""),
+        help="score a short sequence before /healthz says that the server is there",
+    )
+    group.add_argument(
+        "--teacher-warmup-port",
+        type=whole,
+        default=env("TEACHER_WARMUP_PORT"),
+        help="port of this machine that the warm-up request goes to (default: $TEACHER_WARMUP_PORT or --teacher-port)",
+    )
+    group.add_argument(
+        "--teacher-warmup-timeout-s",
+        type=whole,
+        default=env("TEACHER_WARMUP_TIMEOUT_S", "3000"),
+        help="seconds that it may take (default: $TEACHER_WARMUP_TIMEOUT_S or 3000)",
+    )
+    for kind, of in {"sample": "top and sampled tokens", "label": "input tokens and labels"}.items():
+        group.add_argument(
+            f"--teacher-{kind}-reduction-chunk-size",
+            type=whole,
+            default=4096,
+            help=f"logit rows made float32 at a time for {of} (default: 4096)",
+        )
+    group.add_argument(
+        "--megatron-server-max-length",
+        type=at_least(0, int),
+        default=env("MEGATRON_SERVER_MAX_LENGTH", "0"),
+        help="most tokens of a sequence; 0 = any number (default: $MEGATRON_SERVER_MAX_LENGTH or 0)",
+    )
+    group.add_argument(
+        "--megatron-server-update-timeout-s",
+        type=positive,
+        default=env("MEGATRON_SERVER_UPDATE_TIMEOUT_S", "3600"),
+        help="seconds that /update_weights_from_disk may take (default: $MEGATRON_SERVER_UPDATE_TIMEOUT_S or 3600)",
+    )
+    group.add_argument(
+        "--teacher-max-tokens-per-batch",
+        type=whole,
+        default=16384,
+        help="tokens of the requests that are scored together; one request may have more (default: 16384)",
+    )
+    group.add_argument(
+        "--teacher-max-waiting-requests",
+        type=whole,
+        default=4096,
+        help="requests that may wait; further ones get status 503 (default: 4096)",
+    )
+    group.add_argument(
+        "--teacher-request-timeout-s",
+        type=positive,
+        default=600.0,
+        help="seconds until a request gets status 504 (default: 600)",
+    )
+
+
+def parse_server_args(argv: Sequence[str] | None, world_size: int) -> argparse.Namespace:
+    """Parse, derive and check.
+
+    Args:
+        argv: the command line; None takes the process's.
+        world_size: processes of torchrun, which are tensor-parallel ranks.
+
+    Raises:
+        UsageError: flags that disagree with each other, with the HF config or with what is at their paths.
+    """
+    from slime.backends.megatron_utils.arguments import (
+        megatron_problems,
+        model_args_from_hf,
+        model_differences,
+        set_default_megatron_args,
+    )
+    from slime.utils import accelerator
+    from slime.utils.checkpoint_paths import classify_checkpoint
+
+    args = make_parser().parse_args(argv)
+    vars(args).update(TRAINER_DEFAULTS, actor_num_gpus_per_node=world_size)
+    args.accelerator = accelerator.resolve(args.accelerator)
+    args.teacher_warmup_port = args.teacher_warmup_port or args.teacher_port
+    config_file = Path(args.hf_checkpoint) / "config.json"
+    if not config_file.is_file():
+        raise UsageError(f"--hf-checkpoint {args.hf_checkpoint} is no HF checkpoint: it has no config.json.")
+    if args.load is not None and classify_checkpoint(args.load) is None:
+        raise UsageError(f"--load {args.load} is no checkpoint: neither a Megatron root nor an HF directory.")
+    hf_config = json.loads(config_file.read_text())
+    if args.model_args_from_hf or args.num_layers is None:
+        vars(args).update(model_args_from_hf(hf_config))
+    if world_size > 1 and args.tensor_model_parallel_size == 1:
+        args.tensor_model_parallel_size = world_size
+    problems = megatron_problems(args, hf_config).all()
+    if args.tensor_model_parallel_size != world_size:
+        problems.append(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with {world_size} processes: a server is "
+            "one copy of the model, split over tensor-parallel ranks; start one server per copy."
+        )
+    if problems:
+        raise UsageError(problems)
+    set_default_megatron_args(args)
+    if args.load is not None and (differences := model_differences(args, "--load", args.load, args.ckpt_step)):
+        raise UsageError(differences)
+    return args
