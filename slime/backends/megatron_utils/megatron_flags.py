@@ -75,7 +75,8 @@ TABLE: tuple[Group, ...] = (
     Group(
         "used",
         """--pipeline-model-parallel-size --context-parallel-size
-        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --microbatch-group-size-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers
+        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+        --microbatch-group-size-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers
         --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
         --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush --no-batch-p2p-sync""",

@@ -26,7 +26,6 @@ def apply(kind: str) -> None:
             checkpoint_writer,
             fused_adam,
             gradient_accumulation,
-            moe_without_te,
             packed_rope,
             without_te,
         )
@@ -34,6 +33,5 @@ def apply(kind: str) -> None:
         checkpoint_writer.apply()
         fused_adam.apply()
         without_te.apply()
-        moe_without_te.apply()
         gradient_accumulation.apply()
         packed_rope.apply()
