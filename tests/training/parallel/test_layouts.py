@@ -95,8 +95,9 @@ class Results:
             jobs += [Job(name, args, train), Job(f"{name} resumed", resumed, train, ((1,),))]
         for jobs in by_world.values():
             run_jobs(jobs, root)
-        back = [Job(f"{name} taken over", self._back(name), train, ((1,),)) for name in self.layouts]
-        run_jobs([job for job in back if (root / f"{job.name.removesuffix(' taken over')}.pt").exists()], root)
+        saved = [name for name in self.layouts if (root / f"{name}.pt").exists()]
+        if saved:
+            run_jobs([Job(f"{name} taken over", self._back(name), train, ((1,),)) for name in saved], root)
 
     def checkpoint(self, name: str) -> Path:
         """Where a job saves."""
