@@ -143,10 +143,13 @@ def start_trainer(args: Any) -> Any:
 
 def watch(meter: Any) -> None:
     """Let the meter see the phases of `train_on`."""
-    from slime.backends.megatron_utils import actor as actor_module
+    from slime.backends.megatron_utils import actor, forward_passes
 
-    for function, phase in (("compute_log_probs", "log-probs"), ("train_one_step", "train")):
-        setattr(actor_module, function, meter.around(getattr(actor_module, function), phase))
+    for module, function, phase in (
+        (forward_passes, "compute_log_probs", "log-probs"),
+        (actor, "train_one_step", "train"),
+    ):
+        setattr(module, function, meter.around(getattr(module, function), phase))
 
 
 def train_share(args: Any) -> dict[str, Any]:
