@@ -312,7 +312,8 @@ class MegatronTrainActor:
 
     def _initial_source(self) -> CheckpointSource:
         args = self.args
-        return CheckpointSource(args.load, args.ckpt_step, not args.no_load_optim, not args.no_load_rng)
+        with_optimizer = not args.no_load_optim and not args.use_stateless_adam
+        return CheckpointSource(args.load, args.ckpt_step, with_optimizer, not args.no_load_rng)
 
     def _resumed_dir(self) -> Path | None:
         """The iteration that this run goes on from, None where it begins."""

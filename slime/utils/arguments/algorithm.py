@@ -170,7 +170,9 @@ class AlgorithmFlags:
         needs=("use_kl_loss", "kl_coef"),
     )
     reset_optimizer_states: bool = flag(False, "forget Adam's moments before each rollout")
-    use_stateless_adam: bool = flag(False, "Adam without moments between steps", later="algorithms")
+    use_stateless_adam: bool = flag(
+        False, "Adam that keeps no moments: each update is its first, lr * g / (|g| + eps); needs --no-save-optim"
+    )
     recompute_old_log_probs: bool = flag(
         False, "always compute old log-probs in a pass of their own, even where the first train step's are the same"
     )

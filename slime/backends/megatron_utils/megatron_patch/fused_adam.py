@@ -34,6 +34,8 @@ class Adam(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
+        self.is_stateless = False
+        """Keep no moments: every update is Adam's first one, lr * g / (|g| + eps)."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -58,7 +60,21 @@ class Adam(torch.optim.Optimizer):
             if not self.state[param]:
                 self.state[param].update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
+    def _step_without_moments(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        grads: Any = [p.grad for p in params]
+        lr, decay = group["lr"], group["weight_decay"]
+        if decay and self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            grads = torch._foreach_add(grads, params, alpha=decay)
+        # after one step the bias-corrected moments are g and g^2, whatever the betas
+        denominators = torch._foreach_abs(grads)
+        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_addcdiv_(params, grads, denominators, -lr)
+
     def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        if self.is_stateless:
+            return self._step_without_moments(group, params)
         self._fill(params)
         grads: Any = [p.grad for p in params]
         exp_avgs = [self.state[p]["exp_avg"] for p in params]

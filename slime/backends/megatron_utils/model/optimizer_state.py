@@ -1,4 +1,4 @@
-"""What an optimizer remembers between steps, forgotten: --reset-optimizer-states.
+"""What an optimizer remembers between steps: forgotten (--reset-optimizer-states), never kept (--use-stateless-adam).
 
 It changes no weight (nor the fp32 copies of them), no learning rate and no schedule.
 """
@@ -9,8 +9,17 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+
 MASTER_WEIGHTS = ("param", "master_param")
 """Keys of a parameter's state that hold weights, not moments (Megatron's precision-aware and CPU optimizers)."""
+
+
+def keep_no_moments(optimizer: Any) -> None:
+    """Let every Adam of Megatron's optimizer work without moments; the fp32 weights of a 16-bit model stay."""
+    for one in vars(optimizer).get("chained_optimizers", [optimizer]):
+        if isinstance(one.optimizer, Adam):
+            one.optimizer.is_stateless = True
 
 
 def reset_optimizer_states(optimizer: Any) -> None:

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.config_values import config_kwargs
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
+from slime.backends.megatron_utils.model.optimizer_state import keep_no_moments
 from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
 from slime.backends.megatron_utils.model.value_head import is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
@@ -56,6 +57,8 @@ def setup_model_and_optimizer(args: Any) -> TrainState:
     model = [wrap_model(args, module, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
     optimizer_config = OptimizerConfig(**config_kwargs(OptimizerConfig, args))
     optimizer = get_megatron_optimizer(optimizer_config, model)
+    if args.use_stateless_adam:
+        keep_no_moments(optimizer)
     connect(model, optimizer)
     return TrainState(model, optimizer, make_scheduler(args, optimizer))
 

@@ -1,0 +1,54 @@
+"""--use-stateless-adam: each update is Adam's first, and nothing is remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.trainer_world import parameters, train, trainer_args
+from tests.unit.argument_lines import Check, check, command_line, has
+from tests.unit.megatron_fakes import make_hf_model
+
+__all__ = ["check", "command_line"]  # fixtures
+
+
+@pytest.fixture(scope="module")
+def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf")
+    make_hf_model(path)
+    return path
+
+
+def save(actor: Any, records: list[Any], out: Path) -> None:
+    optimizer = actor.state.optimizer
+    parts = vars(optimizer).get("chained_optimizers", [optimizer])
+    kept = sum(value.numel() for p in parts for s in p.optimizer.state.values() for value in s.values())
+    torch.save((parameters(actor), kept), out)
+
+
+def run(hf_path: Path, out: Path, num_rollouts: int, **changes: Any) -> tuple[dict[str, torch.Tensor], int]:
+    train(trainer_args(hf_path, lr=1e-3, **changes), save, out, num_rollouts=num_rollouts)
+    return torch.load(out)
+
+
+def test_every_update_is_adams_first_and_nothing_is_kept(hf_path: Path, tmp_path: Path) -> None:
+    first, kept = run(hf_path, tmp_path / "a", 1)
+    assert kept == 2 * sum(weight.numel() for weight in first.values())
+    alone, kept = run(hf_path, tmp_path / "b", 1, use_stateless_adam=True)
+    assert kept == 0
+    for name, weight in first.items():
+        torch.testing.assert_close(alone[name], weight, rtol=0, atol=1e-6)
+    # Adam that forgets before each of two rollouts of one step makes two first updates; one that remembers does not
+    two, _ = run(hf_path, tmp_path / "c", 2, use_stateless_adam=True)
+    forgetful, _ = run(hf_path, tmp_path / "d", 2, reset_optimizer_states=True)
+    remembering, _ = run(hf_path, tmp_path / "e", 2)
+    assert max(float((two[name] - forgetful[name]).abs().max()) for name in two) < 1e-5
+    assert max(float((two[name] - remembering[name]).abs().max()) for name in two) > 1e-4
+
+
+def test_a_stateless_adam_saves_no_optimizer_state(check: Check) -> None:
+    has(check("--use-stateless-adam").problems.wrong, "it needs --optimizer adam and --no-save-optim")
+    assert check("--use-stateless-adam --save ckpt --no-save-optim").problems.all() == []
