@@ -1,8 +1,8 @@
 """Engine and trainer hold the same weights and compute the same log-probs, before and after training.
 
-A run of three rollouts serves all these tests, colocated and with a TP 2 trainer beside the engine: the first rollout
-is clean, the second has a trainer weight changed between the sync and the old-log-prob pass, the third between that
-pass and the train step. Evaluation dumps what the engine then answers.
+A run of three rollouts serves all these tests, colocated and with a trainer of TP 2 x PP 2 beside the engine: the
+first rollout is clean, the second has a trainer weight changed between the sync and the old-log-prob pass, the third
+between that pass and the train step. Evaluation dumps what the engine then answers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl")
     placement = {
         "colocate": ["--colocate"],
-        "separate": ["--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, "--rollout-num-gpus", 1],
-    }[request.param]
+        "separate": [
+            "--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 2, "--sequence-parallel",
+            "--pipeline-model-parallel-size", 2, "--rollout-num-gpus", 1,
+        ],
+    }[request.param]  # fmt: skip
     return train(
         work / "out", *grpo_flags(model, prompts), *placement, "--num-rollout", 3,
         "--custom-megatron-before-log-prob-hook-path", f"{HOOKS}:perturb_before_log_probs",

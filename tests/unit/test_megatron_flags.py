@@ -124,7 +124,8 @@ def test_a_class_is_found_under_every_name_of_an_option():
     assert megatron_flag_class("--num-layers") == ("used", "")
     assert megatron_flag_class("--override-opt-param-scheduler") == ("warned", "always so here")
     assert megatron_flag_class("--use-gated-attention")[0] == "refused"
-    assert megatron_flag_class("--context-parallel-size") == ("refused", "not supported yet (parallelism)")
+    assert megatron_flag_class("--context-parallel-size") == ("used", "")
+    assert megatron_flag_class("--fp8-recipe")[1] == "not supported yet (one GPU): training in 8 and 4 bit"
 
 
 def test_options_that_set_one_attribute_share_its_class():

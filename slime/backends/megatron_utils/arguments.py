@@ -32,7 +32,7 @@ from slime.backends.megatron_utils.hf_config import (
     model_args_from_hf,
     unsupported_model,
 )
-from slime.backends.megatron_utils.layout import layout_problems, shared_heads
+from slime.backends.megatron_utils.layout import layout_problems
 from slime.backends.megatron_utils.parser_flags import add_parser_flags
 from slime.utils.arguments.problems import Problems
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
@@ -145,7 +145,7 @@ def _described_model(args: argparse.Namespace, hf_config: Mapping[str, Any] | No
         return problems
     problems.wrong += value_checks.check_model(args)
     problems.wrong += layout_problems(args, hf_config)
-    problems.unsupported += [*value_checks.check_built_models(args), *shared_heads(args)]
+    problems.unsupported += value_checks.check_built_models(args)
     if hf_config is not None:
         problems.wrong += config_mismatches(args, hf_config)
         problems.unsupported += unsupported_model(hf_config)

@@ -175,17 +175,6 @@ def ffn_size(args: argparse.Namespace) -> int:
     return int(args.ffn_hidden_size or 4 * args.hidden_size)
 
 
-def shared_heads(args: argparse.Namespace) -> list[str]:
-    """A sentence where tensor-parallel ranks would share key and value heads, which is not built; else nothing."""
-    size, groups = Layout.of(args).tensor, query_groups(args)
-    if args.multi_latent_attention or groups < 1 or size <= groups or size % groups:
-        return []
-    return [
-        f"--tensor-model-parallel-size {size} with --num-query-groups {groups} is not supported yet (parallelism): "
-        f"ranks would share key and value heads; use at most {groups}."
-    ]
-
-
 def check_pipeline_flags(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     """Flags that divide layers over pipeline stages fit each other, and there are stages."""
     uneven = {

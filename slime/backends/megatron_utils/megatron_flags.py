@@ -79,7 +79,7 @@ TABLE: tuple[Group, ...] = (
         --microbatch-group-size-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers
         --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-        --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush --no-batch-p2p-sync""",
+        --no-overlap-p2p-communication --no-batch-p2p-sync""",
     ),
     Group(
         "used",
@@ -210,6 +210,11 @@ TABLE: tuple[Group, ...] = (
         "refused",
         "--overlap-param-gather-with-optimizer-step",
         "all chunks of a rank take one optimizer step; --overlap-param-gather overlaps with the forward pass",
+    ),
+    Group(
+        "refused",
+        "--overlap-p2p-communication-warmup-flush",
+        "Megatron 0.16.1 waits for ever in passes without gradients with it",
     ),
     Group("refused", "--mtp-standalone", "it follows from --pipeline-model-parallel-layout"),
     Group(

@@ -94,7 +94,7 @@ EFFECTS: tuple[Effect, ...] = (
         "with --tensor-model-parallel-size 1",
     ),
     Effect(
-        "overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage",
+        "microbatch_group_size_per_vp_stage",
         lambda a: virtual_stages(a, max(1, a.pipeline_model_parallel_size)),
         "without --num-virtual-stages-per-pipeline-rank",
     ),
@@ -196,8 +196,6 @@ def check_recompute(args: argparse.Namespace) -> Iterator[str]:
         yield "--distribute-saved-activations and --sequence-parallel exclude each other; give one."
     if wrong := sorted(set(args.recompute_modules or ()) - set(RECOMPUTED)):
         yield f"--recompute-modules {' '.join(wrong)}: choose from {', '.join(RECOMPUTED)}."
-    if args.overlap_p2p_comm_warmup_flush and not args.overlap_p2p_comm:
-        yield "--overlap-p2p-communication-warmup-flush and --no-overlap-p2p-communication exclude each other."
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce."
 

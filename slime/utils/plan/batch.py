@@ -163,7 +163,8 @@ def _num_micro_batches(args: argparse.Namespace, layout: ParallelLayout, lengths
         size = max(1, args.max_tokens_per_gpu * layout.cp // max(lengths.mean, 1))
     else:
         size = args.micro_batch_size
-    return math.ceil(math.ceil(per_step / size) / layout.dp)
+    count = math.ceil(math.ceil(per_step / size) / layout.dp)
+    return _round_up(count, layout.pp) if layout.vpp > 1 else count  # interleaved stages take so many at a time
 
 
 def _round_up(value: int, multiple: int) -> int:
