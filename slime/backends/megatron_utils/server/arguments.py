@@ -19,6 +19,7 @@ from slime.utils.errors import UsageError
 TRAINER_DEFAULTS: dict[str, Any] = {
     "actor_num_nodes": 1,
     "distributed_timeout_minutes": 10,
+    "loss_type": "policy_loss",
     "lr": 0.0,
     "ref_ckpt_step": None,
     "ref_load": None,
