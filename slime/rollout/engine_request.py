@@ -16,9 +16,13 @@ AFFINITY_HEADER = "X-SMG-Routing-Key"
 _HEAD_CHARS = 500
 
 
-def engine_payload(sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any]:
+def engine_payload(
+    sample: Sample, sampling_params: dict[str, Any], *, with_routed_experts: bool = False
+) -> dict[str, Any]:
     """The body of a /generate call: token ids; with images the text, which the engine's processor expands."""
     payload: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
+    if with_routed_experts:
+        payload["return_routed_experts"] = True
     images = (sample.multimodal_inputs or {}).get("images")
     if not images:
         return {"input_ids": sample.tokens, **payload}

@@ -208,7 +208,8 @@ async def tokenize_prompt(state: GenerateState, sample: Sample) -> None:
 async def _call_engine(args: Namespace, sample: Sample, params: dict[str, Any], *, trainable: bool = True) -> None:
     url = f"{router_url(args)}/generate"
     with span_if_traced(sample, "engine call") as span:
-        output = await post(url, engine_payload(sample, params), headers=engine_headers(args, sample))
+        payload = engine_payload(sample, params, with_routed_experts=args.use_rollout_routing_replay)
+        output = await post(url, payload, headers=engine_headers(args, sample))
         append_engine_output(args, sample, output, trainable=trainable)
         if span.is_recorded:
             span.update(build_sglang_meta_trace_attrs(output["meta_info"]))

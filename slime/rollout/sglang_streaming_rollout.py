@@ -83,7 +83,7 @@ async def _stream(args: Namespace, sample: Sample, params: dict[str, Any]) -> No
     url = f"{router_url(args)}/generate"
     last: dict[str, Any] | None = None
     versions: list[str] = []
-    payload = {**engine_payload(sample, params), "stream": True}
+    payload = {**engine_payload(sample, params, with_routed_experts=args.use_rollout_routing_replay), "stream": True}
     try:
         async for event in stream_events(url, payload, headers=engine_headers(args, sample)):
             last = _checked(event)

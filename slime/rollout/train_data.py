@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from slime.utils.data import get_source
 from slime.utils.train_data import TrainData
@@ -90,6 +91,8 @@ def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:
             _log_probs(sample, mask, "teacher_log_probs")
             for sample, mask in zip(samples, data["loss_masks"], strict=True)
         ]
+    if any(sample.rollout_routed_experts is not None for sample in samples):
+        data["rollout_routed_experts"] = [_routed_experts(sample) for sample in samples]
     if any("round_number" in sample.metadata for sample in samples):
         data["round_number"] = [int(sample.metadata.get("round_number", 1)) for sample in samples]
     if any(sample.train_metadata is not None for sample in samples):
@@ -99,6 +102,16 @@ def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:
     sources = [get_source(sample) for sample in samples]
     if any(source != "unknown" for source in sources):
         data["source_names"] = sources
+
+
+def _routed_experts(sample: Sample) -> Any:
+    if sample.rollout_routed_experts is None:
+        raise ValueError(
+            f"sample {sample.index} has no rollout_routed_experts, but other samples of this rollout do; custom code "
+            "must append what the engine answers (Sample.append_response_tokens with meta_info), or leave "
+            "--use-rollout-routing-replay out"
+        )
+    return sample.rollout_routed_experts
 
 
 def _log_probs(sample: Sample, mask: list[int], field: str) -> list[float]:

@@ -51,6 +51,8 @@ class TrainData(TypedDict):
     """[S][R] by the engine."""
     teacher_log_probs: NotRequired[list[list[float]]]
     """[S][R] by the teacher (slime.rollout.on_policy_distillation)."""
+    rollout_routed_experts: NotRequired[list[Any]]
+    """[S] arrays [prompt + R - 1, layers, topk]: the experts that the engine chose (--use-rollout-routing-replay)."""
     round_number: NotRequired[list[int]]
     """[S] turns of a multi-turn sample (metadata["round_number"]); logged."""
     metadata: NotRequired[list[dict[str, Any] | None]]

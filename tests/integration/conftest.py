@@ -38,6 +38,7 @@ def engine(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 def make_engine(model: Path, log_path: Path, **overrides: object) -> SGLangEngine:
     """A server on CPU that is not started yet."""
     args = Namespace(accelerator="cpu", seed=1234, trust_remote_code=False, update_weights_in_flight=False)
+    args.use_rollout_routing_replay = False
     settings = {"enable_deterministic_inference": True, "max_total_tokens": 16384, **overrides}
     block = reserve_block(HOST)  # held until this process ends: nothing else takes the port meanwhile
     make_engine.blocks.append(block)  # type: ignore[attr-defined]

@@ -169,6 +169,7 @@ def rollout_args(**changes: Any) -> Namespace:
         "rollout_ignore_eos": False,
         "rollout_fire_temperature": None,
         "partial_rollout": False,
+        "use_rollout_routing_replay": False,
         "mask_offpolicy_in_partial_rollout": False,
         "on_sample_error": "fail",
         "max_group_retries": 3,

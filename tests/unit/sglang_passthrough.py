@@ -87,6 +87,7 @@ class Ours:
             seed=0,
             trust_remote_code=False,
             update_weights_in_flight=False,
+            use_rollout_routing_replay=False,
             accelerator="cuda",
         )
         problems = self._parser.parse_all(tokens, args, explain_unknown=explain_unknown)

@@ -55,6 +55,7 @@ def run_args(tmp_path: Path, **changes: Any) -> Namespace:
         "sglang_overrides": {},
         "sglang_pp_size": 1,
         "update_weights_in_flight": False,
+        "use_rollout_routing_replay": False,
     }
     return Namespace(**(values | changes))
 

@@ -101,6 +101,24 @@ def parse(flags: str, *, gpus: int = 8, **values):
         (8, f"{EXPERTS} --tensor-model-parallel-size 2", "needs --sequence-parallel"),
         (8, f"{EXPERTS} --moe-layer-freq [1]*31", "--moe-layer-freq lists 31 layers, --num-layers says 32."),
         (8, "--kv-channels 7", "--rotary-percent 1.0 of --kv-channels 7 is not an even number"),
+        (8, f"{EXPERTS} --moe-router-enable-expert-bias", "softmax: the bias is added to sigmoid scores"),
+        (8, "--num-experts 4 --moe-router-topk 1", "--moe-router-topk 1 with softmax scores needs"),
+        (8, f"{EXPERTS} --moe-router-num-groups 8", "--moe-router-num-groups 8 has no effect without"),
+        (
+            8,
+            f"{EXPERTS} --moe-router-num-groups 32 --moe-router-group-topk 2",
+            "--moe-router-topk 6 is more than the 4 experts of --moe-router-group-topk 2 of 32 groups.",
+        ),
+        (8, f"{EXPERTS} --moe-router-num-groups 8 --moe-router-group-topk 8", "is more than --moe-router-topk 6"),
+        (8, f"{EXPERTS} --moe-shared-expert-gate", "needs --moe-shared-expert-intermediate-size"),
+        (8, f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "trains other choices than the engine's"),
+        (
+            8,
+            f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+            "seq_aux_loss with --moe-aux-loss-coeff 0.1: micro-batches have many sequences",
+        ),
+        (8, f"{EXPERTS} --moe-aux-loss-coeff 0.1 0.2", "names 1 losses, --moe-aux-loss-coeff has 2 values"),
+        (8, "--multi-latent-attention --tensor-model-parallel-size 2", "needs --sequence-parallel"),
         (8, "--num-experts 4 --moe-router-topk 6", "--moe-router-topk 6 is more than --num-experts 4."),
         (
             # 32 heads on 4 tensor-parallel ranks are 8, which 3 context-parallel ranks cannot share

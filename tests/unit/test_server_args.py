@@ -19,7 +19,8 @@ from slime.backends.sglang_utils.server_args import (
 
 
 def arguments(**changed: object) -> Namespace:
-    values = {"accelerator": "cpu", "seed": 100, "trust_remote_code": False, "update_weights_in_flight": False}
+    values = {"accelerator": "cpu", "seed": 100, "trust_remote_code": False}
+    values |= {"update_weights_in_flight": False, "use_rollout_routing_replay": False, "hf_checkpoint": "/models/m"}
     return Namespace(**(values | changed))
 
 
@@ -43,6 +44,13 @@ def test_an_engine_with_requests_in_flight_during_syncs_keeps_no_prefixes() -> N
     assert "disable_radix_cache" not in build()
     changed = build(arguments(update_weights_in_flight=True), settings={"disable_radix_cache": False})
     assert changed["disable_radix_cache"] is True
+
+
+def test_the_trained_models_engines_say_their_experts_for_routing_replay() -> None:
+    replay = arguments(use_rollout_routing_replay=True)
+    assert build(replay)["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in build(replay, model_path="/models/reward")
+    assert "enable_return_routed_experts" not in build()
 
 
 def test_each_engine_has_its_own_seed() -> None:

@@ -18,7 +18,8 @@ class FakeEngine(EngineActor):
     """Starts as the script says; the rest, ports included, is real."""
 
     def __init__(self, log_path: Path, *outcomes: Exception | None, worker_type: str = "regular") -> None:
-        args = Namespace(accelerator="cpu", seed=0, trust_remote_code=False, update_weights_in_flight=False)
+        args = Namespace(accelerator="cpu", seed=0, trust_remote_code=False)
+        args.update_weights_in_flight = args.use_rollout_routing_replay = False
         spec = EngineSpec(0, "/models/m", worker_type=worker_type)
         super().__init__(args, spec, host="127.0.0.1", log_path=str(log_path), num_threads=1)
         self.outcomes = list(outcomes)

@@ -39,6 +39,7 @@ from slime.backends.megatron_utils.metrics import column_means, perf_metrics
 from slime.backends.megatron_utils.model.optimizer_state import reset_optimizer_states
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.model.train_step import train_one_step
+from slime.backends.megatron_utils.model.value_head import is_value_model
 from slime.backends.megatron_utils.model_weights import named_tensors
 from slime.backends.megatron_utils.passes import passes_over
 from slime.backends.megatron_utils.resumed_state import (
@@ -46,6 +47,7 @@ from slime.backends.megatron_utils.resumed_state import (
     restore_controller,
     write_resumed_state,
 )
+from slime.backends.megatron_utils.routing_replay import take_engine_routing
 from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.update_weight import build_weight_updater
 from slime.observability.memory_recorder import recorder_of
@@ -223,6 +225,8 @@ class MegatronTrainActor:
         """A share of plain lists as tensors, in its micro-batches."""
         with timer("data_preprocess"):
             to_tensors(rollout_data, accelerator.current_device())
+            if self.args.use_rollout_routing_replay and not is_value_model(self.args):
+                take_engine_routing(self.state.model, rollout_data, num_experts=self.args.num_moe_experts)
             layout = self.parallel_config()
             packing = Packing(
                 multiple=layout["tp_size"] * self.args.data_pad_size_multiplier,

@@ -33,6 +33,7 @@ from slime.backends.megatron_utils.hf_config import (
     unsupported_model,
 )
 from slime.backends.megatron_utils.layout import layout_problems
+from slime.backends.megatron_utils.moe_checks import check_moe
 from slime.backends.megatron_utils.parser_flags import add_parser_flags
 from slime.utils.arguments.problems import Problems
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
@@ -144,6 +145,7 @@ def _described_model(args: argparse.Namespace, hf_config: Mapping[str, Any] | No
         )
         return problems
     problems.wrong += value_checks.check_model(args)
+    problems.wrong += check_moe(args)
     problems.wrong += layout_problems(args, hf_config)
     problems.unsupported += value_checks.check_built_models(args)
     if hf_config is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -263,3 +264,35 @@ def get_sum_of_sample_mean(
         return (torch.where(weights > 0, x, 0) * weights).sum()
 
     return sum_of_sample_mean
+
+
+def prepare_routed_experts_for_routing_replay(
+    experts: Any, num_tokens: int, *, num_layers: int, layers: Sequence[int], topk: int
+) -> torch.Tensor:
+    """One sample's choices by the engine as this context-parallel rank replays them.
+
+    Args:
+        experts: [num_tokens - 1, num_layers, topk]: the engine's last token was never an input.
+        num_tokens: prompt and response.
+        num_layers: of the model, dense ones included.
+        layers: which of them have experts on this rank, from 0.
+        topk: experts of a token.
+
+    Returns:
+        [rows of this rank, len(layers), topk] int16; the last token takes the first experts.
+
+    Raises:
+        ValueError: another shape, or a layer in which every choice is expert 0.
+    """
+    found, expected = np.shape(experts), (num_tokens - 1, num_layers, topk)
+    if found != expected:
+        raise ValueError(
+            f"rollout_routed_experts of a sample of {num_tokens} tokens has the shape {found}, not {expected}"
+        )
+    chosen = torch.from_numpy(np.asarray(experts).astype(np.int16))[:, list(layers)]
+    if topk > 1 and chosen.numel() and not bool(chosen.flatten(2).amax(dim=(0, 2)).all()):
+        raise ValueError(
+            "rollout_routed_experts has a layer of experts in which the engine recorded nothing but zeros"
+        )
+    last = torch.arange(topk, dtype=torch.int16).expand(1, len(layers), topk)
+    return slice_with_cp(torch.cat([chosen, last]), 0)

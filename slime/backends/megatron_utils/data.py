@@ -234,7 +234,7 @@ class MicroBatches:
         return MicroBatches(rollout_data, self._packing)
 
     def _pack(self, samples: list[int]) -> dict[str, Any]:
-        data = self.rollout_data
+        data, cp = self.rollout_data, (self._packing.cp_rank, self._packing.cp_size)
         tokens = [data["tokens"][i] for i in samples]
         packed = pack(tokens, self._packing)
         response_lengths = [data["response_lengths"][i] for i in samples]
@@ -243,7 +243,13 @@ class MicroBatches:
         responses = [sample[len(sample) - n :] for sample, n in zip(tokens, response_lengths, strict=True)]
         full_loss_masks = torch.zeros_like(packed["tokens"], dtype=torch.int32)
         full_loss_masks[0, rows] = torch.cat([data["loss_masks"][i] for i in samples])[places]
+        rows_of_samples = [slice_with_cp(torch.ones_like(x), 0, cp_rank=cp[0], cp_size=cp[1]) for x in tokens]
+        padding = torch.ones_like(packed["tokens"][0], dtype=torch.bool)
+        is_token = torch.cat(rows_of_samples).bool()
+        padding[: len(is_token)] = ~is_token
         packed |= {
+            "padding": padding,
+            "sample_rows": [len(x) for x in rows_of_samples],
             "full_loss_masks": full_loss_masks,
             "response_rows": rows,
             "response_row_counts": counts,

@@ -6,6 +6,7 @@ It adds columns to the rollout (`log_probs`, `ref_log_probs`, ...) and leaves th
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.model.forward_only import compute_log_probs, compute_values
+from slime.backends.megatron_utils.routing_replay import free_routing, recorded_routing
 from slime.observability.timer import timer
 from slime.utils.tensor_backper import TensorBackuper
 
@@ -64,13 +66,14 @@ def add_log_probs(
         return
     data, batches = micro_batches.rollout_data, _without_gradients(args, micro_batches)
     if with_reference:
-        with timer("ref_log_probs"), weights.swapped(REFERENCE):
+        with timer("ref_log_probs"), weights.swapped(REFERENCE), free_routing():
             data.update(compute_log_probs(args, model, batches, store_prefix="ref_"))
     if with_teacher:
-        with timer("teacher_log_probs"), weights.swapped(TEACHER):
+        with timer("teacher_log_probs"), weights.swapped(TEACHER), free_routing():
             data.update(compute_log_probs(args, model, batches, store_prefix="teacher_"))
     if with_old:
-        with timer("log_probs"):
+        records = args.use_routing_replay and not args.use_rollout_routing_replay
+        with timer("log_probs"), recorded_routing(model, batches, data) if records else nullcontext():
             data.update(compute_log_probs(args, model, batches, with_entropy=args.use_rollout_entropy))
 
 

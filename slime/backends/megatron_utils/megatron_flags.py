@@ -55,7 +55,7 @@ TABLE: tuple[Group, ...] = (
         --moe-router-score-function --moe-router-dtype --moe-router-topk-scaling-factor
         --expert-model-parallel-size --expert-tensor-parallel-size --moe-shared-expert-intermediate-size
         --moe-shared-expert-gate --moe-router-num-groups --moe-router-group-topk --moe-router-enable-expert-bias
-        --moe-router-bias-update-rate""",
+        --moe-router-bias-update-rate --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff""",
     ),
     Group(
         "used",
@@ -219,8 +219,7 @@ TABLE: tuple[Group, ...] = (
     Group("refused", "--mtp-standalone", "it follows from --pipeline-model-parallel-layout"),
     Group(
         "refused",
-        """--moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff --moe-grouped-gemm
-        --moe-layer-recompute""",
+        "--moe-grouped-gemm",
         "layers of experts",
         later="model families",
     ),
@@ -318,6 +317,7 @@ TABLE: tuple[Group, ...] = (
     ),
     Group("refused", "--moe-router-topk-limited-devices", "use --moe-router-num-groups and --moe-router-group-topk"),
     Group("refused", "--moe-enable-routing-replay", "use --use-routing-replay"),
+    Group("refused", "--moe-layer-recompute", "use --recompute-granularity selective --recompute-modules moe"),
     Group(
         "refused", "--moe-use-upcycling --moe-upcycling-granularity", "slime trains models with experts as they are"
     ),

@@ -82,6 +82,20 @@ def install_deterministic() -> None:
         setattr(importlib.import_module(module), name, replacement)
 
 
+def drop_pinned_memory() -> None:
+    """Let torch's factories ignore `pin_memory`, which needs CUDA: SGLang's buffers of routed experts ask for it."""
+    import torch
+
+    def without_pinning(factory: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, pin_memory: bool = False, **options: Any) -> Any:
+            return factory(*args, **options)
+
+        return make
+
+    for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+
+
 def murmur_hash32(seed: Any, positions: Any, col_indices: Any) -> Any:
     """MurmurHash3 of (64-bit seed, position, column), as SGLang's triton kernel computes it.
 

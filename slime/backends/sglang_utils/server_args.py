@@ -88,7 +88,8 @@ def build_server_args(args: Any, spec: EngineSpec, place: EnginePlace) -> dict[s
     """The `ServerArgs` keyword arguments of one engine.
 
     Args:
-        args: reads `accelerator`, `seed`, `trust_remote_code`, `update_weights_in_flight`.
+        args: reads `accelerator`, `seed`, `trust_remote_code`, `update_weights_in_flight`,
+            `use_rollout_routing_replay`, `hf_checkpoint`.
         spec: which engine.
         place: its ports.
     """
@@ -106,6 +107,8 @@ def build_server_args(args: Any, spec: EngineSpec, place: EnginePlace) -> dict[s
     if args.update_weights_in_flight:
         # It would keep prefixes that the old weights computed: a sync cannot flush it while requests are in flight.
         owned["disable_radix_cache"] = True
+    if args.use_rollout_routing_replay and spec.model_path == args.hf_checkpoint:
+        owned["enable_return_routed_experts"] = True
     if spec.settings.get("enable_dp_attention"):
         owned["dist_init_addr"] = f"{place.host}:{place.dist_init_port}"
     return device_defaults(args.accelerator, Path(spec.model_path)) | dict(spec.settings) | owned

@@ -22,12 +22,14 @@ from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_va
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import columns_from_last_stage
+from slime.backends.megatron_utils.routing_replay import tell_routers
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
 
 
 def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """Logits [1, T, V/tp] of a packed micro-batch; before the last pipeline stage hidden states [T, 1, H]."""
+    tell_routers(model, batch)
     return model(batch["tokens"], batch["position_ids"], None, packed_seq_params=batch["packed_seq_params"])
 
 

@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
 from slime.backends.megatron_utils.model.forward_only import run_model, run_model_to_hidden
+from slime.backends.megatron_utils.model.routing import load_balancing_metrics
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.pipeline import from_last_stage
 from slime.utils.misc import load_function
@@ -56,6 +57,8 @@ def train_one_step(
     # Only the last pipeline stage has reports; context-parallel ranks have the same ones.
     group = parallel_state.get_data_parallel_group()
     metrics = from_last_stage(reduce_reports(reports, denominator, group) if reports else {})
+    if args.num_moe_experts:
+        metrics |= load_balancing_metrics(args, micro_batches.num_microbatches[step_id])
     if grad_norm is not None:  # an overflowed gradient has none
         metrics["grad_norm"] = float(grad_norm)
     if args.log_num_zeros_in_grad and num_zeros is not None:
