@@ -3,9 +3,9 @@
     python tools/convert_hf_to_torch_dist.py --hf-checkpoint Qwen3-0.6B --save Qwen3-0.6B_torch_dist
     torchrun --nproc-per-node 4 tools/convert_hf_to_torch_dist.py --hf-checkpoint ... --save ...
 
-Under torchrun each process holds one tensor-parallel share. Megatron's model flags may be given
-(scripts/models/*.sh) and must then agree with the HF config; without them, or with --model-args-from-hf, they are
-derived from it. The dtype of the HF tensors is kept.
+Under torchrun each process holds some of the layers, unless flags of a layout say otherwise. Megatron's model flags
+may be given (scripts/models/*.sh) and must then agree with the HF config; without them, or with --model-args-from-hf,
+they are derived from it. The dtype of the HF tensors is kept.
 """
 
 from __future__ import annotations
@@ -69,11 +69,24 @@ def parse_args(argv: Sequence[str] | None, world_size: int) -> argparse.Namespac
     hf_config = json.loads(config_file.read_text())
     if args.model_args_from_hf or args.num_layers is None:
         vars(args).update(model_args_from_hf(hf_config))
-    if world_size > 1 and args.tensor_model_parallel_size == 1:
-        args.tensor_model_parallel_size = world_size
+    spread = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+    if world_size > 1 and max(spread) == 1:
+        spread_layers(args, world_size)
     if problems := megatron_problems(args, hf_config).all():
         raise UsageError(problems)
     return set_default_megatron_args(args)
+
+
+def spread_layers(args: argparse.Namespace, num_ranks: int) -> None:
+    """One pipeline stage on each rank, the last one smaller if need be; too few layers are spread by their tensors."""
+    per_stage = -(-args.num_layers // num_ranks)
+    last = args.num_layers - per_stage * (num_ranks - 1)
+    if last < 1:
+        args.tensor_model_parallel_size = num_ranks
+        return
+    args.pipeline_model_parallel_size = num_ranks
+    if last != per_stage:
+        args.num_layers_in_last_pipeline_stage = last
 
 
 def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: str, port: int) -> None:
@@ -91,9 +104,9 @@ def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: st
 
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.backends.megatron_utils.model_provider import build_stage, virtual_stages_here
 
-    model = [get_model_provider_func(args)()]
+    model = [build_stage(args, stage) for stage in virtual_stages_here(args)]
     load_hf_weights(args, model, args.hf_checkpoint)
     hf_config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
     usual = config_dtype(hf_config)

@@ -68,6 +68,24 @@ def get_model_provider_func(args: argparse.Namespace) -> Callable[..., Any]:
     return provide
 
 
+def virtual_stages_here(args: argparse.Namespace) -> list[int | None]:
+    """Numbers of the pipeline stages of a rank, one for each chunk of its model; [None] without interleaving."""
+    count = args.virtual_pipeline_model_parallel_size
+    return [None] if count is None else list(range(count))
+
+
+def build_stage(args: argparse.Namespace, vp_stage: int | None = None) -> Any:
+    """The bare module of one of this rank's pipeline stages, with what belongs to the first and the last one."""
+    from megatron.core import parallel_state
+
+    where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+    return get_model_provider_func(args)(
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        **({} if vp_stage is None else {"vp_stage": vp_stage}),  # a hook need not know of it
+    )
+
+
 def build_gpt(
     args: argparse.Namespace, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> GPTModel:

@@ -57,7 +57,8 @@ def of_layout(args: argparse.Namespace) -> Parity:
 
     cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    layout = {"dp_size": dp_size, "cp_size": cp_size, "vpp_group": args.pipeline_model_parallel_size if virtual else 1}
+    group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    layout = {"dp_size": dp_size, "cp_size": cp_size, "vpp_group": group if virtual else 1}
     args.global_batch_size = 12
     share = to_tensors(split_train_data(args, make_train_data(), layout)[dp_rank], torch.device("cpu"))
     micro_batches = MicroBatches(share, Packing(args.tensor_model_parallel_size, cp_rank, cp_size))

@@ -68,11 +68,11 @@ def run_jobs(jobs: Sequence[Job], out: Path) -> None:
     """Run jobs of one world size in one world; each leaves <out>/<name>.pt, or the first that fails <name>.error."""
     sizes = {job.args.actor_num_gpus_per_node for job in jobs}
     assert len(sizes) == 1, f"layouts of {sizes} ranks cannot share a world"
-    ports = [_free_port() for _ in jobs]
     import megatron.core.distributed  # noqa: F401  (once here, instead of once in each child)
 
     context, world = mp.get_context("fork"), sizes.pop()
-    children = [context.Process(target=_child, args=(r, world, ports, jobs, out), daemon=True) for r in range(world)]
+    ports = [context.SimpleQueue() for _ in range(world)]
+    children = [context.Process(target=_child, args=(r, ports, jobs, out), daemon=True) for r in range(world)]
     for child in children:
         child.start()
     for child in children:
@@ -86,13 +86,19 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _child(rank: int, world: int, ports: Sequence[int], jobs: Sequence[Job], out: Path) -> None:
+def _child(rank: int, ports: Sequence[Any], jobs: Sequence[Job], out: Path) -> None:
+    """Do the jobs as one rank; rank 0 tells the port of each, which would not stay free if it were chosen before."""
     from slime.backends.megatron_utils import initialize
 
     torch.set_num_threads(1)
-    for port, job in zip(ports, jobs, strict=True):
+    for job in jobs:
         try:
-            initialize.init(job.args, rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port)
+            if rank == 0:
+                port = _free_port()
+                for queue in ports:
+                    queue.put(port)
+            where = {"master_addr": "127.0.0.1", "master_port": ports[rank].get()}
+            initialize.init(job.args, rank=rank, world_size=len(ports), **where)
             result = job.run(job.args, *job.more)
             if rank == 0:
                 torch.save(result, out / f"{job.name}.pt")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -21,7 +20,7 @@ from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
 from slime.backends.megatron_utils.model.optimizer_state import keep_no_moments
 from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
 from slime.backends.megatron_utils.model.value_head import is_value_model, replace_output_layer
-from slime.backends.megatron_utils.model_provider import get_model_provider_func
+from slime.backends.megatron_utils.model_provider import build_stage, virtual_stages_here
 from slime.backends.megatron_utils.model_weights import keep_expert_biases_in_fp32
 from slime.utils import accelerator
 
@@ -50,8 +49,7 @@ class TrainState:
 
 def setup_model_and_optimizer(args: Any) -> TrainState:
     """Build model, optimizer and schedule; `initialize.init` has run on every rank before."""
-    num_chunks = args.virtual_pipeline_model_parallel_size
-    stages: list[int | None] = [None] if num_chunks is None else list(range(num_chunks))
+    stages = virtual_stages_here(args)
     bare = [build_model(args, stage) for stage in stages]
     freeze_parameters(bare, only=args.only_train_params_name_list, frozen=args.freeze_params_name_list)
     model = [wrap_model(args, module, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
@@ -70,12 +68,7 @@ def build_model(args: Any, vp_stage: int | None = None) -> torch.nn.Module:
         args: the flags.
         vp_stage: which of this rank's interleaved pipeline stages; None where it has one stage.
     """
-    where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    model = get_model_provider_func(args)(
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
-        vp_stage=vp_stage,
-    )
+    model = build_stage(args, vp_stage)
     if is_value_model(args):
         replace_output_layer(model)
     model = model.to(accelerator.current_device())
