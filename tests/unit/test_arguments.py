@@ -266,6 +266,8 @@ WRONG = {
     "--over-sampling-batch-size 2": "--over-sampling-batch-size 2 must be at least --rollout-batch-size 4",
     "--micro-batch-size 3": "--global-batch-size 8 does not divide into micro-batches",
     "--actor-num-gpus-per-node 3": "3 data-parallel ranks x --micro-batch-size 1",
+    "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--num-layers 4 --micro-batch-size 8": "x 2 micro-batches that virtual pipeline stages take at a time",
     "--use-dynamic-batch-size": "--use-dynamic-batch-size needs --max-tokens-per-gpu",
     "--use-dynamic-batch-size --max-tokens-per-gpu 9 --actor-num-gpus-per-node 9": "8 is too small: 9 data-parallel",
     "--num-steps-per-rollout 3 --drop-last-rollouts": "make 2 a step, of which there are 4",
@@ -301,7 +303,7 @@ WRONG = {
     "--rollout-num-gpus-per-engine 8 --num-gpus-per-node 4": "more than --num-gpus-per-node 4",
     "--tensor-model-parallel-size 0": "--tensor-model-parallel-size 0 must be at least 1",
     "--tensor-model-parallel-size 2": "do not divide by --tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2": "--pipeline-model-parallel-size 2 is not supported yet (parallelism)",
+    "--pipeline-model-parallel-size 2": "do not divide by --pipeline-model-parallel-size 2; the nearest that works: 2",
     # Losses and rewards
     "--disable-compute-advantages-and-returns": "leaves --loss-type policy_loss without advantages",
     "--advantage-estimator reinforce_plus_plus": "needs --normalize-advantages",

@@ -47,6 +47,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
     from slime.backends.megatron_utils.model.setup import build_model
     from slime.ray.rollout.dp_split import split_train_data
 
+    args.global_batch_size, args.calculate_per_token_loss = 12, False  # Megatron's scaling is undone below
     stages = range(args.virtual_pipeline_model_parallel_size or 1)
     virtual = args.virtual_pipeline_model_parallel_size is not None
     bare = [build_model(args, stage if virtual else None) for stage in stages]
@@ -59,7 +60,6 @@ def of_layout(args: argparse.Namespace) -> Parity:
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     layout = {"dp_size": dp_size, "cp_size": cp_size, "vpp_group": group if virtual else 1}
-    args.global_batch_size = 12
     share = to_tensors(split_train_data(args, make_train_data(), layout)[dp_rank], torch.device("cpu"))
     micro_batches = MicroBatches(share, Packing(args.tensor_model_parallel_size, cp_rank, cp_size))
     found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
