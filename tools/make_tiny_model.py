@@ -1,6 +1,7 @@
-"""Make a tiny Qwen3 with random weights and a character tokenizer, as a Hugging Face directory.
+"""Make a tiny Qwen3 (or a model with experts) with random weights and a character tokenizer, as an HF directory.
 
     python tools/make_tiny_model.py --output models/tiny-qwen3
+    python tools/make_tiny_model.py --output models/tiny-moe --family qwen3_moe
 
 Every printable ASCII character is one token; the role names of the chat template are one token each, so a chat prompt
 stays short. It knows nothing about the task the model is meant for. torchvision is not needed: the model classes are
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 ROLE_TOKENS = ["system", "user", "assistant", "tool"]
@@ -59,19 +61,36 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
     return wrapped
 
 
-def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """The shape from the command line; the vocabulary is rounded up, so that TP can split it without padding."""
-    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+FAMILIES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "deepseek_v3": "DeepseekV3"}
+"""model_type -> how transformers calls its classes."""
 
+
+def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a model with experts has beside the shape that the command line gives."""
+    shared = {"n_routed_experts": args.experts, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    latent = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    settings: dict[str, dict[str, Any]] = {
+        "qwen3": {},
+        "qwen3_moe": {"num_experts": args.experts, "norm_topk_prob": True},
+        "glm4_moe": {**shared, "use_qk_norm": True},
+        "deepseek_v3": {**shared, **latent, "n_group": 4, "topk_group": 1, "num_key_value_heads": args.heads},
+    }
+    experts = {"moe_intermediate_size": args.expert_ffn_size, "num_experts_per_tok": 2}
+    return {} if args.family == "qwen3" else {**experts, **settings[args.family]}
+
+
+def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    """The shape from the command line; the vocabulary is rounded up, so that TP can split it without padding."""
+    module = importlib.import_module(f"transformers.models.{args.family}.configuration_{args.family}")
     vocab_size = -(-len(tokenizer) // args.vocab_multiple) * args.vocab_multiple
-    return Qwen3Config(
+    shape = {"head_dim": args.head_dim or args.hidden_size // args.heads} if args.family != "deepseek_v3" else {}
+    settings = {"num_key_value_heads": args.kv_heads, **shape, **expert_settings(args)}
+    config: PretrainedConfig = vars(module)[f"{FAMILIES[args.family]}Config"](
         vocab_size=vocab_size,
         hidden_size=args.hidden_size,
         intermediate_size=args.ffn_size,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        head_dim=args.head_dim or args.hidden_size // args.heads,
         max_position_embeddings=args.max_positions,
         tie_word_embeddings=args.tie_embeddings,
         initializer_range=args.init_std,
@@ -81,17 +100,19 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         # a gradient thousands of times the usual one through the first normalisation. The tokenizer has one anyway.
         pad_token_id=None,
         bos_token_id=None,
+        **settings,
     )
+    return config
 
 
 def make_tiny_model(args: argparse.Namespace) -> int:
     """Write tokenizer, config and fp32 safetensors to `args.output`; returns the number of parameters."""
     import torch
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
+    modeling = importlib.import_module(f"transformers.models.{args.family}.modeling_{args.family}")
     tokenizer = build_tokenizer(args.extra_tokens)
     torch.manual_seed(args.seed)
-    model = Qwen3ForCausalLM(build_config(args, tokenizer)).to(torch.float32)
+    model = vars(modeling)[f"{FAMILIES[args.family]}ForCausalLM"](build_config(args, tokenizer)).to(torch.float32)
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.output)
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):  # a progress bar over one shard
@@ -107,6 +128,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--extra-tokens", nargs="+", default=[], metavar="TEXT", help="texts that are one token each, e.g. a tag"
     )
+    parser.add_argument("--family", choices=list(FAMILIES), default="qwen3", help="kind of model")
+    parser.add_argument("--experts", type=int, default=8, help="experts of a layer, of which a token takes 2")
+    parser.add_argument("--expert-ffn-size", type=int, default=64, help="width of an expert")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--ffn-size", type=int, default=384)
@@ -132,7 +156,7 @@ def main() -> None:
     """Make the model and say how large it is."""
     args = build_parser().parse_args()
     count = make_tiny_model(args)
-    print(f"{args.output}: Qwen3 with {count / 1e6:.2f} M parameters")
+    print(f"{args.output}: {args.family} with {count / 1e6:.2f} M parameters")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,10 @@ def prepare(launch: dict[str, Any]) -> None:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if launch["accelerator"] == "cpu":
         _prepare_cpu(launch["server_args"])
+    if launch["server_args"].get("enable_return_routed_experts"):
+        from slime.backends.sglang_utils import routed_experts
+
+        routed_experts.install()
     if _classifies(Path(launch["server_args"]["model_path"])):
         from slime.backends.sglang_utils import classifier_bias
 

@@ -76,3 +76,23 @@ def test_a_layout_trains_as_one_process_does(name, single, tmp_path):
     hf, expected, before = single
     flags, options = LAYOUTS[name]
     assert_same_training(run(hf, tmp_path / "out.pt", flags, **options), expected, before)
+
+
+def save_checkpoint_and_result(actor: Any, records: list[Any], path: Path) -> None:
+    actor.save_model(0)
+    save_result(actor, records, path)
+
+
+def test_a_checkpoint_of_experts_on_two_ranks_goes_on_alike_with_all_of_them_on_one(single, tmp_path):
+    """Moments included: the step after loading is the one that the two ranks would have made."""
+    hf, *_ = single
+    two = "--expert-model-parallel-size 2 --adam-eps 1e-5"
+    args = trainer_args(hf, two, dp_size=2, lr=1e-3, clip_grad=1.0, save=str(tmp_path / "checkpoint"))
+    train(args, save_checkpoint_and_result, tmp_path / "saved.pt", dp_size=2)
+    saved = torch.load(tmp_path / "saved.pt")[1]
+    resumed = {"load": str(tmp_path / "checkpoint"), "finetune": False}
+    expected = run(hf, tmp_path / "two.pt", two, dp=2, no_load_optim=False, **resumed)
+    assert_same_training(run(hf, tmp_path / "one.pt", no_load_optim=False, **resumed), expected, saved)
+    fresh = run(hf, tmp_path / "fresh.pt", no_load_optim=True, **resumed)
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    assert not torch.allclose(fresh[1][name], expected[1][name], atol=1e-5), "the moments would not matter"
