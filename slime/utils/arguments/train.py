@@ -87,12 +87,8 @@ class ModelPartFlags:
         0.2, "weight of their loss", later="parallelism", needs="enable_mtp_training"
     )
     enable_mtp_training: bool = flag(False, "train them", later="parallelism", needs="mtp_num_layers")
-    use_routing_replay: bool = flag(
-        False, "replay the expert routing of the old-log-prob pass in training (R2)"
-    )
-    use_rollout_routing_replay: bool = flag(
-        False, "replay the engine's expert routing in training (R3)"
-    )
+    use_routing_replay: bool = flag(False, "replay the expert routing of the old-log-prob pass in training (R2)")
+    use_rollout_routing_replay: bool = flag(False, "replay the engine's expert routing in training (R3)")
     lora_rank: int | None = flag(None, "rank of LoRA adapters to train instead of the weights", later="LoRA")
     lora_alpha: float | None = flag(None, "scale of the adapters", later="LoRA", needs="lora_rank")
     lora_target_modules: list[str] | None = flag(
