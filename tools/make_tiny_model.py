@@ -92,7 +92,8 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
         max_position_embeddings=args.max_positions,
-        tie_word_embeddings=args.tie_embeddings,
+        # SGLang gives models with experts an output layer of their own, which a tied checkpoint would leave empty.
+        tie_word_embeddings=args.tie_embeddings and args.family == "qwen3",
         initializer_range=args.init_std,
         rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
         eos_token_id=tokenizer.eos_token_id,
@@ -147,7 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tie-embeddings",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="share input and output embedding",
+        help="share input and output embedding (qwen3 alone)",
     )
     return parser
 
