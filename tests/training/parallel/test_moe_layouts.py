@@ -58,6 +58,14 @@ LAYOUTS = {
     "EP 2, split micro-batches": ("--expert-model-parallel-size 2", {"dp": 2, "max_tokens_per_gpu": 40}),
     "DP 2": ("", {"dp": 2}),
 }
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+FOUR_PROCESSES = {
+    "TP 2 x EP 2, ETP 1": (f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", {"dp": 2}),
+    "TP 2 x EP 2, ETP 2": (f"{TP2} --expert-model-parallel-size 2", {"dp": 2}),
+    "TP 2, ETP 1": (f"{TP2} --expert-tensor-parallel-size 1", {"dp": 2}),
+    "EP 4": ("--expert-model-parallel-size 4", {"dp": 4}),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FOUR_PROCESSES]
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +79,10 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[st
     return root / "hf", run(root / "hf", root / "out.pt"), load_file(root / "hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *SLOW])
 def test_a_layout_trains_as_one_process_does(name, single, tmp_path):
     hf, expected, before = single
-    flags, options = LAYOUTS[name]
+    flags, options = (LAYOUTS | FOUR_PROCESSES)[name]
     assert_same_training(run(hf, tmp_path / "out.pt", flags, **options), expected, before)
 
 

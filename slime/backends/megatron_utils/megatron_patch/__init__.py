@@ -19,9 +19,10 @@ def apply(kind: str) -> None:
         # megatron-core warns at import that TransformerEngine and Apex are absent; that is how we use it.
         warnings.simplefilter("ignore", UserWarning)
         if kind == "cpu":
-            from slime.backends.megatron_utils.megatron_patch import cpu_device
+            from slime.backends.megatron_utils.megatron_patch import cpu_device, uneven_gloo
 
             cpu_device.apply()
+            uneven_gloo.apply()
         from slime.backends.megatron_utils.megatron_patch import (
             checkpoint_writer,
             fused_adam,
