@@ -20,6 +20,7 @@ def metrics_of(monkeypatch, *, log_num_zeros_in_grad, step_returns):
         custom_megatron_before_train_step_hook_path=None,
         calculate_per_token_loss=False,
         log_num_zeros_in_grad=log_num_zeros_in_grad,
+        num_moe_experts=None,
     )
     micro_batches = SimpleNamespace(global_batch_sizes=[8])
     return train_step.train_one_step(args, state, micro_batches, rollout_id=0, step_id=0)
