@@ -263,7 +263,8 @@ def test_v17_sharing_gpus_turns_both_offloads_on(check: Check) -> None:
     assert offloads("--rollout-num-gpus 2", without="--colocate") == (False, False)
     assert offloads("--rollout-num-gpus 2 --offload", without="--colocate") == (True, True)
     assert offloads("--release-train") == (False, True)
-    assert offloads(f"--advantage-estimator ppo {NO_OFFLOAD}") == (True, False)
+    assert offloads("--advantage-estimator ppo --rollout-num-gpus 2", without="--colocate") == (True, False)
+    assert offloads(f"--advantage-estimator ppo {NO_OFFLOAD}") == (False, False)
     assert offloads("--debug-train-only") == (False, False)
     assert check(on_gpu).args.rollout_num_gpus == 2
 
@@ -275,7 +276,8 @@ def test_v17_releasing_memory_is_not_built_yet(check: Check) -> None:
     has(problems.unsupported, f"give {NO_OFFLOAD}")
     assert check(f"{on_gpu} {NO_OFFLOAD}").problems == Problems()
     critic = check(f"{on_gpu} --advantage-estimator ppo --no-offload-rollout").problems.unsupported
-    has(critic, "--offload-train is not supported yet (one GPU), and --advantage-estimator ppo needs it")
+    has(critic, "--offload-train is not supported yet (one GPU), and --colocate or --advantage-estimator ppo asks for")
+    assert check(f"{on_gpu} --advantage-estimator ppo {NO_OFFLOAD}").problems == Problems()
 
 
 def test_v17_engines_beyond_the_trainers_are_not_built_yet(check: Check) -> None:

@@ -150,18 +150,17 @@ def engines_not_built(args: argparse.Namespace) -> Iterable[str]:
 
 
 def offload_not_built(args: argparse.Namespace) -> Iterable[str]:
-    """Releasing GPU memory, which --colocate asks for unless told otherwise."""
+    """Releasing GPU memory, which --colocate and a critic ask for unless told otherwise."""
     names = [name for name in ("offload_train", "offload_rollout") if vars(args)[name]]
     if args.accelerator == "cpu" or not names:
         return
     options = " and ".join("--" + name.replace("_", "-") for name in names)
     what = f"{options} {'are' if len(names) > 1 else 'is'} not supported yet (one GPU)"
-    if args.use_critic:
-        yield f"{what}, and --advantage-estimator ppo needs it."
-        return
-    reason = ", and --colocate turns them on unless told otherwise" if args.colocate else ""
+    sharing = ["--colocate"] * bool(args.colocate) + ["--advantage-estimator ppo"] * bool(args.use_critic)
+    reason = f", and {' or '.join(sharing)} asks for it unless told otherwise" if sharing else ""
     remedy = " ".join("--no-" + name.replace("_", "-") for name in names)
-    yield f"{what}{reason}; give {remedy}, and leave room for both with --sglang-mem-fraction-static."
+    room = " with --sglang-mem-fraction-static" if args.colocate else ""
+    yield f"{what}{reason}; give {remedy}, and leave room for all{room}."
 
 
 UNSUPPORTED = (engines_not_built, offload_not_built)

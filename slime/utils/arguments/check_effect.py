@@ -90,11 +90,6 @@ POINTLESS = (
     ),
     Mode("--offload", lambda args: args.offload, ("offload_train", "offload_rollout")),
     Mode("--release-train", lambda args: args.release_train, ("offload_train",)),
-    Mode(
-        "--advantage-estimator ppo, which needs the trainer's GPUs for two models",
-        lambda args: args.use_critic and args.offload_train and args.accelerator != "cpu",
-        ("offload_train",),
-    ),
     Mode("--rollout-external-engine-addrs", lambda args: args.rollout_external, ("rollout_num_gpus", "colocate")),
     Mode("--dump-details", lambda args: args.dump_details, ("save_debug_rollout_data", "save_debug_train_data")),
     Mode(

@@ -158,17 +158,17 @@ def backend_of(accelerator: str) -> str:
 def offloads(args: argparse.Namespace, *, use_critic: bool, has_engines: bool) -> dict[str, bool]:
     """Whether trainer and engines release their memory for each other (V16, V17).
 
-    Unset means: where they share GPUs, yes. On a CPU nothing could be freed, so it stays off there.
+    Unset means: where they share GPUs, yes; actor and critic always do. On a CPU nothing could be freed, so it stays
+    off there.
     """
     if args.debug_rollout_only:
         return _offloads(train=False, rollout=False)
-    is_useful = args.colocate and has_engines and args.accelerator != "cpu"
-    train = args.offload or first(args.offload_train, is_useful)
+    on_gpu = args.accelerator != "cpu"
+    is_useful = args.colocate and has_engines and on_gpu
+    train = args.offload or first(args.offload_train, is_useful or (use_critic and on_gpu))
     rollout = args.offload or first(args.offload_rollout, is_useful)
     if args.colocate and args.release_train:
         train = False  # ended trainers hold no memory
-    if use_critic and args.accelerator != "cpu":
-        train = True  # actor and critic share GPUs
     return _offloads(train=train, rollout=rollout)
 
 
