@@ -89,7 +89,7 @@ def spread_layers(args: argparse.Namespace, num_ranks: int) -> None:
         args.num_layers_in_last_pipeline_stage = last
 
 
-def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: str, port: int) -> None:
+def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: str, port: int | socket.socket) -> None:
     """Build the model, load the HF weights into it and save them; every rank calls it."""
     import torch
 
@@ -118,22 +118,16 @@ def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: st
     initialize.shutdown()
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     from slime.utils.errors import UsageError
+    from slime.utils.misc import listen_anywhere
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         args = parse_args(argv, world_size)
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port = int(os.environ["MASTER_PORT"]) if world_size > 1 else free_port()
+        port = int(os.environ["MASTER_PORT"]) if world_size > 1 else listen_anywhere()
         convert(args, rank=rank, world_size=world_size, address=address, port=port)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,22 +7,25 @@ import socket
 
 import ray
 
+from slime.utils.misc import listen_anywhere
+
 
 class RayActor:
-    """Base of the actors: where it runs, and a port that is free there."""
+    """Base of the actors: where it runs, and a port of its own there."""
+
+    _listener: socket.socket | None = None
 
     def node_address(self) -> str:
         """The address at which other nodes reach this actor's node."""
         return ray.util.get_node_ip_address()
 
     def master_address(self) -> tuple[str, int]:
-        """(address, free port) for a process group whose rank 0 is this actor.
+        """(address, port) for a process group whose rank 0 is this actor.
 
-        The port is not held: it is used within seconds, and init_process_group reports a clash.
+        The actor listens there from now on, so nobody takes the port before the group is formed.
         """
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return self.node_address(), probe.getsockname()[1]
+        self._listener = listen_anywhere()
+        return self.node_address(), self._listener.getsockname()[1]
 
     def process_id(self) -> int:
         """Process id of this actor, for messages and tests."""

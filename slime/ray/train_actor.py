@@ -46,7 +46,7 @@ class TrainRayActor(RayActor):
             rank=self.rank,
             world_size=self.world_size,
             master_addr=master_addr,
-            master_port=master_port,
+            master_port=self._listener or master_port,
             # Ray shows each actor only the GPU of its bundle, so every rank's own GPU is number 0.
             local_rank=0,
         )

@@ -6,9 +6,34 @@ They know nothing about parallel layout: a group is handed in, or is the one glo
 from __future__ import annotations
 
 import functools
+import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+
+def store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """Rank 0's store for forming a group, served at a socket that listens already, which it takes over.
+
+    The others connect with `tcp://address:port`. A port that is only chosen now and bound later may be gone by then.
+
+    Args:
+        listener: of `slime.utils.misc.listen_anywhere`.
+        world_size: of the group.
+        timeout: of every wait for a key.
+    """
+    port = listener.getsockname()[1]
+    # It waits for nobody here: forming the group does, with a message that says who is missing.
+    return dist.TCPStore(
+        "localhost",
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 @functools.cache

@@ -228,6 +228,13 @@ def is_port_available(port: int) -> bool:
         return True
 
 
+def listen_anywhere() -> socket.socket:
+    """A socket that listens on a port which the kernel chose, at every address of this host: nobody else gets it."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
 def url_host(host: str) -> str:
     """A host as a URL has it: an IPv6 address in brackets, everything else unchanged."""
     try:

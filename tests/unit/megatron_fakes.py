@@ -20,6 +20,7 @@ import torch
 import torch.multiprocessing as mp
 
 from slime.backends.megatron_utils.arguments import add_megatron_arguments, derive_megatron, model_args_from_hf
+from slime.utils.misc import listen_anywhere
 
 SLIME_DEFAULTS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -102,19 +103,18 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
 
 def run_world(world_size: int, fn: Callable[..., None], args: argparse.Namespace, *more: Any) -> None:
     """Run fn(args, *more) on every rank of a world of `world_size` initialised processes; raise if one fails."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    listener = listen_anywhere()
     import megatron.core.distributed  # noqa: F401  (once here, instead of once in each child)
 
     context = mp.get_context("fork")
     errors = context.SimpleQueue()
     children = [
-        context.Process(target=_child, args=(rank, world_size, port, errors, fn, args, more), daemon=True)
+        context.Process(target=_child, args=(rank, world_size, listener, errors, fn, args, more), daemon=True)
         for rank in range(world_size)
     ]
     for child in children:
         child.start()
+    listener.close()  # rank 0 has it too
     for child in children:
         child.join(timeout=120)
     alive = [child for child in children if child.is_alive()]
@@ -126,12 +126,18 @@ def run_world(world_size: int, fn: Callable[..., None], args: argparse.Namespace
     assert all(child.exitcode == 0 for child in children), [child.exitcode for child in children]
 
 
-def _child(rank: int, world_size: int, port: int, errors: Any, fn: Callable[..., None], args: Any, more: Any) -> None:
+def _child(
+    rank: int, world_size: int, listener: socket.socket, errors: Any, fn: Callable[..., None], args: Any, more: Any
+) -> None:
     from slime.backends.megatron_utils import initialize
 
     torch.set_num_threads(1)
+    port = listener.getsockname()[1]
+    if rank != 0:
+        listener.close()
+    where = {"master_addr": "127.0.0.1", "master_port": listener if rank == 0 else port}
     try:
-        initialize.init(args, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port)
+        initialize.init(args, rank=rank, world_size=world_size, **where)
         fn(args, *more)
         torch.distributed.barrier()
         initialize.shutdown()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slime.utils.distributed_utils import distributed_masked_whiten, get_gloo_group, init_gloo_group
+from slime.ray.ray_actor import RayActor
+from slime.utils.distributed_utils import distributed_masked_whiten, get_gloo_group, init_gloo_group, store_at
+from slime.utils.misc import listen_anywhere
 
 VALUES = torch.tensor([1.0, 2.0, 4.0, 100.0, -3.0, 0.5])
 MASK = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
@@ -44,3 +49,25 @@ def whiten_share(rank: int, store_path: str) -> None:
 
 def test_two_ranks_pool_their_values(tmp_path):
     mp.spawn(whiten_share, args=(str(tmp_path / "store"),), nprocs=2)
+
+
+def test_two_starts_at_once_get_different_ports_and_nobody_else_gets_them_before_they_are_used():
+    listeners = [listen_anywhere() for _ in range(10)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    assert len(set(ports)) == 10
+    for host in ("", "127.0.0.1"):
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((host, ports[0]))  # with SO_REUSEADDR, as torch's own store has
+    stores = [store_at(listener, 2, timedelta(seconds=20)) for listener in listeners]
+    for number, port in enumerate(ports):
+        other = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=20))
+        other.set("start", str(number))
+    assert [store.get("start") for store in stores] == [str(number).encode() for number in range(10)]
+    for listener in listeners:
+        assert listener.fileno() == -1, "the store has taken the socket over, and closes it"
+
+
+def test_an_actor_listens_at_the_port_that_it_tells_the_other_ranks(monkeypatch):
+    monkeypatch.setattr(RayActor, "node_address", lambda self: "127.0.0.1")  # the real one asks a Ray cluster
+    actor = RayActor()
+    socket.create_connection(actor.master_address(), timeout=5).close()

@@ -10,6 +10,7 @@ updater.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class MegatronTrainActor:
         rank: among `world_size` trainer ranks.
         world_size: trainer ranks.
         master_addr: where rank 0 is reached,
-        master_port: and its free port.
+        master_port: and its port; on rank 0 the socket that listens there already, or a port that is free.
         local_rank: which of its process's visible devices this rank uses.
     """
 
@@ -84,7 +85,14 @@ class MegatronTrainActor:
     state: TrainState
 
     def __init__(
-        self, args: Any, *, rank: int, world_size: int, master_addr: str, master_port: int, local_rank: int = 0
+        self,
+        args: Any,
+        *,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int | socket.socket,
+        local_rank: int = 0,
     ) -> None:
         self.args = args
         self._where: dict[str, Any] = {

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import socket
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils import megatron_patch
 from slime.utils import accelerator
+from slime.utils.distributed_utils import store_at
 
 
 def init(
@@ -24,7 +27,7 @@ def init(
     rank: int,
     world_size: int,
     master_addr: str,
-    master_port: int,
+    master_port: int | socket.socket,
     local_rank: int = 0,
 ) -> None:
     """Initialise this process as `rank` of `world_size` trainers; every rank calls it, and it waits for the others.
@@ -32,9 +35,18 @@ def init(
     Args:
         args: parsed flags (accelerator, parallel sizes, seed, distributed_timeout_minutes, deterministic_mode).
         rank: global rank; rank 0 listens on master_addr:master_port.
+        master_port: rank 0 may give the socket that listens there already, so that nobody takes the port before.
         local_rank: index of this process's GPU among those it can see.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if isinstance(master_port, socket.socket):
+        listener, master_port = master_port, master_port.getsockname()[1]
+        store = store_at(listener, world_size, timeout)
+        # The name is torch's: the other ranks, which give an init_method, look for keys of that prefix.
+        meeting: dict[str, Any] = {"store": dist.PrefixStore("default_pg", store)}
+    else:
+        meeting = {"init_method": f"tcp://{master_addr}:{master_port}"}
     os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
     # Sequence parallelism counts on kernels being queued in one order (Megatron asserts this on CUDA).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -46,10 +58,10 @@ def init(
         torch.use_deterministic_algorithms(True)
     dist.init_process_group(
         accelerator.process_group_backend("nccl"),
-        init_method=f"tcp://{master_addr}:{master_port}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        timeout=timeout,
+        **meeting,
     )
     initialize_model_parallel(args)
     set_seeds(args.seed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -42,28 +42,33 @@ def serialize_bucket_for(named_tensors: Sequence[tuple[str, torch.Tensor]], num_
 
 
 def init_process_group(
-    backend: str, init_method: str, world_size: int, rank: int, group_name: str, timeout_s: float = 600.0
+    backend: str, meeting: str | dist.Store, world_size: int, rank: int, group_name: str, timeout_s: float = 600.0
 ) -> dist.ProcessGroup:
     """Join a process group beside the default one, as SGLang's servers do with the same name.
 
     Args:
         backend: "gloo" or "nccl".
-        init_method: `tcp://host:port` of rank 0.
+        meeting: `tcp://host:port` of rank 0; on rank 0 its store may be given, which listens there already.
         world_size: trainer ranks plus engine ranks.
         rank: of this process.
         group_name: names the group's keys in the store.
         timeout_s: for forming the group and for its collectives.
     """
     _prepare()
+    import torch.distributed as dist
     from sglang.srt.utils.common import init_custom_process_group
 
+    if isinstance(meeting, str):
+        where: dict[str, Any] = {"init_method": meeting}
+    else:
+        where = {"store": dist.PrefixStore(group_name, meeting)}  # the keys that the others look for
     return init_custom_process_group(
         backend=backend,
-        init_method=init_method,
         timeout=timedelta(seconds=timeout_s),
         world_size=world_size,
         rank=rank,
         group_name=group_name,
+        **where,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 import torch.multiprocessing as mp
 
 from slime.observability.timer import Timer
+from slime.utils.misc import listen_anywhere
 from tests.integration.trainer_world import make_train_data, trainer_args
 
 FLAGS = "--make-vocab-size-divisible-by 8 --adam-eps 1e-5 --adam-beta2 0.95 --weight-decay 0.1"
@@ -80,24 +80,19 @@ def run_jobs(jobs: Sequence[Job], out: Path) -> None:
         child.kill()
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def _child(rank: int, ports: Sequence[Any], jobs: Sequence[Job], out: Path) -> None:
-    """Do the jobs as one rank; rank 0 tells the port of each, which would not stay free if it were chosen before."""
+    """Do the jobs as one rank; rank 0 tells the port of each, where it listens by then."""
     from slime.backends.megatron_utils import initialize
 
     torch.set_num_threads(1)
     for job in jobs:
         try:
             if rank == 0:
-                port = _free_port()
+                listener = listen_anywhere()
                 for queue in ports:
-                    queue.put(port)
-            where = {"master_addr": "127.0.0.1", "master_port": ports[rank].get()}
+                    queue.put(listener.getsockname()[1])
+            port = ports[rank].get()
+            where = {"master_addr": "127.0.0.1", "master_port": listener if rank == 0 else port}
             initialize.init(job.args, rank=rank, world_size=len(ports), **where)
             result = job.run(job.args, *job.more)
             if rank == 0:

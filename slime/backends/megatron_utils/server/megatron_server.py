@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from slime.backends.megatron_utils.server.arguments import parse_server_args
 from slime.utils.errors import UsageError
+from slime.utils.misc import listen_anywhere
 from slime.utils.wait import WaitTimeout, wait
 
 if TYPE_CHECKING:
@@ -68,10 +69,8 @@ def _listener(host: str, port: int) -> socket.socket:
 def _serve(args: argparse.Namespace, rank: int, world_size: int, listener: socket.socket | None) -> int:
     from slime.backends.megatron_utils import initialize
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        free_port = probe.getsockname()[1]
     address = os.environ.get("MASTER_ADDR", "127.0.0.1") if world_size > 1 else "127.0.0.1"
-    port = int(os.environ["MASTER_PORT"]) if world_size > 1 else free_port
+    port = int(os.environ["MASTER_PORT"]) if world_size > 1 else listen_anywhere()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     initialize.init(
         args, rank=rank, world_size=world_size, master_addr=address, master_port=port, local_rank=local_rank

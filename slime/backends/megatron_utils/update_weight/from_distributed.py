@@ -7,14 +7,15 @@ On CUDA both ends need NCCL_CUMEM_ENABLE=0 in their environment (slime.ray.actor
 
 from __future__ import annotations
 
-import socket
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.update_weight.base import Bucket, WeightUpdater
 from slime.backends.sglang_utils.weight_transfer import init_process_group
 from slime.utils.accelerator import process_group_backend
-from slime.utils.misc import get_current_node_ip
+from slime.utils.distributed_utils import store_at
+from slime.utils.misc import get_current_node_ip, listen_anywhere
 
 GROUP_NAME = "slime-pp_0"
 
@@ -24,7 +25,8 @@ class DistributedWeightUpdater(WeightUpdater):
 
     def open(self, engine_sizes: list[int]) -> None:
         """Form the process group with the engines."""
-        address, port = _free_address()
+        listener = listen_anywhere()
+        address, port = get_current_node_ip(), listener.getsockname()[1]
         backend = process_group_backend()
         world_size = 1 + sum(engine_sizes)
         offsets = [1 + sum(engine_sizes[:index]) for index in range(len(self.fleet))]
@@ -34,7 +36,7 @@ class DistributedWeightUpdater(WeightUpdater):
         )
         self._group = init_process_group(
             backend=backend,
-            init_method=f"tcp://{address}:{port}",
+            meeting=store_at(listener, world_size, timedelta(seconds=self.deadline_s)),
             world_size=world_size,
             rank=0,
             group_name=GROUP_NAME,
@@ -59,9 +61,3 @@ class DistributedWeightUpdater(WeightUpdater):
         self.fleet.wait(receiving, f"the load of weights {version}")
         for work in sending:
             work.wait()
-
-
-def _free_address() -> tuple[str, int]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return get_current_node_ip(), probe.getsockname()[1]
