@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ import torch
 from slime.backends.sglang_utils import server_control, weight_transfer
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
 from slime.utils import http_utils
+from slime.utils.distributed_utils import store_at
+from slime.utils.misc import listen_anywhere
 from tests.integration.conftest import make_engine
 
 T = TypeVar("T")
@@ -86,14 +89,14 @@ def test_weights_sent_as_a_bucket_are_the_ones_it_answers_with(engine: SGLangEng
 
 
 def test_weights_broadcast_over_gloo_are_the_ones_it_answers_with(engine: SGLangEngine, models: list[Any]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    listener = listen_anywhere()
+    port = listener.getsockname()[1]
+    store = store_at(listener, 2, timedelta(seconds=60))
     joining = threading.Thread(
         target=engine.init_weights_update_group, args=("127.0.0.1", port, 1, 2, "test-group", "gloo")
     )
     joining.start()
-    group = weight_transfer.init_process_group("gloo", f"tcp://127.0.0.1:{port}", 2, 0, "test-group", timeout_s=60)
+    group = weight_transfer.init_process_group("gloo", store, 2, 0, "test-group", timeout_s=60)
     joining.join()
     for version, model in (("8", models[0]), ("9", models[1])):
         named = weights(model)
