@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import ipaddress
 import logging
+import math
 import socket
 import subprocess
 import sys
@@ -137,6 +138,15 @@ def should_run_periodic_action(
     if num_rollout is not None and step == num_rollout:
         return True
     return step % interval == 0 or bool(num_rollout_per_epoch and step % num_rollout_per_epoch == 0)
+
+
+def num_weight_versions(rollouts_ahead: int, interval: int) -> int:
+    """Versions of the weights, the engines' newest among them, that rollouts which are still to be trained may be of.
+
+    The next one to be trained was begun no earlier than `rollouts_ahead` rollouts ago (--async-buffer-size), and there
+    was a weight sync after every `interval`-th of these.
+    """
+    return 1 + math.ceil(rollouts_ahead / interval)
 
 
 def stable_hash(*parts: int | str) -> int:

@@ -65,6 +65,10 @@ class TensorBackuper:
             live.copy_(copies[name], non_blocking=live.is_cuda)
         _wait_for_copies()
 
+    def drop(self, tag: str) -> None:
+        """Forget the copies under `tag`, and free their memory; a tag that holds nothing is left alone."""
+        self._copies.pop(tag, None)
+
     def equals(self, tag: str) -> bool:
         """Whether the live tensors hold, bit by bit, what is backed up under `tag`; False where nothing is."""
         copies = self._copies.get(tag)

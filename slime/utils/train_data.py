@@ -61,6 +61,9 @@ class TrainData(TypedDict):
     """[S] what the checkpoint's processor made of the images; None for a sample without."""
     source_names: NotRequired[list[str]]
     """[S] data set of the prompt; logged."""
+    weight_version: NotRequired[int]
+    """Of the engines when the rollout was begun, written by the rollout manager; read by --keep-old-actor. Absent
+    where no engine takes the trainer's weights."""
     total_lengths: NotRequired[list[int]]
     """[S] prompt + R; written by the split, read by the schedule and by packing."""
 
@@ -93,6 +96,7 @@ class RolloutBatch(TypedDict, total=False):
     returns: list[torch.Tensor]
     partition: list[int]
     """[S] positions of this rank's samples in TrainData."""
+    weight_version: int
     micro_batch_indices: list[list[int]]
     """Positions within this rank's share, one list per micro-batch, in the order of the train steps."""
     num_microbatches: list[int]

@@ -148,6 +148,21 @@ def test_v27_deltas_are_files_beside_a_local_copy(check: Check) -> None:
     assert check(right, without="--colocate").problems.wrong == []
 
 
+def test_old_weights_are_of_one_version(check: Check) -> None:
+    keep = "--keep-old-actor"
+    assert check(keep).problems == Problems()
+    has(check(f"{keep} --partial-rollout").problems.wrong, "needs --mask-offpolicy-in-partial-rollout")
+    assert check(f"{keep} --partial-rollout --mask-offpolicy-in-partial-rollout").problems == Problems()
+    in_flight = check(f"{keep} --update-weights-in-flight", without="--colocate").problems.wrong
+    has(in_flight, f"{keep} does not go with --update-weights-in-flight")
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async --rollout-num-gpus 1"
+    for more in ("", " --no-update-weights-in-flight"):
+        found = check(f"{keep} --rollout-function-path {path}{more}", without="--colocate").problems.wrong
+        assert len(found) == 1
+        has(found, f"{keep} does not go with --rollout-function-path slime.rollout.fully_async_rollout")
+    has(check(f"{keep} --use-rollout-logprobs").problems.wrong, f"{keep} has no effect with --use-rollout-logprobs")
+
+
 def test_v27_released_trainers_have_everything_on_disk(check: Check) -> None:
     wrong = check("--release-train --advantage-estimator ppo --keep-old-actor").problems.wrong
     has(wrong, "--release-train does not go with a critic (--advantage-estimator ppo)")

@@ -176,6 +176,7 @@ def test_a_decode_step_reads_weights_and_cache():
         ({}, 1, 0),  # the first step's own forward pass gives the old log-probs
         ({}, 2, 1),
         ({"recompute_old_log_probs": True}, 1, 1),
+        ({"keep_old_actor": True}, 1, 1),
         ({"use_kl_loss": True}, 1, 1),
         ({"use_kl_loss": True}, 2, 2),
         ({"loss_type": "sft_loss"}, 2, 0),

@@ -101,7 +101,10 @@ def test_the_reference_and_what_it_pushes_aside_are_two_copies_in_host_memory():
     assert with_kl.train_peak - plain.train_peak == 2 * with_kl.weights  # without a GPU that is the same memory
     on_gpu = memory_of(**CUDA, actor_num_gpus_per_node=1, use_kl_loss=True).stages[0]
     assert on_gpu.train_peak == memory_of(**CUDA, actor_num_gpus_per_node=1).stages[0].train_peak
-    assert num_host_copies(plan_args(use_kl_loss=True, keep_old_actor=True)) == 3
+    # one rollout ahead: the engines' weights and those before them; and the reference, and what is pushed aside
+    assert num_host_copies(plan_args(use_kl_loss=True, keep_old_actor=True)) == 2 + 1 + 1
+    ahead = plan_args(keep_old_actor=True, async_buffer_size=5, update_weights_interval=2)
+    assert num_host_copies(ahead) == (1 + 3) + 1, "three syncs in five rollouts"
 
 
 def test_recomputation_keeps_inputs_and_one_chunk():

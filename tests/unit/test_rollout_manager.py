@@ -167,6 +167,21 @@ def test_a_rollout_function_that_returns_tokens_that_are_too_old_ends_the_run(ma
         WeightClock.clear_instances()
 
 
+def test_a_share_carries_the_version_at_which_the_rollout_was_begun(manager):
+    assert all("weight_version" not in box.inner for box in manager.generate(0)[0]), "no engine has the weights"
+
+    def sync_meanwhile(args, rollout_id, data_source, evaluation):
+        manager.set_weight_version(5)
+        return RolloutFnTrainOutput(make_samples())
+
+    try:
+        manager.set_weight_version(4)
+        manager._generate = sync_meanwhile
+        assert [box.inner["weight_version"] for box in manager.generate(7)[0]] == [4, 4]
+    finally:
+        WeightClock.clear_instances()
+
+
 def test_the_records_carry_the_rollout_and_what_its_function_reported(manager):
     _, [(metrics, step_key)] = manager.generate(7)
     assert step_key == "rollout/step" and metrics["rollout/step"] == 7

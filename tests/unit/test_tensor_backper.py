@@ -38,6 +38,15 @@ def test_a_backup_is_a_copy_and_can_be_renewed():
     assert weight.tolist() == [3.0, 3.0]
 
 
+def test_a_dropped_tag_is_gone_and_may_be_dropped_again():
+    backuper = TensorBackuper(lambda: [("w", torch.ones(1))])
+    backuper.backup("old")
+    backuper.backup("ref")
+    backuper.drop("old")
+    backuper.drop("old")
+    assert backuper.tags == ["ref"]
+
+
 def test_an_unknown_tag_names_the_known_ones():
     backuper = TensorBackuper(lambda: [("w", torch.ones(1))])
     backuper.backup("actor")

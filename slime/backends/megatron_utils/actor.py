@@ -42,6 +42,7 @@ from slime.backends.megatron_utils.model.setup import TrainState, setup_model_an
 from slime.backends.megatron_utils.model.train_step import train_one_step
 from slime.backends.megatron_utils.model.value_head import is_value_model
 from slime.backends.megatron_utils.model_weights import named_tensors
+from slime.backends.megatron_utils.old_actor import keep_version
 from slime.backends.megatron_utils.passes import passes_over
 from slime.backends.megatron_utils.resumed_state import (
     load_moved_reference,
@@ -302,10 +303,13 @@ class MegatronTrainActor:
         self._updater.connect(engines, engine_sizes=engine_sizes)
 
     def update_weights(self) -> dict[str, float]:
-        """Send the weights to the engines; returns metrics."""
+        """Send the weights to the engines, and keep a copy of them with --keep-old-actor; returns metrics."""
         if self._updater is None:
             raise RuntimeError("update_weights was called before connect_rollout_engines")
-        return self._updater.update()
+        metrics = self._updater.update()
+        if self.args.keep_old_actor:
+            keep_version(self.args, self._weights, self._updater.weight_version)
+        return metrics
 
     def shutdown(self) -> None:
         """Leave the process groups."""

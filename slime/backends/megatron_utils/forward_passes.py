@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.model.forward_only import compute_log_probs, compute_values
+from slime.backends.megatron_utils.old_actor import swapped_old_actor
 from slime.backends.megatron_utils.routing_replay import free_routing, recorded_routing
 from slime.observability.timer import timer
 from slime.utils.tensor_backper import TensorBackuper
@@ -43,7 +44,7 @@ def needs_old_log_probs(args: Any, num_updates: int) -> bool:
     """
     same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
     is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
-    is_asked_for = is_asked_for or args.use_critic
+    is_asked_for = is_asked_for or args.use_critic or args.keep_old_actor  # the loss's pass is of newer weights
     is_asked_for = is_asked_for or args.use_opd  # the advantages depend on them
     is_asked_for = is_asked_for or args.ci_test or args.save_debug_train_data is not None  # for their readers
     return is_asked_for or not same_as_in_loss
@@ -73,7 +74,9 @@ def add_log_probs(
             data.update(compute_log_probs(args, model, batches, store_prefix="teacher_"))
     if with_old:
         records = args.use_routing_replay and not args.use_rollout_routing_replay
-        with timer("log_probs"), recorded_routing(model, batches, data) if records else nullcontext():
+        weights_of_old = swapped_old_actor(weights, data) if args.keep_old_actor else nullcontext()
+        recording = recorded_routing(model, batches, data) if records else nullcontext()
+        with timer("log_probs"), weights_of_old, recording:
             data.update(compute_log_probs(args, model, batches, with_entropy=args.use_rollout_entropy))
 
 

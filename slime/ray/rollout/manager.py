@@ -132,7 +132,7 @@ class RolloutManager(RayActor):
         Returns:
             one Box with an object reference per data-parallel rank (none without trainers), and the metric records.
         """
-        start = time.monotonic()
+        start, begun = time.monotonic(), WeightClock().version
         samples, metrics = self._samples(rollout_id)
         rollout_time_s = time.monotonic() - start
         self._dump(samples, str(rollout_id))
@@ -140,7 +140,8 @@ class RolloutManager(RayActor):
         self._log_rollout(rollout_id, samples, metrics, rollout_time_s)
         if self.args.debug_rollout_only:
             return [], logging_utils.take_pending()
-        shares = split_train_data(self.args, self._convert(samples), self._parallel_config)
+        data = self._convert(samples) | ({} if begun is None else {"weight_version": begun})
+        shares = split_train_data(self.args, data, self._parallel_config)
         return [Box(ray.put(share)) for share in shares], logging_utils.take_pending()
 
     @ray.method(concurrency_group="evaluation")

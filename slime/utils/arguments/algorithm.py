@@ -161,7 +161,7 @@ class AlgorithmFlags:
     use_opsm: bool = flag(False, "leave out samples far from the policy (OPSM)")
     opsm_delta: float = flag(1e-4, "KL per token above which a sample is left out", needs="use_opsm", at_least=0)
     keep_old_actor: bool = flag(
-        False, "keep the weights that generated the data and take old log-probs from them", later="algorithms"
+        False, "keep the weights that engines got in host memory, and take old log-probs from those that generated"
     )
     ref_update_interval: int | None = flag(
         None,

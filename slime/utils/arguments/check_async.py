@@ -31,6 +31,27 @@ def check_in_flight(args: argparse.Namespace) -> Iterable[str]:
         yield "--update-weights-in-flight has no effect with --colocate: no request is in flight then; leave one out."
 
 
+def check_old_actor(args: argparse.Namespace) -> Iterable[str]:
+    """The weights of --keep-old-actor are those of one version, so the trained tokens of a rollout are of one."""
+    if not args.keep_old_actor:
+        return
+    if keeps_requests_in_flight(args.rollout_function_path):
+        yield (
+            f"--keep-old-actor does not go with --rollout-function-path {args.rollout_function_path}, whose rollouts "
+            "mix weight versions; use --use-tis or --use-rollout-logprobs there."
+        )
+    elif args.update_weights_in_flight:
+        yield (
+            "--keep-old-actor does not go with --update-weights-in-flight, with which one response is of several "
+            "weight versions; leave one of them out."
+        )
+    if args.partial_rollout and not args.mask_offpolicy_in_partial_rollout:
+        yield (
+            "--keep-old-actor with --partial-rollout needs --mask-offpolicy-in-partial-rollout: resumed responses "
+            "have tokens of older weight versions, which must not be trained."
+        )
+
+
 def in_flight_warnings(args: argparse.Namespace) -> Iterable[str]:
     """What a sync with requests in flight costs."""
     if args.update_weights_in_flight:
@@ -40,4 +61,4 @@ def in_flight_warnings(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-CHECKS = (check_fully_async, check_in_flight)
+CHECKS = (check_fully_async, check_in_flight, check_old_actor)

@@ -58,7 +58,9 @@ _POLICY = (
 )
 POINTLESS = (
     Mode("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("micro_batch_size",)),
-    Mode("--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, ("recompute_old_log_probs",)),
+    Mode(
+        "--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, ("recompute_old_log_probs", "keep_old_actor")
+    ),
     Mode("--loss-type sft_loss", lambda args: args.loss_type == "sft_loss", _POLICY),
     Mode(
         "--disable-compute-advantages-and-returns",
@@ -70,6 +72,7 @@ POINTLESS = (
             "custom_advantage_function_path",
             "use_opd",
             "use_rollout_entropy",
+            "keep_old_actor",
         ),
     ),
     Mode(
@@ -112,6 +115,7 @@ _ENGINES = (
     "update_weight_mode",
     "check_weight_update_equal",
     "use_fault_tolerance",
+    "keep_old_actor",
 )
 _TRAINERS = (
     "actor_num_nodes",

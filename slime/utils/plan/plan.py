@@ -283,7 +283,7 @@ def num_log_prob_passes(args: argparse.Namespace, steps_per_rollout: int) -> int
         return 0
     in_loss = steps_per_rollout == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
     in_loss = in_loss and not args.use_rollout_entropy and args.ppo_epochs == 1
-    old = args.recompute_old_log_probs or args.use_rollout_logprobs or not in_loss
+    old = args.recompute_old_log_probs or args.use_rollout_logprobs or args.keep_old_actor or not in_loss
     return int(bool(old)) + int(args.use_kl_loss or args.kl_coef != 0)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
+from slime.utils.misc import num_weight_versions
 from slime.utils.plan.activations import (
     Compute,
     HeadBytes,
@@ -179,9 +180,11 @@ def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> float:
 
 
 def num_host_copies(args: argparse.Namespace) -> int:
-    """Sets of weights kept in host memory: each other model, and what the first of them pushes aside."""
-    others = [args.use_kl_loss or args.kl_coef != 0, args.keep_old_actor, args.use_opd and args.opd_type == "megatron"]
+    """Sets of weights kept in host memory: each other model, old versions, and what the first of them pushes aside."""
+    others = [args.use_kl_loss or args.kl_coef != 0, args.use_opd and args.opd_type == "megatron"]
     count = sum(map(bool, others))
+    if args.keep_old_actor:
+        count += num_weight_versions(args.async_buffer_size, args.update_weights_interval)
     return count + 1 if count else 0
 
 
