@@ -177,9 +177,8 @@ def make_share(args: Any, options: argparse.Namespace, layout: dict[str, int]) -
         "rollout_mask_sums": [response] * count,
         "rollout_log_probs": [[-5.0] * response] * count,
     }
-    scheduled = args.replace(global_batch_size=count) if hasattr(args, "replace") else args
-    sizes = {"dp_size": layout["dp_size"], "cp_size": layout["cp_size"]}
-    return split_train_data(scheduled, data, sizes)[layout["dp_rank"]]
+    scheduled = args.replace(global_batch_size=count)
+    return split_train_data(scheduled, data, layout)[layout["dp_rank"]]
 
 
 def one_rollout(actor: Any, rollout_id: int, share: dict[str, Any]) -> dict[str, float]:
