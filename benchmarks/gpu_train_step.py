@@ -113,7 +113,8 @@ def flags(options: argparse.Namespace) -> Any:
     _, work = options.meet.split(":", 1)
     line = (
         f"--hf-checkpoint {work}/model --model-args-from-hf --accelerator {options.accelerator} --debug-train-only "
-        f"--prompt-data {work}/prompts.jsonl --label-key label --rm-type math --num-rollout 2 --rollout-batch-size 1 "
+        f"--prompt-data {work}/prompts.jsonl --label-key label --rm-type math --num-rollout 2 "
+        f"--rollout-batch-size {options.num_gpus} --global-batch-size {options.num_gpus} "
         f"--rollout-max-response-len {options.length - PROMPT} --rollout-max-prompt-len {PROMPT} "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --use-dynamic-batch-size "
         f"--max-tokens-per-gpu {options.micro_batch_tokens} --actor-num-gpus-per-node {options.num_gpus} "
