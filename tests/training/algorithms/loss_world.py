@@ -13,6 +13,7 @@ import torch
 
 from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
+from slime.utils.ppo_utils import ESTIMATORS
 
 VOCAB = 11
 MASKS = [[1, 0, 1, 1], [1], [0, 0, 0], [1, 1]]
@@ -40,6 +41,7 @@ def make_args(**changes):
         "kl_coef": 0.0,
         "kl_loss_coef": 0.0,
         "kl_loss_type": "k1",
+        "lambd": 0.9,
         "log_probs_chunk_size": -1,
         "loss_type": "policy_loss",
         "normalize_advantages": False,
@@ -106,6 +108,8 @@ def run(args, logits, columns, tokens, *, rewards=REWARDS):
     data["ref_log_probs"] = [torch.tensor(x) for x in columns["ref"]]
     if args.use_opd:
         data["teacher_log_probs"] = [torch.tensor(x) for x in columns["teacher"]]
+    if ESTIMATORS[args.advantage_estimator].needs_critic:
+        data["values"] = [0.5 - x for x in data["log_probs"]]  # any: the losses are compared at given advantages
     losses.compute_advantages_and_returns(args, data)
     batch = next(iter(MicroBatches(data).all()))
     logits = logits.clone().requires_grad_()
