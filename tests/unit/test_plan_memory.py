@@ -14,6 +14,7 @@ from slime.utils.plan.activations import (
     final_norm_saved,
     head_bytes,
     layer_saved,
+    rotary_saved,
     stage_saved,
 )
 from slime.utils.plan.batch import batch_plan
@@ -110,12 +111,13 @@ def test_the_reference_and_what_it_pushes_aside_are_two_copies_in_host_memory():
 def test_recomputation_keeps_inputs_and_one_chunk():
     _, shape, layout = parts()
     compute = CPU_FP32
-    layer = layer_saved(shape, 0, layout, compute)
-    assert stage_saved(shape, range(4), layout, compute, Recompute()) == (4 * layer, 0)
+    layer, angles = layer_saved(shape, 0, layout, compute), rotary_saved(shape, compute)
+    assert angles == 2 * shape.rotary_channels * 4 > 0
+    assert stage_saved(shape, range(4), layout, compute, Recompute()) == (angles + 4 * layer, 0)
     uniform = Recompute("full", "uniform", 2)
-    assert stage_saved(shape, range(4), layout, compute, uniform) == (2 * 64 * 4, 2 * layer)
+    assert stage_saved(shape, range(4), layout, compute, uniform) == (angles + 2 * 64 * 4, 2 * layer)
     block = Recompute("full", "block", 1)
-    assert stage_saved(shape, range(4), layout, compute, block) == (64 * 4 + 3 * layer, layer)
+    assert stage_saved(shape, range(4), layout, compute, block) == (angles + 64 * 4 + 3 * layer, layer)
 
 
 def test_more_tensor_parallel_ranks_keep_less_and_sequence_parallelism_less_again():
@@ -162,7 +164,8 @@ def test_what_autograd_keeps_is_what_the_plan_counts(tmp_path, family):
     assert shape is not None
     layout, compute = ParallelLayout.of(args, shape.num_layers), CPU_FP32
     layers = sum(layer_saved(shape, layer, layout, compute) for layer in range(2))
-    run_world(1, saved_bytes_per_token, args, [40, 25, 63], layers + final_norm_saved(shape, layout, compute))
+    around = rotary_saved(shape, compute) + final_norm_saved(shape, layout, compute)
+    run_world(1, saved_bytes_per_token, args, [40, 25, 63], layers + around)
 
 
 @pytest.mark.parametrize("chunk_size", [-1, 40])

@@ -9,7 +9,7 @@ the compute dtype:
     norms after        one that adds to the residual keeps its input (and on CPU input/rms), not its output
     fused projection   Q + 2 K: values, and keys before their norm, are views of it
     norms of q and k   CPU: q copied 2 Q, k normalised K; CUDA: q copied Q
-    rotary embedding   4 d (cos and sin of every token, for q and for k); rotated q and k: Q + K
+    rotary embedding   rotated q and k: Q + K; cos and sin of every token, 2 d, once for all layers
     attention          its output Q; CPU, sequences of different lengths: per length, joined and in order = 3 Q;
                        CUDA: a contiguous copy of the values K
     MLP                2 F into the gate, silu F, linear half + offset F, product F
@@ -111,6 +111,11 @@ def layer_saved(
     return round(elements * compute.element_size + statistics * FP32)
 
 
+def rotary_saved(shape: ModelShape, compute: Compute) -> int:
+    """Bytes per packed token of the angles' cosines and sines, which all layers of a stage share."""
+    return 0 if shape.latent is not None else 2 * shape.rotary_channels * compute.element_size
+
+
 def final_norm_saved(shape: ModelShape, layout: ParallelLayout, compute: Compute) -> int:
     """Bytes per packed token that the norm before the output layer keeps, its output included."""
     hidden = shape.hidden_size / (layout.tp if layout.is_sequence_parallel else 1)
@@ -130,10 +135,9 @@ def _attention_elements(
         low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim
         up = 0 if "mla_up_proj" in skipped else q + (k + v)
         return low_rank + up + q + k + v + output
-    rotary = 4 * shape.rotary_channels
     norms = ((2 * q + k) if compute.is_cpu else q) if shape.has_qk_norm else 0
     values = 0 if compute.is_cpu or not shape.has_qk_norm else v  # a copy beside the projection that the norm keeps
-    return (q + k + v) + norms + rotary + q + k + values + output
+    return (q + k + v) + norms + q + k + values + output
 
 
 def _mlp_elements(shape: ModelShape, layout: ParallelLayout, skipped: Collection[str]) -> float:
@@ -189,17 +193,18 @@ def stage_saved(
 ) -> tuple[int, int]:
     """Bytes per packed token of one pipeline stage: (kept over the whole micro-batch, made again for one chunk)."""
     hidden = shape.hidden_size * compute.element_size / (layout.tp if layout.is_sequence_parallel else 1)
+    angles = rotary_saved(shape, compute)
     if recompute.granularity != "full":
         skipped = recompute.modules if recompute.granularity == "selective" else ()
         again = max((layer_saved(shape, n, layout, compute) for n in layers), default=0) if skipped else 0
         kept = [layer_saved(shape, n, layout, compute, skipped) for n in layers]
-        return sum(kept), max(0, again - min(kept, default=0))
+        return angles + sum(kept), max(0, again - min(kept, default=0))
     saved = [layer_saved(shape, layer, layout, compute) for layer in layers]
     size = max(1, recompute.num_layers)
     if recompute.method == "block":
-        return round(hidden * len(saved[:size])) + sum(saved[size:]), max(saved[:size], default=0)
+        return angles + round(hidden * len(saved[:size])) + sum(saved[size:]), max(saved[:size], default=0)
     chunks = [sum(saved[start : start + size]) for start in range(0, len(saved), size)]
-    return round(hidden * len(chunks)), max(chunks, default=0)
+    return angles + round(hidden * len(chunks)), max(chunks, default=0)
 
 
 def deferred_head_bytes(shape: ModelShape, layout: ParallelLayout, compute: Compute, rows: HeadRows) -> HeadBytes:
