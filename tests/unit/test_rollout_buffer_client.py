@@ -233,16 +233,16 @@ def test_groups_beyond_whole_train_steps_wait_finished_for_the_next_rollout(make
     # A train step is 4 samples = 2 groups; 3 of 4 groups are complete.
     args, source = make("bcdj", rollout_batch_size=4, min_batch_collection_ratio=0.75)
     output = generate_rollout(args, 0, source)
-    assert prompts(output.samples) == ["pb", "pc"]
+    (late,) = {"pb", "pc", "pd"} - set(prompts(output.samples))  # the last of the three to be complete
     assert {group[0].prompt: group[0].status for group in source.buffer} == {
-        "pd": Sample.Status.COMPLETED,
+        late: Sample.Status.COMPLETED,
         "pj": Sample.Status.PENDING,
     }
     engine.held = set()
     calls = len(engine.requests)
-    assert "pd" in prompts(generate_rollout(args, 1, source).samples)
+    assert late in prompts(generate_rollout(args, 1, source).samples)
     asked = [request["input_ids"][-1] for request in engine.requests[calls:]]
-    assert ord("d") not in asked, "it is not generated again"
+    assert ord(late[1]) not in asked, "it is not generated again"
 
 
 def test_empty_answers_are_borne_as_often_as_said(make, engine):
