@@ -211,7 +211,7 @@ def test_what_only_a_gpu_can_do_is_a_problem_of_the_device(flags, named):
     [
         ("--attention-dropout 0.1", "our attention has no dropout"),
         ("--normalization LayerNorm", "--normalization LayerNorm is not supported yet (model families);"),
-        ("--optimizer sgd", "--optimizer sgd is not supported yet (algorithms)."),
+        ("--optimizer sgd", "checkpoints no state but Adam's; use adam"),
         ("--attention-backend fused", "it needs TransformerEngine"),
     ],
 )

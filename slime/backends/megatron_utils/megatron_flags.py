@@ -33,6 +33,7 @@ SLIMES = ["--mtp-num-layers", "--mtp-loss-scaling-factor", "--calculate-per-toke
 
 ALWAYS = "always so here"
 """Reason of warned options that ask for what is done anyway."""
+_NO_SGD = "Megatron's distributed optimizer holds and checkpoints no state but Adam's"
 
 TABLE: tuple[Group, ...] = (
     # ------------------------------------------------------------------------------------------------------- used
@@ -278,8 +279,7 @@ TABLE: tuple[Group, ...] = (
     Group(
         "refused",
         "--sgd-momentum",
-        "optimizers other than Adam",
-        later="algorithms",
+        _NO_SGD,
     ),
     Group(
         "refused",
@@ -386,7 +386,7 @@ REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
         ("mrope", "learned_absolute", "relative", "none"), ("", "model families")
     ),
     "--optimizer": {
-        "sgd": ("", "algorithms"),
+        "sgd": (f"{_NO_SGD}; use adam", None),
         **dict.fromkeys(
             ("muon", "dist_muon"),
             ("it requires the library emerging_optimizers, which slime does not install; use adam", None),
