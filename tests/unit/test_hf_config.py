@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils.hf_config import (
-    CROSS_CHECKED,
     DEFAULTS,
     DERIVABLE_MODEL_TYPES,
     SUPPORTED_MODEL_TYPES,
-    config_mismatches,
-    flag_of,
     model_args_from_hf,
     moe_layer_pattern,
     unsupported_model,
 )
+from slime.backends.megatron_utils.hf_config_check import CROSS_CHECKED, config_mismatches, flag_of
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
 from slime.utils.errors import UsageError
 

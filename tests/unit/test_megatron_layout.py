@@ -165,7 +165,7 @@ def test_64_gpus_in_every_dimension_are_accepted():
     assert (problems.wrong, problems.environment) == ([], [])
     assert problems.unsupported == []
     assert (args.world_size, args.data_parallel_size) == (64, 4)  # 64 / (2 * 4 * 2)
-    assert Layout.of(args).expert_data == 1  # 64 / (2 * 8 * 4): experts keep the tensor-parallel size
+    assert Layout.of(args).expert_tensor == 2, "experts keep the tensor-parallel size"
 
 
 @pytest.mark.parametrize(

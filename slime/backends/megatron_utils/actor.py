@@ -43,7 +43,6 @@ from slime.backends.megatron_utils.model.train_step import train_one_step
 from slime.backends.megatron_utils.model.value_head import is_value_model
 from slime.backends.megatron_utils.model_weights import named_tensors
 from slime.backends.megatron_utils.old_actor import keep_version
-from slime.backends.megatron_utils.passes import passes_over
 from slime.backends.megatron_utils.resumed_state import (
     load_moved_reference,
     restore_controller,
@@ -51,6 +50,7 @@ from slime.backends.megatron_utils.resumed_state import (
 )
 from slime.backends.megatron_utils.routing_replay import take_engine_routing
 from slime.backends.megatron_utils.train_dump import save_train_data
+from slime.backends.megatron_utils.training_passes import passes_over
 from slime.backends.megatron_utils.update_weight import build_weight_updater
 from slime.observability.memory_recorder import recorder_of
 from slime.observability.profiler import Profiler

@@ -25,13 +25,8 @@ from slime.backends.megatron_utils.flag_classes import (
     option_of,
     refused_flags,
 )
-from slime.backends.megatron_utils.hf_config import (
-    SUPPORTED_MODEL_TYPES,
-    config_differences,
-    config_mismatches,
-    model_args_from_hf,
-    unsupported_model,
-)
+from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf, unsupported_model
+from slime.backends.megatron_utils.hf_config_check import config_differences, config_mismatches
 from slime.backends.megatron_utils.layout import layout_problems
 from slime.backends.megatron_utils.moe_checks import check_moe
 from slime.backends.megatron_utils.parser_flags import add_parser_flags

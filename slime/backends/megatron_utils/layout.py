@@ -64,11 +64,6 @@ class Layout:
         """Copies of the model (data-parallel size)."""
         return self.world // self.model
 
-    @property
-    def expert_data(self) -> int:
-        """Copies of the experts."""
-        return self.world // (self.expert_tensor * self.expert * self.pipeline)
-
 
 def virtual_stages(args: argparse.Namespace, pipeline: int) -> int | None:
     """Pipeline stages per rank; None without virtual stages, or where the flags contradict each other."""

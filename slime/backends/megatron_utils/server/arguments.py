@@ -60,12 +60,14 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--model-name", help="family of the weights' names (default: from --hf-checkpoint)")
     model.add_argument("--custom-model-provider-path", help="function that builds the Megatron model")
     model.add_argument("--accelerator", default="auto", help="auto, cuda or cpu")
-    _add_server_flags(parser.add_argument_group("server"))
+    server = parser.add_argument_group("server")
+    _add_address_flags(server)
+    _add_limit_flags(server)
     return add_megatron_arguments(parser)
 
 
-def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    env, whole, positive = os.environ.get, at_least(1, int), at_least(0, float)
+def _add_address_flags(group: argparse._ArgumentGroup) -> None:
+    env, whole = os.environ.get, at_least(1, int)
     group.add_argument("--teacher-host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     group.add_argument(
         "--teacher-port", type=whole, default=env("TEACHER_PORT", "7999"), help="(default: $TEACHER_PORT or 7999)"
@@ -88,6 +90,10 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         default=env("TEACHER_WARMUP_TIMEOUT_S", "3000"),
         help="seconds that it may take (default: $TEACHER_WARMUP_TIMEOUT_S or 3000)",
     )
+
+
+def _add_limit_flags(group: argparse._ArgumentGroup) -> None:
+    env, whole, positive = os.environ.get, at_least(1, int), at_least(0, float)
     for kind, of in {"sample": "top and sampled tokens", "label": "input tokens and labels"}.items():
         group.add_argument(
             f"--teacher-{kind}-reduction-chunk-size",

@@ -1,0 +1,125 @@
+"""Whether the model flags that were given agree with a Hugging Face config.json.
+
+What the config means in Megatron's terms is slime.backends.megatron_utils.hf_config's; files it opens none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime.backends.megatron_utils.hf_config import DERIVABLE_MODEL_TYPES, model_args_from_hf, moe_layer_pattern
+from slime.utils.errors import UsageError
+
+FLAG_OF = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "add_bias_linear": "--disable-bias-linear",
+    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    "num_moe_experts": "--num-experts",
+}
+# A wrong value of these makes another model; the others (vocabulary, positions) are limits that a user may widen, or
+# change the training and not the model (the load-balancing loss).
+CROSS_CHECKED = [
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "layernorm_epsilon",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+    "untie_embeddings_and_output_weights",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_max_position_embeddings",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+]
+
+
+def flag_of(attribute: str) -> str:
+    """Return the option string of a Megatron attribute."""
+    return FLAG_OF.get(attribute, "--" + attribute.replace("_", "-"))
+
+
+def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
+    """Return one sentence for each model flag that disagrees with the HF config (all of them, not the first).
+
+    A config of a type without a translation is compared with nothing; see `hf_config.unsupported_model`.
+    """
+    if hf_config.get("model_type") not in DERIVABLE_MODEL_TYPES:
+        return []
+    try:
+        differences = config_differences(args, hf_config)
+    except UsageError as error:
+        return error.messages
+    remedies = {"vocab_size": "leave it out"}
+    return [
+        f"{flag_of(name)}: the flags say {ours}, the HF config says {theirs}; correct the flag or "
+        f"{remedies.get(name, 'give --model-args-from-hf')}."
+        for name, ours, theirs in differences
+    ]
+
+
+def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(attribute, value of the flags, value of the HF config) of everything that makes them two models.
+
+    Raises:
+        UsageError: as `model_args_from_hf`.
+    """
+    expected = model_args_from_hf(hf_config)
+    given = vars(args) | _as_built(vars(args))
+    if "moe_layer_freq" in expected:
+        expected["moe_layer_freq"] = moe_layer_pattern(expected["moe_layer_freq"], expected["num_layers"])
+    names = [*CROSS_CHECKED, *(["vocab_size"] if given["vocab_size"] is not None else [])]
+    return [
+        (name, given[name], expected[name]) for name in names if name in expected and given[name] != expected[name]
+    ]
+
+
+def _as_built(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron makes of flags that were left out."""
+    built: dict[str, Any] = {}
+    if given.get("multi_latent_attention") and given["rope_type"] is None:
+        built["rope_type"] = "yarn"
+    if not given["group_query_attention"]:
+        built["num_query_groups"] = given["num_attention_heads"]
+    if given["kv_channels"] is None and given["hidden_size"] and given["num_attention_heads"]:
+        built["kv_channels"] = given["hidden_size"] // given["num_attention_heads"]
+    if given["num_moe_experts"]:
+        built["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
+        built["moe_layer_freq"] = moe_layer_pattern(given["moe_layer_freq"], given["num_layers"])
+    return built
