@@ -60,6 +60,11 @@ def model_size(args: argparse.Namespace) -> int:
     return int(args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size)
 
 
+def resumed_from(root: str) -> dict[str, Any]:
+    """The flags of a run that goes on from the checkpoints in `root`."""
+    return {"load": root, "finetune": False, "no_load_optim": False, "no_load_rng": False}
+
+
 def make_train_data() -> dict[str, Any]:
     """A TrainData of `NUM_SAMPLES` samples; samples 4 and 5 are one rollout."""
     rng = random.Random(5)
@@ -91,6 +96,20 @@ def train(
 
     shares = split_train_data(args, make_train_data(), {"dp_size": dp_size, "cp_size": 1})
     run_world(dp_size * args.tensor_model_parallel_size, _rank, args, shares, num_rollouts, check, more)
+
+
+def train_and_save(actor: Any, records: list[Any], out: Path) -> None:
+    """A check of `train` that saves the actor as iteration 0, then does as `train_once_more`."""
+    actor.save_model(0)
+    train_once_more(actor, records, out)
+
+
+def train_once_more(actor: Any, records: list[Any], out: Path) -> None:
+    """A check of `train` that trains on rollout 1 and writes (its records, the weights then) to `out`."""
+    from slime.ray.rollout.dp_split import split_train_data
+
+    (share,) = split_train_data(actor.args, make_train_data(), {"dp_size": 1, "cp_size": 1})
+    torch.save((actor.train_on(1, share), parameters(actor)), out)
 
 
 def _rank(

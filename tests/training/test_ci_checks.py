@@ -19,18 +19,10 @@ from slime.backends.megatron_utils.ci_checks import (
     other_grad_norm,
 )
 from tests.integration.trainer_world import train, trainer_args
-from tests.unit.megatron_fakes import make_hf_model
 
 HOOKS = str(Path(__file__).resolve().parents[1] / "integration" / "trainer_hooks.py")
 ENGINE_GAP = {"ci_train_rollout_logprob_abs_diff_threshold": 9.0}  # the engine's log-probs of these tests are made up
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
-
-
-@pytest.fixture(scope="module")
-def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_model(path)
-    return path
 
 
 def passes(actor: Any, records: list[Any]) -> None:

@@ -5,20 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from slime.backends.megatron_utils.train_dump import merge_shares
 from slime.utils.dumps import load_dump
 from tests.integration.trainer_world import NUM_SAMPLES, make_train_data, train, trainer_args
-from tests.unit.megatron_fakes import make_hf_model
-
-
-@pytest.fixture(scope="module")
-def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_model(path)
-    return path
 
 
 def nothing(actor: Any, records: list[Any]) -> None:

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.trainer_world import make_train_data, parameters, train, trainer_args
+from tests.integration.trainer_world import (
+    parameters,
+    resumed_from,
+    train,
+    train_and_save,
+    train_once_more,
+    trainer_args,
+)
 from tests.unit.argument_lines import Check, check, command_line, has
-from tests.unit.megatron_fakes import make_hf_model, run_world
+from tests.unit.megatron_fakes import run_world
 
 __all__ = ["check", "command_line"]  # fixtures
-
-
-@pytest.fixture(scope="module")
-def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_model(path)
-    return path
 
 
 def save(actor: Any, records: list[Any], out: Path) -> None:
@@ -62,22 +62,10 @@ def test_what_is_not_trained_keeps_its_bits_and_has_no_optimizer_state(
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
-def save_after_one(actor: Any, records: list[Any], out: Path) -> None:
-    actor.save_model(0)
-    train_once_more(actor, records, out)
-
-
-def train_once_more(actor: Any, records: list[Any], out: Path) -> None:
-    from slime.ray.rollout.dp_split import split_train_data
-
-    (share,) = split_train_data(actor.args, make_train_data(), {"dp_size": 1, "cp_size": 1})
-    torch.save((actor.train_on(1, share), parameters(actor)), out)
-
-
 def test_a_run_with_frozen_parameters_is_resumed_bit_for_bit(hf_path: Path, tmp_path: Path):
     frozen = {"freeze_params_name_list": ["layers.0"], "lr": 1e-2}
-    train(trainer_args(hf_path, **frozen, save=str(tmp_path / "ckpt")), save_after_one, tmp_path / "straight")
-    resumed = {"load": str(tmp_path / "ckpt"), "finetune": False, "no_load_optim": False, "no_load_rng": False}
+    train(trainer_args(hf_path, **frozen, save=str(tmp_path / "ckpt")), train_and_save, tmp_path / "straight")
+    resumed = resumed_from(str(tmp_path / "ckpt"))
     train(trainer_args(hf_path, **frozen, **resumed), train_once_more, tmp_path / "resumed", num_rollouts=0)
     straight, again = (torch.load(tmp_path / name) for name in ("straight", "resumed"))
     assert straight[0] == again[0]

@@ -10,16 +10,8 @@ import pytest
 import torch
 
 from tests.integration.trainer_world import make_train_data, train, trainer_args
-from tests.unit.megatron_fakes import make_hf_model
 
 NUM_ROLLOUTS = 6
-
-
-@pytest.fixture(scope="module")
-def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_model(path)
-    return path
 
 
 class Engines:

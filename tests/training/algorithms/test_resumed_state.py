@@ -8,30 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.trainer_world import make_train_data, parameters, train, trainer_args
-from tests.unit.megatron_fakes import make_hf_model
+from tests.integration.trainer_world import resumed_from, train, train_and_save, train_once_more, trainer_args
 
 REINFORCE = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_loss_type": "k2"}
 ADAPTIVE = {"kl_ctrl": "adaptive", "kl_coef": 0.1, "kl_target": 1e-3, "kl_horizon": 60}
-
-
-@pytest.fixture(scope="module")
-def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_model(path)
-    return path
-
-
-def save_and_go_on(actor: Any, records: list[Any], out: Path) -> None:
-    actor.save_model(0)
-    go_on(actor, records, out)
-
-
-def go_on(actor: Any, records: list[Any], out: Path) -> None:
-    from slime.ray.rollout.dp_split import split_train_data
-
-    (share,) = split_train_data(actor.args, make_train_data(), {"dp_size": 1, "cp_size": 1})
-    torch.save((actor.train_on(1, share), parameters(actor)), out)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +20,10 @@ def go_on(actor: Any, records: list[Any], out: Path) -> None:
 def test_a_resumed_run_goes_on_with_the_same_kl(hf_path: Path, tmp_path: Path, changes: dict[str, Any]):
     changes = changes | {"lr": 1e-2, "ref_load": str(hf_path)}
     root = str(tmp_path / "ckpt")
-    train(trainer_args(hf_path, **changes, save=root), save_and_go_on, tmp_path / "straight")
-    resumed = {"load": root, "finetune": False, "no_load_optim": False, "no_load_rng": False}
-    train(trainer_args(hf_path, **changes, **resumed), go_on, tmp_path / "resumed", num_rollouts=0)
+    train(trainer_args(hf_path, **changes, save=root), train_and_save, tmp_path / "straight")
+    train(
+        trainer_args(hf_path, **changes, **resumed_from(root)), train_once_more, tmp_path / "resumed", num_rollouts=0
+    )
     (records, weights), (again, same) = (torch.load(tmp_path / name) for name in ("straight", "resumed"))
     assert records == again
     assert all(torch.equal(weights[name], same[name]) for name in weights)

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from slime.utils.arguments.problems import Problems
 from tests.integration.trainer_world import NUM_SAMPLES, parameters, train, trainer_args
 from tests.unit.argument_lines import Check, check, command_line, has
-from tests.unit.megatron_fakes import make_hf_model
 
 __all__ = ["check", "command_line"]  # fixtures
 
@@ -41,13 +39,6 @@ def save(actor: Any, records: list[Any], out: Path) -> None:
     if dist.get_rank() == 0:
         steps = [metrics for metrics, key in records if key == "train/step"]
         torch.save((seen, steps, parameters(actor)), out)
-
-
-@pytest.fixture(scope="module")
-def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_model(path)
-    return path
 
 
 def run(hf_path: Path, out: Path, *, dp_size: int = 2, **changes: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:

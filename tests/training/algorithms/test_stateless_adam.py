@@ -5,21 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.integration.trainer_world import parameters, train, trainer_args
 from tests.unit.argument_lines import Check, check, command_line, has
-from tests.unit.megatron_fakes import make_hf_model
 
 __all__ = ["check", "command_line"]  # fixtures
-
-
-@pytest.fixture(scope="module")
-def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_model(path)
-    return path
 
 
 def save(actor: Any, records: list[Any], out: Path) -> None:

@@ -9,14 +9,6 @@ import pytest
 import torch
 
 from tests.integration.trainer_world import NUM_ROLLOUTS, train, trainer_args
-from tests.unit.megatron_fakes import make_hf_model
-
-
-@pytest.fixture(scope="module")
-def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf")
-    make_hf_model(path)
-    return path
 
 
 def of(records: list[Any], key: str) -> list[dict[str, float]]:
