@@ -97,10 +97,7 @@ TABLE: tuple[Group, ...] = (
         --min-lr --lr-decay-style --lr-decay-iters --lr-warmup-iters --lr-warmup-fraction --lr-warmup-init
         --lr-wsd-decay-style --lr-wsd-decay-iters --use-checkpoint-opt_param-scheduler""",
     ),
-    Group(
-        "used",
-        "--ckpt-step --no-load-optim --no-load-rng --finetune --exit-on-missing-checkpoint --ckpt-format",
-    ),
+    Group("used", "--ckpt-step --no-load-optim --no-load-rng --finetune --exit-on-missing-checkpoint --ckpt-format"),
     # ----------------------------------------------------------------------------------------------------- warned
     Group(
         "warned",
@@ -147,11 +144,7 @@ TABLE: tuple[Group, ...] = (
         "pipeline stages send whole tensors over NCCL or gloo, reduce and gather when they are ready, and treat all "
         "micro-batches alike",
     ),
-    Group(
-        "warned",
-        "--cp-comm-type",
-        "context-parallel ranks gather each other's keys and values",
-    ),
+    Group("warned", "--cp-comm-type", "context-parallel ranks gather each other's keys and values"),
     Group(
         "warned",
         "--train-iters --train-samples --eval-iters --full-validation --exit-interval",
@@ -218,12 +211,7 @@ TABLE: tuple[Group, ...] = (
         "Megatron 0.16.1 waits for ever in passes without gradients with it",
     ),
     Group("refused", "--mtp-standalone", "it follows from --pipeline-model-parallel-layout"),
-    Group(
-        "refused",
-        "--moe-grouped-gemm",
-        "layers of experts",
-        later="model families",
-    ),
+    Group("refused", "--moe-grouped-gemm", "layers of experts", later="model families"),
     Group(
         "refused",
         """--experimental-attention-variant --dsa-indexer-n-heads --dsa-indexer-head-dim
@@ -276,11 +264,7 @@ TABLE: tuple[Group, ...] = (
         --nccl-communicator-config-path --ddp-num-buckets""",
         later="several GPUs",
     ),
-    Group(
-        "refused",
-        "--sgd-momentum",
-        _NO_SGD,
-    ),
+    Group("refused", "--sgd-momentum", _NO_SGD),
     Group(
         "refused",
         """--muon-momentum --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode --muon-fp32-matmul-prec

@@ -238,6 +238,26 @@ def check_replay(template: str | None, first_rollout: int | None, num_rollout: i
             return
 
 
+def output_dirs(args: argparse.Namespace) -> dict[str, str | None]:
+    """option -> directory that the run will write."""
+    return {
+        "--save": args.save,
+        "--output-dir": args.output_dir if args.output_dir != args.save else None,
+        "--save-hf": _fixed_parent(args.save_hf),
+        "--save-debug-rollout-data": _fixed_parent(args.save_debug_rollout_data),
+        "--save-debug-train-data": _fixed_parent(args.save_debug_train_data),
+        "--ci-save-grad-norm": _fixed_parent(args.ci_save_grad_norm),
+        "--memory-snapshot-dir": args.memory_snapshot_dir if args.record_memory_history else None,
+        "--wandb-dir": args.wandb_dir,
+        "--tb-project-name": args.tb_project_name,
+    }
+
+
+def _fixed_parent(template: str | None) -> str | None:
+    """The directory part of a path template that is the same for every rollout."""
+    return None if template is None else template.split("{", 1)[0].rpartition("/")[0] or "."
+
+
 def check_output_dirs(outputs: dict[str, str | None]) -> Iterator[str]:
     """Every directory to write (option -> path) can be made and written; nothing is left behind."""
     for option, path in outputs.items():

@@ -373,7 +373,7 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
                 problems.extend(
                     check_hook(f"evaluation data set {dataset.name}: {name}", path, HOOKS[name], signature_problem)
                 )
-    problems.extend(check_files.check_output_dirs(_outputs(args)))
+    problems.extend(check_files.check_output_dirs(check_files.output_dirs(args)))
     problems.extend(check_files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
 
 
@@ -391,23 +391,3 @@ def _check_hook_settings(args: Args) -> list[str]:
     from slime.rollout.base_types import HOOKS
 
     return list(check_settings(vars(args), HOOKS))
-
-
-def _outputs(args: Args) -> dict[str, str | None]:
-    """option -> directory that the run will write."""
-    return {
-        "--save": args.save,
-        "--output-dir": args.output_dir if args.output_dir != args.save else None,
-        "--save-hf": _fixed_parent(args.save_hf),
-        "--save-debug-rollout-data": _fixed_parent(args.save_debug_rollout_data),
-        "--save-debug-train-data": _fixed_parent(args.save_debug_train_data),
-        "--ci-save-grad-norm": _fixed_parent(args.ci_save_grad_norm),
-        "--memory-snapshot-dir": args.memory_snapshot_dir if args.record_memory_history else None,
-        "--wandb-dir": args.wandb_dir,
-        "--tb-project-name": args.tb_project_name,
-    }
-
-
-def _fixed_parent(template: str | None) -> str | None:
-    """The directory part of a path template that is the same for every rollout."""
-    return None if template is None else template.split("{", 1)[0].rpartition("/")[0] or "."
