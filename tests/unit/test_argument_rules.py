@@ -46,11 +46,18 @@ def test_v2_sampling_parameters_are_in_range(check: Check, changes: str, sentenc
     has(check(changes).problems.wrong, sentence)
 
 
-def test_v2_the_policy_loss_needs_the_whole_distribution_for_now(check: Check) -> None:
-    for changes in ("--rollout-top-p 0.9", "--rollout-top-k 5"):
-        problems = check(changes).problems
-        assert problems.wrong == []
-        has(problems.unsupported, f"{changes} is not supported yet with --loss-type policy_loss (algorithms)")
+def test_v2_the_policy_loss_does_not_know_top_k_for_now(check: Check) -> None:
+    problems = check("--rollout-top-k 5").problems
+    assert problems.wrong == []
+    has(problems.unsupported, "--rollout-top-k 5 is not supported yet with --loss-type policy_loss (algorithms)")
+
+
+def test_v2_a_nucleus_is_not_compared_with_whole_distributions(check: Check) -> None:
+    assert check("--rollout-top-p 0.9").problems.unsupported == []
+    hook = "--custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function"
+    for changes in ("--use-tis", "--use-rollout-logprobs", f"--get-mismatch-metrics {hook}", "--use-opd"):
+        option = changes.split()[0]
+        has(check(f"--rollout-top-p 0.9 {changes}").problems.wrong, f"0.9 and {option} exclude each other")
 
 
 @pytest.mark.parametrize("asked", ["--kl-coef 0.1", "--use-kl-loss"])

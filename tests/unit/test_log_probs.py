@@ -126,3 +126,114 @@ def split_vocabulary(rank: int, world_size: int, store_path: str) -> None:
 
 def test_a_vocabulary_split_over_two_ranks_gives_the_same(tmp_path):
     mp.spawn(split_vocabulary, args=(2, str(tmp_path / "store")), nprocs=2)
+
+
+# ---- a cut distribution
+
+
+def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """What SGLang's PyTorch sampler keeps: all but tokens before which, by falling probability, lies more than p."""
+    p = torch.softmax(logits.double(), dim=-1)
+    falling, order = p.sort(dim=-1, descending=True)
+    kept = falling.cumsum(-1) - falling <= top_p
+    return torch.zeros_like(kept).scatter(1, order, kept)
+
+
+def cut_reference(logits, tokens, kept, *, temperature=1.0, with_entropy=True):
+    """Log-probabilities under the masked softmax, entropy of the whole one, and the gradient of both by autograd."""
+    x = logits.double().clone().requires_grad_()
+    kept = kept.scatter(1, tokens[:, None], True)
+    log_q = torch.log_softmax((x / temperature).masked_fill(~kept, float("-inf")), dim=-1)
+    log_p = torch.log_softmax(x / temperature, dim=-1)
+    picked, entropy = log_q.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    weights = torch.arange(1.0, ROWS + 1)
+    ((picked * weights).sum() + with_entropy * (entropy * weights.flip(0)).sum()).backward()
+    return picked.detach().float(), entropy.detach().float(), x.grad.float(), kept.sum(-1)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.8, 0.999])
+@pytest.mark.parametrize(("chunk_size", "with_entropy_grad"), [(-1, True), (3, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_nucleus_equals_a_masked_softmax_with_its_gradient(top_p, chunk_size, with_entropy_grad, dtype):
+    logits, tokens = make_inputs(dtype)
+    want = cut_reference(
+        logits, tokens, nucleus(logits.double() / 0.7, top_p), temperature=0.7, with_entropy=with_entropy_grad
+    )
+    num_kept = torch.zeros(ROWS)
+    options = {"temperature": 0.7, "chunk_size": chunk_size, "with_entropy_grad": with_entropy_grad}
+    got = ours(logits, tokens, top_p=top_p, num_kept=num_kept, **options)
+    assert torch.equal(num_kept.long(), want[3])
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(got[2].float(), want[2], **tolerance)
+    masked = ours(logits, tokens, log_prob_keep_mask=nucleus(logits.double() / 0.7, top_p), **options)
+    for a, b in zip(got, masked, strict=True):
+        assert torch.equal(a, b), "the same mask, given"
+
+
+def test_p_of_one_and_no_mask_are_the_same_bits_and_a_full_mask_the_same_numbers():
+    logits, tokens = make_inputs()
+    whole, everything = ours(logits, tokens), torch.ones(ROWS, VOCAB, dtype=torch.bool)
+    assert all(torch.equal(a, b) for a, b in zip(whole, ours(logits, tokens, top_p=1.0), strict=True))
+    for a, b in zip(whole, ours(logits, tokens, log_prob_keep_mask=everything), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_target_outside_the_nucleus_is_added_to_it():
+    logits = torch.tensor([[0.6, 0.3, 0.08, 0.02]]).log()
+    num_kept = torch.zeros(1)
+    log_probs, _ = calculate_log_probs_and_entropy(logits, torch.tensor([3]), None, top_p=0.5, num_kept=num_kept)
+    assert log_probs.exp().item() == pytest.approx(0.02 / (0.6 + 0.02))
+    assert num_kept.item() == 2
+
+
+def test_the_token_that_crosses_p_is_kept_and_equal_ones_are_kept_together():
+    logits = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]]).log()
+    for top_p, size in {0.39: 1, 0.41: 3, 0.7: 3, 0.85: 5}.items():
+        num_kept = torch.zeros(1)
+        calculate_log_probs_and_entropy(logits, torch.tensor([0]), None, top_p=top_p, num_kept=num_kept)
+        assert num_kept.item() == size, top_p
+
+
+def test_extreme_logits_have_a_nucleus():
+    logits = torch.tensor([[1e4, 0.0, -1e4], [-0.0, 0.0, 0.0], [float("-inf"), 1.0, float("-inf")]])
+    x, num_kept = logits.requires_grad_(), torch.zeros(3)
+    log_probs, _ = calculate_log_probs_and_entropy(x, torch.tensor([0, 1, 1]), None, top_p=0.5, num_kept=num_kept)
+    assert num_kept.tolist() == [1, 3, 1]
+    torch.testing.assert_close(log_probs.exp(), torch.tensor([1, 1 / 3, 1]))
+    log_probs.sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_a_mask_and_a_nucleus_exclude_each_other():
+    logits, tokens = make_inputs()
+    mask = torch.ones(ROWS, VOCAB, dtype=torch.bool)
+    with pytest.raises(ValueError, match="top_p 0.5 exclude each other"):
+        calculate_log_probs_and_entropy(logits, tokens, None, log_prob_keep_mask=mask, top_p=0.5)
+
+
+def split_nucleus(rank: int, world_size: int, store_path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size)
+    width = VOCAB // world_size
+    columns = slice(rank * width, (rank + 1) * width)
+    for vocab_size, top_p in ((VOCAB, 0.8), (10, 0.6), (6, 0.9)):  # 6: the second of two ranks holds padding only
+        logits, tokens = make_inputs()
+        tokens = tokens % vocab_size
+        mask = nucleus(logits[:, :vocab_size] / 0.9, top_p)
+        want = cut_reference(logits[:, :vocab_size], tokens, mask, temperature=0.9)
+        grad = torch.nn.functional.pad(want[2], (0, VOCAB - vocab_size))[:, columns]
+        mask = torch.nn.functional.pad(mask, (0, VOCAB - vocab_size))[:, columns]
+        options = {"vocab_size": vocab_size, "temperature": 0.9, "chunk_size": 3, "tp_group": dist.group.WORLD}
+        for cut in ({"top_p": top_p}, {"log_prob_keep_mask": mask}):
+            num_kept = torch.zeros(ROWS)
+            got = ours(logits[:, columns].contiguous(), tokens, num_kept=num_kept, **cut, **options)
+            assert torch.equal(num_kept.long(), want[3])
+            for a, b in zip(got, (*want[:2], grad), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+    dist.destroy_process_group()
+
+
+def test_a_nucleus_over_a_split_vocabulary_is_the_same(tmp_path):
+    mp.spawn(split_nucleus, args=(2, str(tmp_path / "store")), nprocs=2)

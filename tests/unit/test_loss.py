@@ -10,6 +10,7 @@ import torch
 from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
 from slime.backends.megatron_utils.loss import log_probs as log_probs_module
+from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
 from tests.training.algorithms import loss_world
 
@@ -124,8 +125,28 @@ def test_temperature_divides_the_logits():
     assert hot == run(make_args(), make_batch(make_args()), logits / 2)[2]
 
 
-def test_sft_is_minus_the_mean_log_prob():
-    args, logits = make_args(loss_type="sft_loss"), make_logits()
+def test_top_p_cuts_the_log_probs_not_the_entropy_and_reports_what_is_kept():
+    logits, hidden = make_logits(requires_grad=True), DeferredLogits(make_logits()[0], torch.eye(VOCAB))
+    args = make_args(rollout_top_p=0.5, log_probs_chunk_size=2)
+    p = logits[0, [0, 1, 3]].detach().double().softmax(-1)
+    falling, order = p.sort(descending=True)
+    kept = torch.zeros_like(p, dtype=torch.bool).scatter(1, order, falling.cumsum(-1) - falling <= 0.5)
+    kept[[0, 1, 2], [6, 7, 9]] = True
+    size = kept.sum(-1).tolist()
+    for given in (logits, hidden):
+        log_probs, _ = losses.get_log_probs_and_entropy(args, make_batch(args), given)
+        expected = picked(logits) - (p * kept).sum(-1).log()
+        torch.testing.assert_close(log_probs.detach(), expected.float())
+        metrics = run(args, make_batch(args), given)[2]
+        assert metrics["top_p_kept_vocab_per_token"] == pytest.approx((size[0] + size[1]) / 2 + size[2])
+        assert metrics["entropy_loss"] == run(make_args(), make_batch(args), make_logits())[2]["entropy_loss"]
+        assert metrics["ppo_kl"] == 0.0
+        assert "train_rollout_logprob_abs_diff" not in metrics, "the engine's are of the whole distribution"
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_sft_is_minus_the_mean_log_prob_of_the_whole_distribution(top_p):
+    args, logits = make_args(loss_type="sft_loss", rollout_top_p=top_p), make_logits()
     now = picked(logits).tolist()
     loss, num_tokens, metrics = run(args, make_batch(args), logits)
     assert metrics == {"loss": pytest.approx(-(now[0] + now[1]) / 2 - now[2], rel=1e-5)}

@@ -178,7 +178,9 @@ def test_the_head_needs_what_the_log_probs_allocate(chunk_size, trains_entropy):
 
     def forward() -> torch.Tensor:
         logits = states @ weight.t()
-        return calculate_log_probs_and_entropy(logits, rows, None, True, chunk_size, trains_entropy, rows=rows)[0]
+        return calculate_log_probs_and_entropy(
+            logits, rows, None, True, chunk_size, with_entropy_grad=trains_entropy, rows=rows
+        )[0]
 
     head = head_bytes(shape, layout, CPU_FP32, HeadRows(tokens, responses, chunk_size, trains_entropy))
     with torch.no_grad():

@@ -80,6 +80,24 @@ def check_mismatch(args: argparse.Namespace) -> Iterable[str]:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; lower it."
 
 
+def check_nucleus(args: argparse.Namespace) -> Iterable[str]:
+    """Log-probs of a nucleus are compared with log-probs of a nucleus only."""
+    if args.rollout_top_p == 1.0 or args.loss_type == "sft_loss":
+        return
+    of_whole_distributions = {
+        "--use-tis": args.use_tis,
+        "--use-rollout-logprobs": args.use_rollout_logprobs,
+        "--get-mismatch-metrics": args.get_mismatch_metrics,
+        "--use-opd": args.use_opd,
+    }
+    for option in (option for option, is_given in of_whole_distributions.items() if is_given):
+        whose = "a teacher's" if option == "--use-opd" else "the engine's"
+        yield (
+            f"--rollout-top-p {args.rollout_top_p} and {option} exclude each other: {whose} log-probs are of the "
+            f"whole distribution, the policy's of its nucleus; use --rollout-top-p 1, or leave {option} out."
+        )
+
+
 def check_kl(args: argparse.Namespace) -> Iterable[str]:
     """The KL penalty is either inside the reward or a loss of its own, and needs a reference (V3, V7)."""
     if args.kl_coef and args.kl_loss_coef:
@@ -169,6 +187,7 @@ CHECKS = (
     check_passes,
     check_advantages,
     check_mismatch,
+    check_nucleus,
     check_kl,
     check_distillation,
     check_trained_parameters,
@@ -181,14 +200,7 @@ CHECKS = (
 
 def sampling_not_built(args: argparse.Namespace) -> Iterable[str]:
     """Rollout sampling must be the distribution whose log-probs the trainer computes."""
-    if args.loss_type != "policy_loss":
-        return
-    if args.rollout_top_p != 1.0:
-        yield (
-            f"--rollout-top-p {args.rollout_top_p} is not supported yet with --loss-type policy_loss (algorithms); "
-            "use 1.0."
-        )
-    if args.rollout_top_k != -1:
+    if args.loss_type == "policy_loss" and args.rollout_top_k != -1:
         yield (
             f"--rollout-top-k {args.rollout_top_k} is not supported yet with --loss-type policy_loss (algorithms); "
             "use -1."

@@ -2,8 +2,9 @@
 
 The logits are read, never changed, and are all that is kept for the backward pass (the softmax is made again there);
 the rows that are asked for are gathered a chunk at a time. Above the given logits that costs two float32 chunks
-forward, and the logits' gradient in their type and two chunks backward; on CUDA the chunk is never written, the
-arithmetic being fused. It knows nothing about samples, packing or masks: one row of logits, one target.
+forward, and the logits' gradient in their type and two chunks backward, one more where the distribution is cut
+(slime.utils.ppo_utils.nucleus); on CUDA the chunk is never written, the arithmetic being fused. It knows nothing about
+samples, packing or loss masks: one row of logits, one target.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.fusion import fused_on_cuda
+from slime.utils.ppo_utils.nucleus import is_kept_at, kept_probabilities, kept_sums, mass_above, nucleus_bounds
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class _Shard:
 
 
 class _LogProbAndEntropy(torch.autograd.Function):
-    """(logits [T, V/tp], rows [n] or None = all, targets [n]) -> (log_probs [n], entropy [n]), both float32."""
+    """(logits [T, V/tp], rows [n] or None = all, targets [n]) -> (log_probs [n], entropy [n]), both float32.
+
+    `cut`: None, a bool mask [n, V/tp], or top-p. `num_kept`: None, or [n] to write to.
+    """
 
     @staticmethod
     def forward(
@@ -54,24 +59,35 @@ class _LogProbAndEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         shard: _Shard,
         with_entropy_grad: bool,
+        cut: torch.Tensor | float | None,
+        num_kept: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs, entropy, log_normaliser = (
             torch.empty(targets.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
         )
+        cuts: torch.Tensor | None = logits.new_empty(targets.shape[0]) if isinstance(cut, float) else cut
+        log_kept = log_normaliser if cuts is None else torch.empty_like(log_normaliser)
         for chunk in shard.chunks(targets.shape[0]):
-            values = _forward_chunk(logits, _rows_of(chunk, rows, logits), targets[chunk], shard)
-            log_probs[chunk], entropy[chunk], log_normaliser[chunk] = values
+            picked = _rows_of(chunk, rows, logits)
+            at_target, entropy[chunk], log_mass, top = _forward_chunk(logits, picked, targets[chunk], shard)
+            log_normaliser[chunk] = log_mass + top
+            if cuts is not None:
+                if isinstance(cut, float):
+                    cuts[chunk] = _bounds(logits, picked, top, cut * log_mass.exp(), shard)
+                log_mass, kept = _cut_chunk(logits, picked, targets[chunk], cuts[chunk], top, shard)
+                log_kept[chunk] = log_mass + top
+                if num_kept is not None:
+                    num_kept[chunk] = kept
+            log_probs[chunk] = at_target - log_mass
         ctx.shard, ctx.with_entropy_grad = shard, with_entropy_grad
-        ctx.save_for_backward(logits, rows, targets, log_normaliser, entropy)
+        ctx.save_for_backward(logits, rows, targets, log_normaliser, entropy, cuts, log_kept)
         if not with_entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, rows, targets, log_normaliser, entropy = ctx.saved_tensors
+    def backward(ctx: Any, log_prob_grad: torch.Tensor, entropy_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, rows, targets, log_normaliser, entropy, cuts, log_kept = ctx.saved_tensors
         shard: _Shard = ctx.shard
         grad = torch.zeros_like(logits)
         # a rank that holds nothing but padding columns has no gradient
@@ -80,8 +96,10 @@ class _LogProbAndEntropy(torch.autograd.Function):
             column, is_here = shard.local_targets(targets[chunk])
             of_rows = (log_normaliser[chunk], entropy[chunk], log_prob_grad[chunk])
             of_entropy = entropy_grad[chunk] if ctx.with_entropy_grad else None
-            _write_gradient(grad, logits, picked, column, is_here, *of_rows, of_entropy, shard.scale, shard.num_real)
-        return grad, None, None, None, None
+            of_cut = (None if cuts is None else cuts[chunk], log_kept[chunk])
+            sizes = (shard.scale, shard.num_real)
+            _write_gradient(grad, logits, picked, column, is_here, *of_rows, of_entropy, *of_cut, *sizes)
+        return grad, None, None, None, None, None, None
 
 
 def _rows_of(chunk: slice, rows: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
@@ -92,8 +110,8 @@ def _rows_of(chunk: slice, rows: torch.Tensor | None, logits: torch.Tensor) -> t
 
 def _forward_chunk(
     logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, shard: _Shard
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs, entropy and log of the normaliser of `rows` [n]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of `rows` [n], with x = scaled logits - top: x of the target, entropy, log of the sum of exp(x), top."""
     if shard.num_real:
         top = _largest(logits, rows, shard.scale, shard.num_real)
     else:  # this rank holds nothing but padding columns
@@ -105,7 +123,38 @@ def _forward_chunk(
         sums = top.new_zeros((3, len(rows)))
     total, weighted, at_target = shard.all_reduce(sums, dist.ReduceOp.SUM)
     log_total = total.log()
-    return at_target - log_total, log_total - weighted / total, log_total + top
+    return at_target, log_total - weighted / total, log_total, top
+
+
+def _bounds(
+    logits: torch.Tensor, rows: torch.Tensor, top: torch.Tensor, limit: torch.Tensor, shard: _Shard
+) -> torch.Tensor:
+    """The smallest logit of each row that belongs to its nucleus; `limit` [n]: p times the sum of exp(x - top)."""
+
+    def above(bound: torch.Tensor) -> torch.Tensor:
+        if not shard.num_real:
+            return shard.all_reduce(torch.zeros_like(top), dist.ReduceOp.SUM)
+        mass = mass_above(logits, rows, bound, top, shard.scale, shard.num_real)
+        return shard.all_reduce(mass, dist.ReduceOp.SUM)
+
+    return nucleus_bounds(above, limit, logits.dtype)
+
+
+def _cut_chunk(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    cut: torch.Tensor,
+    top: torch.Tensor,
+    shard: _Shard,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log of the sum of exp(x - top) over what is kept of `rows`, with the target, and how many these are, [n]."""
+    if shard.num_real:
+        sums = kept_sums(logits, rows, *shard.local_targets(targets), cut, top, shard.scale, shard.num_real)
+    else:
+        sums = top.new_zeros((2, len(rows)))
+    mass, kept = shard.all_reduce(sums, dist.ReduceOp.SUM)
+    return mass.log(), kept
 
 
 def _scaled(logits: torch.Tensor, rows: torch.Tensor, scale: float, num_real: int) -> torch.Tensor:
@@ -147,26 +196,56 @@ def _write_gradient(
     entropy: torch.Tensor,
     log_prob_grad: torch.Tensor,
     entropy_grad: torch.Tensor | None,
+    cut: torch.Tensor | None,
+    log_kept: torch.Tensor,
     scale: float,
     num_real: int,
 ) -> None:
     """Write the rows [n] of the logits' gradient [T, V/tp].
 
-    d log p_t / dx_i = [i = t] - p_i ;  dH / dx_i = -p_i (log p_i + H)
+    d log q_t / dx_i = [i = t] - q_i ;  dH / dx_i = -p_i (log p_i + H) ;  q is p, or what a cut leaves of it
     """
-    log_p = _scaled(logits, rows, scale, num_real).sub_(log_normaliser[:, None])
-    if entropy_grad is None:
-        of_row = log_p.exp_().mul_(-log_prob_grad[:, None])
-    else:
-        p = log_p.exp()
-        log_p.add_(entropy[:, None]).mul_(-entropy_grad[:, None]).sub_(log_prob_grad[:, None])
-        of_row = p.mul_(log_p)
+    of_distribution = (log_normaliser, entropy, log_prob_grad, entropy_grad)
+    of_row = _rows_gradient(logits, rows, *of_distribution, cut, log_kept, scale, num_real)
     grad[:, :num_real][rows] = of_row.mul_(scale).to(grad.dtype)
     # Once more for the target's column, with its [i = t]: a scatter into the row would have to keep it in float32.
-    log_p_t = logits[rows, column].float() * scale - log_normaliser
-    of_p = log_prob_grad if entropy_grad is None else log_prob_grad + entropy_grad * (log_p_t + entropy)
-    of_target = torch.where(is_here, log_prob_grad, 0) - log_p_t.exp() * of_p
+    at_column = logits[rows, column]
+    log_p_t, log_q_t = at_column.float() * scale - log_normaliser, at_column.float() * scale - log_kept
+    q_t = log_q_t.exp()
+    if cut is not None:
+        q_t = torch.where(is_here | is_kept_at(at_column, column, cut), q_t, 0)
+    of_target = torch.where(is_here, log_prob_grad, 0) - q_t * log_prob_grad
+    if entropy_grad is not None:
+        of_target = of_target - log_p_t.exp() * entropy_grad * (log_p_t + entropy)
     grad[rows, column] = (of_target * scale).to(grad.dtype)
+
+
+def _rows_gradient(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    log_normaliser: torch.Tensor,
+    entropy: torch.Tensor,
+    log_prob_grad: torch.Tensor,
+    entropy_grad: torch.Tensor | None,
+    cut: torch.Tensor | None,
+    log_kept: torch.Tensor,
+    scale: float,
+    num_real: int,
+) -> torch.Tensor:
+    """The gradient [n, V/tp] of what is not the target, float32, before the temperature."""
+    if cut is None:
+        log_p = _scaled(logits, rows, scale, num_real).sub_(log_normaliser[:, None])
+        if entropy_grad is None:
+            return log_p.exp_().mul_(-log_prob_grad[:, None])
+        p = log_p.exp()
+        log_p.add_(entropy[:, None]).mul_(-entropy_grad[:, None]).sub_(log_prob_grad[:, None])
+        return p.mul_(log_p)
+    of_row = kept_probabilities(logits, rows, cut, log_kept, scale, num_real).mul_(-log_prob_grad[:, None])
+    if entropy_grad is not None:
+        log_p = _scaled(logits, rows, scale, num_real).sub_(log_normaliser[:, None])
+        p = log_p.exp()
+        of_row.add_(p.mul_(log_p.add_(entropy[:, None]).mul_(-entropy_grad[:, None])))
+    return of_row
 
 
 def calculate_log_probs_and_entropy(
@@ -175,13 +254,19 @@ def calculate_log_probs_and_entropy(
     tp_group: dist.ProcessGroup | None,
     with_entropy: bool = False,
     chunk_size: int = -1,
+    log_prob_keep_mask: torch.Tensor | None = None,
     with_entropy_grad: bool = True,
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
     rows: torch.Tensor | None = None,
+    top_p: float = 1.0,
+    num_kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target and, if asked for, the entropy of each row.
+
+    The distribution of the log-probabilities can be cut, by a mask or to its nucleus: they are then those of what is
+    left, which always includes the target, normalised again. The entropy stays that of the whole distribution.
 
     Args:
         logits: [T, V/tp], any float type; this rank's columns.
@@ -189,19 +274,29 @@ def calculate_log_probs_and_entropy(
         tp_group: the ranks that share the vocabulary; None = all of it is here.
         with_entropy: also return the entropy in nats.
         chunk_size: rows worked on at a time (bounds the float32 copies); -1 = all.
+        log_prob_keep_mask: bool [n, V/tp], the tokens that log-probabilities count; None = all.
         with_entropy_grad: the entropy is differentiable; False saves its part of the backward pass.
         temperature: divides the logits, as the engine does when it samples.
         vocab_size: real tokens over all ranks; columns beyond are padding, which no engine has. None = no padding.
         rows: [n], which of the T rows belong to the targets, each at most once; None = all, in order (n = T). Gathered
             before, they would be a second copy of the logits, and of their gradient.
+        top_p: keep of each row its nucleus, as engines do when they sample (see `nucleus_bounds`); 1 = all.
+        num_kept: [n] float32; where there is a cut, the tokens that each row keeps are written to it.
 
     Returns:
         log_probs [n] and entropy [n] (None unless asked for), float32, the same on every rank of the group.
+
+    Raises:
+        ValueError: there are both a mask and a nucleus.
     """
+    if log_prob_keep_mask is not None and top_p != 1.0:
+        raise ValueError(f"log_prob_keep_mask and top_p {top_p} exclude each other: give one cut")
+    cut = float(top_p) if top_p != 1.0 else log_prob_keep_mask
     tp_size, tp_rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
     width = logits.shape[-1]
     real = width * tp_size if vocab_size is None else vocab_size
     start = tp_rank * width
     shard = _Shard(tp_group, start, min(max(real - start, 0), width), 1.0 / temperature, chunk_size)
-    log_probs, entropy = _LogProbAndEntropy.apply(logits, rows, tokens, shard, with_entropy and with_entropy_grad)
+    trains_entropy = with_entropy and with_entropy_grad
+    log_probs, entropy = _LogProbAndEntropy.apply(logits, rows, tokens, shard, trains_entropy, cut, num_kept)
     return log_probs, entropy if with_entropy else None

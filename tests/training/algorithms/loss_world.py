@@ -48,6 +48,7 @@ def make_args(**changes):
         "opd_kl_coef": 1.0,
         "recompute_loss_function": False,
         "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
         "custom_pg_loss_reducer_function_path": None,
         "custom_tis_function_path": None,
         "get_mismatch_metrics": False,

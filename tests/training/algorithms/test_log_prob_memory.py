@@ -32,16 +32,22 @@ def test_the_usual_way_needs_more(inputs):
     assert training > inputs[0].nbytes + 4 * CHUNK_BYTES
 
 
-def test_a_micro_batch_keeps_the_bounds_too(inputs):
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_micro_batch_keeps_the_bounds_too(inputs, top_p: float):
     """The trainer's own path: the rows of the responses are not gathered as a whole."""
     logits, rows, targets = inputs
     batch = {"response_rows": rows, "response_tokens": targets}
-    args = make_args(log_probs_chunk_size=CHUNK, vocab_size=VOCAB - 8)  # 8 columns of padding
+    args = make_args(log_probs_chunk_size=CHUNK, vocab_size=VOCAB - 8, rollout_top_p=top_p)  # 8 columns of padding
 
     def train() -> None:
         log_probs, entropy = get_log_probs_and_entropy(args, batch, logits, with_entropy=True)
         (log_probs.sum() + entropy.sum()).backward()
 
+    def look() -> None:
+        with torch.no_grad():
+            get_log_probs_and_entropy(args, batch, logits, with_entropy=True)
+
+    assert peak_bytes(look) <= 4 * CHUNK_BYTES
     assert peak_bytes(train) <= logits.nbytes + 4 * CHUNK_BYTES
     padding, prompt = logits.grad[0, :, VOCAB - 8 :], logits.grad[0, : rows[0]]
     assert not padding.any() and not prompt.any() and logits.grad[0, rows].any(1).all()

@@ -24,10 +24,10 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the policy, at the temperature it is sampled with, gives each response token.
+    """What the policy, as it is sampled (temperature, top-p), gives each response token.
 
     Args:
-        args: `rollout_temperature`, `log_probs_chunk_size`, `vocab_size`.
+        args: `rollout_temperature`, `rollout_top_p`, `loss_type`, `log_probs_chunk_size`, `vocab_size`.
         batch: a micro-batch of `data.MicroBatches`.
         logits: [1, T, V/tp], or what they are made of.
         with_entropy: also return the entropy.
@@ -37,33 +37,48 @@ def get_log_probs_and_entropy(
         log_probs and entropy (or None), each [sum of R], float32, the samples' tokens in order: whole responses, on
         every context-parallel rank.
     """
+    columns = get_token_columns(args, batch, logits, with_entropy=with_entropy, with_entropy_grad=with_entropy_grad)
+    return columns["log_probs"], columns.get("entropy")
+
+
+def get_token_columns(
+    args: Any,
+    batch: dict[str, Any],
+    logits: torch.Tensor | DeferredLogits,
+    *,
+    with_entropy: bool = False,
+    with_entropy_grad: bool = True,
+) -> dict[str, torch.Tensor]:
+    """As `get_log_probs_and_entropy`, by name; with --rollout-top-p also `num_kept`, the size of each nucleus."""
+    # A supervised loss is of tokens that nobody sampled.
+    top_p = 1.0 if args.loss_type == "sft_loss" else args.rollout_top_p
+    names = ["log_probs", *["entropy"] * with_entropy, *["num_kept"] * (top_p != 1.0)]
 
     def of_rows(
         logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return calculate_log_probs_and_entropy(
+    ) -> tuple[torch.Tensor, ...]:
+        num_kept = torch.empty(targets.shape, dtype=torch.float32, device=logits.device) if top_p != 1.0 else None
+        log_probs, entropy = calculate_log_probs_and_entropy(
             logits,
             targets,
             parallel_state.get_tensor_model_parallel_group(),
             with_entropy,
             args.log_probs_chunk_size,
-            with_entropy_grad,
+            with_entropy_grad=with_entropy_grad,
             temperature=args.rollout_temperature,
             vocab_size=args.vocab_size,
             rows=rows,
+            top_p=top_p,
+            num_kept=num_kept,
         )
+        return tuple(column for column in (log_probs, entropy, num_kept) if column is not None)
 
     rows, targets = batch["response_rows"], batch["response_tokens"]
     if isinstance(logits, DeferredLogits):
-        log_probs, *more = logits.map_rows(
-            lambda *chunk: tuple(column for column in of_rows(*chunk) if column is not None),
-            *(rows, targets),
-            chunk_size=args.log_probs_chunk_size,
-        )
-        entropy = more[0] if more else None
+        columns = logits.map_rows(of_rows, rows, targets, chunk_size=args.log_probs_chunk_size)
     else:
-        log_probs, entropy = of_rows(logits.squeeze(0), targets, rows)  # not logits[0], whose gradient is a copy
-    return whole_responses(batch, log_probs), None if entropy is None else whole_responses(batch, entropy)
+        columns = list(of_rows(logits.squeeze(0), targets, rows))  # not logits[0], whose gradient is a copy
+    return {name: whole_responses(batch, column) for name, column in zip(names, columns, strict=True)}
 
 
 def whole_responses(batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from slime.backends.megatron_utils.loss.aggregation import Reducer, loss_reducer, metric_reducer, pg_loss_reducer
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
-from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss.log_probs import get_token_columns
 from slime.backends.megatron_utils.loss.off_policy import correct
 from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, compute_gspo_kl, compute_opsm_mask
 
@@ -38,9 +38,8 @@ def policy_loss_function(
         logits: [1, T, V/tp].
         sum_of_sample_mean: [sum of R] -> scalar, of --loss-agg-mode; what is only reported is always a mean.
     """
-    log_probs, entropy = get_log_probs_and_entropy(
-        args, batch, logits, with_entropy=True, with_entropy_grad=args.entropy_coef != 0
-    )
+    columns = get_token_columns(args, batch, logits, with_entropy=True, with_entropy_grad=args.entropy_coef != 0)
+    log_probs, entropy = columns["log_probs"], columns["entropy"]
     rollout_log_probs = _flat(batch, "rollout_log_probs")
     before_update = _flat(batch, "log_probs")
     if before_update is None:
@@ -56,7 +55,9 @@ def policy_loss_function(
     if args.entropy_coef != 0:
         loss = loss - args.entropy_coef * sum_of_sample_mean(entropy)
     of_tokens["entropy_loss"] = entropy
-    if rollout_log_probs is not None:
+    if "num_kept" in columns:  # the engine's log-probs are of the whole distribution: there is nothing to compare
+        of_tokens["top_p_kept_vocab_per_token"] = columns["num_kept"]
+    elif rollout_log_probs is not None:
         of_tokens["train_rollout_logprob_abs_diff"] = (before_update - rollout_log_probs).abs()
     if args.use_kl_loss:
         ratio = torch.exp(log_probs - old_log_probs) if args.use_unbiased_kl else None
