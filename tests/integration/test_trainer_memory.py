@@ -112,12 +112,17 @@ def train_and_measure(args: Any, out: Path, **changes: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"]
+    ("layout", "top_p"),
+    [
+        ("", 1.0),
+        ("--tensor-model-parallel-size 2", 0.7),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 1.0),
+    ],
 )
 def test_recomputed_logits_give_the_same_training_and_are_never_all_in_memory(
-    hf_path: Path, tmp_path: Path, layout: str
+    hf_path: Path, tmp_path: Path, layout: str, top_p: float
 ):
-    changes = {"lr": 1e-2, "entropy_coef": 0.1}
+    changes = {"lr": 1e-2, "entropy_coef": 0.1, "rollout_top_p": top_p}
     plain = train_and_measure(trainer_args(hf_path, layout, **changes), tmp_path / "plain", num_rollouts=2)
     flags = {"recompute_loss_function": True, "log_probs_chunk_size": 7}
     less = train_and_measure(trainer_args(hf_path, layout, **changes, **flags), tmp_path / "less", num_rollouts=2)
