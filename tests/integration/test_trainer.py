@@ -224,6 +224,10 @@ def check_metric_names(actor: Any, records: list[Any]) -> None:
         "tp_size": 1,
         "tp_rank": 0,
         "cp_size": 1,
+        "cp_rank": 0,
+        "pp_size": 1,
+        "pp_rank": 0,
+        "vpp_group": 1,
     }
     data = records[0][0]
     assert data["rollout/raw_reward"] == pytest.approx(6 / 13), "the mean over both ranks' samples"
