@@ -230,8 +230,8 @@ def test_a_share_of_the_batch_is_enough_when_asked_and_the_rest_returns(make, en
 
 def test_groups_beyond_whole_train_steps_wait_finished_for_the_next_rollout(make, engine):
     engine.held = {ord("j")}
-    # A train step is 4 samples = 2 groups; 3 of 4 groups are complete.
-    args, source = make("bcdj", rollout_batch_size=4, min_batch_collection_ratio=0.75)
+    # A train step is 4 samples = 2 groups; 3 of 4 groups are complete. The next rollout's fresh prompts are e and f.
+    args, source = make("bcdjef", rollout_batch_size=4, min_batch_collection_ratio=0.75)
     output = generate_rollout(args, 0, source)
     (late,) = {"pb", "pc", "pd"} - set(prompts(output.samples))  # the last of the three to be complete
     assert {group[0].prompt: group[0].status for group in source.buffer} == {
