@@ -11,7 +11,7 @@ import importlib.util
 import runpy
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from slime.utils.errors import UsageError
 
@@ -41,14 +41,25 @@ def cuda_is_available() -> bool:
 
 
 def _is_built_without_cuda() -> bool:
-    """Whether the installed torch is a build for CPUs, which it says in a file that is read much faster than torch."""
+    """Whether the installed torch is a build for CPUs."""
+    says = _torch_build()
+    return bool(says) and says.get("cuda") is None and says.get("hip") is None
+
+
+def cuda_version() -> str | None:
+    """The CUDA that the installed torch was built with ("13.0"); None for a build for CPUs."""
+    version: str | None = _torch_build().get("cuda")
+    return version
+
+
+def _torch_build() -> dict[str, Any]:
+    """What the installed torch says of its build, in a file that is read much faster than torch; empty without it."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         file = Path(folder, "version.py")
         if file.is_file():
-            says = runpy.run_path(str(file))
-            return says.get("cuda") is None and says.get("hip") is None
-    return False
+            return runpy.run_path(str(file))
+    return {}
 
 
 def resolve(name: str) -> Kind:
