@@ -17,6 +17,7 @@ from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
+from slime.backends.sglang_utils.start_failures import memory_advice
 from slime.utils.processes import log_tail, registry
 from slime.utils.wait import WaitTimeout, wait
 
@@ -124,12 +125,15 @@ class SGLangEngine(EngineClient):
     def _start_error(self, error: Exception, log_begin: int) -> EngineStartError:
         with self._log_path.open("rb") as log:
             log.seek(log_begin)
-            text = log.read().decode(errors="replace").lower()
-        port_taken = any(sign.lower() in text for sign in PORT_TAKEN)
+            text = log.read().decode(errors="replace")
+        port_taken = any(sign.lower() in text.lower() for sign in PORT_TAKEN)
+        advice = memory_advice(text, self._server_kwargs)
         tail = log_tail(self._log_path, TAIL_LINES)
         model = self._server_kwargs["model_path"]
         return EngineStartError(
-            f"{error}\nmodel {model}; the last lines of its log {self._log_path}:\n{tail}", port_taken
+            f"{error}{f': {advice}' if advice else ''}\n"
+            f"model {model}; the last lines of its log {self._log_path}:\n{tail}",
+            port_taken,
         )
 
     def health(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.backends.sglang_utils.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
+from slime.backends.sglang_utils.shape_checks import shape_problems
 from slime.utils.arguments.problems import Problems
 
 DEFAULT_MODEL = "default"
@@ -152,6 +153,7 @@ def topology_problems(args: argparse.Namespace) -> Problems:
     config, problems = read_topology(args)
     problems.extend(_reward_problems(args, config))
     models = plan_engines(args)
+    problems.wrong += shape_problems(models)
     if args.accelerator == "cpu":
         problems.unsupported += _cpu_problems(args, models)
     if args.sglang_config is not None:  # otherwise it is said of --rollout-num-gpus-per-engine
