@@ -5,9 +5,10 @@
 
 The trainer is the one of a run (MegatronTrainActor with the flags that train.py takes), without Ray and engines; each
 rank is a process. A step is one optimizer update on `--tokens` packed tokens per data-parallel rank, in sequences of
-`--length`. The first steps are warm-up; the median of the others counts, by the wall clock with the device drained
-before and after. MFU = FLOPs of the model's matrix products (3 x forward, causal attention; recomputation does not
-count) / time / GPUs, beside the bf16 matmul rate that the same GPU reaches in the same process (8192^3).
+`--length`. The first steps are warm-up; the median of the others counts: the whole by the wall clock with the device
+drained before and after, its parts by the trainer's own timers, which are CUDA events on a GPU. MFU = FLOPs of the
+model's matrix products (3 x forward, causal attention; recomputation does not count) / time / GPUs, beside the bf16
+matmul rate that the same GPU reaches in the same process (8192^3).
 
 Only the loading of weights is replaced: random ones take the same time.
 """
@@ -24,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,7 +93,6 @@ def run_rank(options: argparse.Namespace) -> None:
     args = flags(options)
     port, _ = options.meet.split(":", 1)
     actor = start_trainer(args, options, int(port))
-    drain_the_device_around_timers()
     layout = actor.parallel_config()
     share = make_share(args, options, layout)
     timed = [one_rollout(actor, i, share) for i in range(WARM_UP + options.steps)][WARM_UP:]
@@ -142,21 +141,6 @@ def start_trainer(args: Any, options: argparse.Namespace, port: int) -> Any:
     with mock.patch.object(actor_module, "load_hf_weights"):
         actor.init()
     return actor
-
-
-def drain_the_device_around_timers() -> None:
-    """A timer of the trainer reads the host's clock, which on CUDA is when work was queued, not done."""
-    from slime.observability.timer import Timer
-    from slime.utils import accelerator
-
-    def drained(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            accelerator.synchronize()
-            return method(*args)
-
-        return call
-
-    Timer.start, Timer.end = drained(Timer.start), drained(Timer.end)  # type: ignore[method-assign]
 
 
 def make_share(args: Any, options: argparse.Namespace, layout: dict[str, int]) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Named wall-clock timers of one process.
+"""Named timers of one process: on the host's clock, or on the device's where work is only queued.
+
+A CUDA kernel runs after the call that queued it has returned, so the host's clock says when work was queued, not what
+it took. `Timer().use(CudaClock())` marks start and end on the device's own timeline instead. A mark costs the host
+microseconds and waits for nothing; `log_dict` reads all of them, and is the one moment at which the host waits.
 
 It measures and hands out sums; it does not know what the names mean nor where the numbers are logged.
 """
@@ -9,14 +13,61 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, ParamSpec, Self, TypeVar, overload
+from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, overload
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Clock(Protocol):
+    """What a timer reads: `mark` at its start and end, `seconds` between the two marks when its sum is asked for."""
+
+    def mark(self) -> Any:
+        """This moment; must not wait."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """From one mark to a later one; may wait until the later one is reached."""
+
+
+class HostClock:
+    """The clock of the host."""
+
+    def mark(self) -> float:
+        """Seconds since some moment."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Their difference."""
+        return end - start
+
+
+class CudaClock:
+    """Moments of the current CUDA stream: a mark is reached when everything queued before it is done.
+
+    Timers that follow each other share the time of the device without gaps: work that is still running when one is
+    started counts for the one in which it was queued. Marks live outside torch's allocator, so memory that is given
+    away and taken back between two of them (sleep and wake-up) does not touch them. Other streams count as far as the
+    current one waits for them.
+    """
+
+    def mark(self) -> Any:
+        """An event in the current stream."""
+        import torch  # here, because this module is also read where torch is not needed
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two events; waits for the later one."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000  # milliseconds
+
+
 class Timer:
     """The one table of timers of a process: `Timer()` always returns the same object.
+
+    Timers of different names may contain each other. One that is started again adds to its sum.
 
     Example:
         >>> Timer().reset()
@@ -27,48 +78,59 @@ class Timer:
     """
 
     _instance: ClassVar[Timer | None] = None
-    seconds: dict[str, float]
-    _started: dict[str, float]
+    _clock: Clock
+    _seconds: dict[str, float]
+    _started: dict[str, tuple[Clock, Any]]
+    _ended: list[tuple[str, Clock, Any, Any]]
+    """Name, clock, start and end of what is not yet in the sums."""
 
     def __new__(cls) -> Self:
         if cls._instance is None:
             made = super().__new__(cls)
-            made.seconds, made._started = {}, {}
+            made._clock, made._seconds, made._started, made._ended = HostClock(), {}, {}, []
             cls._instance = made
         return cls._instance  # type: ignore[return-value]
+
+    def use(self, clock: Clock) -> None:
+        """Read `clock` from now on; timers that run go on with the one they were started with."""
+        self._clock = clock
 
     def start(self, name: str) -> None:
         """Start `name`; a name that already runs is a programming error."""
         if name in self._started:
             raise ValueError(f"timer {name!r} is already running; end it before starting it again")
-        self._started[name] = time.perf_counter()
+        self._started[name] = self._clock, self._clock.mark()
 
-    def end(self, name: str) -> float:
-        """End `name`, add what it took to its sum, and return what it took in seconds."""
+    def end(self, name: str) -> None:
+        """End `name`; what it took is added to its sum."""
         if name not in self._started:
             raise ValueError(f"timer {name!r} is not running; start it first")
-        elapsed = time.perf_counter() - self._started.pop(name)
-        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
-        return elapsed
+        clock, start = self._started.pop(name)
+        self._ended.append((name, clock, start, clock.mark()))
 
     def add(self, name: str, elapsed_s: float) -> None:
         """Add a duration that was measured elsewhere."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + elapsed_s
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
 
     def is_running(self, name: str) -> bool:
         """Whether `name` was started and not ended."""
         return name in self._started
 
     def log_dict(self) -> dict[str, float]:
-        """Seconds per name summed since the last reset (a copy)."""
-        return dict(self.seconds)
+        """Seconds per name summed since the last reset (a copy); on CUDA it waits for the device."""
+        ended, self._ended = self._ended, []
+        for name, clock, start, end in ended:
+            self.add(name, clock.seconds(start, end))
+        return dict(self._seconds)
 
     def reset(self, name: str | None = None) -> None:
         """Forget the sum of `name`, or of every name; timers that run go on running."""
         if name is None:
-            self.seconds.clear()
+            self._seconds.clear()
+            self._ended.clear()
         else:
-            self.seconds.pop(name, None)
+            self._seconds.pop(name, None)
+            self._ended = [ended for ended in self._ended if ended[0] != name]
 
     @contextmanager
     def context(self, name: str) -> Iterator[None]:

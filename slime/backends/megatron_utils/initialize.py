@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import megatron_patch
+from slime.observability.timer import CudaClock, Timer
 from slime.utils import accelerator
 from slime.utils.distributed_utils import store_at
 
@@ -52,6 +53,8 @@ def init(
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     accelerator.activate(args.accelerator)
     accelerator.set_device(local_rank)
+    if accelerator.kind() == "cuda":
+        Timer().use(CudaClock())  # the host's clock would say when work was queued
     megatron_patch.apply(accelerator.kind())
     if args.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
