@@ -66,6 +66,7 @@ def test_times_become_rates():
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=3,
         context_parallel_size=5,
+        ppo_epochs=2,
     )
     seconds = {"train_wait": 3.0, "train": 1.0, "actor_train": 0.5, "log_probs": 0.25}
     metrics = perf_metrics(args, seconds, [10, 20])
@@ -73,7 +74,8 @@ def test_times_become_rates():
     assert metrics["perf/step_time"] == 4.0
     assert metrics["perf/wait_time_ratio"] == 0.75
     assert metrics["perf/actor_train_time"] == 0.5
-    assert metrics["perf/actor_train_tok_per_s"] == 60.0
-    assert metrics["perf/actor_train_tflops"] == pytest.approx(3 * tflops / 0.5)
+    assert metrics["perf/actor_train_tok_per_s"] == 2 * (10 + 20) / 0.5
+    assert metrics["perf/actor_train_tok_per_gpu_per_sec"] == 2 * (10 + 20) / 0.5 / (2 * 3 * 5)
+    assert metrics["perf/actor_train_tflops"] == pytest.approx(2 * 3 * tflops / 0.5)
     assert metrics["perf/log_probs_tflops"] == pytest.approx(tflops / 0.25)
     assert "perf/ref_log_probs_tflops" not in metrics

@@ -53,14 +53,18 @@ def _column_sum(column: Sequence[Any], response_lengths: Sequence[int], mean_of_
 def perf_metrics(args: Any, seconds: Mapping[str, float], seqlens: Sequence[int]) -> dict[str, float]:
     """Times and rates of one rollout's training on this rank.
 
+    Rates are of one device, with the FLOPs of `slime.utils.flops_utils`; a pass of training costs three forward
+    passes, and --ppo-epochs says how often the rollout was trained on.
+
     Args:
-        args: the model's sizes, and those over which one copy of it is spread.
+        args: the model's sizes, those over which one copy of it is spread, and `ppo_epochs`.
         seconds: seconds of each timer; `actor_train`, `train` and `train_wait` and the forward passes are known here.
         seqlens: tokens of each sample that this rank trained on.
 
     Returns:
-        `perf/<timer>_time`, `perf/<pass>_tflops` (per device), `perf/actor_train_tok_per_s` (of this rank's data),
-        `perf/step_time` (from the end of one training to the end of the next) and the share of it spent waiting.
+        `perf/<timer>_time`, `perf/<pass>_tflops`, `perf/actor_train_tok_per_s` (of this rank's data, which the devices
+        of one copy of the model train together), `perf/actor_train_tok_per_gpu_per_sec`, `perf/step_time` (from the
+        end of one training to the end of the next) and the share of it spent waiting.
     """
     metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
     devices = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -68,9 +72,11 @@ def perf_metrics(args: Any, seconds: Mapping[str, float], seqlens: Sequence[int]
     for name in FORWARD_PASSES:
         if seconds.get(name):
             metrics[f"perf/{name}_tflops"] = forward_tflops / seconds[name]
-    if seconds.get("actor_train"):
-        metrics["perf/actor_train_tflops"] = 3 * forward_tflops / seconds["actor_train"]
-        metrics["perf/actor_train_tok_per_s"] = sum(seqlens) / seconds["actor_train"]
+    if training_s := seconds.get("actor_train"):
+        tokens_per_s = args.ppo_epochs * sum(seqlens) / training_s
+        metrics["perf/actor_train_tflops"] = 3 * args.ppo_epochs * forward_tflops / training_s
+        metrics["perf/actor_train_tok_per_s"] = tokens_per_s
+        metrics["perf/actor_train_tok_per_gpu_per_sec"] = tokens_per_s / devices
     waited, trained = seconds.get("train_wait", 0.0), seconds.get("train", 0.0)
     metrics["perf/step_time"] = waited + trained
     metrics["perf/wait_time_ratio"] = waited / (waited + trained) if waited + trained else 0.0
