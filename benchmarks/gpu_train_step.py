@@ -33,11 +33,18 @@ ROOT = Path(__file__).resolve().parent.parent
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "num_key_value_heads": 8,
          "rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_act": "silu", "max_position_embeddings": 40960,
          "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}  # fmt: skip
-SHAPES = {
+MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 8,
+       "norm_topk_prob": True, "tie_word_embeddings": False}  # fmt: skip
+SHAPES: dict[str, dict[str, object]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
+    # Qwen3-30B-A3B with 4 of its 48 layers, and the same for the CPU
+    "30B-A3B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 32,
+                "num_key_value_heads": 4, **MOE, "num_experts": 128, "moe_intermediate_size": 768},
+    "tiny-moe": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+                 **MOE, "num_experts": 16, "moe_intermediate_size": 32},
+}  # fmt: skip
 WARM_UP, PROMPT = 2, 64
 
 

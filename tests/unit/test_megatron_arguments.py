@@ -166,6 +166,8 @@ def test_flags_from_the_hf_config_have_no_problems(hf):
         ("--recompute-activations --recompute-num-layers 1", "without --recompute-granularity full"),
         ("--recompute-granularity selective --recompute-modules core moe", "--recompute-modules core: choose from"),
         ("--recompute-modules mlp", "without --recompute-granularity selective"),
+        ("--recompute-activations --recompute-modules moe_act", "add --moe-grouped-gemm"),
+        ("--moe-grouped-gemm", "without --num-experts"),
         ("--weight-decay-incr-style linear", "--start-weight-decay"),
         ("--start-weight-decay 0.01 --end-weight-decay 0.1", "need --weight-decay-incr-style"),
         ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "only raises it"),

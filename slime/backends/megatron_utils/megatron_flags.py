@@ -56,7 +56,8 @@ TABLE: tuple[Group, ...] = (
         --moe-router-score-function --moe-router-dtype --moe-router-topk-scaling-factor
         --expert-model-parallel-size --expert-tensor-parallel-size --moe-shared-expert-intermediate-size
         --moe-shared-expert-gate --moe-router-num-groups --moe-router-group-topk --moe-router-enable-expert-bias
-        --moe-router-bias-update-rate --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff""",
+        --moe-router-bias-update-rate --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
+        --moe-grouped-gemm""",
     ),
     Group(
         "used",
@@ -211,7 +212,6 @@ TABLE: tuple[Group, ...] = (
         "Megatron 0.16.1 waits for ever in passes without gradients with it",
     ),
     Group("refused", "--mtp-standalone", "it follows from --pipeline-model-parallel-layout"),
-    Group("refused", "--moe-grouped-gemm", "layers of experts", later="model families"),
     Group(
         "refused",
         """--experimental-attention-variant --dsa-indexer-n-heads --dsa-indexer-head-dim

@@ -98,6 +98,7 @@ EFFECTS: tuple[Effect, ...] = (
         lambda a: virtual_stages(a, max(1, a.pipeline_model_parallel_size)),
         "without --num-virtual-stages-per-pipeline-rank",
     ),
+    Effect("moe_grouped_gemm", lambda a: a.num_moe_experts, "without --num-experts"),
     Effect("bucket_size", lambda a: a.overlap_grad_reduce, "without --overlap-grad-reduce"),
     Effect(
         "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
@@ -196,6 +197,8 @@ def check_recompute(args: argparse.Namespace) -> Iterator[str]:
         yield "--distribute-saved-activations and --sequence-parallel exclude each other; give one."
     if wrong := sorted(set(args.recompute_modules or ()) - set(RECOMPUTED)):
         yield f"--recompute-modules {' '.join(wrong)}: choose from {', '.join(RECOMPUTED)}."
+    if "moe_act" in (args.recompute_modules or ()) and not args.moe_grouped_gemm:
+        yield "--recompute-modules moe_act recomputes the activations of grouped experts; add --moe-grouped-gemm."
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce."
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.backends.megatron_utils.hf_config import moe_layer_pattern
+from slime.backends.megatron_utils.model.grouped_experts import GroupedExperts
 from slime.backends.megatron_utils.model.routing import ReplayRouter
 from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
@@ -60,6 +61,8 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if num_experts:
         layer.mlp.submodules.router = ReplayRouter
+        if config.moe_grouped_gemm:
+            layer.mlp.submodules.experts.module = GroupedExperts
     attention = layer.self_attention.submodules
     attention.core_attention = VarlenAttention
     if config.qk_layernorm and latent:
