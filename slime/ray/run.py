@@ -24,6 +24,7 @@ import ray
 from slime.observability import logging_utils
 from slime.observability.profiler import nothing_recorded
 from slime.observability.progress import progress_bar, set_progress_factory
+from slime.observability.step_times import StepTimes
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
@@ -79,6 +80,7 @@ class TrainingRun:
         self._state_saved: dict[int, ray.ObjectRef] = {}
         self._evaluation: _Evaluation | None = None
         self._trained = range(0)
+        self._times = StepTimes()
 
     # ---- the verbs of the drivers
 
@@ -115,7 +117,10 @@ class TrainingRun:
 
     def wait_generated(self, pending: ray.ObjectRef) -> list[Box]:
         """Wait for a rollout: one Box of training data per data-parallel rank."""
+        start = time.monotonic()
         data, records = get(pending, "the generation of a rollout", WORK_DEADLINE_S)
+        self._times.waited(time.monotonic() - start)
+        self._times.generated(records)
         self._log(records)
         return data
 
@@ -126,7 +131,9 @@ class TrainingRun:
     def drain(self, pending: ray.ObjectRef | None) -> None:
         """Wait until a rollout that runs ahead is generated, so that no request is in flight."""
         if pending is not None:
+            start = time.monotonic()
             ray.wait([pending], timeout=WORK_DEADLINE_S, fetch_local=False)
+            self._times.waited(time.monotonic() - start)
 
     def train_step(self, rollout_id: int, data: list[Box]) -> None:
         """Train on a rollout (not with --debug-rollout-only, which has no trainers).
@@ -143,6 +150,7 @@ class TrainingRun:
         if self._critic:
             records += self._critic.train(rollout_id, data, returns)[0]
         self._log(records)
+        self._log_rollout_record(self._times.trained(records))
         self._trained = range(self.plan.start_rollout_id, rollout_id + 1)
 
     def save_if_due(self, rollout_id: int) -> None:
