@@ -97,8 +97,13 @@ def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: st
     from slime.backends.megatron_utils.arguments import model_shape
     from slime.backends.megatron_utils.hf_export import config_dtype
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.utils.fp8 import E4M3
 
+    hf_config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
+    usual = config_dtype(hf_config)
     stored = SafetensorsReader(args.hf_checkpoint).dtypes()
+    # What is stored in fp8 is trained in the config's dtype.
+    stored = {name: (usual or torch.bfloat16) if dtype == E4M3 else dtype for name, dtype in stored.items()}
     args.params_dtype = reduce(torch.promote_types, stored.values())  # the narrowest that holds them all exactly
     initialize.init(args, rank=rank, world_size=world_size, master_addr=address, master_port=port)
 
@@ -108,8 +113,6 @@ def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: st
 
     model = [build_stage(args, stage) for stage in virtual_stages_here(args)]
     load_hf_weights(args, model, args.hf_checkpoint)
-    hf_config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
-    usual = config_dtype(hf_config)
     unusual = {name: str(d).removeprefix("torch.") for name, d in stored.items() if d != usual}
     shape = model_shape(args) | {"model_type": hf_config["model_type"], "hf_dtypes": unusual}
     directory = save_checkpoint(args.save, "release", model=model, model_shape=shape)

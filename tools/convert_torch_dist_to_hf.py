@@ -47,8 +47,10 @@ def convert(args: argparse.Namespace) -> None:
     """
     from slime.backends.megatron_utils.hf_export import HfWriter
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
     from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape, family_of
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+    from slime.utils.fp8_format import Fp8Format
 
     check_paths(args)
     origin = read_origin_config(args.origin_hf_dir)
@@ -64,17 +66,18 @@ def convert(args: argparse.Namespace) -> None:
         vocab_size=saved["vocab_size"],
         padded_vocab_size=saved["vocab_size"],
     )
-    dtypes = saved.get("hf_dtypes", {})
+    dtypes, fmt = saved.get("hf_dtypes", {}), Fp8Format.of(origin)
     writer = HfWriter(args.output_dir, args.origin_hf_dir, dtypes=dtypes, shard_bytes=args.chunk_size)
     written: set[str] = set()
     for name, param in TorchDistReader(directory).parameters():
         rule, hf_names = family.find(name)
-        writer.add(zip(hf_names, rule.layout.to_hf(param, shape), strict=True))
+        writer.add(quantize_bucket(list(zip(hf_names, rule.layout.to_hf(param, shape), strict=True)), fmt))
         written.update(hf_names)
     if args.add_missing_from_origin_hf:
         reader = SafetensorsReader(args.origin_hf_dir)
         missing = [name for name in reader.names() if name not in written]
-        writer.add((name, reader.get(name)) for name in missing)
+        for name in missing:
+            writer.add(quantize_bucket([(name, reader.get(name))], fmt))
         print(f"copied from the origin: {', '.join(missing) or 'nothing'}")
     writer.finish()
     print(f"wrote {len(written)} tensors of {directory} to {args.output_dir}")

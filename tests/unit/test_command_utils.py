@@ -126,12 +126,16 @@ def test_a_folder_is_copied_and_what_was_there_stays(tmp_path: Path, monkeypatch
         U.rsync_simple(str(tmp_path / "none"), str(target))
 
 
-def test_fp8_waits_for_its_tool_unless_the_result_is_there(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(U, "ROOT", tmp_path)
-    with pytest.raises(UsageError, match="not built yet; use a bf16 checkpoint"):
-        U.fp8_cast_bf16("a", str(tmp_path))
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
+def test_fp8_is_cast_to_bf16_by_its_tool_unless_the_result_is_there(tmp_path: Path, monkeypatch):
+    commands: list[str] = []
+    monkeypatch.setattr(U, "exec_command", commands.append)
     U.fp8_cast_bf16("a", str(tmp_path))
+    assert [c.split(" ", 1)[1] for c in commands] == [
+        f"{U.ROOT / 'tools/fp8_cast_bf16.py'} --input-fp8-hf-path a --output-bf16-hf-path {tmp_path}"
+    ]
+    (tmp_path / "model.safetensors").write_text("")
+    U.fp8_cast_bf16("a", str(tmp_path))
+    assert len(commands) == 1
 
 
 def test_wandb_flags_depend_on_the_key(monkeypatch):

@@ -202,7 +202,10 @@ def test_a_type_with_flags_but_without_weight_rules_is_not_supported_yet(name):
     assert unsupported_model(fixture("qwen3-4B")) == []
 
 
-def test_quantized_weights_are_not_supported_yet_but_have_the_same_flags():
-    hf = fixture("qwen3-4B", quantization_config={"quant_method": "fp8"})
-    assert "quantization_config" in unsupported_model(hf)[0]
+def test_fp8_weights_have_the_same_flags_as_unquantized_ones():
+    hf = fixture("qwen3-4B", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert unsupported_model(hf) == []
     assert model_args_from_hf(hf) == model_args_from_hf(fixture("qwen3-4B"))
+    hf["quantization_config"]["quant_method"] = "awq"
+    (sentence,) = unsupported_model(hf)
+    assert "quant_method 'awq' is not supported" in sentence and "tools/convert_hf_to_fp8.py" in sentence

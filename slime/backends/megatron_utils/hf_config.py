@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.utils.errors import UsageError
+from slime.utils.fp8_format import Fp8Format
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 """`model_type`s that can be trained: those with a rule table for their weights."""
@@ -306,6 +307,8 @@ def unsupported_model(hf_config: Mapping[str, Any]) -> list[str]:
     if model_type not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
         return [f"model_type {model_type!r} of the HF config is not supported yet (model families); use {known}."]
-    if hf_config.get("quantization_config"):
-        return ["quantization_config of the HF config is not supported yet (model families); use unquantized weights."]
+    try:
+        Fp8Format.of(hf_config)
+    except UsageError as error:
+        return error.messages
     return []

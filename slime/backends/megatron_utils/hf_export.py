@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,15 @@ from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import INDEX_FILE, SINGLE_FILE
 from slime.utils.errors import UsageError
+from slime.utils.fp8 import E4M3
+from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 SHARD_BYTES = 5 * 1024**3
 
 
 def save_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Export the model to `path` in the dtype of --hf-checkpoint's config; all ranks call it, rank 0 writes.
+    """Export the model to `path` as --hf-checkpoint is stored (dtype, fp8); all ranks call it, rank 0 writes.
 
     Raises:
         UsageError: when `path` is --hf-checkpoint itself.
@@ -61,6 +64,7 @@ class HfWriter:
         assets_from: an HF directory whose files other than weights are copied, and whose config says the dtype to
             write; with None there are only weights, in the dtype that they come in.
         dtypes: names of dtypes for single tensors that differ from the config's.
+        config: what to write in place of the copied config.json.
         shard_bytes: where a new shard starts.
     """
 
@@ -70,6 +74,7 @@ class HfWriter:
         assets_from: str | Path | None,
         *,
         dtypes: dict[str, str] | None = None,
+        config: dict[str, Any] | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self._path = Path(path)
@@ -80,6 +85,8 @@ class HfWriter:
         if assets_from is not None:
             copy_assets(assets_from, self._partial)
             self._dtype = config_dtype(json.loads((Path(assets_from) / "config.json").read_text()))
+        if config is not None:
+            (self._partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}
         self._shard_bytes = shard_bytes
         self._shard: dict[str, torch.Tensor] = {}
@@ -88,9 +95,10 @@ class HfWriter:
         self._total_bytes = 0
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take copies of (name, tensor) pairs."""
+        """Take copies of (name, tensor) pairs; fp8 weights and their scales keep their dtypes."""
         for name, tensor in tensors:
-            dtype = self._dtypes.get(name, self._dtype or tensor.dtype)
+            is_quantized = tensor.dtype == E4M3 or name.endswith((BLOCK_SUFFIX, TENSOR_SUFFIX))
+            dtype = tensor.dtype if is_quantized else self._dtypes.get(name, self._dtype or tensor.dtype)
             stored = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
             if self._shard and self._size_of_shard + stored.nbytes > self._shard_bytes:
                 self._flush()

@@ -1,7 +1,8 @@
 """Walk over a Megatron model as HF tensors, in buckets of bounded size.
 
 It is collective: every rank iterates, and each gets the full tensors of the tensor-, expert- and pipeline-parallel
-ranks of its copy of the model. It does not know where they go (an engine, a file).
+ranks of its copy of the model. Where --hf-checkpoint is quantised, so are they: an engine and an HF export take the
+same. It does not know where they go.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
+from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket, stored_bytes
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family, Layout, TensorShape
 from slime.backends.megatron_utils.model_weights import Weight
 from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages
+from slime.utils.fp8_format import fp8_format_of
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -24,7 +27,10 @@ Bucket = list[tuple[str, torch.Tensor]]
 def iter_hf_buckets(
     args: argparse.Namespace, model: Sequence[torch.nn.Module], *, buffer_size: int
 ) -> Iterator[Bucket]:
-    """Yield lists of (HF name, full tensor) that together make up the model, in the dtype of the parameters.
+    """Yield lists of (HF name, full tensor) that together make up the model.
+
+    The dtype is that of the parameters; where the config of --hf-checkpoint has a quantization_config, weights of
+    linear layers are fp8, each followed by its scales.
 
     Tensors may be views of the model's parameters: use them before the next train step. A tied output layer has no
     tensor of its own.
@@ -33,22 +39,25 @@ def iter_hf_buckets(
         args: derived flags.
         model: this rank's modules, wrapped or bare.
         buffer_size: bytes of a bucket; exceeded only by a parameter that is larger by itself.
+
+    Raises:
+        QuantizationError: a weight that is to be quantised is not finite.
     """
-    family, shape = family_of_args(args), TensorShape.of(args)
+    family, shape, fmt = family_of_args(args), TensorShape.of(args), fp8_format_of(args.hf_checkpoint)
     bucket: Bucket = []
     num_bytes = 0
     for module in model:
         finish_param_gather(module)
     for weight in iter_weights_of_all_stages(model):
         found = gather_hf_tensors(weight, family, shape)
-        size = sum(tensor.nbytes for _, tensor in found)
+        size = stored_bytes(found, fmt)
         if bucket and num_bytes + size > buffer_size:
-            yield bucket
+            yield quantize_bucket(bucket, fmt)
             bucket, num_bytes = [], 0
         bucket += found
         num_bytes += size
     if bucket:
-        yield bucket
+        yield quantize_bucket(bucket, fmt)
 
 
 def gather_hf_tensors(weight: Weight, family: Family, shape: TensorShape) -> Bucket:

@@ -293,18 +293,12 @@ def rsync_simple(path_src: str, path_dst: str) -> None:
 
 
 def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
-    """Convert an HF checkpoint in fp8 to bf16, unless the result is there.
-
-    Raises:
-        UsageError: this clone has no tools/fp8_cast_bf16.py.
-    """
-    if Path(path_dst, "model.safetensors.index.json").exists():
+    """Convert an HF checkpoint in fp8 to bf16, unless the result is there."""
+    if any(Path(path_dst, file).exists() for file in ("model.safetensors.index.json", "model.safetensors")):
         logger.info("%s is there already; nothing to convert", path_dst)
         return
-    tool = ROOT / "tools/fp8_cast_bf16.py"
-    if not tool.is_file():
-        raise UsageError("fp8_cast_bf16 needs tools/fp8_cast_bf16.py, which is not built yet; use a bf16 checkpoint")
-    command = [sys.executable, str(tool), "--input-fp8-hf-path", path_src, "--output-bf16-hf-path", path_dst]
+    tool = str(ROOT / "tools/fp8_cast_bf16.py")
+    command = [sys.executable, tool, "--input-fp8-hf-path", path_src, "--output-bf16-hf-path", path_dst]
     exec_command(shlex.join(command))
 
 

@@ -1,11 +1,13 @@
 """Read single tensors out of an HF checkpoint directory, sharded or not, without loading the rest.
 
-It knows the file layout (model.safetensors, or shards with an index) and nothing about models.
+It knows the file layout (model.safetensors, or shards with an index) and nothing about models. What is stored in fp8
+it gives back as the weight that it stands for (slime.utils.fp8_format).
 """
 
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import torch
 from safetensors import safe_open
 
 from slime.utils.errors import UsageError
+from slime.utils.fp8 import E4M3, dequantize
+from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX, Fp8Format, fp8_format_of
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": E4M3}
 
 
 class SafetensorsReader:
@@ -39,22 +43,44 @@ class SafetensorsReader:
             raise UsageError(f"{path} holds no {SINGLE_FILE} and no {INDEX_FILE}; save the model with safetensors.")
 
     def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._file_of)
+        """Names of all tensors; scales belong to the weight that they scale."""
+        return [name for name in self._file_of if not self._is_scale(name)]
 
     def get(self, name: str) -> torch.Tensor:
-        """Read one tensor to the CPU, in the dtype it has in the file.
+        """Read one tensor to the CPU, in the dtype it has in the file; fp8 is multiplied by its scales, in fp32.
 
         Raises:
-            UsageError: when the checkpoint has no tensor of that name.
+            UsageError: when the checkpoint has no tensor of that name, or no scales for one in fp8.
         """
+        tensor = self._read(name)
+        if tensor.dtype != E4M3:
+            return tensor
+        fmt = self._format
+        if name + BLOCK_SUFFIX in self._file_of and fmt is not None and fmt.block_size:
+            return dequantize(tensor, self._read(name + BLOCK_SUFFIX), fmt.block_size)
+        if name + TENSOR_SUFFIX in self._file_of:
+            return dequantize(tensor, self._read(name + TENSOR_SUFFIX), None)
+        raise UsageError(
+            f"{self._root}: {name} is in fp8, and there are no scales of it that the quantization_config of "
+            "config.json says; is it the config.json of this checkpoint?"
+        )
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of every tensor in its file, from the files' headers."""
+        return {name: _DTYPES[self._file(self._file_of[name]).get_slice(name).get_dtype()] for name in self.names()}
+
+    @cached_property
+    def _format(self) -> Fp8Format | None:
+        return fp8_format_of(self._root)
+
+    def _is_scale(self, name: str) -> bool:
+        suffix = next((s for s in (BLOCK_SUFFIX, TENSOR_SUFFIX) if name.endswith(s)), None)
+        return suffix is not None and name.removesuffix(suffix) in self._file_of
+
+    def _read(self, name: str) -> torch.Tensor:
         if name not in self._file_of:
             raise UsageError(f"{self._root} has no tensor {name}; is it the checkpoint of another model?")
         return self._file(self._file_of[name]).get_tensor(name)
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of every tensor, from the files' headers."""
-        return {name: _DTYPES[self._file(file).get_slice(name).get_dtype()] for name, file in self._file_of.items()}
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.backends.megatron_utils.megatron_to_hf.processors import quantize_params
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family, TensorShape, family_of
 
 if TYPE_CHECKING:
@@ -36,15 +37,15 @@ def convert_to_hf(
         model_name: the family, e.g. "qwen3".
         name: global Megatron name, "module." prefixes allowed.
         param: gathered over tensor-parallel ranks, padding vocabulary included or not.
-        quantization_config: must be None: quantised export is not supported yet.
+        quantization_config: of the HF config; each weight that it quantises is followed by its scales.
 
     Raises:
         KeyError: when the family has no such parameter.
+        UsageError: a quantisation that is not supported.
     """
-    if quantization_config is not None:
-        raise ValueError("quantised export is not supported yet; use an HF checkpoint without quantization_config.")
     rule, hf_names = family_of(model_name).find(name)
-    return list(zip(hf_names, rule.layout.to_hf(param, TensorShape.of(args)), strict=True))
+    found = list(zip(hf_names, rule.layout.to_hf(param, TensorShape.of(args)), strict=True))
+    return quantize_params(args, name, found, quantization_config)
 
 
 def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Kernels under the names by which users import them."""

@@ -1,0 +1,38 @@
+"""What is done to HF tensors after they are renamed and before they leave the trainer: quantising."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["quantize_params"]
+
+
+def quantize_params(
+    args: argparse.Namespace,
+    megatron_name: str,
+    converted_named_params: Sequence[tuple[str, torch.Tensor]],
+    quantization_config: Mapping[str, Any] | None,
+) -> list[tuple[str, torch.Tensor]]:
+    """Return HF (name, tensor) pairs as `quantization_config` wants them; unchanged where it is None.
+
+    Args:
+        args: unused; part of the public signature.
+        megatron_name: unused; part of the public signature.
+        converted_named_params: of one Megatron parameter.
+        quantization_config: of the HF config.
+
+    Raises:
+        UsageError: a quantisation that is not supported.
+        QuantizationError: a weight that is not finite.
+    """
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
+    from slime.utils.fp8_format import Fp8Format
+
+    return quantize_bucket(
+        list(converted_named_params), Fp8Format.of({"quantization_config": quantization_config or None})
+    )

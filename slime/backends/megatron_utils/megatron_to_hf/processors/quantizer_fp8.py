@@ -1,0 +1,104 @@
+"""Quantise a bucket of HF tensors to fp8, as the HF checkpoint of the engines stores them.
+
+A bucket has many small matrices (a mixture of experts: thousands), and a kernel launch costs as much as the work on
+one. So matrices of the same width whose rows are whole blocks are quantised as one tall matrix; the blocks are the
+same. It does not know where the tensors come from or go to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from slime.utils.fp8 import largest_of, quantize_blocks, quantize_tensor
+from slime.utils.fp8_format import Fp8Format
+
+Bucket = list[tuple[str, torch.Tensor]]
+_GATE_OR_UP = re.compile(r"(?<=\.)(gate|up)(?=_proj\.weight$)")
+
+
+class QuantizationError(RuntimeError):
+    """A weight has no place in the format: it is not finite."""
+
+
+@torch.no_grad()
+def quantize_bucket(bucket: Bucket, fmt: Fp8Format | None) -> Bucket:
+    """Return the tensors of `bucket` in their order, each quantised one followed by its scales.
+
+    Args:
+        bucket: (HF name, full tensor); gate and up of an expert are in the same bucket.
+        fmt: what the checkpoint wants; None changes nothing.
+
+    Raises:
+        QuantizationError: a weight is infinite or no number; names it.
+    """
+    if fmt is None:
+        return bucket
+    chosen = [(name, tensor) for name, tensor in bucket if fmt.quantizes(name)]
+    found = _by_block(chosen, fmt, fmt.block_size) if fmt.block_size else _by_tensor(chosen, fmt)
+    _check_finite([(name, scales) for name, (_, scales) in found.items()])
+    quantized: Bucket = []
+    for name, tensor in bucket:
+        if name in found:
+            values, scales = found[name]
+            quantized += [(name, values), (name + fmt.scale_suffix, scales)]
+        else:
+            quantized.append((name, tensor))
+    return quantized
+
+
+def stored_bytes(bucket: Iterable[tuple[str, torch.Tensor]], fmt: Fp8Format | None) -> int:
+    """Bytes of a bucket once it is quantised."""
+    if fmt is None:
+        return sum(tensor.nbytes for _, tensor in bucket)
+    return sum(fmt.stored_bytes(name, tuple(t.shape), itemsize=t.element_size()) for name, t in bucket)
+
+
+def _by_block(
+    named: Sequence[tuple[str, torch.Tensor]], fmt: Fp8Format, block_size: tuple[int, int]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    stacks: dict[tuple[int, str], list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for name, tensor in named:
+        # Rows that are no whole blocks would shift the blocks of what is stacked below: such a matrix stays alone.
+        alone = name if tensor.shape[0] % block_size[0] else ""
+        stacks[tensor.shape[1], alone].append((name, tensor))
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for stack in stacks.values():
+        tall = torch.cat([tensor for _, tensor in stack]) if len(stack) > 1 else stack[0][1]
+        values, scales = quantize_blocks(tall, block_size, ue8m0=fmt.is_ue8m0)
+        rows = [tensor.shape[0] for _, tensor in stack]
+        parts = zip(values.split(rows), scales.split([-(-n // block_size[0]) for n in rows]), strict=True)
+        found.update(zip([name for name, _ in stack], parts, strict=True))
+    return found
+
+
+def _by_tensor(
+    named: Sequence[tuple[str, torch.Tensor]], fmt: Fp8Format
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """One scale a tensor; gate and up share theirs, for SGLang's kernel of experts has one for both."""
+    largest: dict[str, torch.Tensor] = {}
+    for name, tensor in named:
+        pair = _GATE_OR_UP.sub("gate_up", name)
+        here = largest_of(tensor)
+        largest[pair] = torch.maximum(largest[pair], here) if pair in largest else here
+    return {
+        name: quantize_tensor(tensor, largest=largest[_GATE_OR_UP.sub("gate_up", name)], ue8m0=fmt.is_ue8m0)
+        for name, tensor in named
+    }
+
+
+def _check_finite(named_scales: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise for the first weight with a scale that is not finite; one answer from the device for the whole bucket."""
+    if not named_scales:
+        return
+    largest = torch.stack([scales.amax() for _, scales in named_scales])
+    if bool(largest.isfinite().all()):
+        return
+    index = int((~largest.isfinite()).nonzero()[0])
+    raise QuantizationError(
+        f"{named_scales[index][0]} has a weight that is infinite or no number, and so cannot be quantized for the "
+        "engines: training has diverged (look at train/grad_norm and train/loss of the last steps)"
+    )

@@ -1,0 +1,117 @@
+"""Weights as 8-bit floats (e4m3) and scales, and back: arithmetic on tensors, on any device.
+
+Per block, as DeepSeek-V3 (arXiv:2412.19437, section 3.3): s = max |w| / 448 over the block, in fp32, and
+q = e4m3(clamp(w * (1 / s))), rounded to nearest even; 1/s is computed once a block and a product rounds alike on every
+device, so the same weights give the same bytes everywhere, compiled or not. With `ue8m0`, s is rounded up to a power
+of two. A tensor-wise scale is one block. Nothing here knows names, checkpoints or engines.
+
+Example: the block [[1, -2], [3, 448]] has s = 1 and is stored exactly; with 449 in it, s = 449 / 448.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from slime.utils.fusion import fused_on_cuda
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+SMALLEST_MAX = 1e-12
+"""Taken for the largest value of a block that is smaller, or all zero: its values become zero."""
+
+
+def quantize_blocks(
+    weight: torch.Tensor, block_size: tuple[int, int], *, ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix with one scale a block; blocks at its lower and right edge may be smaller.
+
+    A value that is infinite or no number gives a scale that is not finite: callers look at the scales.
+
+    Args:
+        weight: [N, K], fp32, bf16 or fp16.
+        block_size: (bn, bk) rows and columns.
+        ue8m0: round scales up to powers of two.
+
+    Returns:
+        e4m3 values [N, K], and fp32 scales [ceil(N / bn), ceil(K / bk)].
+    """
+    (rows, columns), (block_rows, block_columns) = weight.shape, block_size
+    missing = (-rows % block_rows, -columns % block_columns)
+    padded = F.pad(weight, (0, missing[1], 0, missing[0])) if any(missing) else weight
+    blocks = padded.contiguous().unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))
+    scales = _scales(_block_max(blocks), ue8m0=ue8m0)
+    values = _scaled(blocks, scales.reciprocal()).flatten(2, 3).flatten(0, 1)
+    return (values[:rows, :columns].contiguous() if any(missing) else values), scales
+
+
+def quantize_tensor(
+    weight: torch.Tensor, *, largest: torch.Tensor | None = None, ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix with one scale.
+
+    Args:
+        weight: [N, K].
+        largest: scalar, max |w| over more than this tensor, where several must share a scale.
+        ue8m0: round the scale up to a power of two.
+
+    Returns:
+        e4m3 values [N, K], and the fp32 scale [1].
+    """
+    found = largest_of(weight) if largest is None else largest
+    scale = _scales(found.float().reshape(1), ue8m0=ue8m0)
+    blocks = _rows_as_blocks(weight)
+    return _scaled(blocks, scale.reciprocal().expand(len(blocks), 1))[:, 0, 0], scale
+
+
+def largest_of(weight: torch.Tensor) -> torch.Tensor:
+    """max |w| of a matrix, fp32 scalar."""
+    return _block_max(_rows_as_blocks(weight)).amax()
+
+
+def _rows_as_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> [N, 1, 1, K]: only dimension 0 may change without a new compilation."""
+    return weight.contiguous()[:, None, None, :]
+
+
+def dequantize(
+    values: torch.Tensor, scales: torch.Tensor, block_size: tuple[int, int] | None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return value times scale, computed in fp32.
+
+    Args:
+        values: e4m3 [..., N, K].
+        scales: [..., ceil(N / bn), ceil(K / bk)], or one number where there are no blocks.
+        block_size: (bn, bk), or None.
+        dtype: of the result.
+    """
+    if block_size is None:
+        return (values.float() * scales.float().reshape(())).to(dtype)
+    rows, columns = values.shape[-2:]
+    by_row = scales.float().repeat_interleave(block_size[0], dim=-2)[..., :rows, :]
+    return (values.float() * by_row.repeat_interleave(block_size[1], dim=-1)[..., :columns]).to(dtype)
+
+
+def _scales(largest: torch.Tensor, *, ue8m0: bool) -> torch.Tensor:
+    """Scales of blocks with these largest absolute values (fp32)."""
+    scales = largest.clamp(min=SMALLEST_MAX) / E4M3_MAX
+    return round_up_to_power_of_two(scales) if ue8m0 else scales
+
+
+def round_up_to_power_of_two(scales: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is no less, of positive normal fp32 numbers; inf and nan stay."""
+    bits = scales.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return torch.where(scales.isfinite(), (exponent << 23).view(torch.float32), scales)
+
+
+@fused_on_cuda
+def _block_max(blocks: torch.Tensor) -> torch.Tensor:
+    """[n, bn, k, bk] -> max |w| of each block, fp32 [n, k]."""
+    return blocks.abs().amax(dim=(1, 3)).float()
+
+
+@fused_on_cuda
+def _scaled(blocks: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """[n, bn, k, bk] times [n, k] as e4m3."""
+    return (blocks.float() * factors[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)

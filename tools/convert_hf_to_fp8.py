@@ -1,0 +1,180 @@
+"""Turn an HF checkpoint into one whose linear layers are fp8, for engines that generate in 8 bit.
+
+    python tools/convert_hf_to_fp8.py --model-dir Qwen3-4B --save-dir Qwen3-4B-FP8
+    python tools/convert_hf_to_fp8.py --model-dir Qwen3-4B --save-dir Qwen3-4B-FP8 --scale-fmt ue8m0
+
+It reads one tensor after the other and writes shards as they fill, so that memory holds one shard. The weights are
+quantised by the functions that a weight sync uses; config.json gets the quantization_config that says how. Embeddings,
+norms, routers and the output layer stay as they are. See docs/fp8.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
+
+if TYPE_CHECKING:
+    import torch
+
+    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.utils.fp8_format import Fp8Format
+
+SHARD_BYTES = 5 * 1024**3
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model-dir", required=True, help="HF directory to read")
+    parser.add_argument("--save-dir", required=True, help="HF directory to write")
+    parser.add_argument(
+        "--strategy", choices=("block", "channel", "tensor"), default="block", help="what shares a scale"
+    )
+    parser.add_argument(
+        "--block-size", type=int, nargs="*", help="rows and columns of a block (default: 128 128); one number: both"
+    )
+    parser.add_argument("--max-workers", type=int, default=1, help="CPU threads")
+    parser.add_argument("--scale-fmt", choices=("ue8m0",), help="scales that are powers of two")
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="bytes of a safetensors shard")
+    return parser
+
+
+def format_of(args: argparse.Namespace) -> Fp8Format:
+    """The format that the flags describe.
+
+    Raises:
+        UsageError: one that the engines could not serve.
+    """
+    from slime.utils.errors import UsageError
+    from slime.utils.fp8_format import DEFAULT_BLOCK, Fp8Format
+
+    size = args.block_size
+    if args.strategy == "channel":
+        raise UsageError(
+            "--strategy channel: SGLang reads one scale a channel from compressed-tensors checkpoints only, and those "
+            "cannot take new weights from a trainer; use block or tensor."
+        )
+    if args.max_workers < 1:
+        raise UsageError(f"--max-workers {args.max_workers} is not above 0.")
+    if args.strategy == "tensor" and size:
+        raise UsageError(
+            f"--block-size {' '.join(map(str, size))} has no effect with --strategy tensor; leave it out."
+        )
+    if size is not None and (len(size) not in (1, 2) or min(size) < 1):
+        raise UsageError(f"--block-size {' '.join(map(str, size))} is not one or two numbers above 0, as 128 128.")
+    block = None if args.strategy == "tensor" else (size[0], size[-1]) if size else DEFAULT_BLOCK
+    return Fp8Format(block_size=block, is_ue8m0=args.scale_fmt == "ue8m0")
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Do what the command line says; returns the number of weights that are fp8 now.
+
+    Raises:
+        UsageError: input or output that cannot work.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from slime.backends.megatron_utils.hf_export import HfWriter
+    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
+
+    fmt, config = format_of(args), read_config(args.model_dir, args.save_dir)
+    torch.set_num_threads(args.max_workers)
+    reader = SafetensorsReader(args.model_dir)
+    if not any(fmt.quantizes(name) for name in reader.names()):
+        no_linear(args.model_dir)
+    fmt = replace(fmt, unquantized=tuple(unquantized_modules(reader, fmt)))
+    dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in reader.dtypes().items()}
+    writer = HfWriter(
+        args.save_dir,
+        args.model_dir,
+        dtypes=dtypes,
+        config=config | {"quantization_config": fmt.config()},
+        shard_bytes=args.shard_bytes,
+    )
+    num_quantized = 0
+    for bucket in read_buckets(reader):
+        quantized = quantize_bucket(bucket, fmt)
+        num_quantized += len(quantized) - len(bucket)
+        writer.add(quantized)
+    writer.finish()
+    return num_quantized
+
+
+def no_linear(model_dir: str) -> None:
+    """Raise UsageError for a checkpoint with nothing to quantise."""
+    from slime.utils.errors import UsageError
+
+    raise UsageError(
+        f"--model-dir {model_dir} has no linear layers that are called as in the supported families "
+        "(model.layers.N...._proj.weight); is it a checkpoint of another kind?"
+    )
+
+
+def read_buckets(reader: SafetensorsReader) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Every tensor by itself, but gate and up of a gated MLP together, for they may share a scale."""
+    names = set(reader.names())
+    for name in reader.names():
+        up = name.replace(".gate_proj.", ".up_proj.")
+        if name != up and up in names:
+            yield [(name, reader.get(name)), (up, reader.get(up))]
+        elif name.replace(".up_proj.", ".gate_proj.") == name or name.replace(".up_proj.", ".gate_proj.") not in names:
+            yield [(name, reader.get(name))]
+
+
+def unquantized_modules(reader: SafetensorsReader, fmt: Fp8Format) -> list[str]:
+    """Module paths of matrices that stay as they are: transformers wants them named, embeddings excepted."""
+    kept = [name.removesuffix(".weight") for name in reader.names() if name.endswith(".weight")]
+    kept = [
+        name for name in kept if not fmt.quantizes(name + ".weight") and "norm" not in name and "embed" not in name
+    ]
+    return sorted({*kept, "lm_head"})
+
+
+def read_config(model_dir: str, save_dir: str) -> dict[str, object]:
+    """The config.json of the checkpoint.
+
+    Raises:
+        UsageError: it is no HF checkpoint or quantised already, or the output exists.
+    """
+    from slime.utils.errors import UsageError
+
+    file = Path(model_dir, "config.json")
+    if not file.is_file():
+        raise UsageError(f"--model-dir {model_dir} is no HF checkpoint: it has no config.json.")
+    if Path(save_dir).exists():
+        raise UsageError(f"--save-dir {save_dir} exists; remove it, or name another directory.")
+    config: dict[str, object] = json.loads(file.read_text())
+    if config.get("quantization_config"):
+        raise UsageError(f"--model-dir {model_dir} is quantised already; give the unquantised checkpoint.")
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import QuantizationError
+    from slime.utils.errors import UsageError
+
+    args = make_parser().parse_args(argv)
+    try:
+        count = convert(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except QuantizationError as error:
+        print(f"error: --model-dir {args.model_dir}: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {args.save_dir}: {count} weights in fp8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
