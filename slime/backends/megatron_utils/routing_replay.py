@@ -101,9 +101,10 @@ def _gather_rows(rows: torch.Tensor, is_split: bool) -> torch.Tensor:
     group = parallel_state.get_tensor_model_parallel_group()
     if not is_split or group.size() == 1:
         return rows
-    parts = [torch.empty_like(rows) for _ in range(group.size())]
-    dist.all_gather(parts, rows.contiguous(), group=group)
-    return torch.cat(parts)
+    sent = rows.contiguous().view(torch.uint8)  # neither NCCL nor gloo knows int16
+    parts = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(parts, sent, group=group)
+    return torch.cat(parts).view(rows.dtype)
 
 
 def _number_routers(model: list[torch.nn.Module]) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests.integration.trainer_world import VOCAB, make_train_data
 from tests.training.parallel.layout_world import hf_tensors
@@ -24,13 +26,24 @@ def weights_of(sample: int, num_tokens: int) -> torch.Tensor:
     return torch.randn(num_tokens, VOCAB, generator=torch.Generator().manual_seed(sample))
 
 
-def of_hf_model(model: torch.nn.Module) -> Parity:
-    """{"logits": {sample: [T, V]}, "gradients": {HF name: tensor}} of the HF model, sample by sample."""
+def of_hf_model(model: Any, directory: Path) -> Parity:
+    """{"logits": {sample: [T, V]}, "gradients": {HF name: tensor}} of the HF model, sample by sample.
+
+    Args:
+        directory: gradients are saved there as weights, since files name the tensors of each expert, the model in
+            memory those of all experts together.
+    """
     logits = {}
     for sample, tokens in enumerate(make_train_data()["tokens"]):
         logits[sample] = model(torch.tensor([tokens])).logits[0]
         (logits[sample] * weights_of(sample, len(tokens))).sum().backward()
-    gradients = {name: param.grad for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.grad)
+        for buffer in model.buffers():  # biases of routers have no gradients
+            buffer.zero_()
+    model.save_pretrained(directory)
+    gradients = load_file(directory / "model.safetensors")
     return {"logits": {sample: rows.detach() for sample, rows in logits.items()}, "gradients": gradients}
 
 
@@ -86,6 +99,8 @@ def of_layout(args: argparse.Namespace) -> Parity:
         for chunk in model:
             for param in chunk.parameters():
                 param.copy_(param.main_grad)  # so that gradients are gathered as weights are
+            for _, buffer in chunk.named_buffers():  # "buffers" are those of the gradients here
+                buffer.zero_()
     return {"logits": join(found), "gradients": hf_tensors(args, model)}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 
@@ -119,9 +120,12 @@ def train(args: argparse.Namespace, rollouts: Sequence[int] = (0,)) -> dict[int,
         started = actor.init()
     assert started["start_rollout_id"] == rollouts[0]
     layout = actor.parallel_config()
+    data = make_train_data()
+    if args.use_rollout_routing_replay:
+        data["rollout_routed_experts"] = engine_choices(args, data["tokens"])
     results = {}
     for rollout_id in rollouts:
-        share = split_train_data(args, make_train_data(), layout)[layout["dp_rank"]]
+        share = split_train_data(args, data, layout)[layout["dp_rank"]]
         records = actor.train_on(rollout_id, share)
         results[rollout_id] = {
             "steps": same_on_all_ranks([metrics for metrics, key in records if key == "train/step"]),
@@ -133,6 +137,14 @@ def train(args: argparse.Namespace, rollouts: Sequence[int] = (0,)) -> dict[int,
             actor.save_model(rollout_id)
     Timer().end("train_wait")  # the next job's actor starts it again
     return results
+
+
+def engine_choices(args: argparse.Namespace, tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Random experts for every token of every sample, as if an engine had chosen them."""
+    rng = np.random.default_rng(0)
+    experts = np.arange(args.num_moe_experts, dtype=np.int32)
+    wide = [np.tile(experts, (len(sample) - 1, args.num_layers, 1)) for sample in tokens]
+    return [rng.permuted(choices, axis=2)[..., : args.moe_router_topk] for choices in wide]
 
 
 def hf_tensors(args: argparse.Namespace, model: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:

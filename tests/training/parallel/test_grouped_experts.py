@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integration.trainer_world import train, trainer_args
-from tests.training.parallel.test_moe_layouts import assert_same_training, run
+from tests.training.parallel.moe_runs import assert_same_training, run
 from tests.unit.megatron_fakes import make_hf_model
 
 GROUPED = "--moe-grouped-gemm"

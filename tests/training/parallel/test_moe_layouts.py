@@ -1,106 +1,134 @@
-"""A model with experts trains alike on one process and with its experts spread over several.
+"""A model with experts gives the numbers of one process under every layout, as dense ones do (test_layouts): with its
+experts spread over ranks (EP, ETP) and mixed with TP, PP, interleaved PP, CP and DP.
 
-The same weights and the same rollout, one train step: loss and gradient norm within 1e-5 relative, and the update of
-every tensor within 1e-3 of its norm (learning rate 1e-3, Adam's epsilon 1e-5, fp32). Tensors are compared under their
-HF names, as they are exported.
+Layers are of every kind that the families have: dense before those with experts, shared experts, latent attention,
+choices among groups. The biases of routers move, so that they are compared too.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
-from tests.integration.trainer_world import train, trainer_args
+from tests.training.parallel.layout_results import Results, check_parity, check_resharding, check_training
+from tests.training.parallel.layout_world import Case
 from tests.unit.megatron_fakes import make_hf_model
 
-TOLERANCE = {"loss": 1e-5, "grad_norm": 1e-5, "update": 1e-3}
-
-
-def hf_tensors(args: Any, model: list[Any]) -> dict[str, torch.Tensor]:
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
-
-    return {n: t.clone() for bucket in iter_hf_buckets(args, model, buffer_size=1 << 30) for n, t in bucket}
-
-
-def save_result(actor: Any, records: list[Any], path: Path) -> None:
-    steps = [record for record, axis in records if axis == "train/step"]
-    tensors = hf_tensors(actor.args, actor.state.model)
-    if torch.distributed.get_rank() == 0:
-        torch.save((steps, tensors), path)
-
-
-def run(hf: Path, out: Path, flags: str = "", *, dp: int = 1, **overrides: Any) -> tuple[list[Any], dict[str, Any]]:
-    """(metrics of the train steps, HF tensors after the training) of one run."""
-    args = trainer_args(hf, f"{flags} --adam-eps 1e-5", dp_size=dp, lr=1e-3, clip_grad=1.0, **overrides)
-    train(args, save_result, out, dp_size=dp)
-    return torch.load(out)
-
-
-def assert_same_training(found: Any, expected: Any, before: dict[str, torch.Tensor]) -> None:
-    (steps, tensors), (expected_steps, expected_tensors) = found, expected
-    for step, expected_step in zip(steps, expected_steps, strict=True):
-        for name in ("loss", "grad_norm"):
-            key = f"train/{name}"
-            assert step[key] == pytest.approx(expected_step[key], rel=TOLERANCE[name]), key
-    assert tensors.keys() == expected_tensors.keys()
-    for name, tensor in tensors.items():
-        update, expected_update = tensor - before[name], expected_tensors[name] - before[name]
-        assert (update - expected_update).norm() <= TOLERANCE["update"] * expected_update.norm() + 1e-12, name
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in tensors.items())
-
+pytestmark = pytest.mark.timeout(1800)  # the first test of a family waits for all of its layouts
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+CP = "--context-parallel-size"
+EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+OTHER_PASSES = {"log_probs_max_tokens_per_gpu": 20}
 
 LAYOUTS = {
-    "EP 2": ("--expert-model-parallel-size 2", {"dp": 2}),
-    "ETP 2 without TP": ("--expert-tensor-parallel-size 2", {"dp": 2}),
-    "EP 2, split micro-batches": ("--expert-model-parallel-size 2", {"dp": 2, "max_tokens_per_gpu": 40}),
-    "DP 2": ("", {"dp": 2}),
+    "one rank, recomputed": Case(FULL),
+    "TP 2": Case(TP2),
+    "TP 2, ETP 1": Case(f"{TP2} {ETP} 1"),
+    "TP 2, EP 2": Case(f"{TP2} {EP} 2 {ETP} 1"),
+    "PP 2": Case(PP2),
+    "PP 2 VPP 2, recomputed": Case(f"{VPP2} {FULL}", changes=OTHER_PASSES),
+    "CP 2": Case(f"{CP} 2"),
+    "CP 2, EP 2, passes of other sizes": Case(f"{CP} 2 {EP} 2", changes=OTHER_PASSES),
+    "CP 2, ETP 2": Case(f"{CP} 2 {ETP} 2"),
+    "DP 2": Case(dp=2),
+    "DP 2, EP 2": Case(f"{EP} 2", 2, changes=OTHER_PASSES),
+    "DP 2, ETP 2": Case(f"{ETP} 2", 2),
+    "DP 2, EP 2, by tokens": Case(f"{EP} 2", 2, changes={"calculate_per_token_loss": True}),
+    "DP 2, EP 2, split micro-batches": Case(f"{EP} 2", 2, changes={"max_tokens_per_gpu": 24}),
+    "TP 2 DP 2, EP 2, ETP 2": Case(f"{TP2} {EP} 2", 2),
+    "TP 2 DP 2, EP 4": Case(f"{TP2} {EP} 4 {ETP} 1", 2),
+    "TP 2 DP 2, EP 2": Case(f"{TP2} {EP} 2 {ETP} 1", 2),
+    "DP 4, EP 4": Case(f"{EP} 4", 4),
+    "DP 4, EP 2": Case(f"{EP} 2", 4),
+    "DP 4, EP 2, ETP 2": Case(f"{EP} 2 {ETP} 2", 4),
+    "PP 2 DP 2, EP 2": Case(f"{PP2} {EP} 2", 2, changes=OTHER_PASSES),
+    "PP 2 VPP 2 DP 2, EP 2, recomputed": Case(f"{VPP2} {EP} 2 {FULL}", 2, changes=OTHER_PASSES),
+    "PP 2 VPP 2 DP 2, EP 2, overlapped": Case(f"{VPP2} {EP} 2 --overlap-grad-reduce --overlap-param-gather", 2),
+    "PP 2 CP 2, EP 2": Case(f"{PP2} {CP} 2 {EP} 2"),
+    "TP 2 PP 2, EP 2": Case(f"{TP2} {PP2} {EP} 2 {ETP} 1"),
+    "TP 2 PP 2 VPP 2": Case(f"{TP2} {VPP2}"),
+    "TP 2 CP 2, EP 2, ETP 2": Case(f"{TP2} {CP} 2 {EP} 2"),
+    "TP 2 CP 2, EP 4": Case(f"{TP2} {CP} 2 {EP} 4 {ETP} 1"),
+    "CP 2 DP 2, EP 4": Case(f"{CP} 2 {EP} 4", 2),
+    "CP 2 DP 2, EP 2": Case(f"{CP} 2 {EP} 2", 2),
+    "CP 4, EP 2": Case(f"{CP} 4 {EP} 2"),
+    "PP 2, last stage of 1 layer, EP 2": Case(f"{PP2} --decoder-last-pipeline-num-layers 1 {EP} 2", 2),
 }
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-FOUR_PROCESSES = {
-    "TP 2 x EP 2, ETP 1": (f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", {"dp": 2}),
-    "TP 2 x EP 2, ETP 2": (f"{TP2} --expert-model-parallel-size 2", {"dp": 2}),
-    "TP 2, ETP 1": (f"{TP2} --expert-tensor-parallel-size 1", {"dp": 2}),
-    "EP 4": ("--expert-model-parallel-size 4", {"dp": 4}),
+MOVES_BIASES = {"moe_router_bias_update_rate": 0.01}
+REPLAYS = {"use_routing_replay": True, "lr": 0.01}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "glm4_moe": ("glm4_moe", MOVES_BIASES),
+    "deepseek_v3": ("deepseek_v3", MOVES_BIASES),
+    "qwen3_moe, R2": ("qwen3_moe", REPLAYS),
+    "deepseek_v3, R3": ("deepseek_v3", {**REPLAYS, **MOVES_BIASES, "use_rollout_routing_replay": True}),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FOUR_PROCESSES]
+"""Name -> (family, flags): of each model without replay all is compared, of those with replay the training."""
+ALWAYS = {
+    "qwen3_moe": ("TP 2 DP 2, EP 2, ETP 2",),
+    "deepseek_v3": ("PP 2 VPP 2 DP 2, EP 2, recomputed", "TP 2 CP 2, EP 4"),
+    "qwen3_moe, R2": ("CP 2, EP 2, passes of other sizes",),
+    "deepseek_v3, R3": ("TP 2 PP 2, EP 2",),
+}
+
+
+def cases(*, replayed: bool) -> list[Any]:
+    """(model, layout) with their marks."""
+    return [
+        pytest.param(model, layout, marks=() if layout in ALWAYS.get(model, ()) else pytest.mark.slow)
+        for model, (_, changes) in MODELS.items()
+        for layout in LAYOUTS
+        if replayed == ("use_routing_replay" in changes)
+    ]
+
+
+each_case = pytest.mark.parametrize(("model", "layout"), cases(replayed=False))
+each_replayed_case = pytest.mark.parametrize(("model", "layout"), cases(replayed=True))
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, torch.Tensor]]:
-    """(HF model, its training on one process, its tensors before)."""
-    root = tmp_path_factory.mktemp("single")
-    model = make_hf_model(root / "hf", "qwen3_moe")
-    del model
-    from safetensors.torch import load_file
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+    """Results of a model's layouts that this session's tests ask for."""
+    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    made: dict[str, Results] = {}
 
-    return root / "hf", run(root / "hf", root / "out.pt"), load_file(root / "hf" / "model.safetensors")
+    def of(model: str) -> Results:
+        if model not in made:
+            family, changes = MODELS[model]
+            names = {params.get("layout") for params in selected if params.get("model") == model}
+            layouts = {name: case for name, case in LAYOUTS.items() if name in names}
+            make_model = partial(make_hf_model, family=family, num_hidden_layers=4)
+            root = tmp_path_factory.mktemp(family)
+            only_training = "use_routing_replay" in changes
+            made[model] = Results(root, layouts, make_model, changes=changes, only_training=only_training)
+        return made[model]
 
-
-@pytest.mark.parametrize("name", [*LAYOUTS, *SLOW])
-def test_a_layout_trains_as_one_process_does(name, single, tmp_path):
-    hf, expected, before = single
-    flags, options = (LAYOUTS | FOUR_PROCESSES)[name]
-    assert_same_training(run(hf, tmp_path / "out.pt", flags, **options), expected, before)
-
-
-def save_checkpoint_and_result(actor: Any, records: list[Any], path: Path) -> None:
-    actor.save_model(0)
-    save_result(actor, records, path)
+    return of
 
 
-def test_a_checkpoint_of_experts_on_two_ranks_goes_on_alike_with_all_of_them_on_one(single, tmp_path):
-    """Moments included: the step after loading is the one that the two ranks would have made."""
-    hf, *_ = single
-    two = "--expert-model-parallel-size 2 --adam-eps 1e-5"
-    args = trainer_args(hf, two, dp_size=2, lr=1e-3, clip_grad=1.0, save=str(tmp_path / "checkpoint"))
-    train(args, save_checkpoint_and_result, tmp_path / "saved.pt", dp_size=2)
-    saved = torch.load(tmp_path / "saved.pt")[1]
-    resumed = {"load": str(tmp_path / "checkpoint"), "finetune": False}
-    expected = run(hf, tmp_path / "two.pt", two, dp=2, no_load_optim=False, **resumed)
-    assert_same_training(run(hf, tmp_path / "one.pt", no_load_optim=False, **resumed), expected, saved)
-    fresh = run(hf, tmp_path / "fresh.pt", no_load_optim=True, **resumed)
-    name = "model.layers.0.mlp.experts.0.down_proj.weight"
-    assert not torch.allclose(fresh[1][name], expected[1][name], atol=1e-5), "the moments would not matter"
+@each_case
+def test_two_train_steps_are_those_of_one_process(results, model, layout):
+    check_training(results(model), layout)
+
+
+@each_case
+def test_logits_and_gradients_are_those_of_the_hf_model(results, model, layout):
+    check_parity(results(model), layout)
+
+
+@each_case
+def test_a_checkpoint_of_any_layout_goes_on_in_another(results, model, layout):
+    check_resharding(results(model), layout)
+
+
+@each_replayed_case
+def test_every_rank_replays_the_experts_of_its_own_tokens(results, model, layout):
+    """Experts of other tokens, or those that routers would choose by themselves, would give other numbers."""
+    check_training(results(model), layout)

@@ -109,7 +109,7 @@ def test_the_engines_choices_travel_to_the_trainer_and_none_may_be_missing():
 
 
 def save_metrics(actor: Any, records: list[Any], path: Any) -> None:
-    from tests.training.parallel.test_moe_layouts import hf_tensors
+    from tests.training.parallel.layout_world import hf_tensors
 
     steps = [record for record, axis in records if axis == "train/step"]
     torch.save((steps, hf_tensors(actor.args, actor.state.model)), path)

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from slime.backends.megatron_utils.hf_config import moe_layer_pattern
 from slime.backends.megatron_utils.model.grouped_experts import GroupedExperts
+from slime.backends.megatron_utils.model.latent_attention import LatentAttention
 from slime.backends.megatron_utils.model.routing import ReplayRouter
 from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
@@ -63,6 +64,8 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
         layer.mlp.submodules.router = ReplayRouter
         if config.moe_grouped_gemm:
             layer.mlp.submodules.experts.module = GroupedExperts
+    if latent:
+        layer.self_attention.module = LatentAttention
     attention = layer.self_attention.submodules
     attention.core_attention = VarlenAttention
     if config.qk_layernorm and latent:
