@@ -5,10 +5,13 @@ It forwards; it knows nothing about what the trainer computes.
 
 from __future__ import annotations
 
+import gc
+import time
 from typing import Any
 
 from slime.backends.sglang_utils import weight_transfer
 from slime.observability.logging_utils import collect_warnings, configure_logger
+from slime.observability.memory_metrics import memory_after
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import redirect_output
 from slime.utils import accelerator
@@ -54,6 +57,8 @@ class TrainRayActor(RayActor):
             started = self._actor.init()
         if self._role == "actor" and not self.args.debug_train_only:
             weight_transfer.preload()  # the engines are still starting: nobody waits for it
+        gc.collect()
+        gc.freeze()  # what is here now stays: the collection before each sleep need not look through it
         return {**started, "parallel_config": self._actor.parallel_config(), "warnings": warnings}
 
     def compute_values(self, rollout_id: int, refs: list[Any]) -> tuple[None, dict[str, Any]]:
@@ -72,6 +77,8 @@ class TrainRayActor(RayActor):
         """
         records = self._actor.train(rollout_id, refs, columns)
         self._make_room()
+        if self._role == "actor":
+            records.append(({**memory_after("train"), "rollout/step": rollout_id}, "rollout/step"))
         return records, self._actor.columns_for_critic
 
     def _make_room(self) -> None:
@@ -88,7 +95,20 @@ class TrainRayActor(RayActor):
 
     def update_weights(self) -> dict[str, float]:
         """Send the current weights to the engines; returns metrics."""
-        return self._actor.update_weights()
+        return {**self._actor.update_weights(), **memory_after("update_weights")}
+
+    def sleep(self) -> dict[str, float]:
+        """Leave the GPU to others; returns `perf/sleep_time` and the memory in use then."""
+        return self._timed("sleep")
+
+    def wake_up(self) -> dict[str, float]:
+        """Undo `sleep`; returns `perf/wake_up_time` and the memory in use then."""
+        return self._timed("wake_up")
+
+    def _timed(self, phase: str) -> dict[str, float]:
+        start = time.monotonic()
+        getattr(self._actor, phase)()
+        return {f"perf/{phase}_time": time.monotonic() - start, **memory_after(phase)}
 
     def shutdown(self) -> None:
         """Leave the process groups."""

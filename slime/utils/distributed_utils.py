@@ -36,17 +36,22 @@ def store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> di
     )
 
 
-@functools.cache
 def get_gloo_group() -> dist.ProcessGroup:
-    """The gloo group over all ranks, for objects and host tensors; the first call is collective."""
-    if dist.get_backend() == "gloo":
-        return dist.group.WORLD
+    """The gloo group over all ranks, for objects and host tensors; the first call is collective.
+
+    A default group that is gloo itself is not remembered: it may be made anew (reloadable_process_group).
+    """
+    return dist.group.WORLD if dist.get_backend() == "gloo" else _own_gloo_group()
+
+
+@functools.cache
+def _own_gloo_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo")
 
 
 def init_gloo_group() -> dist.ProcessGroup:
     """Make the gloo group over all ranks; every rank calls it once, after the default process group exists."""
-    get_gloo_group.cache_clear()
+    _own_gloo_group.cache_clear()
     return get_gloo_group()
 
 

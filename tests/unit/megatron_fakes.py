@@ -37,6 +37,7 @@ SLIME_DEFAULTS: dict[str, Any] = {
     "loss_type": "policy_loss",
     "lr": 1e-3,
     "model_name": None,
+    "offload_train": False,
     "ref_ckpt_step": None,
     "ref_load": None,
     "save": None,

@@ -49,6 +49,7 @@ from slime.backends.megatron_utils.resumed_state import (
     write_resumed_state,
 )
 from slime.backends.megatron_utils.routing_replay import take_engine_routing
+from slime.backends.megatron_utils.sleep import fall_asleep, wake_up
 from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.training_passes import passes_over
 from slime.backends.megatron_utils.update_weight import build_weight_updater
@@ -311,13 +312,19 @@ class MegatronTrainActor:
             keep_version(self.args, self._weights, self._updater.weight_version)
         return metrics
 
+    def sleep(self) -> None:
+        """Leave the GPU; nothing but `wake_up` and `shutdown` may be called until it is back."""
+        fall_asleep(self.state.model, deadline_s=self.args.distributed_timeout_minutes * 60.0)
+
+    def wake_up(self) -> None:
+        """Undo `sleep`."""
+        wake_up(self.state.model)
+
     def shutdown(self) -> None:
         """Leave the process groups."""
         if self._memory is not None:
             self._memory.finish()
-        if dist.is_initialized():
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+        initialize.shutdown()
 
     # ---- weights
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils import megatron_patch
 from slime.observability.timer import CudaClock, Timer
-from slime.utils import accelerator
+from slime.utils import accelerator, reloadable_process_group
 from slime.utils.distributed_utils import store_at
+from slime.utils.memory_saver import outside_saver
 
 
 def init(
@@ -34,7 +35,8 @@ def init(
     """Initialise this process as `rank` of `world_size` trainers; every rank calls it, and it waits for the others.
 
     Args:
-        args: parsed flags (accelerator, parallel sizes, seed, distributed_timeout_minutes, deterministic_mode).
+        args: parsed flags (accelerator, parallel sizes, seed, distributed_timeout_minutes, deterministic_mode,
+            offload_train).
         rank: global rank; rank 0 listens on master_addr:master_port.
         master_port: rank 0 may give the socket that listens there already, so that nobody takes the port before.
         local_rank: index of this process's GPU among those it can see.
@@ -59,14 +61,12 @@ def init(
     if args.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    dist.init_process_group(
-        accelerator.process_group_backend("nccl"),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        **meeting,
-    )
-    initialize_model_parallel(args)
+    backend = accelerator.process_group_backend("nccl")
+    with outside_saver():
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **meeting)
+        if args.offload_train:
+            reloadable_process_group.install(backend=backend, timeout=timeout)
+        initialize_model_parallel(args)
     set_seeds(args.seed)
 
 
@@ -104,3 +104,4 @@ def shutdown() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    reloadable_process_group.uninstall()

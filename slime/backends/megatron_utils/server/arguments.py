@@ -21,6 +21,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "distributed_timeout_minutes": 10,
     "loss_type": "policy_loss",
     "lr": 0.0,
+    "offload_train": False,
     "ref_ckpt_step": None,
     "ref_load": None,
     "seed": 1234,
