@@ -147,6 +147,10 @@ def test_flags_from_the_hf_config_have_no_problems(hf):
     assert make_args(hf, "--make-vocab-size-divisible-by 1").padded_vocab_size == 100
 
 
+BY_LAYER = "--cpu-offloading --cpu-offloading-num-layers 1"
+BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -168,6 +172,28 @@ def test_flags_from_the_hf_config_have_no_problems(hf):
         ("--recompute-modules mlp", "without --recompute-granularity selective"),
         ("--recompute-activations --recompute-modules moe_act", "add --moe-grouped-gemm"),
         ("--moe-grouped-gemm", "without --num-experts"),
+        ("--cpu-offloading", "--cpu-offloading-num-layers 0 with --cpu-offloading must be at least 1 and at most 1"),
+        ("--cpu-offloading --cpu-offloading-num-layers 2", "at most 1: the last layer goes backward at once"),
+        ("--cpu-offloading-num-layers 1", "has no effect without --cpu-offloading"),
+        (f"{BY_LAYER} --recompute-activations", "--cpu-offloading and --recompute-granularity selective exclude"),
+        (f"{BY_LAYER} {BY_MODULE} core_attn", "exclude each other; give one"),
+        (f"{BY_LAYER} --min-offloaded-tensor-size 0", "--min-offloaded-tensor-size 0 must be at least 1"),
+        ("--min-offloaded-tensor-size 8", "has no effect without --cpu-offloading or"),
+        ("--fine-grained-activation-offloading", "needs --offload-modules: choose from attn_norm"),
+        ("--offload-modules core_attn", "has no effect without --fine-grained-activation-offloading"),
+        (f"{BY_MODULE} mlp core_attn", "--offload-modules mlp: choose from attn_norm"),
+        (f"{BY_MODULE} attn_proj", "attn_proj has no effect without core_attn"),
+        (f"{BY_MODULE} moe_act", "--offload-modules moe_act: experts are offloaded with their layers"),
+        ("--optimizer-offload-fraction 0.5", "has no effect without --optimizer-cpu-offload"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", "must lie in (0, 1]"),
+        ("--overlap-cpu-optimizer-d2h-h2d", "has no effect without --optimizer-cpu-offload"),
+        ("--no-pin-cpu-grads", "--no-pin-cpu-grads without --optimizer-cpu-offload: nothing is copied"),
+        ("--exp-avg-dtype bf16", "has no effect without --use-precision-aware-optimizer"),
+        ("--main-grads-dtype bf16", "has no effect without --use-precision-aware-optimizer"),
+        (
+            "--use-precision-aware-optimizer --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32",
+            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other",
+        ),
         ("--weight-decay-incr-style linear", "--start-weight-decay"),
         ("--start-weight-decay 0.01 --end-weight-decay 0.1", "need --weight-decay-incr-style"),
         ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "only raises it"),
@@ -214,6 +240,12 @@ def test_what_only_a_gpu_can_do_is_a_problem_of_the_device(flags, named):
         ("--attention-dropout 0.1", "our attention has no dropout"),
         ("--normalization LayerNorm", "--normalization LayerNorm is not supported yet (model families);"),
         ("--optimizer sgd", "checkpoints no state but Adam's; use adam"),
+        ("--exp-avg-dtype fp8 --use-precision-aware-optimizer", "only TransformerEngine scales moments"),
+        ("--exp-avg-sq-dtype bf16", "stand still under small updates"),
+        ("--main-params-dtype fp16", "they stay in fp32"),
+        ("--cpu-offloading-weights", "weights stay on the GPU"),
+        ("--fp8-recipe blockwise", "training in 8 and 4 bit needs the kernels of TransformerEngine"),
+        ("--batch-invariant-mode", "Megatron's batch-invariant kernels replace those of TransformerEngine"),
         ("--attention-backend fused", "it needs TransformerEngine"),
     ],
 )

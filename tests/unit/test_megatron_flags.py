@@ -23,8 +23,9 @@ from slime.backends.megatron_utils.arguments import (
 from slime.backends.megatron_utils.config_flags import NO_OPTION, flag_of_field, megatron_configs
 from slime.backends.megatron_utils.config_values import config_kwargs
 from slime.backends.megatron_utils.flag_classes import groups_by_option, refused_flags, registered
-from slime.backends.megatron_utils.megatron_flags import REFUSED_VALUES, SAME_AS_DEFAULT, SLIMES, TABLE
+from slime.backends.megatron_utils.megatron_flags import SLIMES, TABLE
 from slime.backends.megatron_utils.parser_flags import int_pair, layer_pattern
+from slime.backends.megatron_utils.refused_values import REFUSED_VALUES, SAME_AS_DEFAULT
 from slime.utils.arguments import parse as command_line
 from slime.utils.arguments.flags import option_name
 from tests.unit.megatron_fakes import SLIME_DEFAULTS
@@ -125,7 +126,7 @@ def test_a_class_is_found_under_every_name_of_an_option():
     assert megatron_flag_class("--override-opt-param-scheduler") == ("warned", "always so here")
     assert megatron_flag_class("--use-gated-attention")[0] == "refused"
     assert megatron_flag_class("--context-parallel-size") == ("used", "")
-    assert megatron_flag_class("--fp8-recipe")[1] == "not supported yet (one GPU): training in 8 and 4 bit"
+    assert megatron_flag_class("--ddp-num-buckets") == ("refused", "not supported yet (several GPUs)")
 
 
 def test_options_that_set_one_attribute_share_its_class():

@@ -56,6 +56,25 @@ def test_mixed_precision_shards_master_copy_and_moments_over_the_data_parallel_r
     assert stage.optimizer == 12 * stage.params / 4  # 8 ranks / TP 2
 
 
+def test_an_optimizer_in_host_memory_is_not_on_the_gpu():
+    whole = memory_of(**CUDA, optimizer_cpu_offload=True).stages[0]
+    assert whole.optimizer == 0
+    assert whole.host_copies == (12 + 4 + 2) * whole.params  # fp32 weights, moments, a gradient, a 16-bit weight
+    half = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "exp_avg_dtype": "bf16"}
+    stage = memory_of(**CUDA, **half).stages[0]
+    assert (stage.optimizer, stage.host_copies) == (5 * stage.params, 8 * stage.params)
+    stage = memory_of(**CUDA, use_precision_aware_optimizer=True, exp_avg_dtype="bf16").stages[0]
+    assert (stage.optimizer, stage.host_copies) == (10 * stage.params, 0)
+
+
+def test_offloaded_layers_keep_on_the_gpu_what_is_on_its_way():
+    usual = memory_of(**CUDA, num_layers=8).stages[0]
+    offloaded = memory_of(**CUDA, num_layers=8, cpu_offloading=True, cpu_offloading_num_layers=6).stages[0]
+    assert offloaded.activations + offloaded.host_copies == pytest.approx(usual.activations * 10 / 8, rel=0.02)
+    assert offloaded.host_copies == pytest.approx(usual.activations * 6 / 8, rel=0.02)
+    assert offloaded.train_peak < usual.train_peak
+
+
 @pytest.mark.parametrize("is_untied", [False, True])
 def test_stages_and_tensor_parallel_ranks_hold_the_model_between_them(is_untied):
     _, shape, layout = parts(

@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model
 from slime.backends.megatron_utils.hf_config_check import config_differences, config_mismatches
 from slime.backends.megatron_utils.layout import layout_problems
 from slime.backends.megatron_utils.moe_checks import check_moe
+from slime.backends.megatron_utils.offload_checks import check_offloading
 from slime.backends.megatron_utils.parser_flags import add_parser_flags
 from slime.utils.arguments.problems import Problems
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
@@ -120,7 +121,12 @@ def megatron_problems(
     problems.unsupported += refused_flags(args, derived)
     out_of_range = list(value_checks.check_ranges(args, derived))
     problems.wrong += out_of_range
-    for check in (value_checks.check_effects, value_checks.check_precision, value_checks.check_schedule):
+    for check in (
+        value_checks.check_effects,
+        value_checks.check_precision,
+        value_checks.check_schedule,
+        check_offloading,
+    ):
         problems.wrong += check(args, given)
     problems.wrong += value_checks.check_recompute(args)
     problems.wrong += _family_problems(args.model_name)

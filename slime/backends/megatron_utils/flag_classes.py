@@ -13,14 +13,13 @@ from typing import Any
 from slime.backends.megatron_utils.config_flags import add_config_flags
 from slime.backends.megatron_utils.megatron_flags import (
     ALWAYS,
-    REFUSED_VALUES,
-    SAME_AS_DEFAULT,
     SLIMES,
     TABLE,
     Group,
     Kind,
 )
 from slime.backends.megatron_utils.parser_flags import add_parser_flags
+from slime.backends.megatron_utils.refused_values import REFUSED_VALUES, SAME_AS_DEFAULT
 
 
 @functools.cache

@@ -2,13 +2,13 @@
 
 `used`: it has an effect on what is built today. `warned`: it is accepted, has no effect here, and one warning says
 so. `refused`: another value than the default stops a run, with the reason or the topic of the later work that brings
-it. Options that slime's own dataclasses define (SLIMES) are not classified here. It knows no values and no rules
-between options; arguments.py and layout.py do.
+it. Options that slime's own dataclasses define (SLIMES) are not classified here. It knows no values (refused_values.py
+does) and no rules between options (arguments.py and layout.py do).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Kind = Literal["used", "warned", "refused"]
 
@@ -33,7 +33,15 @@ SLIMES = ["--mtp-num-layers", "--mtp-loss-scaling-factor", "--calculate-per-toke
 
 ALWAYS = "always so here"
 """Reason of warned options that ask for what is done anyway."""
-_NO_SGD = "Megatron's distributed optimizer holds and checkpoints no state but Adam's"
+NO_SGD = "Megatron's distributed optimizer holds and checkpoints no state but Adam's"
+"""Reason of what belongs to SGD."""
+
+_EIGHT_BIT = """--fp8-format --fp8-recipe --fp8-param-gather --fp8-quantizer-factory --fp8-margin --fp8-interval
+    --fp8-amax-history-len --fp8-amax-compute-algo --no-fp8-wgrad --fp8-dot-product-attention
+    --fp8-multi-head-attention --tp-only-amax-red --first-last-layers-bf16 --num-layers-at-start-in-bf16
+    --num-layers-at-end-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
+    --te-precision-config-file --fp4-format --fp4-recipe --fp4-param-gather --fp4-quantizer-factory
+    --use-kitchen --use-kitchen-attention --kitchen-attention-backend"""
 
 TABLE: tuple[Group, ...] = (
     # ------------------------------------------------------------------------------------------------------- used
@@ -98,6 +106,13 @@ TABLE: tuple[Group, ...] = (
         --min-lr --lr-decay-style --lr-decay-iters --lr-warmup-iters --lr-warmup-fraction --lr-warmup-init
         --lr-wsd-decay-style --lr-wsd-decay-iters --use-checkpoint-opt_param-scheduler""",
     ),
+    Group(
+        "used",
+        """--cpu-offloading --cpu-offloading-num-layers --fine-grained-activation-offloading --offload-modules
+        --min-offloaded-tensor-size --optimizer-cpu-offload --optimizer-offload-fraction
+        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --use-precision-aware-optimizer
+        --main-grads-dtype --exp-avg-dtype""",
+    ),
     Group("used", "--ckpt-step --no-load-optim --no-load-rng --finetune --exit-on-missing-checkpoint --ckpt-format"),
     # ----------------------------------------------------------------------------------------------------- warned
     Group(
@@ -106,6 +121,16 @@ TABLE: tuple[Group, ...] = (
         --override-opt_param-scheduler --use-dist-ckpt --dist-ckpt-format --dist-ckpt-optim-fully-reshardable
         --ckpt-fully-parallel-save --moe-token-dispatcher-type""",
         ALWAYS,
+    ),
+    Group(
+        "warned",
+        "--cpu-offloading-double-buffering",
+        "a layer's offloaded activations always come back while the layer behind it goes backward",
+    ),
+    Group(
+        "warned",
+        "--use-torch-optimizer-for-cpu-offload --no-store-param-remainders",
+        "torch's kernel updates whole fp32 weights in any case",
     ),
     Group(
         "warned",
@@ -239,24 +264,26 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "refused",
-        """--optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
-        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --use-precision-aware-optimizer
-        --no-store-param-remainders --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
-        --cpu-offloading --cpu-offloading-num-layers --no-cpu-offloading-activations --cpu-offloading-weights
-        --cpu-offloading-double-buffering --fine-grained-activation-offloading --offload-modules
-        --min-offloaded-tensor-size""",
-        later="one GPU",
+        "--no-cpu-offloading-activations --cpu-offloading-weights",
+        "weights stay on the GPU, where every micro-batch needs them; --cpu-offloading is about activations",
     ),
     Group(
         "refused",
-        """--fp8-format --fp8-recipe --fp8-param-gather --fp8-quantizer-factory --fp8-margin --fp8-interval
-        --fp8-amax-history-len --fp8-amax-compute-algo --no-fp8-wgrad --fp8-dot-product-attention
-        --fp8-multi-head-attention --tp-only-amax-red --first-last-layers-bf16 --num-layers-at-start-in-bf16
-        --num-layers-at-end-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
-        --te-precision-config-file --fp4-format --fp4-recipe --fp4-param-gather --fp4-quantizer-factory
-        --use-kitchen --use-kitchen-attention --kitchen-attention-backend --batch-invariant-mode""",
-        "training in 8 and 4 bit",
-        later="one GPU",
+        "--main-params-dtype --exp-avg-sq-dtype",
+        "16 bit weights to update and second moments stand still under small updates, unless TransformerEngine scales "
+        "them, which slime does without; they stay in fp32",
+    ),
+    Group(
+        "refused",
+        _EIGHT_BIT,
+        "training in 8 and 4 bit needs the kernels of TransformerEngine or Kitchen, which slime does without",
+    ),
+    Group(
+        "refused",
+        "--batch-invariant-mode",
+        "Megatron's batch-invariant kernels replace those of TransformerEngine, which slime does without; "
+        "--deterministic-mode repeats a run bit for bit, and use_tis and its relatives correct what is left of the "
+        "difference between engine and trainer",
     ),
     Group(
         "refused",
@@ -264,7 +291,7 @@ TABLE: tuple[Group, ...] = (
         --nccl-communicator-config-path --ddp-num-buckets""",
         later="several GPUs",
     ),
-    Group("refused", "--sgd-momentum", _NO_SGD),
+    Group("refused", "--sgd-momentum", NO_SGD),
     Group(
         "refused",
         """--muon-momentum --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode --muon-fp32-matmul-prec
@@ -362,32 +389,3 @@ TABLE: tuple[Group, ...] = (
         "slime reads and writes torch_dist checkpoints and HF directories; tools/ converts",
     ),
 )
-
-# Values of options that are used: option -> {value: reason or topic}
-REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
-    "--normalization": {"LayerNorm": ("", "model families")},
-    "--position-embedding-type": dict.fromkeys(
-        ("mrope", "learned_absolute", "relative", "none"), ("", "model families")
-    ),
-    "--optimizer": {
-        "sgd": (f"{_NO_SGD}; use adam", None),
-        **dict.fromkeys(
-            ("muon", "dist_muon"),
-            ("it requires the library emerging_optimizers, which slime does not install; use adam", None),
-        ),
-    },
-    "--attention-backend": {
-        "fused": ("it needs TransformerEngine, which slime does without; use flash or auto", None),
-        "local": ("it does not know packed samples; use unfused or auto", None),
-    },
-    "--moe-token-dispatcher-type": {"flex": ("it needs DeepEP; use alltoall", None)},
-    "--ckpt-format": dict.fromkeys(
-        ("torch", "zarr", "torch_dcp", "fsdp_dtensor"), ("slime's checkpoints are torch_dist", None)
-    ),
-}
-# Values that say the same as leaving a refused option out.
-SAME_AS_DEFAULT: dict[str, tuple[Any, ...]] = {
-    "--num-virtual-stages-per-pipeline-rank": (1,),
-    "--moe-z-loss-coeff": (0,),
-    "--moe-token-drop-policy": ("probs",),
-}

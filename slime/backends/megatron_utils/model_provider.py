@@ -7,7 +7,7 @@ parallelism and the optimizer is the business of model/setup. It knows nothing a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils.config_values import config_kwargs, torch_type
+from slime.backends.megatron_utils.model.activation_offload import ActivationOffload
 from slime.backends.megatron_utils.model.spec import block_spec
 from slime.utils.misc import load_function
 
@@ -48,6 +49,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "persist_layer_norm": False,
         # Its default asserts MoE settings even of dense models when sequence lengths vary.
         "moe_token_dispatcher_type": "alltoall",
+        # model.activation_offload does it; Megatron's own needs TransformerEngine
+        **{"cpu_offloading": False, "cpu_offloading_num_layers": 0, "fine_grained_activation_offloading": False},
     }
     return config(**kwargs)
 
@@ -111,7 +114,17 @@ def build_gpt(
         _reduce_experts_over_their_own_ranks(model)
     if post_process and args.vocab_size < args.padded_vocab_size:
         mask_padded_vocab(model.output_layer, args.vocab_size)
+    _offload_activations(model.decoder.layers, args)
     return model
+
+
+def _offload_activations(layers: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
+    """Let what layers save wait in host memory, as far as the flags say so."""
+    if args.cpu_offloading:
+        ActivationOffload(layers, args.cpu_offloading_num_layers, min_size=args.min_offloaded_tensor_size)
+    elif args.fine_grained_activation_offloading:
+        modules, min_size = args.offload_modules, args.min_offloaded_tensor_size
+        ActivationOffload(layers, len(layers), min_size=min_size, modules=modules)
 
 
 def _scale_rope(rotary: Any, args: argparse.Namespace) -> None:

@@ -99,6 +99,27 @@ EFFECTS: tuple[Effect, ...] = (
         "without --num-virtual-stages-per-pipeline-rank",
     ),
     Effect("moe_grouped_gemm", lambda a: a.num_moe_experts, "without --num-experts"),
+    Effect("cpu_offloading_num_layers", lambda a: a.cpu_offloading, "without --cpu-offloading"),
+    Effect(
+        "offload_modules",
+        lambda a: a.fine_grained_activation_offloading,
+        "without --fine-grained-activation-offloading",
+    ),
+    Effect(
+        "min_offloaded_tensor_size",
+        lambda a: a.cpu_offloading or a.fine_grained_activation_offloading,
+        "without --cpu-offloading or --fine-grained-activation-offloading",
+    ),
+    Effect(
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d",
+        lambda a: a.optimizer_cpu_offload,
+        "without --optimizer-cpu-offload",
+    ),
+    Effect(
+        "main_grads_dtype exp_avg_dtype",
+        lambda a: a.use_precision_aware_optimizer,
+        "without --use-precision-aware-optimizer",
+    ),
     Effect("bucket_size", lambda a: a.overlap_grad_reduce, "without --overlap-grad-reduce"),
     Effect(
         "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
@@ -153,6 +174,8 @@ def check_device(args: argparse.Namespace, explicit: Collection[str]) -> Iterato
     for name in ("bf16", "fp16", "grad_reduce_in_bf16"):
         if name in explicit and (vars(args)[name] or name == "bf16"):
             yield f"{option_of(name)}: the trainer computes in fp32 on --accelerator cpu; leave it out."
+    if args.main_grads_dtype != "fp32":
+        yield f"--main-grads-dtype {args.main_grads_dtype}: gradients are fp32 on --accelerator cpu; leave it out."
     if args.attention_backend == "flash":
         option = "--use-flash-attn" if args.use_flash_attn else "--attention-backend flash"
         yield f"{option} needs CUDA; leave it out on --accelerator cpu."

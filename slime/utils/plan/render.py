@@ -182,7 +182,7 @@ def _memory(plan: Plan) -> Iterable[Any]:
     for engine in plan.engine_memory:
         yield from _engine(engine)
     if plan.host_memory_per_node:
-        yield f"host memory per node for copies of weights: {size(plan.host_memory_per_node)}"
+        yield f"host memory per node for copies of weights and what is offloaded: {size(plan.host_memory_per_node)}"
     for moment in plan.fit:
         parts = " + ".join(f"{name} {size(number)}" for name, number in moment.parts.items())
         yield f"{moment.where}, {moment.when}: {parts} = {size(moment.total)} of {size(moment.limit)}"

@@ -92,7 +92,7 @@ def outputs(args: argparse.Namespace, shape: ModelShape | None) -> list[Output]:
 def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape) -> int:
     """What --checkpoint-contents says: weights as trained, the optimizer's fp32 state, an HF export."""
     precision, contents = Precision.of(args), args.checkpoint_contents or ("model", "optimizer")
-    optimizer = precision.optimizer if "optimizer" in contents else 0
+    optimizer = precision.saved if "optimizer" in contents else 0
     return shape.num_params * (precision.weight * (1 + ("hf" in contents)) + optimizer)
 
 

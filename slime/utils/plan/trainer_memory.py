@@ -14,6 +14,11 @@
                - the end of backward on the first stage: the embedding's gradient (of a tied one both parts and
                  their sum)
 
+With --optimizer-cpu-offload a share of O is host memory, and the gradients and weights of that share pass through
+copies there, 4 p and P; Adam then works weight by weight, without temporaries of the model's size, as it does with
+--use-precision-aware-optimizer (O = 10 p with --exp-avg-dtype bf16). With --cpu-offloading what N layers keep is host
+memory, but for the two that are on their way.
+
 With --lora-rank only the adapters have gradients and an optimizer. A critic is a second trainer without output layer
 on the same GPUs. Without a GPU the reference's copy and the weights that it pushes aside lie in the same memory and
 count too; with one they are host memory. Fragmentation is not counted: `Device.reserved_bytes` is for context
@@ -24,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slime.utils.misc import num_weight_versions
 from slime.utils.plan.activations import (
@@ -35,6 +41,7 @@ from slime.utils.plan.activations import (
     final_norm_saved,
     head_bytes,
     layer_forward,
+    layer_saved,
     layer_working,
     stage_saved,
 )
@@ -47,7 +54,14 @@ ROW_BYTES = 32
 RESPONSE_ROW_BYTES = 40
 """Per response token: index and target (int64), log-probs of trainer, engine and reference, KL, advantage, return."""
 
-PRECISION_DEFAULTS = {"grad_reduce_in_fp32": False}
+PRECISION_DEFAULTS: dict[str, Any] = {
+    "grad_reduce_in_fp32": False,
+    "optimizer_cpu_offload": False,
+    "optimizer_offload_fraction": 1.0,
+    "use_precision_aware_optimizer": False,
+    "exp_avg_dtype": "fp32",
+}
+OFFLOAD_DEFAULTS = {"cpu_offloading": False, "cpu_offloading_num_layers": 0}
 RECOMPUTE_DEFAULTS = {
     "recompute_granularity": None,
     "recompute_method": None,
@@ -71,7 +85,8 @@ class StageMemory:
     state: int
     """The three together: what stays between rollouts."""
     host_copies: int
-    """Reference, old actor, teacher and the weights that they push aside; on CPU part of state's memory."""
+    """Reference, old actor, teacher and the weights that they push aside, and what is offloaded of optimizer and
+    activations; on CPU part of state's memory."""
     rollout_data: int
     activations: int
     """What the layers keep for the backward pass, all micro-batches in flight."""
@@ -105,19 +120,30 @@ class Precision:
     name: str
     weight: int
     gradient: int
-    optimizer: int
+    optimizer: float
     """Sharded over the data-parallel ranks."""
     step: int
     """More of it while the optimizer steps, sharded as well."""
+    saved: int
+    """Of optimizer state in a checkpoint."""
+    on_host: float = 0
+    """Of --optimizer-cpu-offload in host memory, sharded as well."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Precision:
         """What the precision flags make Megatron allocate."""
-        if not (args.bf16 or args.fp16):
-            return cls("fp32", weight=4, gradient=4, optimizer=8, step=4)
-        in_fp32 = (PRECISION_DEFAULTS | vars(args))["grad_reduce_in_fp32"]
-        name = "bf16" if args.bf16 else "fp16"
-        return cls(name, weight=2, gradient=4 if in_fp32 else 2, optimizer=12, step=4 if in_fp32 else 8)
+        flags = PRECISION_DEFAULTS | vars(args)
+        found = cls("fp32", weight=4, gradient=4, optimizer=8, step=4, saved=8)
+        if args.bf16 or args.fp16:
+            in_fp32, name = flags["grad_reduce_in_fp32"], "bf16" if args.bf16 else "fp16"
+            step = 4 if in_fp32 else 8
+            found = cls(name, weight=2, gradient=4 if in_fp32 else 2, optimizer=12, step=step, saved=12)
+        if not (flags["optimizer_cpu_offload"] or flags["use_precision_aware_optimizer"]):
+            return found
+        held = 12 - 2 * (flags["exp_avg_dtype"] == "bf16")
+        share = float(flags["optimizer_offload_fraction"]) if flags["optimizer_cpu_offload"] else 0.0
+        on_host = share * (held + 4 + found.weight)
+        return replace(found, optimizer=(1 - share) * held, step=0, on_host=on_host)
 
 
 def recompute_of(args: argparse.Namespace) -> Recompute:
@@ -229,6 +255,7 @@ class _Trainer:
         optimizer = round(shards * precision.optimizer)
         state = weights + gradients + optimizer
         host = 0 if self.is_critic else num_host_copies(self.args) * weights
+        host += round(shards * precision.on_host) + self.offloaded(stage)
         data = _rollout_data(self.batch, self.layout)
         floor = state + data + (host if self.compute.is_cpu else 0)
         passes = self.passes(stage)
@@ -269,9 +296,24 @@ class _Trainer:
             return dense + experts + adapters, adapters, adapters / layout.optimizer_shards
         return dense + experts, dense + experts, dense / layout.optimizer_shards + experts / layout.expert_dp
 
+    def num_offloaded(self, stage: int) -> int:
+        """Layers of a stage whose activations wait in host memory (--cpu-offloading)."""
+        flags = OFFLOAD_DEFAULTS | vars(self.args)
+        last = len(self.layout.stage_layers[stage]) - 1
+        return max(0, min(int(flags["cpu_offloading_num_layers"]), last)) if flags["cpu_offloading"] else 0
+
+    def offloaded(self, stage: int) -> int:
+        """Bytes of host memory for those activations."""
+        layers = self.layout.stage_layers[stage][: self.num_offloaded(stage)]
+        kept = sum(layer_saved(self.shape, layer, self.layout, self.compute) for layer in layers)
+        flying = in_flight(self.layout, stage, self.batch.micro_batches_per_rank)
+        return round(kept * self.batch.micro_batch_tokens * flying)
+
     def passes(self, stage: int) -> _Passes:
         shape, layout, compute = self.shape, self.layout, self.compute
         tokens, layers = self.batch.micro_batch_tokens, layout.stage_layers[stage]
+        if self.num_offloaded(stage) and not compute.is_cpu:
+            layers = layers[max(0, self.num_offloaded(stage) - 2) :]  # two are on their way
         kept, again = stage_saved(shape, layers, layout, compute, recompute_of(self.args))
         saved = round(kept * tokens * in_flight(layout, stage, self.batch.micro_batches_per_rank))
         layer = layers[-1] if layers else 0

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.config_values import config_kwargs
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
+from slime.backends.megatron_utils.model.master_adam import held_by, make_optimizer
 from slime.backends.megatron_utils.model.optimizer_state import keep_no_moments
 from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
 from slime.backends.megatron_utils.model.value_head import is_value_model, replace_output_layer
@@ -53,12 +54,23 @@ def setup_model_and_optimizer(args: Any) -> TrainState:
     bare = [build_model(args, stage) for stage in stages]
     freeze_parameters(bare, only=args.only_train_params_name_list, frozen=args.freeze_params_name_list)
     model = [wrap_model(args, module, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
-    optimizer_config = OptimizerConfig(**config_kwargs(OptimizerConfig, args))
-    optimizer = get_megatron_optimizer(optimizer_config, model)
+    optimizer = _make_optimizer(args, model)
     if args.use_stateless_adam:
         keep_no_moments(optimizer)
     connect(model, optimizer)
     return TrainState(model, optimizer, make_scheduler(args, optimizer))
+
+
+def _make_optimizer(args: Any, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    held = held_by(args)
+    ours = {
+        "optimizer_cpu_offload": False,
+        "use_precision_aware_optimizer": False,
+        "main_grads_dtype": torch.float32,
+        "exp_avg_dtype": torch.float32,
+    }
+    config = OptimizerConfig(**config_kwargs(OptimizerConfig, args) | ours)
+    return get_megatron_optimizer(config, model) if held is None else make_optimizer(config, model, held)
 
 
 def build_model(args: Any, vp_stage: int | None = None) -> torch.nn.Module:

@@ -1,0 +1,251 @@
+"""Adam that holds the fp32 weights itself: in host memory (--optimizer-cpu-offload) or with a smaller first moment
+(--use-precision-aware-optimizer).
+
+Megatron's optimizer then keeps no copies of weights and gradients: `param` is its share of the model's weights and
+`param.decoupled_grad` a view of the gradient buffer. The state of a weight is "master_param", "exp_avg" and
+"exp_avg_sq", which its checkpoints read and write under the names that every run has, so that a run may be resumed
+with or without. Upstream (0.16.1) has this in TransformerEngine's FusedAdam, and a HybridDeviceOptimizer that cannot
+resume a model with fp32 weights. The update is `Adam`'s, number by number.
+
+It knows nothing about learning-rate schedules and checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Held:
+    """How the state is held."""
+
+    host_fraction: float = 0.0
+    """Share of the weights, in order, whose state is in host memory and which are updated there."""
+    overlaps: bool = False
+    """Gradients of all weights are on their way while the first is updated, and weights return behind that."""
+    pins_grads: bool = True
+    pins_params: bool = True
+    exp_avg_dtype: torch.dtype = torch.float32
+    num_threads: int = 1
+    """CPU threads of an update in host memory."""
+
+
+@dataclass
+class _HostCopies:
+    """Of one weight that is updated in host memory: where its gradient arrives and its new value leaves."""
+
+    grad: torch.Tensor
+    param: torch.Tensor
+    has_arrived: Any
+
+
+class MasterAdam(Adam):
+    """`Adam` over shares of a model's weights in any precision; see the module's docstring.
+
+    Args:
+        params: parameters, or groups of them; each needs a `decoupled_grad` at every step that shall update it.
+        held: how the state is held.
+        settings: of `Adam`.
+    """
+
+    state: Any
+
+    def __init__(self, params: Any, *, held: Held, **settings: Any) -> None:
+        self._held = held
+        self._host: dict[torch.Tensor, _HostCopies | None] = {}
+        """Weight -> its copies in host memory, None for one that is updated where it is; made with the state."""
+        self._stream = torch.cuda.Stream()
+        super().__init__(params, **settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every weight that has a gradient, in its place too; `closure` is not supported."""
+        if closure is not None:
+            raise ValueError("this Adam takes no closure: Megatron computes gradients before the step.")
+        work = []
+        for group in self.param_groups:
+            group["step"] = int(group.get("step") or 0) + 1
+            params = [p for p in group["params"] if _grad(p) is not None and p.numel()]
+            self._fill(params)
+            work += [(group, param) for param in params]
+        on_host = [(group, param) for group, param in work if self._host[param] is not None]
+        if self._held.overlaps:
+            self._send_grads([param for _, param in on_host])
+        for group, param in work:
+            if self._host[param] is None:
+                self._update(group, param, _grad(param))
+                param.copy_(self.state[param]["master_param"])
+        with _threads(self._held.num_threads):
+            for group, param in on_host:
+                self._update_on_host(group, param)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def take_weights(self) -> None:
+        """Set the fp32 weights from the model's, which something else has changed."""
+        for param, state in self.state.items():
+            state["master_param"].copy_(param.detach())
+
+    def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """A part of a weight's state in fp32, for a checkpoint."""
+        return self.state[param][name].float()
+
+    def set_scaled_state(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Set a part of a weight's state from a checkpoint's."""
+        self._fill([param])
+        self.state[param][name].copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the groups' settings; tensors come through `set_scaled_state`.
+
+        torch would bring them into the weights' precision and onto their device.
+        """
+        state = self.state
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.state = state
+
+    def _fill(self, params: list[torch.Tensor]) -> None:
+        if not self._host:
+            self._host = dict(self._places())
+        for param in params:
+            if self.state[param]:
+                continue
+            device = param.device if self._host[param] is None else torch.device("cpu")
+            master = param.detach().to(device, torch.float32, copy=True)
+            dtypes = (self._held.exp_avg_dtype, torch.float32)
+            moments = [torch.zeros_like(master, dtype=dtype) for dtype in dtypes]
+            self.state[param].update(zip(("master_param", *MOMENTS), (master, *moments), strict=True))
+
+    def _places(self) -> Iterator[tuple[torch.Tensor, _HostCopies | None]]:
+        """Each weight with its copies in host memory, if it is one of those that are updated there."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        wanted, taken = self._held.host_fraction * sum(param.numel() for param in params), 0
+        for param in params:
+            is_on_host = taken < wanted
+            taken += is_on_host * param.numel()
+            yield param, self._host_copies(param) if is_on_host else None
+
+    def _host_copies(self, param: torch.Tensor) -> _HostCopies:
+        has_gpu = param.device.type == "cuda"
+        grad = torch.empty(param.shape, dtype=torch.float32, pin_memory=has_gpu and self._held.pins_grads)
+        copy = torch.empty(param.shape, dtype=param.dtype, pin_memory=has_gpu and self._held.pins_params)
+        return _HostCopies(grad, copy, torch.cuda.Event())
+
+    def _send_grads(self, params: list[torch.Tensor]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for param in params:
+                host = self._host[param]
+                assert host is not None
+                host.grad.copy_(_grad(param).float(), non_blocking=True)
+                host.has_arrived.record(self._stream)
+
+    def _update_on_host(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        host = self._host[param]
+        assert host is not None
+        if not self._held.overlaps:
+            self._send_grads([param])
+        host.has_arrived.synchronize()
+        self._update(group, param, host.grad)
+        host.param.copy_(self.state[param]["master_param"])
+        with torch.cuda.stream(self._stream):
+            param.copy_(host.param, non_blocking=True)
+        if not self._held.overlaps:
+            self._stream.synchronize()
+
+    def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adam's step on a weight's state, where that is; the moments are in fp32 meanwhile."""
+        state = self.state[param]
+        first, second = (state[name].float() for name in MOMENTS)
+        beta1, beta2 = group["betas"]
+        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        update(
+            [state["master_param"]],
+            [grad.float()],
+            [first],
+            [second],
+            [],
+            [torch.tensor(float(group["step"]), device=grad.device)],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        if first is not state["exp_avg"]:
+            state["exp_avg"].copy_(first)
+
+
+def _grad(param: Any) -> Any:
+    return vars(param).get("decoupled_grad")
+
+
+class _threads:
+    """A block in which torch computes with this many CPU threads."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def held_by(args: Any) -> Held | None:
+    """What the flags say about state that Adam holds itself; None where Megatron holds the fp32 weights."""
+    from slime.backends.megatron_utils.config_values import torch_type
+
+    if not (args.optimizer_cpu_offload or args.use_precision_aware_optimizer):
+        return None
+    cores = len(os.sched_getaffinity(0))
+    return Held(
+        host_fraction=args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0,
+        overlaps=args.overlap_cpu_optimizer_d2h_h2d,
+        pins_grads=args.pin_cpu_grads,
+        pins_params=args.pin_cpu_params,
+        exp_avg_dtype=torch_type(args.exp_avg_dtype),
+        num_threads=max(1, cores // args.actor_num_gpus_per_node) if args.accelerator == "cuda" else 1,
+    )
+
+
+def make_optimizer(config: Any, model: list[torch.nn.Module], held: Held) -> Any:
+    """Megatron's optimizer of `model`, in which `MasterAdam` holds weights and moments.
+
+    Args:
+        config: an OptimizerConfig that asks for none of this: its own ways need TransformerEngine.
+        model: chunks of a data-parallel model.
+        held: how the state is held.
+    """
+    import megatron.core.optimizer as upstream
+
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # what its DistributedOptimizer asks
+    usual = upstream.Adam
+    upstream.Adam = functools.partial(MasterAdam, held=held)
+    try:
+        optimizer = upstream.get_megatron_optimizer(config, model)
+    finally:
+        upstream.Adam = usual
+    for part in vars(optimizer).get("chained_optimizers", [optimizer]):
+        adam = part.optimizer
+        if isinstance(adam, MasterAdam):
+            # Upstream's does nothing here, for its FusedAdam makes the weights at the first step.
+            part._copy_model_params_to_main_params = functools.partial(_take_weights, adam)
+    return optimizer
+
+
+def _take_weights(adam: MasterAdam, state_dict: Any = None) -> None:
+    adam.take_weights()

@@ -1,0 +1,74 @@
+"""What contradicts what among the flags that keep activations or optimizer state in host memory.
+
+It reads flags and returns sentences; it offloads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator
+
+OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+"""Values of --offload-modules; model/activation_offload.py knows their modules."""
+_OF_EXPERTS = ("expert_fc1", "moe_act")
+
+
+def check_offloading(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+    """One sentence for each contradiction between the flags of offloading and of the optimizer's precision."""
+    yield from _check_activations(args)
+    yield from _check_optimizer(args, explicit)
+
+
+def _check_activations(args: argparse.Namespace) -> Iterator[str]:
+    by_layer, by_module = args.cpu_offloading, args.fine_grained_activation_offloading
+    if by_layer and by_module:
+        yield "--cpu-offloading and --fine-grained-activation-offloading exclude each other; give one."
+    name = "--cpu-offloading" if by_layer else "--fine-grained-activation-offloading"
+    if (by_layer or by_module) and args.recompute_granularity is not None:
+        yield (
+            f"{name} and --recompute-granularity {args.recompute_granularity} exclude each other: what is computed "
+            "again need not be kept anywhere; give one."
+        )
+    layers, most = args.cpu_offloading_num_layers, (args.num_layers or 2) - 1
+    if by_layer and not 1 <= layers <= most:
+        yield (
+            f"--cpu-offloading-num-layers {layers} with --cpu-offloading must be at least 1 and at most {most}: the "
+            "last layer goes backward at once."
+        )
+    if args.min_offloaded_tensor_size < 1:
+        yield f"--min-offloaded-tensor-size {args.min_offloaded_tensor_size} must be at least 1."
+    if by_module:
+        yield from _check_modules(args.offload_modules)
+
+
+def _check_modules(modules: Collection[str]) -> Iterator[str]:
+    if not modules:
+        yield f"--fine-grained-activation-offloading needs --offload-modules: choose from {', '.join(OFFLOADED)}."
+    if of_experts := sorted(set(modules) & set(_OF_EXPERTS)):
+        yield (
+            f"--offload-modules {' '.join(of_experts)}: experts are offloaded with their layers alone; use "
+            "--cpu-offloading --cpu-offloading-num-layers N."
+        )
+    if wrong := sorted(set(modules) - set(OFFLOADED) - set(_OF_EXPERTS)):
+        yield f"--offload-modules {' '.join(wrong)}: choose from {', '.join(OFFLOADED)}."
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield (
+            "--offload-modules attn_proj has no effect without core_attn, which keeps the same tensor; add core_attn."
+        )
+
+
+def _check_optimizer(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+    fraction = args.optimizer_offload_fraction
+    if not 0 < fraction <= 1:
+        yield f"--optimizer-offload-fraction {fraction} must lie in (0, 1]; leave --optimizer-cpu-offload out for 0."
+    held = "--optimizer-cpu-offload" if args.optimizer_cpu_offload else "--use-precision-aware-optimizer"
+    unpinned = [f"--no-{name.replace('_', '-')}" for name in ("pin_cpu_grads", "pin_cpu_params") if name in explicit]
+    if unpinned and not args.optimizer_cpu_offload:
+        yield f"{', '.join(unpinned)} without --optimizer-cpu-offload: nothing is copied; leave it out."
+    if not (args.optimizer_cpu_offload or args.use_precision_aware_optimizer):
+        return
+    if args.use_stateless_adam:
+        yield f"{held} has no moments to hold with --use-stateless-adam; leave one out."
+    if args.main_grads_dtype == "bf16" and (args.fp16 or "grad_reduce_in_fp32" in explicit):
+        other = "--fp16" if args.fp16 else "--accumulate-allreduce-grads-in-fp32"
+        yield f"--main-grads-dtype bf16 and {other} exclude each other; leave one out."

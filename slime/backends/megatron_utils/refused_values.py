@@ -1,0 +1,42 @@
+"""Values of Megatron's options that are refused though the option works, and those that say the same as its default.
+
+The options themselves are classified in megatron_flags.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.backends.megatron_utils.megatron_flags import NO_SGD
+
+# Values of options that are used: option -> {value: reason or topic}
+REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
+    "--normalization": {"LayerNorm": ("", "model families")},
+    "--position-embedding-type": dict.fromkeys(
+        ("mrope", "learned_absolute", "relative", "none"), ("", "model families")
+    ),
+    "--optimizer": {
+        "sgd": (f"{NO_SGD}; use adam", None),
+        **dict.fromkeys(
+            ("muon", "dist_muon"),
+            ("it requires the library emerging_optimizers, which slime does not install; use adam", None),
+        ),
+    },
+    "--attention-backend": {
+        "fused": ("it needs TransformerEngine, which slime does without; use flash or auto", None),
+        "local": ("it does not know packed samples; use unfused or auto", None),
+    },
+    "--exp-avg-dtype": dict.fromkeys(
+        ("fp16", "fp8"), ("only TransformerEngine scales moments of so small a range; use bf16 or fp32", None)
+    ),
+    "--moe-token-dispatcher-type": {"flex": ("it needs DeepEP; use alltoall", None)},
+    "--ckpt-format": dict.fromkeys(
+        ("torch", "zarr", "torch_dcp", "fsdp_dtensor"), ("slime's checkpoints are torch_dist", None)
+    ),
+}
+# Values that say the same as leaving a refused option out.
+SAME_AS_DEFAULT: dict[str, tuple[Any, ...]] = {
+    "--num-virtual-stages-per-pipeline-rank": (1,),
+    "--moe-z-loss-coeff": (0,),
+    "--moe-token-drop-policy": ("probs",),
+}
