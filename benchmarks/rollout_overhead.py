@@ -55,6 +55,7 @@ from slime.utils.arguments import parse_args, publish_runtime  # noqa: E402
 HOST = "127.0.0.1"
 GROUP, PROMPT, RESPONSE, CONCURRENCY = 8, 64, 64, 512
 REQUESTS = 2048
+START_DEADLINE_S = {"cpu": 120.0, "cuda": 400.0}
 
 
 def main() -> None:
@@ -169,32 +170,50 @@ def rounded(rates: list[float]) -> list[int]:
 
 def beside_bare_client(args: Any, work: Path, options: argparse.Namespace) -> None:
     """Print requests/s of both sides and their ratio."""
-    source = RolloutDataSourceWithBuffer(args)
-    ours: list[float] = []
-    bare: list[float] = []
-    with running_engines(args, work, options.engines) as workers:
-        payloads = same_requests(args)
-        for rollout_id in range(options.rounds + 1):
-            flush(workers)
-            if rollout_id % 2:  # each side goes first in turn
-                bare.append(rate_of(bare_rollout, args, payloads))
-                flush(workers)
-            ours.append(rate_of(generate_rollout, args, rollout_id, source))
-            if not rollout_id % 2:
-                flush(workers)
-                bare.append(rate_of(bare_rollout, args, payloads))
-    ours, bare = ours[1:], bare[1:]  # the first round warms up
-    ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
+    ours, bare = rates_of_both(args, work, rounds=options.rounds, engines=options.engines)
+    ratio = median_ratio(ours, bare)
     print(f"http: ours {statistics.median(ours):.0f} requests/s, median of {rounded(ours)}")
     print(f"http: bare {statistics.median(bare):.0f} requests/s, median of {rounded(bare)}")
     print(f"http: ours / bare {ratio:.3f}, {options.engines} engine(s); {load()}", flush=True)
 
 
-def rate_of(side: Callable[..., Any], *arguments: Any) -> float:
-    """Requests/s of one side."""
+def rates_of_both(args: Any, work: Path, *, rounds: int, engines: int) -> tuple[list[float], list[float]]:
+    """Requests/s of our loop and of a bare client of the same engines, round by round, after one that warms up.
+
+    Args:
+        args: the flags of a run, `rollout_batch_size` x `n_samples_per_prompt` requests a rollout.
+        work: where engines and router log.
+        rounds: how many; each side goes first in turn.
+        engines: how many.
+    """
+    source = RolloutDataSourceWithBuffer(args)
+    requests = args.rollout_batch_size * args.n_samples_per_prompt
+    ours: list[float] = []
+    bare: list[float] = []
+    with running_engines(args, work, engines) as workers:
+        payloads = same_requests(args)
+        for rollout_id in range(rounds + 1):
+            flush(workers)
+            if rollout_id % 2:
+                bare.append(requests / seconds_of(bare_rollout, args, payloads))
+                flush(workers)
+            ours.append(requests / seconds_of(generate_rollout, args, rollout_id, source))
+            if not rollout_id % 2:
+                flush(workers)
+                bare.append(requests / seconds_of(bare_rollout, args, payloads))
+    return ours[1:], bare[1:]
+
+
+def median_ratio(ours: list[float], bare: list[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
+
+
+def seconds_of(side: Callable[..., Any], *arguments: Any) -> float:
+    """What a call takes."""
     begin = time.perf_counter()
     side(*arguments)
-    return REQUESTS / (time.perf_counter() - begin)
+    return time.perf_counter() - begin
 
 
 def flush(workers: list[str]) -> None:
@@ -205,7 +224,7 @@ def flush(workers: list[str]) -> None:
 
 def same_requests(args: Any) -> list[dict[str, Any]]:
     """The bodies that our loop sends for the same prompts."""
-    state, groups = GenerateState(args), RolloutDataSourceWithBuffer(args).get_samples(REQUESTS // GROUP)
+    state, groups = GenerateState(args), RolloutDataSourceWithBuffer(args).get_samples(args.rollout_batch_size)
     bodies = []
     for sample in (sample for group in groups for sample in group):
         sample.tokens = list(state.encode(sample.prompt))
@@ -222,7 +241,7 @@ def bare_rollout(args: Any, payloads: list[dict[str, Any]]) -> list[Any]:
 async def bare_client(args: Any, payloads: list[dict[str, Any]]) -> list[Any]:
     """Every request by aiohttp, as many at once as our loop has in flight."""
     url = f"{router_url(args)}/generate"
-    connector = aiohttp.TCPConnector(limit=CONCURRENCY)
+    connector = aiohttp.TCPConnector(limit=args.sglang_server_concurrency)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(600)) as session:
 
         async def one(payload: dict[str, Any]) -> Any:
@@ -242,7 +261,7 @@ def running_engines(args: Any, work: Path, count: int) -> Iterator[list[str]]:
     engines = [make_engine(args, i, block, work) for i, block in enumerate(blocks)]
     try:
         router.launch()
-        workers = [engine.start(deadline_s=120) for engine in engines]
+        workers = [engine.start(deadline_s=START_DEADLINE_S[args.accelerator]) for engine in engines]
         router.wait_ready()
         for worker in workers:
             server_control.register_worker_sync(router.address.url, server_control.Worker(worker))
@@ -257,11 +276,15 @@ def running_engines(args: Any, work: Path, count: int) -> Iterator[list[str]]:
 
 
 def make_engine(args: Any, rank: int, block: Any, work: Path) -> SGLangEngine:
-    """An engine with the settings of a CPU run, not started yet."""
+    """An engine, not started yet: on CPU with room for all requests, on CUDA as the flags say."""
     place = EnginePlace(HOST, port=block[0], nccl_port=block[1], bootstrap_port=block[2], dist_init_port=block[4])
-    settings = {"max_total_tokens": CONCURRENCY * 256, "max_running_requests": CONCURRENCY}
+    on_cpu = args.accelerator == "cpu"
+    running = args.sglang_server_concurrency
+    settings = {"max_total_tokens": running * 256, "max_running_requests": running} if on_cpu else {}
+    settings = dict(args.sglang_overrides) | settings
     kwargs = build_server_args(args, EngineSpec(rank, args.hf_checkpoint, settings=settings), place)
-    return SGLangEngine(kwargs, rank=rank, log_path=work / f"engine_{rank}.log", accelerator="cpu", num_threads=1)
+    log_path, threads = work / f"engine_{rank}.log", 1 if on_cpu else None
+    return SGLangEngine(kwargs, rank=rank, log_path=log_path, accelerator=args.accelerator, num_threads=threads)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 r"""Write arithmetic tasks of the package reasoning_gym as JSON lines with prompts and labels.
 
     python tools/prepare_reasoning_gym.py --output data/chain_sum --task chain_sum --config min_terms=2 max_terms=3
+    python tools/prepare_reasoning_gym.py --output data/mixed --part chain_sum max_digits=1 --part gcd
 
 `train.jsonl` and `eval.jsonl` hold {"prompt": message list, "label": answer, "metadata": {"rm_type", "task"}}; no
-question is in both. By default the answer is asked for in \boxed{}, so the rewards `math` and `boxed_*` can grade it.
-It knows nothing of models.
+question is in both, and both are drawn alike: every part (--part, or the one of --task) has an equal share of either
+file. A part with few questions bounds what each holds back (a quarter of its questions), and repeats those it trains
+on. By default the answer is asked for in \boxed{}, so the rewards `math` and `boxed_*` can grade it. It knows nothing
+of models.
 
 Only the module of the task is imported: the package's own `__init__` imports every task, and with them packages that
 have to be compiled (install reasoning_gym with `pip install --no-deps reasoning_gym`).
@@ -16,8 +19,10 @@ import argparse
 import importlib
 import importlib.util
 import json
+import random
 import sys
 import types
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -66,15 +71,43 @@ def make_questions(task: str, *, count: int, seed: int, config: dict[str, Any]) 
         found.setdefault(item["question"], str(item["answer"]))
         if len(found) == count:
             break
-    return [{"question": question, "answer": answer} for question, answer in found.items()]
+    return [{"task": task, "question": question, "answer": answer} for question, answer in found.items()]
 
 
-def to_row(question: dict[str, str], *, task: str, rm_type: str, instruction: str) -> dict[str, Any]:
+def split_parts(
+    parts: Sequence[Sequence[dict[str, str]]], *, num_train: int, num_eval: int, seed: int
+) -> dict[str, list[dict[str, str]]]:
+    """Rows of "train" and "eval": no question in both, and the same share of every part in each.
+
+    Args:
+        parts: the different questions of each part; one that an earlier part has, too, counts there.
+        num_train: rows to draw; questions repeat where a part has too few.
+        num_eval: rows to hold back; equally many of each part, at most a quarter of the smallest one's questions.
+        seed: of the order, which no file has from the generator: there the rare kinds come first.
+    """
+    rng, seen = random.Random(seed), set[str]()
+    rows: dict[str, list[dict[str, str]]] = {"eval": [], "train": []}
+    pools = []
+    for part in parts:
+        pools.append([question for question in part if question["question"] not in seen])
+        seen |= {question["question"] for question in pools[-1]}
+    held_back = min(num_eval // len(parts), *(max(1, len(pool) // 4) for pool in pools))
+    for pool in pools:
+        rng.shuffle(pool)
+        rows["eval"] += pool[:held_back]
+        rest, wanted = pool[held_back:], num_train // len(parts)
+        rows["train"] += (rest * -(-wanted // max(1, len(rest))))[:wanted]
+    rng.shuffle(rows["eval"])
+    rng.shuffle(rows["train"])
+    return rows
+
+
+def to_row(question: dict[str, str], *, rm_type: str, instruction: str) -> dict[str, Any]:
     """One line of the output."""
     return {
         "prompt": [{"role": "user", "content": f"{question['question'].strip()}\n{instruction}".strip()}],
         "label": question["answer"],
-        "metadata": {"rm_type": rm_type, "task": task},
+        "metadata": {"rm_type": rm_type, "task": question["task"]},
     }
 
 
@@ -97,22 +130,34 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rm-type", default="math", help="reward named in each row's metadata")
     parser.add_argument("--instruction", default=DEFAULT_INSTRUCTION, help="line added to each question")
     parser.add_argument("--config", nargs="*", default=[], metavar="KEY=VALUE", help="fields of the task's config")
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        action="append",
+        metavar=("TASK", "KEY=VALUE"),
+        help="a task and its config, instead of --task and --config; again for a mixture in equal shares",
+    )
     return parser
 
 
 def main() -> None:
     """Write both files and say how many rows they have."""
     args = build_parser().parse_args()
-    config = {key: parse_value(value) for key, _, value in (item.partition("=") for item in args.config)}
-    wanted = args.num_train + args.num_eval
-    questions = make_questions(args.task, count=wanted, seed=args.seed, config=config)
-    if len(questions) <= args.num_eval:
-        raise SystemExit(f"error: {args.task} gave {len(questions)} different questions, too few for --num-eval")
+    parts = [(args.task, args.config)] if not args.part else [(task, config) for task, *config in args.part]
+    if unknown := [task for task, _ in parts if task not in TASKS]:
+        raise SystemExit(f"error: --part {unknown[0]} is no task; choose from {', '.join(sorted(TASKS))}")
+    wanted = (args.num_train + args.num_eval) // len(parts)
+    questions = []
+    for task, settings in parts:
+        config = {key: parse_value(value) for key, _, value in (item.partition("=") for item in settings)}
+        questions.append(make_questions(task, count=wanted, seed=args.seed, config=config))
+        if len(questions[-1]) < 2:
+            raise SystemExit(f"error: {task} gave {len(questions[-1])} different questions, too few to hold any back")
     args.output.mkdir(parents=True, exist_ok=True)
-    parts = {"eval": questions[: args.num_eval], "train": questions[args.num_eval :]}
-    for name, part in parts.items():
+    split = split_parts(questions, num_train=args.num_train, num_eval=args.num_eval, seed=args.seed)
+    for name, part in split.items():
         path = args.output / f"{name}.jsonl"
-        rows = (to_row(q, task=args.task, rm_type=args.rm_type, instruction=args.instruction) for q in part)
+        rows = (to_row(question, rm_type=args.rm_type, instruction=args.instruction) for question in part)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{path}: {len(part)} rows")
 

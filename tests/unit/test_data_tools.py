@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,26 @@ def test_rows_have_a_chat_prompt_a_label_and_a_grader_and_no_question_is_in_both
     row = rows["train"][0]
     assert row["metadata"] == {"rm_type": "math", "task": "chain_sum"}
     assert row["prompt"][0]["content"].endswith("inside \\boxed{}.") and int(row["label"]) is not None
+
+
+def test_parts_have_equal_shares_of_both_files_and_a_small_part_repeats_what_it_does_not_hold_back():
+    parts = [
+        [{"task": name, "question": f"{name} {i}", "answer": "0"} for i in range(count)]
+        for name, count in (("small", 8), ("large", 100))
+    ]
+    parts[1].append(parts[0][0])  # counts for the first part alone
+    rows = prepare_reasoning_gym.split_parts(parts, num_train=60, num_eval=50, seed=0)
+    counts = {name: Counter(row["task"] for row in part) for name, part in rows.items()}
+    # a quarter of the small part's 8 questions is 2, of each part
+    assert counts == {"train": {"small": 30, "large": 30}, "eval": {"small": 2, "large": 2}}
+    questions = {name: {row["question"] for row in part} for name, part in rows.items()}
+    assert not questions["train"] & questions["eval"]
+    assert len({question for question in questions["train"] if question.startswith("small")}) == 6
+
+
+def test_a_part_that_is_no_task_is_refused(tmp_path: Path):
+    run = prepare(tmp_path, "--part", "sudoku", "size=4")
+    assert run.returncode == 1 and "--part sudoku is no task" in run.stderr
 
 
 def test_a_task_that_is_not_offered_is_refused(tmp_path: Path):

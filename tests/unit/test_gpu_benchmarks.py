@@ -1,0 +1,119 @@
+"""What the benchmarks of a GPU conclude from what a run logged: the figures are made up, the arithmetic is here."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_learning, gpu_models, gpu_runs, gpu_sleep_wake, gpu_soak, gpu_step, gpu_weight_sync
+from benchmarks.gpu_runs import Row, Run, Series
+
+
+def series(**values: list[float]) -> Series:
+    """Metrics by rollout, `__` standing for `/`."""
+    return {name.replace("__", "/"): dict(enumerate(column)) for name, column in values.items()}
+
+
+def test_the_rest_of_a_step_is_what_neither_the_rollout_nor_a_pass_took() -> None:
+    logged = series(
+        perf__step_time=[99, 99, 10, 20],  # the first two warm up
+        perf__rollout_time=[99, 99, 6, 12],
+        perf__log_probs_time=[9, 9, 1, 2],
+        perf__actor_train_time=[9, 9, 2.5, 4.4],
+    )
+    # (10 - 9.5) / 10 and (20 - 18.4) / 20
+    assert gpu_step.rest_shares(logged) == pytest.approx([0.05, 0.08])
+    row = gpu_step.judge(logged, "0.6B", "shape")
+    assert row.ratio == pytest.approx(0.065) and row.holds
+    logged["perf/step_time"][3] = 25.0  # (25 - 18.4) / 25 = 0.264; the median of two is their mean, 0.157
+    assert gpu_step.judge(logged, "0.6B", "shape").holds is False
+
+
+def test_a_sync_is_counted_without_its_pause_and_beside_two_copies() -> None:
+    logged = series(
+        perf__update_weights_time=[9, 9, 0.120, 0.030, 0.140], perf__update_weights_pause_time=[9, 9, 0.1, 0.01, 0.1]
+    )
+    row = gpu_weight_sync.judge(logged, "0.6B", 1_200_000_000, 4000.0)
+    # 20, 20 and 40 ms; two copies of 1.2 GB at 4 TB/s take 0.6 ms
+    assert row.figure == "20.0 ms" and row.ratio == pytest.approx(0.020 / 0.0006) and row.holds
+    assert gpu_weight_sync.judge({}, "0.6B", 1, 1.0).holds is None
+
+
+def test_sleeping_is_compared_with_copies_of_what_has_to_survive() -> None:
+    logged = series(
+        perf__sleep_time=[9, 9, 1.2, 1.2], perf__wake_up_time=[9, 9, 1.0, 1.0],
+        memory__after_update_weights__gpu_used_gb=[90, 90, 90, 90], memory__after_sleep__gpu_used_gb=[9, 9, 10, 10],
+    )  # fmt: skip
+    time_row, residue = gpu_sleep_wake.judge(
+        logged, {"to_host": 50.0, "to_device": 25.0}, shape="4B", parameters=4 * 10**9
+    )
+    # 14 bytes x 4e9 = 56 GB: 1.12 s out and 2.24 s in
+    assert time_row.ratio == pytest.approx(2.2 / 3.36) and time_row.holds and "80.0 GB more free" in time_row.note
+    # 10 GB less the engine's 8 GB of weights
+    assert residue.figure == "2.00 GB" and residue.holds
+    (nothing,) = gpu_sleep_wake.judge({}, {"to_host": 1.0, "to_device": 1.0}, shape="4B", parameters=1)
+    assert nothing.holds is None and "does not sleep" in nothing.note
+
+
+def test_memory_that_creeps_is_seen_on_the_gpu_and_on_the_host() -> None:
+    logged = series(memory__after_sleep__gpu_used_gb=[50, 50, 50, 50, 50, 2.0, 2.05, 2.09, 2.11])
+    (row,) = gpu_soak.gpu_rows(logged, shape="s")
+    assert row.holds is False and row.note == "spread 110 MB"
+    logged["memory/after_sleep/gpu_used_gb"][8] = 2.099
+    assert gpu_soak.gpu_rows(logged, shape="s")[0].holds
+    assert gpu_soak.gpu_rows({}, shape="s")[0].holds is None
+    assert gpu_soak.host_row([10.0] * 5 + [10.05] * 5, shape="s").holds
+    assert gpu_soak.host_row([10.0] * 5 + [10.2] * 5, shape="s").holds is False
+    assert gpu_soak.host_row([10.0] * 5, shape="s").holds is None
+
+
+def test_learning_is_the_mean_of_the_last_evaluations_in_time_and_the_control_stays_flat() -> None:
+    curve = {0.0: 0.20, 20.0: 0.3, 40.0: 0.40, 60.0: 0.42, 80.0: 0.44}
+    assert gpu_learning.judge("grpo", curve, 19.0).holds  # 0.42 - 0.20
+    assert gpu_learning.judge("grpo", curve, 21.0).holds is False
+    assert gpu_learning.judge("random", curve, 19.0).holds is False
+    assert gpu_learning.judge("random", dict.fromkeys(curve, 0.2), 19.0).holds
+    assert gpu_learning.judge("grpo", {0.0: 0.2, 20.0: 0.5}, 1.0).holds is None
+
+
+def test_a_run_is_not_repeated_while_its_flags_stay_the_same(tmp_path: Path) -> None:
+    options = Namespace(output=tmp_path, extra_flags="--seed 1", report=False)
+    run = Run("r", "tiny", ("--lr", "1"))
+    assert not gpu_runs.is_complete(run, options)
+    folder = gpu_runs.folder_of(run, options)
+    folder.mkdir(parents=True)
+    (folder / "done.json").write_text(json.dumps({"recipe": ["tiny", "--lr", "1", "--seed", "1"]}))
+    assert gpu_runs.is_complete(run, options) and gpu_runs.run_train(run, options)
+    assert not gpu_runs.is_complete(run, Namespace(**(vars(options) | {"extra_flags": ""})))
+
+
+def test_the_report_fails_where_a_row_was_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = Namespace(output=tmp_path, benchmark="gpu_x")
+    good = Row("a", "s", "1 s", "2 s", 0.5, "<= 1", True)
+    assert gpu_runs.report([good], options) == 0
+    assert gpu_runs.report([good, gpu_runs.not_measured("b", "s", "<= 1", "no GPU")], options) == 1
+    assert "| b | s |  |  |  | <= 1 | not measured; no GPU |" in capsys.readouterr().out
+    assert [row["holds"] for row in json.loads((tmp_path / "gpu_x.json").read_text())["rows"]] == [True, None]
+
+
+def test_random_weights_have_the_names_and_sizes_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import safe_open
+
+    monkeypatch.setattr(gpu_models, "SHARD_BYTES", 100_000)
+    config = gpu_models.QWEN3 | {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "vocab_size": 512,
+    }  # fmt: skip
+    gpu_models.write_random_weights(config, tmp_path, device="cpu")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    # embedding; per layer q, k, v, o of 8 heads of 128, 2 head norms, the MLP's three, 2 norms; the last norm
+    layer = 4 * 64 * 8 * 128 + 2 * 128 + 3 * 64 * 128 + 2 * 64
+    assert gpu_models.num_parameters(tmp_path) == 512 * 64 + 2 * layer + 64 == index["metadata"]["total_size"] / 2
+    assert len(set(index["weight_map"].values())) > 1 and "lm_head.weight" not in index["weight_map"]
+    with safe_open(tmp_path / index["weight_map"]["model.norm.weight"], "pt") as file:
+        assert file.get_tensor("model.norm.weight").eq(1).all()
