@@ -16,6 +16,8 @@ from slime.utils.http_utils import HttpError
 from slime.utils.wait import wait, wait_async
 
 CONTROL_TIMEOUT_S = 60.0
+PROFILE_TIMEOUT_S = 600.0
+"""A trace of many steps takes minutes to write."""
 ABORT_TIMEOUT_S = 10.0
 ROUTER_DEADLINE_S = 60.0
 
@@ -213,6 +215,16 @@ def freeze_gc_sync(worker_url: str) -> None:
     On CPU a flush of the cache runs a full collection: half a second over SGLang's imports, 6 ms without them.
     """
     http_utils.post_sync(f"{worker_url}/freeze_gc", {}, timeout_s=CONTROL_TIMEOUT_S)
+
+
+def start_profile_sync(worker_url: str, request: dict[str, Any]) -> None:
+    """Record what a server does with torch's profiler; `request` has the fields of SGLang's ProfileReq."""
+    http_utils.post_sync(f"{worker_url}/start_profile", request, timeout_s=CONTROL_TIMEOUT_S)
+
+
+def stop_profile_sync(worker_url: str) -> None:
+    """End a recording and write its trace; an error where there is none, e.g. after its own number of steps."""
+    http_utils.post_sync(f"{worker_url}/stop_profile", {}, timeout_s=PROFILE_TIMEOUT_S)
 
 
 def is_healthy_sync(worker_url: str, *, timeout_s: float = 2.0) -> bool:
