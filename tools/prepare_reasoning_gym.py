@@ -20,6 +20,7 @@ import importlib
 import importlib.util
 import json
 import random
+import re
 import sys
 import types
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ def make_questions(task: str, *, count: int, seed: int, config: dict[str, Any]) 
 def split_parts(
     parts: Sequence[Sequence[dict[str, str]]], *, num_train: int, num_eval: int, seed: int
 ) -> dict[str, list[dict[str, str]]]:
-    """Rows of "train" and "eval": no question in both, and the same share of every part in each.
+    """Rows of "train" and "eval": no question in both, in any words, and the same share of every part in each.
 
     Args:
         parts: the different questions of each part; one that an earlier part has, too, counts there.
@@ -95,11 +96,19 @@ def split_parts(
     for pool in pools:
         rng.shuffle(pool)
         rows["eval"] += pool[:held_back]
-        rest, wanted = pool[held_back:], num_train // len(parts)
+    held_out = {expression(row["question"]) for row in rows["eval"]}
+    for pool in pools:
+        rest = [row for row in pool[held_back:] if expression(row["question"]) not in held_out]
+        wanted = num_train // len(parts)
         rows["train"] += (rest * -(-wanted // max(1, len(rest))))[:wanted]
     rng.shuffle(rows["eval"])
     rng.shuffle(rows["train"])
     return rows
+
+
+def expression(question: str) -> tuple[str, ...]:
+    """Numbers and operators of a question: two tasks may ask for the same sum in other words."""
+    return tuple(re.findall(r"\d+(?:\.\d+)?|[-+*/()]", question))
 
 
 def to_row(question: dict[str, str], *, rm_type: str, instruction: str) -> dict[str, Any]:

@@ -60,6 +60,15 @@ def test_parts_have_equal_shares_of_both_files_and_a_small_part_repeats_what_it_
     assert len({question for question in questions["train"] if question.startswith("small")}) == 6
 
 
+def test_a_held_out_sum_is_not_trained_on_in_other_words():
+    wordings = ("Calculate {} + 1.", "State the final answer to the following arithmetic problem: {} + 1 =")
+    parts = [[{"task": text, "question": text.format(i), "answer": "0"} for i in range(20)] for text in wordings]
+    rows = prepare_reasoning_gym.split_parts(parts, num_train=60, num_eval=10, seed=0)
+    sums = {name: {prepare_reasoning_gym.expression(row["question"]) for row in part} for name, part in rows.items()}
+    assert 5 <= len(sums["eval"]) <= 10 and not sums["train"] & sums["eval"]
+    assert prepare_reasoning_gym.expression("Calculate 12 + 1.") == ("12", "+", "1")
+
+
 def test_a_part_that_is_no_task_is_refused(tmp_path: Path):
     run = prepare(tmp_path, "--part", "sudoku", "size=4")
     assert run.returncode == 1 and "--part sudoku is no task" in run.stderr

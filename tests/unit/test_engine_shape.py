@@ -103,5 +103,10 @@ def test_weights_that_leave_no_room_for_the_cache_say_what_to_raise_it_to() -> N
     assert too_large is not None and "raise --rollout-num-gpus-per-engine" in too_large
 
 
+def test_a_gpu_without_room_for_a_context_is_held_by_another_process() -> None:
+    advice = memory_advice("RuntimeError: CUDA error: out of memory\n", {"mem_fraction_static": 0.5})
+    assert advice is not None and "another process holds the GPU's memory" in advice
+
+
 def test_another_failure_gets_no_advice_about_memory() -> None:
     assert memory_advice("AssertionError: head_dim", {}) is None

@@ -25,7 +25,10 @@ _OTHERS = re.compile(rf"Process \d+ has {_NUMBER} GiB memory in use")
 _FRACTION = re.compile(rf"mem_fraction_static={_NUMBER}")
 _LOAD_BEGIN = re.compile(rf"Load weight begin\. avail mem={_NUMBER} GB")
 _LOAD_END = re.compile(rf"Load weight end\..*?avail mem={_NUMBER} GB")
-OUT_OF_MEMORY, NO_CACHE = "CUDA out of memory", "Not enough memory. Please try to increase --mem-fraction-static"
+OUT_OF_MEMORY = "CUDA out of memory"
+CONTEXT = "CUDA error: out of memory"
+"""Not even the process's own context fitted: another one holds the GPU."""
+NO_CACHE = "Not enough memory. Please try to increase --mem-fraction-static"
 GRAPHS = "Capture cuda graph failed"
 
 
@@ -40,6 +43,8 @@ def memory_advice(log: str, settings: Mapping[str, Any]) -> str | None:
         return _too_little_for_the_cache(log, settings)
     if OUT_OF_MEMORY in log:
         return _out_of_memory(log, settings)
+    if CONTEXT in log:
+        return f"another process holds the GPU's memory; free it, or lower that process's {FLAG}"
     return None
 
 
