@@ -318,13 +318,17 @@ def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
 
 
 def check_allgather_cp(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Contiguous context-parallel shares are for sparse attention alone."""
-    if not vars(args).get("allgather_cp") or args.context_parallel_size <= 1 or hf_config is None:
+    """Contiguous context-parallel shares are for sparse attention, of which there is none here."""
+    if not vars(args).get("allgather_cp"):
         return
-    architectures = hf_config.get("architectures") or []
+    if args.context_parallel_size <= 1:
+        yield "--allgather-cp has no effect with --context-parallel-size 1; leave it out."
+        return
+    architectures = (hf_config or {}).get("architectures") or []
+    reason = f"the sparse attention of {' and '.join(ALLGATHER_CP_MODELS)}, which is not built here"
     if not set(architectures) & set(ALLGATHER_CP_MODELS):
-        yield (
-            f"--allgather-cp with --context-parallel-size {args.context_parallel_size} is for "
-            f"{' and '.join(ALLGATHER_CP_MODELS)}, not for {', '.join(map(str, architectures)) or 'this model'}; "
-            "leave it out."
+        reason = (
+            f"sparse attention, not for {', '.join(map(str, architectures)) or 'this model'}: where a token attends "
+            "to all before it, the rank with the last share would do most of the work, and none would hold less"
         )
+    yield f"--allgather-cp with --context-parallel-size {args.context_parallel_size} is for {reason}; leave it out."

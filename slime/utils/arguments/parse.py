@@ -277,6 +277,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
         teacher_problems,
     )
     from slime.backends.sglang_utils.arguments import SglangFlags, derive_engines, derive_sglang, sglang_problems
+    from slime.backends.sglang_utils.served_model import served_model_problems
 
     values, given_load = vars(args), args.load
     args.accelerator = _accelerator(args, problems)
@@ -308,6 +309,9 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
         problems.wrong += teacher_problems(args)
     if not args.debug_train_only:
         problems.extend(sglang_problems(args, port_is_free=is_port_available))
+        if hf_config is not None:
+            synced = not args.debug_rollout_only
+            problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
     _check_rewards(args, problems)
     _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
     values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None

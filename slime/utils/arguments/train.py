@@ -35,7 +35,7 @@ class TrainFlags:
         later="model families",
     )
     allgather_cp: bool = flag(
-        False, "contiguous context-parallel shares, not zigzag ones, for sparse attention", later="model families"
+        False, "contiguous context-parallel shares, not zigzag ones (refused: for sparse attention alone)"
     )
     megatron_config_path: str | None = flag(None, "YAML file with argument overrides per role (actor, critic)")
     custom_config_path: str | None = flag(

@@ -1,7 +1,8 @@
 """Read single tensors out of an HF checkpoint directory, sharded or not, without loading the rest.
 
 It knows the file layout (model.safetensors, or shards with an index) and nothing about models. What is stored in fp8
-it gives back as the weight that it stands for (slime.utils.fp8_format).
+it gives back as the weight that it stands for (slime.utils.fp8_format), and experts that are stored as one tensor one
+by one (slime.utils.fused_experts).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3, dequantize
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX, Fp8Format, fp8_format_of
+from slime.utils.fused_experts import is_fused, place_of, single_names
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -43,8 +45,9 @@ class SafetensorsReader:
             raise UsageError(f"{path} holds no {SINGLE_FILE} and no {INDEX_FILE}; save the model with safetensors.")
 
     def names(self) -> list[str]:
-        """Names of all tensors; scales belong to the weight that they scale."""
-        return [name for name in self._file_of if not self._is_scale(name)]
+        """Names of all tensors, fused experts one by one; scales belong to the weight that they scale."""
+        stored = [name for name in self._file_of if not self._is_scale(name)]
+        return [name for one in stored for name in self._stands_for(one)]
 
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor to the CPU, in the dtype it has in the file; fp8 is multiplied by its scales, in fp32.
@@ -67,7 +70,12 @@ class SafetensorsReader:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of every tensor in its file, from the files' headers."""
-        return {name: _DTYPES[self._file(self._file_of[name]).get_slice(name).get_dtype()] for name in self.names()}
+        return {
+            name: _DTYPES[self._slice(stored).get_dtype()]
+            for stored in self._file_of
+            if not self._is_scale(stored)
+            for name in self._stands_for(stored)
+        }
 
     @cached_property
     def _format(self) -> Fp8Format | None:
@@ -77,7 +85,20 @@ class SafetensorsReader:
         suffix = next((s for s in (BLOCK_SUFFIX, TENSOR_SUFFIX) if name.endswith(s)), None)
         return suffix is not None and name.removesuffix(suffix) in self._file_of
 
+    def _stands_for(self, stored: str) -> list[str]:
+        """The names of the tensors that one in a file holds."""
+        return single_names(stored, self._slice(stored).get_shape()[0]) if is_fused(stored) else [stored]
+
+    def _slice(self, stored: str) -> Any:
+        """Header and rows of a tensor in a file."""
+        return self._file(self._file_of[stored]).get_slice(stored)
+
     def _read(self, name: str) -> torch.Tensor:
+        place = place_of(name)
+        if place is not None and name not in self._file_of and place.fused in self._file_of:
+            rows: torch.Tensor = self._slice(place.fused)[place.expert : place.expert + 1]
+            if rows.numel() and rows.dtype != E4M3:
+                return rows[0].chunk(place.parts)[place.part].contiguous()
         if name not in self._file_of:
             raise UsageError(f"{self._root} has no tensor {name}; is it the checkpoint of another model?")
         return self._file(self._file_of[name]).get_tensor(name)

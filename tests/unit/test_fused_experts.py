@@ -1,0 +1,57 @@
+"""Experts of a layer that are stored as one tensor: the trainer reads them one by one; engines cannot load them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+from slime.backends.sglang_utils.served_model import served_model_problems
+from slime.utils.errors import UsageError
+from tests.unit.megatron_fakes import make_hf_model
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_fused_experts_are_the_same_tensors_as_single_ones(family, is_sharded, tmp_path):
+    model = make_hf_model(tmp_path / "single", family)
+    shards = {"max_shard_size": "20KB"} if is_sharded else {}
+    model.save_pretrained(tmp_path / "fused", save_original_format=False, **shards)
+    assert (tmp_path / "fused" / "model.safetensors.index.json").is_file() == is_sharded
+    expected, reader = load_file(tmp_path / "single" / "model.safetensors"), SafetensorsReader(tmp_path / "fused")
+    assert sorted(reader.names()) == sorted(expected)
+    assert reader.dtypes() == dict.fromkeys(expected, torch.float32)
+    assert all(torch.equal(reader.get(name), tensor) for name, tensor in expected.items())
+    assert expected_hf_names(tmp_path / "fused") == expected_hf_names(tmp_path / "single") == set(expected)
+    with pytest.raises(UsageError, match=r"has no tensor model.layers.1.mlp.experts.8.up_proj.weight"):
+        reader.get("model.layers.1.mlp.experts.8.up_proj.weight")
+
+
+def problems(path: Path, *, is_synced: bool = True, **config: object) -> list[str]:
+    return served_model_problems(config, str(path), is_synced=is_synced)
+
+
+def test_fused_experts_are_served_only_where_a_trainer_sends_them(tmp_path):
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 4, 3)}, tmp_path / "model.safetensors")
+    assert problems(tmp_path) == []
+    (sentence,) = problems(tmp_path, is_synced=False)
+    assert "stores the experts of a layer as one tensor, which SGLang does not load" in sentence
+    index = {"weight_map": {"model.layers.0.mlp.experts.0.up_proj.weight": "1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert problems(tmp_path, is_synced=False) == []
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    assert problems(tmp_path, is_synced=False) == []
+
+
+def test_a_tied_model_with_experts_is_refused_where_sglang_gives_it_another_output_layer(tmp_path):
+    for family in ("qwen3_moe", "glm4_moe"):
+        (sentence,) = problems(tmp_path, model_type=family, tie_word_embeddings=True)
+        assert f"SGLang ignores tie_word_embeddings of {family}" in sentence
+    assert problems(tmp_path, model_type="qwen3_moe", tie_word_embeddings=False) == []
+    assert problems(tmp_path, model_type="qwen3", tie_word_embeddings=True) == []
+    assert problems(tmp_path, model_type="deepseek_v3", tie_word_embeddings=True) == []
