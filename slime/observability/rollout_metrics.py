@@ -16,6 +16,13 @@ from slime.observability.metric_utils import compute_pass_rate, compute_statisti
 from slime.utils.overlong import overlong_metrics, overlong_penalties
 from slime.utils.types import Sample
 
+ENGINE_SAYS = {
+    "request/e2e_latency": "sglang_e2e_latency",
+    "request/queue_time": "sglang_queue_time",
+    "decode/throughput": "sglang_decode_throughput",
+}
+"""Family of metrics -> attribute of a sample's trace (slime.observability.trace_utils)."""
+
 
 def compute_rollout_metrics(args: Namespace, samples: Sequence[Sample], rollout_time_s: float) -> dict[str, float]:
     """Metrics of one generated batch: families `rollout/`, `perf/`, and `passrate/` and `multi_turn/` where asked.
@@ -156,13 +163,28 @@ def perf_metrics(samples: Sequence[Sample], rollout_time_s: float, *, num_gpus: 
     metrics["effective_tokens_per_gpu_per_sec"] = sum(effective) / rollout_time_s / gpus
     metrics["longest_sample_tokens_per_sec"] = max(lengths) / rollout_time_s
     metrics["longest_effective_sample_tokens_per_sec"] = max(effective) / rollout_time_s
+    metrics |= request_metrics(samples)
     waits = [s.non_generation_time for s in samples]
     if any(waits):
         metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
-        longest = lengths.index(max(lengths))
-        metrics["longest_sample_non_generation_time"] = waits[longest]
-        generating_s = max(rollout_time_s - waits[longest], 1e-9)
-        metrics["longest_sample_tokens_per_sec_without_non_generation"] = lengths[longest] / generating_s
+        for name, of_kind in (("", lengths), ("effective_", effective)):
+            longest = of_kind.index(max(of_kind))
+            metrics[f"longest_{name}sample_non_generation_time"] = waits[longest]
+            generating_s = max(rollout_time_s - waits[longest], 1e-9)
+            rate = of_kind[longest] / generating_s
+            metrics[f"longest_{name}sample_tokens_per_sec_without_non_generation"] = rate
+    return metrics
+
+
+def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What engines said of their calls, by sample traces: seconds from request to answer, seconds queued, tokens/s."""
+    said = [
+        event["attrs"] for s in samples for event in (vars(s).get("trace") or {}).get("events", ()) if event["attrs"]
+    ]
+    metrics: dict[str, float] = {}
+    for family, key in ENGINE_SAYS.items():
+        values = [attrs[key] for attrs in said if isinstance(attrs.get(key), int | float)]
+        metrics |= dict_add_prefix(compute_statistics(values), f"{family}/")
     return metrics
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from slime.observability.metric_utils import compute_pass_rate, compute_statistics, has_repetition
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.types import Sample
 
@@ -47,6 +48,32 @@ def test_rollout_metrics_have_the_contracts_names_and_values():
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == sum(effective) / 2.0 / 2
     assert metrics["passrate/pass@1"] == 3 / 4
     assert metrics["passrate/pass@2"] == 1.0
+
+
+def test_what_engines_say_of_their_calls_is_logged_for_traced_samples():
+    samples = [sample(0, 1, 2), sample(0, 1, 4)]
+    assert not [name for name in compute_rollout_metrics(ARGS, samples, 1.0) if "request/" in name]
+    for one, latency in zip(samples, (1.0, 3.0), strict=True):
+        with trace_span(one, "engine call") as span:
+            meta = {"e2e_latency": latency, "queue_time": 0.5, "decode_throughput": 40.0, "id": "x"}
+            span.update(build_sglang_meta_trace_attrs(meta))
+    metrics = compute_rollout_metrics(ARGS, samples, 1.0)
+    assert metrics["perf/request/e2e_latency/mean"] == (1.0 + 3.0) / 2
+    assert metrics["perf/request/e2e_latency/max"] == 3.0
+    assert metrics["perf/request/queue_time/median"] == 0.5
+    assert metrics["perf/decode/throughput/min"] == 40.0
+
+
+def test_time_without_generation_is_taken_off_the_longest_response():
+    samples = [sample(0, 1, 4), sample(0, 1, 8)]
+    samples[1].loss_mask = [1, 1] + [0] * 6  # a tool wrote most of it
+    samples[0].non_generation_time, samples[1].non_generation_time = 1.0, 6.0
+    metrics = compute_rollout_metrics(ARGS, samples, 10.0)
+    assert metrics["perf/longest_sample_non_generation_time"] == 6.0
+    assert metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] == 8 / (10 - 6)
+    assert metrics["perf/longest_effective_sample_non_generation_time"] == 1.0
+    assert metrics["perf/longest_effective_sample_tokens_per_sec_without_non_generation"] == 3 / (10 - 1)
+    assert metrics["perf/non_generation_time/mean"] == (1 + 6) / 2
 
 
 def changed(**flags) -> Namespace:

@@ -228,7 +228,8 @@ class MegatronTrainActor:
         if args.save_debug_train_data is not None:
             save_train_data(args.save_debug_train_data, rollout_id, micro_batches)
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
-            self._weights.backup(REFERENCE)
+            with timer("ref_model_update"):
+                self._weights.backup(REFERENCE)
         return records
 
     def _pack(self, rollout_data: dict[str, Any]) -> MicroBatches:

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from slime.observability.timer import Timer
 from tests.integration.trainer_world import NUM_ROLLOUTS, train, trainer_args
 
 
 def of(records: list[Any], key: str) -> list[dict[str, float]]:
     return [metrics for metrics, step_key in records if step_key == key]
+
+
+def save_timed_records(actor: Any, records: list[Any], out: Path) -> None:
+    """Records, and the names of the timers."""
+    torch.save((records, sorted(Timer().log_dict())), out)
 
 
 def save_records(actor: Any, records: list[Any], out: Path) -> None:
@@ -58,7 +64,9 @@ def test_an_adaptive_controller_steers_the_weight_of_the_kl(hf_path: Path, tmp_p
 
 def test_the_reference_follows_the_actor_every_so_many_rollouts(hf_path: Path, tmp_path: Path):
     changes = {"use_kl_loss": True, "kl_loss_type": "k3", "ref_load": str(hf_path), "ref_update_interval": 2}
-    records, _ = run(hf_path, tmp_path / "a", num_rollouts=4, **changes)
+    train(trainer_args(hf_path, lr=1e-2, **changes), save_timed_records, tmp_path / "a", num_rollouts=4)
+    records, timers = torch.load(tmp_path / "a")
+    assert {"ref_log_probs", "ref_model_update", "actor_train"} <= set(timers)
     kl = [metrics["train/kl_loss"] for metrics in of(records, "train/step")]
     assert kl[0] == 0.0 and kl[1] > 1e-4, "the reference is that of the start"
     assert kl[2] == 0.0 and kl[3] > 1e-6, "after two rollouts it is the actor"
