@@ -1,4 +1,4 @@
-"""Trainings of the same rollouts under many parallel layouts, one after the other in a single world of processes.
+"""Trainings of the same rollouts under many parallel layouts, one after the other, each in processes of its own.
 
 A job's result is what does not depend on the layout: metrics of train steps, the columns that passes without gradients
 made, and the weights after them under their HF names, gathered from all ranks.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,6 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from slime.observability.timer import Timer
 from slime.utils.misc import listen_anywhere
 from tests.integration.trainer_world import make_train_data, trainer_args
 
@@ -66,43 +67,50 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job], out: Path) -> None:
-    """Run jobs of one world size in one world; each leaves <out>/<name>.pt, or the first that fails <name>.error."""
+    """Run jobs of one world size, each in processes of its own; each leaves <out>/<name>.pt, or the first that fails
+    <name>.error.
+
+    (In one world for all, the groups of every earlier layout stayed: Megatron's gradient hooks hold them, and gloo's
+    threads of dozens of layouts brought the machine to a halt.)
+    """
     sizes = {job.args.actor_num_gpus_per_node for job in jobs}
     assert len(sizes) == 1, f"layouts of {sizes} ranks cannot share a world"
-    import megatron.core.distributed  # noqa: F401  (once here, instead of once in each child)
+    import slime.backends.megatron_utils.actor  # noqa: F401  (once here, instead of once in each child)
 
     context, world = mp.get_context("fork"), sizes.pop()
-    ports = [context.SimpleQueue() for _ in range(world)]
-    children = [context.Process(target=_child, args=(r, ports, jobs, out), daemon=True) for r in range(world)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(timeout=SECONDS_PER_JOB * len(jobs))
-        child.kill()
+    for job in jobs:
+        listener = listen_anywhere()
+        children = [context.Process(target=_child, args=(rank, listener, world, job, out)) for rank in range(world)]
+        for child in children:
+            child.daemon = True
+            child.start()
+        listener.close()
+        deadline = time.monotonic() + SECONDS_PER_JOB
+        for child in children:
+            child.join(timeout=max(0.0, deadline - time.monotonic()))
+            child.kill()
+        if not (out / f"{job.name}.pt").exists():
+            return
 
 
-def _child(rank: int, ports: Sequence[Any], jobs: Sequence[Job], out: Path) -> None:
-    """Do the jobs as one rank; rank 0 tells the port of each, where it listens by then."""
+def _child(rank: int, listener: socket.socket, world: int, job: Job, out: Path) -> None:
+    """Do a job as one rank; rank 0 keeps the socket where they meet."""
     from slime.backends.megatron_utils import initialize
 
     torch.set_num_threads(1)
-    for job in jobs:
-        try:
-            if rank == 0:
-                listener = listen_anywhere()
-                for queue in ports:
-                    queue.put(listener.getsockname()[1])
-            port = ports[rank].get()
-            where = {"master_addr": "127.0.0.1", "master_port": listener if rank == 0 else port}
-            initialize.init(job.args, rank=rank, world_size=len(ports), **where)
-            result = job.run(job.args, *job.more)
-            if rank == 0:
-                torch.save(result, out / f"{job.name}.pt")
-            torch.distributed.barrier()
-            initialize.shutdown()
-        except BaseException:  # noqa: BLE001  (whatever it is, the other ranks would wait for this one)
-            (out / f"{job.name}.error").write_text(f"{job.name}, rank {rank}: {traceback.format_exc()}")
-            os._exit(1)
+    port = listener.getsockname()[1]
+    if rank != 0:
+        listener.close()
+    try:
+        where = {"master_addr": "127.0.0.1", "master_port": listener if rank == 0 else port}
+        initialize.init(job.args, rank=rank, world_size=world, **where)
+        result = job.run(job.args, *job.more)
+        if rank == 0:
+            torch.save(result, out / f"{job.name}.pt")
+        torch.distributed.barrier()
+    except BaseException:  # noqa: BLE001  (whatever it is, the other ranks would wait for this one)
+        (out / f"{job.name}.error").write_text(f"{job.name}, rank {rank}: {traceback.format_exc()}")
+        os._exit(1)
     os._exit(0)
 
 
@@ -135,7 +143,6 @@ def train(args: argparse.Namespace, rollouts: Sequence[int] = (0,)) -> dict[int,
         }
         if args.save and rollout_id == rollouts[0]:
             actor.save_model(rollout_id)
-    Timer().end("train_wait")  # the next job's actor starts it again
     return results
 
 
