@@ -21,6 +21,7 @@ from slime.utils.accelerator import cuda_is_available
 from slime.utils.arguments.flags import defaults_of
 from slime.utils.arguments.rollout import RolloutFlags
 from slime.utils.errors import UsageError
+from slime.utils.fp8_format import Fp8Format, fp8_format_of
 from slime.utils.misc import load_function
 from slime.utils.plan import EngineKind, Facts, HookReport, Plan, make_plan
 from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
@@ -78,6 +79,7 @@ def gather_facts(args: Any, refused: list[str]) -> Facts:
         device=find_device(args.accelerator, args.plan_device),
         data=data,
         engines=engine_kinds(args),
+        fp8=find_fp8(args.hf_checkpoint),
         hooks=list(hook_reports(args)),
         rows=rows,
         missing=missing,
@@ -95,6 +97,14 @@ def find_device(accelerator: str, given: str | None = None) -> Device:
 
     properties = torch.cuda.get_device_properties(0)
     return device_of_gpu(properties.name, properties.total_memory)
+
+
+def find_fp8(hf_checkpoint: str | None) -> Fp8Format | None:
+    """How --hf-checkpoint is quantised; None where that is refused, or where it cannot be read, which is said then."""
+    try:
+        return fp8_format_of(hf_checkpoint)
+    except (UsageError, OSError, ValueError):
+        return None
 
 
 def _host_memory() -> int:

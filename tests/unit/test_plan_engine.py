@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from slime.utils.fp8_format import Fp8Format
 from slime.utils.plan import make_plan, timing
 from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, device_of_gpu
 from slime.utils.plan.engine_memory import MEM_FRACTION, engine_memory, weight_params
 from slime.utils.plan.plan import Facts, num_log_prob_passes
 from slime.utils.plan.shape import ModelShape
-from slime.utils.plan.traffic import checkpoint_bytes
+from slime.utils.plan.traffic import checkpoint_bytes, outputs
 from tests.unit.plan_fakes import CUDA, plan_args
 
 GPU = DEVICES[DEFAULT_GPU]
@@ -63,7 +64,7 @@ def test_latent_attention_caches_the_latent_once_on_every_rank():
 
 def test_experts_are_divided_over_the_engines_ranks():
     shape = shape_of(num_moe_experts=16, moe_ffn_hidden_size=512)
-    one, four = weight_params(shape, 1, 1, 1), weight_params(shape, 4, 1, 4)
+    one, four = sum(weight_params(shape, 1, 1, 1)), sum(weight_params(shape, 4, 1, 4))
     experts = 36 * 16 * 3 * 2560 * 512
     assert one == shape.num_params
     assert one - four > 0.75 * experts
@@ -218,3 +219,19 @@ def test_a_rollout_only_run_has_no_trainer():
     plan = cuda_plan(debug_rollout_only=True)
     assert plan.trainer_memory is None and [phase.name for phase in plan.phases] == ["generate"]
     assert all(seat.trainer_rank is None for seat in plan.seats)
+
+
+def test_fp8_engines_hold_and_get_linear_layers_in_one_byte_and_the_scales():
+    args, embedding, norms = plan_args(**(QWEN3_4B | CUDA)), 151936 * 2560, 36 * (2 * 2560 + 2 * 128) + 2560
+    linear = 36 * (2560 * 128 * (32 + 8 + 8 + 32) + 3 * 2560 * 9728)
+    plain, fp8 = make_plan(args), make_plan(args, Facts(fp8=Fp8Format()))
+    assert plain.transport is not None and fp8.transport is not None
+    assert plain.transport.num_bytes == 2 * (linear + embedding + norms)
+    assert fp8.transport.num_bytes == linear + 4 * (linear // 128**2) + 2 * (embedding + norms)
+    assert "as fp8" in fp8.transport.way
+    assert plain.engine_memory[0].weights - fp8.engine_memory[0].weights == linear // fp8.engine_memory[0].tp
+    assert fp8.engine_memory[0].kv_tokens > plain.engine_memory[0].kv_tokens
+    export = [
+        output.size_bytes for output in outputs(plan_args(**(QWEN3_4B | CUDA), save_hf="x"), shape_of(), Fp8Format())
+    ]
+    assert fp8.transport.num_bytes in export

@@ -34,6 +34,8 @@ sglang:
 def flags(**changes: Any) -> argparse.Namespace:
     values: dict[str, Any] = {
         "accelerator": "cuda",
+        "colocate": False,
+        "debug_rollout_only": False,
         "debug_train_only": False,
         "hf_checkpoint": "/models/policy",
         "num_gpus_per_node": 8,

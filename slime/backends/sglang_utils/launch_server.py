@@ -42,8 +42,8 @@ def main(path: Path) -> None:
 
 
 def prepare(launch: dict[str, Any]) -> None:
-    """Hide what a server does not need, and install what one on CPU (the stand-ins, then the faster attention) or one
-    that classifies does."""
+    """Hide what a server does not need, and install what one on CPU (the stand-ins, then the faster attention), one
+    with fp8 weights or one that classifies does."""
     # SGLang's tensor dumper imports Megatron where it finds it, to name tensors of a trainer: more than a second.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if launch["accelerator"] == "cpu":
@@ -52,16 +52,28 @@ def prepare(launch: dict[str, Any]) -> None:
         from slime.backends.sglang_utils import routed_experts
 
         routed_experts.install()
-    if _classifies(Path(launch["server_args"]["model_path"])):
+    model_path = Path(launch["server_args"]["model_path"])
+    if _serves_fp8(model_path):
+        from slime.backends.sglang_utils import fp8_engine
+
+        fp8_engine.install(launch["accelerator"])
+    if _classifies(model_path):
         from slime.backends.sglang_utils import classifier_bias
 
         classifier_bias.install()
 
 
 def _classifies(model_path: Path) -> bool:
-    config = model_path / "config.json"
-    architectures = json.loads(config.read_text()).get("architectures") if config.is_file() else None
-    return any(name.endswith("ForSequenceClassification") for name in architectures or [])
+    return any(name.endswith("ForSequenceClassification") for name in _config(model_path).get("architectures") or [])
+
+
+def _serves_fp8(model_path: Path) -> bool:
+    return (_config(model_path).get("quantization_config") or {}).get("quant_method") == "fp8"
+
+
+def _config(model_path: Path) -> dict[str, Any]:
+    file = model_path / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _prepare_cpu(server_args: dict[str, Any]) -> None:

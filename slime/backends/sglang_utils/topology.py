@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.backends.sglang_utils.fp8_checks import fp8_problems
 from slime.backends.sglang_utils.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
 from slime.backends.sglang_utils.shape_checks import shape_problems
 from slime.utils.arguments.problems import Problems
@@ -148,12 +149,13 @@ def topology_problems(args: argparse.Namespace) -> Problems:
     """What is wrong with the engines that the flags describe, and what they ask for that is not built.
 
     Args:
-        args: as for `plan_engines`, and `accelerator`, `num_gpus_per_node`.
+        args: as for `plan_engines`, and `accelerator`, `colocate`, `debug_rollout_only`, `num_gpus_per_node`.
     """
     config, problems = read_topology(args)
     problems.extend(_reward_problems(args, config))
     models = plan_engines(args)
     problems.wrong += shape_problems(models)
+    problems.extend(fp8_problems(args, models))
     if args.accelerator == "cpu":
         problems.unsupported += _cpu_problems(args, models)
     if args.sglang_config is not None:  # otherwise it is said of --rollout-num-gpus-per-engine

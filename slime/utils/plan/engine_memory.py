@@ -54,8 +54,8 @@ def engine_memory(
     Args:
         shape: the model that it serves (padding of the vocabulary is counted, the engine has none).
         device: of each rank.
-        settings: ServerArgs values that were chosen: dtype, kv_cache_dtype, mem_fraction_static, max_total_tokens,
-            max_running_requests, pp_size, ep_size, enable_dp_attention, dp_size.
+        settings: ServerArgs values that were chosen: dtype, quantization, kv_cache_dtype, mem_fraction_static,
+            max_total_tokens, max_running_requests, pp_size, ep_size, enable_dp_attention, dp_size.
         num_gpus: of the engine.
         longest: tokens of a full request.
         name: shown.
@@ -64,9 +64,9 @@ def engine_memory(
     tp = max(1, num_gpus // pp)
     ep = settings.get("ep_size") or 1
     dtype = DTYPE_BYTES.get(settings.get("dtype") or "auto", 2)
+    linear, others = weight_params(shape, tp, pp, ep)
     # FP8 and the like: about one byte, for scales are small.
-    weight_bytes = 1 if settings.get("quantization") else dtype
-    weights = weight_params(shape, tp, pp, ep) * weight_bytes
+    weights = linear * (1 if settings.get("quantization") else dtype) + others * dtype
     attention_tp = tp // (settings.get("dp_size") or 1) if settings.get("enable_dp_attention") else tp
     cache_dtype = KV_DTYPE_BYTES.get(settings.get("kv_cache_dtype") or "auto", dtype)
     per_token = kv_elements(shape, max(1, attention_tp), pp) * cache_dtype
@@ -99,17 +99,18 @@ def engine_memory(
     )
 
 
-def weight_params(shape: ModelShape, tp: int, pp: int, ep: int) -> int:
-    """Parameters on the rank that has most: the first or the last pipeline stage.
+def weight_params(shape: ModelShape, tp: int, pp: int, ep: int) -> tuple[int, int]:
+    """Parameters on the rank that has most, the first or the last pipeline stage: of linear layers, and all others.
 
     Experts are divided by TP whatever the expert parallelism is: that is a part of TP in SGLang (ep <= tp).
     """
     layers = [shape.layer_params(layer) for layer in range(shape.num_layers)]
     per_stage = -(-shape.num_layers // pp)
     stage = sorted(layers, key=lambda layer: -layer.total)[:per_stage]
-    params = sum((layer.attention + layer.mlp + layer.experts) // max(tp, ep) + layer.replicated for layer in stage)
+    linear = sum((layer.attention + layer.mlp + layer.experts) // max(tp, ep) for layer in stage)
     embeddings = 1 if shape.is_tied or pp > 1 else 2
-    return params + embeddings * shape.embedding_params // tp + shape.norm_params
+    others = sum(layer.replicated for layer in stage) + embeddings * shape.embedding_params // tp + shape.norm_params
+    return linear, others
 
 
 def kv_elements(shape: ModelShape, tp: int, pp: int) -> int:

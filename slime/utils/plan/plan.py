@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.utils.fp8_format import Fp8Format
 from slime.utils.plan import timing, traffic
 from slime.utils.plan.batch import MEAN_SHARE, BatchPlan, DataFacts, batch_plan
 from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device
@@ -72,6 +73,8 @@ class Facts:
     data: DataFacts | None = None
     engines: list[EngineKind] | None = None
     """None: all alike, as the cluster flags say."""
+    fp8: Fp8Format | None = None
+    """How --hf-checkpoint is quantised, and with it what engines store and are sent; None: it is not."""
     hooks: list[HookReport] = field(default_factory=list)
     rows: list[RowReport] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -135,9 +138,10 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
     critic = None
     if trainer and shape and batch and args.use_critic:
         critic = trainer_memory(args, shape, layout, batch, is_critic=True)
-    engines = _engine_memory(args, shape, device, batch, kinds)
+    engines = _engine_memory(facts, shape, device, batch, kinds)
     trainers = [each for each in (trainer, critic) if each]
-    sends = traffic.transport(args, shape, device, num_nodes=_num_nodes(args, slots)) if shape else None
+    num_nodes = _num_nodes(args, slots)
+    sends = traffic.transport(args, shape, device, num_nodes=num_nodes, fmt=facts.fp8) if shape else None
     return Plan(
         device=device,
         params=shape.components if shape else None,
@@ -152,7 +156,7 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
         host_memory_per_node=_host_memory(args, slots, trainers, engines),
         phases=_phases(args, shape, device, layout, batch, trainer, engines, _num_engines(kinds), sends),
         transport=sends,
-        outputs=traffic.outputs(args, shape),
+        outputs=traffic.outputs(args, shape, facts.fp8),
         hooks=facts.hooks,
         rows=facts.rows,
         assumptions=_assumptions(args, device, batch, engines, facts),
@@ -170,7 +174,7 @@ def engine_kinds(args: argparse.Namespace, facts: Facts) -> list[EngineKind]:
 
 
 def _engine_memory(
-    args: argparse.Namespace,
+    facts: Facts,
     shape: ModelShape | None,
     device: Device,
     batch: BatchPlan | None,
@@ -179,11 +183,12 @@ def _engine_memory(
     if shape is None:
         return []
     longest = batch.lengths.longest if batch else 1
+    quantized = {"quantization": "fp8"} if facts.fp8 else {}  # SGLang finds it in config.json
     return [
         engine_memory(
             shape,
             device,
-            kind.settings,
+            {**kind.settings, **quantized},
             num_gpus=kind.group.num_gpus_per_engine,
             longest=longest,
             name=kind.group.name,

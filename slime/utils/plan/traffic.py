@@ -9,6 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from slime.utils.fp8_format import Fp8Format
 from slime.utils.plan.devices import Device
 from slime.utils.plan.shape import ModelShape
 from slime.utils.plan.timing import DISK_BANDWIDTH
@@ -21,7 +22,7 @@ class Transport:
 
     way: str
     num_bytes: int
-    """Of one full set of weights in the trainer's precision."""
+    """Of one full set of weights: in the trainer's precision, or quantised as the engines store them."""
     bucket_bytes: int
     num_buckets: int
     every: str
@@ -41,11 +42,13 @@ class Output:
     when: str
 
 
-def transport(args: argparse.Namespace, shape: ModelShape, device: Device, *, num_nodes: int) -> Transport | None:
-    """The way of the weights; None without engines."""
+def transport(
+    args: argparse.Namespace, shape: ModelShape, device: Device, *, num_nodes: int, fmt: Fp8Format | None = None
+) -> Transport | None:
+    """The way of the weights, which are quantised where the engines' checkpoint is (`fmt`); None without engines."""
     if args.debug_train_only or args.debug_rollout_only:
         return None
-    num_bytes = shape.num_params * Precision.of(args).weight
+    num_bytes = hf_bytes(args, shape, fmt)
     if args.update_weight_transport == "disk":
         is_delta = args.update_weight_mode == "delta"
         kind = f"changed bytes ({args.update_weight_delta_encoding})" if is_delta else "full HF checkpoint"
@@ -58,14 +61,25 @@ def transport(args: argparse.Namespace, shape: ModelShape, device: Device, *, nu
     else:
         way = ("gloo" if args.accelerator == "cpu" else "NCCL") + " broadcast from trainer rank 0 to every engine rank"
         bandwidth = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth
+    if fmt is not None:
+        way += ", as fp8"
     bucket = min(args.update_weight_buffer_size, num_bytes)
     interval = args.update_weights_interval
     every = "every rollout" if interval == 1 else f"every {interval} rollouts (train_async.py)"
     return Transport(way, num_bytes, bucket, -(-num_bytes // max(1, bucket)), every, bandwidth)
 
 
-def outputs(args: argparse.Namespace, shape: ModelShape | None) -> list[Output]:
-    """Everything that the run writes, in the order in which it happens."""
+def hf_bytes(args: argparse.Namespace, shape: ModelShape, fmt: Fp8Format | None) -> int:
+    """Of the model as HF tensors: in the trainer's precision, but for linear layers where `fmt` makes them fp8."""
+    parts, itemsize = shape.components, Precision.of(args).weight
+    if fmt is None:
+        return parts["total"] * itemsize
+    linear = parts["attention"] + parts["mlp"] + parts["experts"]
+    return fmt.bytes_of_params(linear) + (parts["total"] - linear) * itemsize
+
+
+def outputs(args: argparse.Namespace, shape: ModelShape | None, fmt: Fp8Format | None = None) -> list[Output]:
+    """Everything that the run writes, in the order in which it happens; HF exports are stored as `fmt` says."""
     directory = args.output_dir
     found = [
         Output("metrics", f"{directory}/metrics.jsonl", None, "every rollout"),
@@ -79,21 +93,22 @@ def outputs(args: argparse.Namespace, shape: ModelShape | None) -> list[Output]:
     if args.keep_checkpoints:
         when += f"; the newest {args.keep_checkpoints} are kept"
     if args.save:
-        size = None if shape is None else checkpoint_bytes(args, shape)
+        size = None if shape is None else checkpoint_bytes(args, shape, fmt)
         found.append(Output("checkpoint", f"{args.save}/iter_<rollout id>/", size, when))
         found.append(Output("data position", f"{args.save}/rollout/", None, when))
     if args.save_hf:
-        size = None if shape is None else shape.num_params * Precision.of(args).weight
+        size = None if shape is None else hf_bytes(args, shape, fmt)
         found.append(Output("HF export", args.save_hf, size, when))
     found += [Output(what, str(where), None, when) for what, where, when in _dumps(args) if where]
     return found
 
 
-def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape) -> int:
+def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape, fmt: Fp8Format | None = None) -> int:
     """What --checkpoint-contents says: weights as trained, the optimizer's fp32 state, an HF export."""
     precision, contents = Precision.of(args), args.checkpoint_contents or ("model", "optimizer")
     optimizer = precision.saved if "optimizer" in contents else 0
-    return shape.num_params * (precision.weight * (1 + ("hf" in contents)) + optimizer)
+    export = hf_bytes(args, shape, fmt) if "hf" in contents else 0
+    return shape.num_params * (precision.weight + optimizer) + export
 
 
 def _dumps(args: argparse.Namespace) -> list[tuple[str, Any, str]]:

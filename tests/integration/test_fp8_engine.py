@@ -1,0 +1,59 @@
+"""A real engine on CPU with fp8 weights: its numbers are those of the dequantised model, before and after a sync."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
+from slime.backends.sglang_utils import weight_transfer
+from slime.utils.fp8_format import fp8_format_of
+from tests.integration.conftest import make_engine
+from tests.integration.launch import make_model
+from tests.integration.test_engine import largest_gap
+from tools import convert_hf_to_fp8
+
+
+def unquantized_twin(fp8: Path) -> Any:
+    """transformers' model with the weights that an fp8 checkpoint stands for, in fp32."""
+    import transformers as hf
+
+    config = hf.AutoConfig.from_pretrained(fp8)
+    del config.quantization_config
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reader = SafetensorsReader(fp8)
+    missing, unknown = model.load_state_dict({n: reader.get(n).float() for n in reader.names()}, strict=False)
+    assert not unknown and set(missing) <= {"lm_head.weight"}  # tied
+    return model
+
+
+@pytest.mark.parametrize("strategy", [("--block-size", "16"), ("--strategy", "tensor")], ids=["block", "tensor"])
+def test_an_engine_answers_with_the_weights_that_fp8_stands_for(strategy: tuple[str, ...], tmp_path: Path) -> None:
+    models = []
+    for seed in (0, 1):
+        make_model(tmp_path / f"hf{seed}", "--seed", seed)
+        fp8 = tmp_path / f"fp8_{seed}"
+        assert (
+            convert_hf_to_fp8.main(["--model-dir", str(tmp_path / f"hf{seed}"), "--save-dir", str(fp8), *strategy])
+            == 0
+        )
+        models.append(unquantized_twin(fp8))
+    engine = make_engine(tmp_path / "fp8_0", tmp_path / "engine.log")
+    engine.start(deadline_s=170)
+    try:
+        assert largest_gap(engine, models[0]) < 1e-4
+        source = SafetensorsReader(tmp_path / "hf1")  # what a trainer holds
+        bucket = quantize_bucket(
+            [(name, source.get(name)) for name in source.names()], fp8_format_of(tmp_path / "fp8_0")
+        )
+        handle = weight_transfer.serialize_bucket(bucket)
+        engine.update_weights_from_tensor([handle], load_format="flattened_bucket", weight_version="1")
+        engine.flush_cache()
+        assert largest_gap(engine, models[1]) < 1e-4
+        assert largest_gap(engine, models[0]) > 0.1
+    finally:
+        engine.shutdown()
