@@ -91,7 +91,7 @@ def show(console: Console, name: str, summary: Summary, *, top_n: int) -> None:
                   f"idle {_share(summary.idle_us, summary)}")  # fmt: skip
     if summary.is_device:
         console.print(f"host-bound (the GPU waited for a launch): {_share(summary.host_bound_us, summary)}")
-    if summary.communication_us:
+    if summary.is_device and summary.communication_us:
         hidden = 100 * (1 - summary.exposed_us / summary.communication_us)
         sent = f"{_ms(summary.communication_us)} ms, {hidden:.1f}% of it hidden behind computation"
         console.print(f"communication: {sent}; exposed {_share(summary.exposed_us, summary)}")

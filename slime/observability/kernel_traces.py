@@ -34,7 +34,7 @@ _KINDS = (
     ("experts", r"moe|expert|grouped_(mm|gemm)"),
     (
         "matrix products",
-        r"gemm|cutlass|cublas|nvjet|xmma|wgmma|split_?k|matmul|linear|::(add|b|addb|badd)?mm\b|::baddbmm",
+        r"gemm|cutlass|cublas|nvjet|xmma|wgmma|split_?k|matmul|linear|::(add|b|addb|badd)?mm_?\b|::baddbmm",
     ),
     ("optimizer", r"multi_tensor|adam|foreach"),
     (COPIES, r"memcpy|memset|copy|clone|::(to|contiguous|cat|fill_|zero_)\b|catarray|fillfunctor"),

@@ -191,6 +191,8 @@ def test_what_cannot_be_analysed_is_said_in_one_sentence(
         ("fused_moe_kernel", "experts"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16>", "matrix products"),
         ("aten::addmm", "matrix products"),
+        ("aten::addmm_", "matrix products"),
+        ("aten::mmap_", "elementwise and sums"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor>", "elementwise and sums"),
         ("triton_red_fused_rms_norm_3", "norms, rotation, activations, loss"),
         ("Memcpy DtoH (Device -> Pinned)", "copies"),
