@@ -33,6 +33,7 @@ def updater(engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: p
         update_weight_buffer_size=1,
         distributed_timeout_minutes=1.0,
         hf_checkpoint=str(tiny_models[1]),
+        mtp_num_layers=None,
     )
     made = LossyUpdater(args, model=[])
     made.connect([engine], engine_sizes=[1])

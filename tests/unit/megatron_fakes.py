@@ -27,6 +27,8 @@ SLIME_DEFAULTS: dict[str, Any] = {
     "actor_num_nodes": 1,
     "actor_num_gpus_per_node": 1,
     "custom_model_provider_path": None,
+    "enable_mtp_training": False,
+    "mtp_num_layers": None,
     "use_stateless_adam": False,
     "only_train_params_name_list": None,
     "freeze_params_name_list": None,

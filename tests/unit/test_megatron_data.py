@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.data import MicroBatches, Packing, pack, response_rows, to_tensors
+from slime.backends.megatron_utils.data import MicroBatches, Packing, pack, prediction_rows, response_rows, to_tensors
 
 CPU = torch.device("cpu")
 
@@ -91,3 +91,40 @@ def test_an_empty_response_is_packed_but_trains_nothing():
     batch = list(MicroBatches(share).all())[1]
     assert batch["response_tokens"].shape == (0,)
     assert batch["full_loss_masks"].sum() == 0
+
+
+def test_predictions_stay_within_their_sample():
+    """Samples of 2, 5 and 3 tokens with responses of 1, 3 and 2: a layer that looks 2 ahead embeds tokens 2 further
+    on, and predicts a response token from the row 3 before it, where the sample has one."""
+    samples = [torch.tensor(tokens) for tokens in ([1, 2], [3, 4, 5, 6, 7], [8, 9, 10])]
+    data = {
+        "tokens": samples,
+        "response_lengths": [1, 3, 2],
+        "loss_masks": [torch.ones(n, dtype=torch.int32) for n in (1, 3, 2)],
+        "micro_batch_indices": [[0, 1, 2]],
+        "num_microbatches": [1],
+        "global_batch_sizes": [3],
+    }
+    (batch,) = MicroBatches(data, Packing(multiple=4, num_predictions=2)).all()
+    assert [tokens.tolist() for tokens in batch["further_tokens"]] == [
+        [[2, 0, 4, 5, 6, 7, 0, 9, 10, 0, 0, 0]],
+        [[0, 0, 5, 6, 7, 0, 0, 10, 0, 0, 0, 0]],
+    ]
+    assert [rows.tolist() for rows in batch["prediction_rows"]] == [[2, 3, 4, 7], [2, 3]]
+    assert [places.tolist() for places in batch["prediction_places"]] == [[1, 2, 3, 5], [2, 3]]
+    assert [targets.tolist() for targets in batch["prediction_targets"]] == [[5, 6, 7, 10], [6, 7]]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_context_parallel_ranks_share_the_predicted_tokens(ahead):
+    totals, responses = [2, 9, 30, 5], [1, 7, 11, 0]
+    _, expected = prediction_rows(totals, responses, ahead)
+    tokens = [torch.arange(total) + 100 * i for i, total in enumerate(totals)]
+    all_targets = torch.cat([sample[len(sample) - n :] for sample, n in zip(tokens, responses, strict=True)])
+    found: list[int] = []
+    for rank in range(2):
+        packing = Packing(cp_rank=rank, cp_size=2)
+        rows, places = prediction_rows(totals, responses, ahead, packing)
+        assert torch.equal(pack(tokens, packing)["tokens"][0][rows], all_targets[places] - 1 - ahead)
+        found += places.tolist()
+    assert sorted(found) == expected.tolist()

@@ -77,6 +77,7 @@ def make_updater(checkpoint, engines) -> FakeUpdater:
         update_weight_buffer_size=16,
         distributed_timeout_minutes=0.02,
         hf_checkpoint=str(checkpoint),
+        mtp_num_layers=None,
     )
     updater = FakeUpdater(args, model=[])
     updater.connect(engines, engine_sizes=[1] * len(engines))
@@ -152,6 +153,16 @@ def test_expected_names_leave_out_a_tied_head_and_old_buffers(tmp_path):
     assert expected_hf_names(tmp_path) == {"model.w"}
 
 
+def test_expected_names_are_without_predicting_layers_unless_the_run_has_them(tmp_path):
+    copies = {f"model.layers.2.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
+    names = {f"model.layers.{i}.w" for i in range(4)} | {"lm_head.weight"}
+    save_file({name: torch.zeros(1) for name in names | copies}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_nextn_predict_layers": 2}))
+    assert expected_hf_names(tmp_path) == names - {"model.layers.2.w", "model.layers.3.w"}
+    assert expected_hf_names(tmp_path, 1) == names - {"model.layers.3.w"}
+    assert expected_hf_names(tmp_path, 2) == names
+
+
 def test_expected_names_read_a_sharded_checkpoint_from_its_index(tmp_path):
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -168,6 +179,7 @@ def test_a_sync_waits_no_longer_than_a_collective_may_take(checkpoint, buckets):
         update_weight_buffer_size=16,
         distributed_timeout_minutes=0.002,
         hf_checkpoint=str(checkpoint),
+        mtp_num_layers=None,
     )
     updater = FakeUpdater(args, model=[])
     updater.connect([engine], engine_sizes=[1])

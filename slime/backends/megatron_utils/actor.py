@@ -243,6 +243,7 @@ class MegatronTrainActor:
                 multiple=layout["tp_size"] * self.args.data_pad_size_multiplier,
                 cp_rank=layout["cp_rank"],
                 cp_size=layout["cp_size"],
+                num_predictions=self.args.mtp_num_layers if self.args.enable_mtp_training else 0,
                 count_multiple=layout["vpp_group"],
             )
             return MicroBatches(rollout_data, packing)

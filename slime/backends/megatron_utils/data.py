@@ -88,6 +88,8 @@ class Packing:
     """The tokens of a row are a multiple of it."""
     cp_rank: int = 0
     cp_size: int = 1
+    num_predictions: int = 0
+    """Layers that predict further tokens and are trained."""
     count_multiple: int = 1
     """Micro-batches of a pass are a multiple of it, as interleaved pipeline stages need; the schedule sees to it for
     train steps."""
@@ -122,6 +124,29 @@ def response_rows(
         first_row += 2 * found.chunk_size
         first_place += response
     return torch.cat(rows), torch.cat(places), counts
+
+
+def prediction_rows(
+    total_lengths: Sequence[int], response_lengths: Sequence[int], ahead: int, packing: Packing = Packing()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `response_rows`, where row p predicts the token at p + 1 + `ahead`, without the counts.
+
+    A response token that has fewer than 1 + `ahead` tokens before it is predicted nowhere.
+    """
+    rows, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    first_row = first_place = 0
+    for total, response in zip(total_lengths, response_lengths, strict=True):
+        chunk = total if packing.cp_size == 1 else chunk_size_of(total, packing.cp_size)
+        owned = (0,) if packing.cp_size == 1 else (packing.cp_rank, 2 * packing.cp_size - 1 - packing.cp_rank)
+        first, end = max(total - response - 1 - ahead, 0), total - 1 - ahead
+        for number, index in enumerate(owned):
+            start, stop = max(first, index * chunk), min(end, (index + 1) * chunk)
+            positions = torch.arange(start, max(start, stop))
+            rows.append(first_row + (number - index) * chunk + positions)
+            places.append(first_place + positions + 1 + ahead - (total - response))
+        first_row += len(owned) * chunk
+        first_place += response
+    return torch.cat(rows), torch.cat(places)
 
 
 def pack(tokens: Sequence[torch.Tensor], packing: Packing = Packing()) -> dict[str, Any]:
@@ -255,7 +280,23 @@ class MicroBatches:
             "response_row_counts": counts,
             "response_tokens": torch.cat(responses)[places],
         }
-        return packed | ({"response_places": places} if self._packing.cp_size > 1 else {})
+        packed |= {"response_places": places} if self._packing.cp_size > 1 else {}
+        return packed | (self._predictions(tokens, responses) if self._packing.num_predictions else {})
+
+    def _predictions(self, tokens: list[torch.Tensor], responses: list[torch.Tensor]) -> dict[str, Any]:
+        """For each prediction layer the tokens that it embeds [1, T]; the rows that predict response tokens, those
+        tokens, and their places among all of the micro-batch."""
+        found: dict[str, Any] = {"further_tokens": [], "prediction_rows": [], "prediction_places": []}
+        total_lengths, response_lengths = [len(x) for x in tokens], [len(x) for x in responses]
+        device = tokens[0].device
+        for ahead in range(1, self._packing.num_predictions + 1):
+            further = [torch.nn.functional.pad(x[ahead:], (0, min(ahead, len(x)))) for x in tokens]
+            found["further_tokens"].append(pack(further, self._packing)["tokens"])
+            rows, places = prediction_rows(total_lengths, response_lengths, ahead, self._packing)
+            found["prediction_rows"].append(rows.to(device))
+            found["prediction_places"].append(places.to(device))
+        found["prediction_targets"] = [torch.cat(responses)[places] for places in found["prediction_places"]]
+        return found
 
     def _micro_batch(self, index: int) -> dict[str, Any]:
         samples = self.indices[index]

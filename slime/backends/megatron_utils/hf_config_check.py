@@ -11,6 +11,9 @@ from typing import Any
 from slime.backends.megatron_utils.hf_config import DERIVABLE_MODEL_TYPES, model_args_from_hf, moe_layer_pattern
 from slime.utils.errors import UsageError
 
+PREDICTING = ("glm4_moe", "deepseek_v3")
+"""`model_type`s with rules for layers that predict further tokens."""
+
 FLAG_OF = {
     "layernorm_epsilon": "--norm-epsilon",
     "add_bias_linear": "--disable-bias-linear",
@@ -86,6 +89,13 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
         differences = config_differences(args, hf_config)
     except UsageError as error:
         return error.messages
+    predicting, theirs = args.mtp_num_layers or 0, hf_config.get("num_nextn_predict_layers") or 0
+    if predicting > theirs or (predicting and hf_config["model_type"] not in PREDICTING):
+        return [
+            f"--mtp-num-layers {predicting}: the HF config (model_type {hf_config['model_type']}) has {theirs} layers "
+            f"that predict further tokens (num_nextn_predict_layers), and there are rules for those of "
+            f"{', '.join(PREDICTING)}; leave it out."
+        ]
     remedies = {"vocab_size": "leave it out"}
     return [
         f"{flag_of(name)}: the flags say {ours}, the HF config says {theirs}; correct the flag or "

@@ -35,13 +35,27 @@ def save_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: st
     from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
 
     check_output(path, args.hf_checkpoint)
+    copies = _copies_in_predictions(args) if args.mtp_num_layers else {}
     writer = HfWriter(path, args.hf_checkpoint) if dist.get_rank() == 0 else None
     for bucket in iter_hf_buckets(args, model, buffer_size=args.update_weight_buffer_size):
         if writer is not None:
             writer.add(bucket)
+            writer.add((copy, tensor) for name, tensor in bucket for copy in copies.get(name, ()))
     if writer is not None:
         writer.finish()
     dist.barrier()
+
+
+def _copies_in_predictions(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Names under which prediction layers of --hf-checkpoint hold copies of the embedding and the output layer."""
+    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.backends.megatron_utils.update_weight.expected_names import prediction_copy_of
+
+    copies: dict[str, list[str]] = {}
+    for name in SafetensorsReader(args.hf_checkpoint).names():
+        if original := prediction_copy_of(name):
+            copies.setdefault(original, []).append(name)
+    return copies
 
 
 def check_output(path: str | Path, hf_checkpoint: str | Path) -> None:

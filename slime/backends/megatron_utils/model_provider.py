@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from slime.backends.megatron_utils.config_values import config_kwargs, torch_type
 from slime.backends.megatron_utils.model.activation_offload import ActivationOffload
-from slime.backends.megatron_utils.model.spec import block_spec
+from slime.backends.megatron_utils.model.prediction import PredictingGPT, prediction_spec
+from slime.backends.megatron_utils.model.spec import RMSNorm, block_spec, last_layer_spec
 from slime.utils.misc import load_function
 
 
@@ -47,6 +48,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
+        "mtp_num_layers": args.mtp_num_layers or None,
         # Its default asserts MoE settings even of dense models when sequence lengths vary.
         "moe_token_dispatcher_type": "alltoall",
         # model.activation_offload does it; Megatron's own needs TransformerEngine
@@ -94,7 +96,11 @@ def build_gpt(
 ) -> GPTModel:
     """Return the GPT of the flags, with the embedding and the output layer where asked for."""
     config = transformer_config(args)
-    model = GPTModel(
+    predictions: dict[str, Any] = {}
+    if args.mtp_num_layers and post_process:
+        layer = last_layer_spec(config, args)
+        predictions["mtp_block_spec"] = prediction_spec(layer, norm=RMSNorm, num_layers=args.mtp_num_layers)
+    model = (PredictingGPT if predictions else GPTModel)(
         config=config,
         transformer_layer_spec=block_spec(config, args, vp_stage),
         vocab_size=args.padded_vocab_size,
@@ -107,7 +113,10 @@ def build_gpt(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         vp_stage=vp_stage,
+        **predictions,
     )
+    if predictions and not args.enable_mtp_training:
+        model.mtp.requires_grad_(False)
     if args.use_rope_scaling:
         _scale_rope(model.rotary_pos_emb, args)
     if args.num_moe_experts:

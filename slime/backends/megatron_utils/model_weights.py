@@ -1,8 +1,9 @@
 """The weights of a Megatron model under the names that they have in the whole model, whatever this rank holds of it.
 
 A rank counts its layers and experts from 0; here they carry the numbers of the whole model, so that the rule tables
-(megatron_to_hf.rules) apply. Beside parameters there is one kind of buffer that is a weight: the bias by which routers
-with `--moe-router-enable-expert-bias` choose experts. How weights are gathered, or what they are called in an HF
+(megatron_to_hf.rules) apply. Layers that predict further tokens are numbered behind the others. Beside parameters
+there is one kind of buffer that is a weight: the bias by which routers with `--moe-router-enable-expert-bias` choose
+experts. How weights are gathered, or what they are called in an HF
 model, it does not know.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slime.backends.megatron_utils.megatron_to_hf.rules import numbered_in_model
 from slime.backends.megatron_utils.model_provider import unwrap
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -54,6 +56,8 @@ def iter_weights(module: torch.nn.Module) -> Iterator[Weight]:
     first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in named_tensors(model):
         numbered = _LAYER.sub(lambda m: str(int(m[0]) + offset), name)
+        if numbered.startswith("mtp."):
+            numbered = numbered_in_model(numbered, model.config.num_layers)
         numbered = _EXPERT.sub(lambda m: str(int(m[0]) + first_expert), numbered)
         is_cut = bool(getattr(tensor, "tensor_model_parallel", False))
         yield Weight(

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.cp_utils import prepare_routed_experts_for_routing_replay
 from slime.backends.megatron_utils.data import MicroBatches
-from slime.backends.megatron_utils.model.routing import Routing, routers_of
+from slime.backends.megatron_utils.model.routing import Routing, prediction_routers_of, routers_of
 from slime.backends.megatron_utils.model_provider import unwrap
 
 COLUMN = "routed_experts"
@@ -47,6 +47,8 @@ def tell_routers(model: torch.nn.Module, batch: dict[str, Any]) -> None:
         routing.replayed = _packed(batch[COLUMN], len(batch["padding"]))[:, first : first + len(routers)]
     for router in routers:
         router.told = routing
+    for router in prediction_routers_of(chunk):
+        router.told = Routing(routing.padding, routing.num_trained)
 
 
 def _packed(samples: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:

@@ -45,6 +45,7 @@ CRITIC_FORCED: dict[str, Any] = {
     "custom_advantage_function_path": None,
     "untie_embeddings_and_output_weights": True,
     "mtp_num_layers": None,
+    "enable_mtp_training": False,
     "recompute_loss_function": False,
     "save_hf": None,
     "keep_checkpoints": None,

@@ -82,11 +82,13 @@ class TrainFlags:
 class ModelPartFlags:
     """Multi-token prediction, routing replay and LoRA."""
 
-    mtp_num_layers: int | None = flag(None, "multi-token prediction layers", later="parallelism", at_least=0)
-    mtp_loss_scaling_factor: float = flag(
-        0.2, "weight of their loss", later="parallelism", needs="enable_mtp_training"
+    mtp_num_layers: int | None = flag(
+        None, "multi-token prediction layers that are loaded, saved and sent to engines", at_least=0
     )
-    enable_mtp_training: bool = flag(False, "train them", later="parallelism", needs="mtp_num_layers")
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of their loss", at_least=0, needs="enable_mtp_training")
+    enable_mtp_training: bool = flag(
+        False, "train them, as drafts of the policy: its own gradients do not change", needs="mtp_num_layers"
+    )
     use_routing_replay: bool = flag(False, "replay the expert routing of the old-log-prob pass in training (R2)")
     use_rollout_routing_replay: bool = flag(False, "replay the engine's expert routing in training (R3)")
     lora_rank: int | None = flag(None, "rank of LoRA adapters to train instead of the weights", later="LoRA")

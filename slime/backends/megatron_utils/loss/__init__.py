@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_adva
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.loss.off_policy import icepop_function, vanilla_tis_function
 from slime.backends.megatron_utils.loss.policy import policy_loss_function
+from slime.backends.megatron_utils.loss.prediction import prediction_loss
 from slime.backends.megatron_utils.loss.reducers import pack_report
 from slime.backends.megatron_utils.loss.responses import get_responses
 from slime.backends.megatron_utils.loss.sft import sft_loss_function
@@ -81,11 +82,15 @@ def loss_function(
         # Which tensors a loss of the user's own keeps is not known: it is run again as a whole.
         function = functools.partial(checkpoint, function, use_reentrant=False)
     loss, metrics = function(args, batch, logits, sum_of_sample_mean)
+    objective = loss
+    if batch.get("predictions"):
+        of_predictions, more_metrics = prediction_loss(args, batch, sum_of_sample_mean)
+        objective, metrics = loss + of_predictions, metrics | more_metrics
     # Megatron sums over data- and context-parallel ranks, a report is summed over the former alone
     num_tokens = batch["full_loss_masks"].sum(dtype=torch.int32)
     report = pack_report({"loss": loss, **metrics}, torch.cat(batch["loss_masks"]).sum(dtype=torch.int32))
     if args.calculate_per_token_loss:
-        return loss, num_tokens, report
+        return objective, num_tokens, report
     # 1 token: Megatron's division by tokens is then none, and only its division by micro-batches has to be undone
-    scaled = loss * (num_microbatches * dp_size / global_batch_size)
+    scaled = objective * (num_microbatches * dp_size / global_batch_size)
     return scaled, torch.ones_like(num_tokens), report

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.megatron_to_hf.processors import quantize_params
-from slime.backends.megatron_utils.megatron_to_hf.rules import Family, TensorShape, family_of
+from slime.backends.megatron_utils.megatron_to_hf.rules import Family, TensorShape, family_of, numbered_in_model
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def convert_to_hf(
     Args:
         args: derived flags.
         model_name: the family, e.g. "qwen3".
-        name: global Megatron name, "module." prefixes allowed.
+        name: global Megatron name, "module." prefixes allowed; prediction layers ("mtp.layers.0.") count from 0.
         param: gathered over tensor-parallel ranks, padding vocabulary included or not.
         quantization_config: of the HF config; each weight that it quantises is followed by its scales.
 
@@ -43,7 +43,7 @@ def convert_to_hf(
         KeyError: when the family has no such parameter.
         UsageError: a quantisation that is not supported.
     """
-    rule, hf_names = family_of(model_name).find(name)
+    rule, hf_names = family_of(model_name).find(numbered_in_model(name, args.num_layers))
     found = list(zip(hf_names, rule.layout.to_hf(param, TensorShape.of(args)), strict=True))
     return quantize_params(args, name, found, quantization_config)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -198,6 +198,7 @@ _EXPERTS = (
 )
 _SHARED_EXPERTS = _mlp("mlp.shared_experts", "mlp.shared_experts")
 _EXPERT_BIAS = (_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),)
+_SHARED_EXPERT_RULES = _EXPERTS + _SHARED_EXPERTS + _EXPERT_BIAS
 _LATENT_ATTENTION = (
     _layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),  # without --q-lora-rank
     _layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
@@ -209,6 +210,21 @@ _LATENT_ATTENTION = (
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
 _LATENT_DENSE = _EMBEDDINGS + _LAYER_NORMS + _LATENT_ATTENTION + _mlp("mlp", "mlp")
+
+
+def _with_predictions(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The same rules, and those of layers that predict further tokens, numbered behind the others."""
+
+    def rule(megatron: str, hf: str) -> Rule:
+        return Rule(f"mtp.layers.{{i}}.{megatron}.weight", (f"model.layers.{{i}}.{hf}.weight",))
+
+    names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    layers = [
+        replace(r, megatron=r.megatron.replace("decoder.layers.{i}.", "mtp.layers.{i}.transformer_layer."))
+        for r in rules
+        if r.megatron.startswith("decoder.layers.")
+    ]
+    return (*rules, *(rule(megatron, hf) for megatron, hf in names.items()), *layers)
 
 
 @dataclass(frozen=True)
@@ -257,10 +273,15 @@ FAMILIES = {
         Family("qwen2", _DENSE + _QKV_BIAS),
         Family("qwen3", _DENSE + _QK_NORM),
         Family("qwen3_moe", _DENSE + _QK_NORM + _EXPERTS),
-        Family("glm4_moe", _DENSE + _QKV_BIAS + _QK_NORM + _EXPERTS + _SHARED_EXPERTS + _EXPERT_BIAS),
-        Family("deepseek_v3", _LATENT_DENSE + _EXPERTS + _SHARED_EXPERTS + _EXPERT_BIAS),
+        Family("glm4_moe", _with_predictions(_DENSE + _QKV_BIAS + _QK_NORM + _SHARED_EXPERT_RULES)),
+        Family("deepseek_v3", _with_predictions(_LATENT_DENSE + _SHARED_EXPERT_RULES)),
     )
 }
+
+
+def numbered_in_model(name: str, num_layers: int) -> str:
+    """The name with prediction layers, which Megatron counts from 0, numbered behind the model's layers."""
+    return re.sub(r"(?<=mtp\.layers\.)\d+", lambda m: str(int(m[0]) + num_layers), name)
 
 
 def strip_wrappers(name: str) -> str:

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
+from slime.backends.megatron_utils.model.prediction import PredictingGPT
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import columns_from_last_stage
 from slime.backends.megatron_utils.routing_replay import tell_routers
@@ -52,6 +53,35 @@ def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> torch.
         hidden = run_model(model, batch)
     finally:
         gpt.post_process = True
+    return deferred_logits(gpt, hidden)
+
+
+def run_model_with_predictions(
+    run: Callable[[torch.nn.Module, dict[str, Any]], Any], model: torch.nn.Module, batch: dict[str, Any]
+) -> Any:
+    """As `run`; on the last pipeline stage the logits of prediction layers become the batch's `predictions`.
+
+    Raises:
+        UsageError: the model of a --custom-model-provider-path has no such layers.
+    """
+    gpt = unwrap(model)
+    if not isinstance(gpt, PredictingGPT):
+        raise UsageError(
+            f"--enable-mtp-training needs the layers of --mtp-num-layers, which the {type(gpt).__name__} of "
+            "--custom-model-provider-path does not have; leave it out."
+        )
+    gpt.further_tokens = batch["further_tokens"]
+    try:
+        output = run(model, batch)
+    finally:
+        gpt.further_tokens = None
+    batch["predictions"] = [deferred_logits(gpt, hidden, is_trained=False) for hidden in gpt.predicted]
+    gpt.predicted = ()
+    return output
+
+
+def deferred_logits(gpt: Any, hidden: torch.Tensor, *, is_trained: bool = True) -> DeferredLogits:
+    """What the output layer makes of hidden states [T, 1, H]; its weight gets a gradient if `is_trained`."""
     # The output layer is not called: wait for its weight (--overlap-param-gather) as a call would.
     for wait in gpt.output_layer._forward_pre_hooks.values():
         wait(gpt.output_layer, ())
@@ -61,7 +91,7 @@ def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> torch.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
-    return DeferredLogits(hidden[:, 0].to(weight.dtype), weight)
+    return DeferredLogits(hidden[:, 0].to(weight.dtype), weight if is_trained else weight.detach())
 
 
 def compute_log_probs(

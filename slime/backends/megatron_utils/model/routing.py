@@ -126,7 +126,8 @@ class ReplayRouter(TopKRouter):
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
         loss = z_loss_func(logits, coefficient / self.tp_cp_group.size(), padding_mask=padding_mask)
-        save_to_aux_losses_tracker("z_loss", loss / coefficient, self.layer_number, self.config.num_layers)
+        layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+        save_to_aux_losses_tracker("z_loss", loss / coefficient, self.layer_number, layers)
         if self.calculate_per_token_loss and self._now is not None:
             loss = loss * self._now.num_trained
         scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss)
@@ -142,7 +143,8 @@ def load_balancing_metrics(args: Any, num_microbatches: int) -> dict[str, float]
     tracker = get_moe_layer_wise_logging_tracker()
     if not has_load_balancing_loss(args):
         return {}
-    layers = sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers))
+    pattern = moe_layer_pattern(args.moe_layer_freq, args.num_layers)
+    layers = sum(pattern) + pattern[-1] * (args.mtp_num_layers if args.enable_mtp_training else 0)
     known = torch.zeros(len(LOSSES), dtype=torch.float64, device=accelerator.current_device())
     for i, name in enumerate(LOSSES):
         if name in tracker:
@@ -159,6 +161,12 @@ def has_load_balancing_loss(args: Any) -> bool:
     """Whether a loss on the routers' choices is trained."""
     weights = args.moe_aux_loss_coeff
     return bool(args.moe_z_loss_coeff) or any(weights if isinstance(weights, list) else [weights])
+
+
+def prediction_routers_of(chunk: torch.nn.Module) -> list[ReplayRouter]:
+    """The routers of a bare chunk's layers that predict further tokens: they know padding and replay nothing."""
+    predicting: torch.nn.Module = getattr(chunk, "mtp", torch.nn.Module())
+    return [module for module in predicting.modules() if isinstance(module, ReplayRouter)]
 
 
 def routers_of(chunk: torch.nn.Module) -> list[ReplayRouter]:

@@ -83,6 +83,12 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
     return spec
 
 
+def last_layer_spec(config: TransformerConfig, args: argparse.Namespace) -> ModuleSpec:
+    """Return the spec of the model's last layer."""
+    has_experts = config.num_moe_experts and moe_layer_pattern(config.moe_layer_freq, config.num_layers)[-1]
+    return layer_spec(config, args, num_experts=config.num_moe_experts if has_experts else None)
+
+
 def block_spec(
     config: TransformerConfig, args: argparse.Namespace, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:

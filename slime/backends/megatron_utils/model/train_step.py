@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
-from slime.backends.megatron_utils.model.forward_only import run_model, run_model_to_hidden
+from slime.backends.megatron_utils.model.forward_only import run_model, run_model_to_hidden, run_model_with_predictions
 from slime.backends.megatron_utils.model.routing import load_balancing_metrics
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.pipeline import from_last_stage
@@ -79,6 +79,9 @@ def _forward_backward(
 
     defers_logits = args.recompute_loss_function and args.loss_type != "custom_loss"
     run: Callable[..., Any] = run_model_to_hidden if defers_logits else run_model
+
+    if args.enable_mtp_training:
+        run = partial(run_model_with_predictions, run)
 
     def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[Any, Any]:
         batch = next(batches)

@@ -58,7 +58,7 @@ class WeightUpdater(ABC):
         self.weight_version = 0
         self.deadline_s = args.distributed_timeout_minutes * 60.0
         self._fleet: EngineFleet | None = None
-        self._expected = expected_hf_names(Path(args.hf_checkpoint))
+        self._expected = expected_hf_names(Path(args.hf_checkpoint), args.mtp_num_layers or 0)
         self._bytes_of_first_sync: int | None = None
 
     @property

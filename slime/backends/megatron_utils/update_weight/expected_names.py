@@ -6,6 +6,8 @@ It reads names only, no weights, and knows nothing about Megatron.
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,36 @@ from slime.utils.fused_experts import is_fused, single_names
 NOT_WEIGHTS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
-def expected_hf_names(checkpoint: Path) -> set[str]:
+def expected_hf_names(checkpoint: Path, num_predictions: int = 0) -> set[str]:
     """Names of the trained tensors of an HF directory; empty when it has no safetensors (nothing to compare with).
 
-    A tied `lm_head.weight` is left out: it is the embedding. Experts stored as one tensor are sent one by one.
+    A tied `lm_head.weight` is left out: it is the embedding. So are layers that predict further tokens, behind the
+    first `num_predictions`, and their copies of the embedding and the output layer, which engines do not load.
+    Experts stored as one tensor are sent one by one.
     """
     names = _names(checkpoint)
-    config = checkpoint / "config.json"
-    if config.is_file() and json.loads(config.read_text()).get("tie_word_embeddings", False):
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if config.get("tie_word_embeddings", False):
         names.discard("lm_head.weight")
-    return {name for name in names if not name.endswith(NOT_WEIGHTS)}
+    last = config["num_hidden_layers"] + num_predictions if config.get("num_nextn_predict_layers") else math.inf
+    return {
+        name
+        for name in names
+        if not name.endswith(NOT_WEIGHTS) and not prediction_copy_of(name) and (_layer(name) or 0) < last
+    }
+
+
+def prediction_copy_of(name: str) -> str | None:
+    """The tensor of the model that a tensor of a prediction layer is a copy of, if it is one."""
+    if not (match := re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name)):
+        return None
+    return "model.embed_tokens.weight" if match[1] == "embed_tokens" else "lm_head.weight"
+
+
+def _layer(name: str) -> int | None:
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def _names(checkpoint: Path) -> set[str]:

@@ -1,0 +1,175 @@
+"""Layers that predict further tokens (--mtp-num-layers): by formula, alike in every layout, no burden to the policy.
+
+An HF model with them is made of one with a layer more: its config.json then says that the last layer predicts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.integration.trainer_world import make_train_data
+from tests.training.parallel.layout_world import Case, Job, run_jobs
+from tests.training.parallel.layout_world import train as train_layout
+from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
+
+FAMILIES = ("glm4_moe", "deepseek_v3")
+OWN = {"enorm": (32,), "hnorm": (32,), "shared_head.norm": (32,), "eh_proj": (32, 64)}
+COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+LAYER = "model.layers.2."
+
+
+def make_predicting_model(path: Path, family: str) -> Any:
+    """A model of two layers and one that predicts, saved at `path`; returns transformers' model of all three."""
+    model = make_hf_model(path, family, num_hidden_layers=3)
+    tensors = load_file(path / "model.safetensors")
+    for i, (name, shape) in enumerate(OWN.items()):
+        spread = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        tensors[f"{LAYER}{name}.weight"] = spread if name == "eh_proj" else 1 + spread
+    tensors |= {f"{LAYER}{copy}.weight": tensors[f"{name}.weight"].clone() for copy, name in COPIES.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    for name, value in config.items():  # what transformers lists layer by layer
+        if isinstance(value, list) and len(value) == 3:
+            config[name] = value[:2]
+    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp(request.param) / "hf"
+    return path, make_predicting_model(path, request.param)
+
+
+@torch.no_grad()
+def predicted_by_formula(model: Any, path: Path, tokens: list[int]) -> torch.Tensor:
+    """[T - 1, V]: row p predicts the token at p + 2, from the hidden state at p and the token at p + 1."""
+    own = load_file(path / "model.safetensors")
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (32,), own[f"{LAYER}{name}.weight"], model.config.rms_norm_eps)
+
+    inner, ids = model.model, torch.tensor([tokens])
+    embedded = inner.embed_tokens(ids)
+    rope = inner.rotary_emb(embedded, torch.arange(len(tokens))[None])
+    hidden = embedded
+    for layer in inner.layers[:2]:
+        hidden = layer(hidden, position_embeddings=rope, attention_mask=None)
+    hidden = inner.norm(hidden)[:, :-1]
+    joined = torch.cat([norm(embedded[:, 1:], "enorm"), norm(hidden, "hnorm")], dim=-1)
+    rope = inner.rotary_emb(embedded, torch.arange(len(tokens) - 1)[None])
+    output = inner.layers[2](joined @ own[f"{LAYER}eh_proj.weight"].t(), position_embeddings=rope, attention_mask=None)
+    return model.lm_head(norm(output, "shared_head.norm"))[0]
+
+
+def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -> None:
+    from slime.backends.megatron_utils.data import MicroBatches, Packing, to_tensors
+    from slime.backends.megatron_utils.hf_export import save_hf
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.model.forward_only import run_model, run_model_with_predictions
+    from slime.backends.megatron_utils.model.setup import build_model
+    from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+
+    model = build_model(args).eval()
+    load_hf_weights(args, [model], args.hf_checkpoint)
+    data = make_train_data()
+    everything = {"micro_batch_indices": [list(range(len(expected)))], "num_microbatches": [1]}
+    share = to_tensors(data | everything | {"global_batch_sizes": [12]}, torch.device("cpu"))
+    (batch,) = MicroBatches(share, Packing(multiple=8, num_predictions=1)).all()
+    with torch.no_grad():
+        logits = run_model_with_predictions(run_model, model, batch)
+        assert torch.equal(logits, run_model(model, batch))
+    (deferred,) = batch["predictions"]
+    found = torch.nn.functional.linear(deferred.hidden, deferred.weight)[:, : args.vocab_size]
+    first = 0
+    for tokens, rows in zip(data["tokens"], expected, strict=True):
+        torch.testing.assert_close(found[first : first + len(rows)], rows, atol=1e-5, rtol=1e-5)
+        first += len(tokens)
+    assert all(not param.requires_grad for param in model.mtp.parameters())  # --enable-mtp-training is not given
+
+    hf = Path(args.hf_checkpoint)
+    sent = {name for bucket in iter_hf_buckets(args, [model], buffer_size=10_000) for name, _ in bucket}
+    assert sent == expected_hf_names(hf, 1)
+    save_hf(args, [model], out)
+    exported, original = load_file(out / "model.safetensors"), load_file(hf / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+
+
+def test_logits_are_the_formulas_and_every_tensor_comes_back(predicting, tmp_path):
+    path, model = predicting
+    expected = [predicted_by_formula(model, path, tokens) for tokens in make_train_data()["tokens"]]
+    args = make_args(path, mtp_num_layers=1, update_weight_buffer_size=10_000)
+    run_world(1, check_logits_and_names, args, expected, tmp_path / "exported")
+
+
+TRAINED = {"mtp_num_layers": 1, "enable_mtp_training": True, "clip_grad": 0.0, "normalize_advantages": False}
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = {
+    "single": Case(changes=TRAINED),
+    "factor 0": Case(changes=TRAINED | {"mtp_loss_scaling_factor": 0.0}),
+    "without": Case(changes={"clip_grad": 0.0, "normalize_advantages": False}),
+    "recomputed": Case(RECOMPUTE, changes=TRAINED | {"recompute_loss_function": True}),
+    "TP 2": Case("--tensor-model-parallel-size 2 --sequence-parallel", changes=TRAINED),
+    "CP 2": Case("--context-parallel-size 2", changes=TRAINED),
+    "EP 2": Case("--expert-model-parallel-size 2 --overlap-grad-reduce --overlap-param-gather", 2, TRAINED),
+}
+"""The clip is off: it would see the predictions' gradients, too."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """(the HF model, {layout: what `layout_world.train` returns of one rollout})."""
+    root = tmp_path_factory.mktemp("trained")
+    make_predicting_model(root / "hf", "glm4_moe")
+    jobs = [Job(name, case.args(root / "hf"), train_layout) for name, case in LAYOUTS.items()]
+    for size in (1, 2):
+        run_jobs([job for job in jobs if job.args.actor_num_gpus_per_node == size], root)
+    errors = [path.read_text() for path in root.glob("*.error")]
+    assert not errors, errors[0]
+    return root / "hf", {name: torch.load(root / f"{name}.pt")[0] for name in LAYOUTS}
+
+
+def is_prediction(name: str) -> bool:
+    return name.startswith(LAYER)
+
+
+@pytest.mark.parametrize("name", ["recomputed", "TP 2", "CP 2", "EP 2"])
+def test_a_layout_trains_predictions_as_one_process_does(name, trained):
+    hf, results = trained
+    before, found, expected = load_file(hf / "model.safetensors"), results[name], results["single"]
+    for step, expected_step in zip(found["steps"], expected["steps"], strict=True):
+        for key in ("loss", "grad_norm", "mtp_loss", "mtp_1_loss"):
+            assert step[f"train/{key}"] == pytest.approx(expected_step[f"train/{key}"], rel=1e-5), key
+    for tensor, value in found["weights"].items():
+        update, expected_update = value - before[tensor], expected["weights"][tensor] - before[tensor]
+        assert (update - expected_update).norm() <= 2e-3 * expected_update.norm() + 1e-12, tensor
+
+
+@pytest.mark.parametrize("name", ["single", "factor 0"])
+def test_the_policy_is_trained_as_without_predictions(name, trained):
+    _, results = trained
+    found, expected = results[name]["weights"], results["without"]["weights"]
+    assert set(expected) == {tensor for tensor in found if not is_prediction(tensor)}
+    assert all(torch.equal(found[tensor], value) for tensor, value in expected.items())
+    assert "train/mtp_loss" not in results["without"]["steps"][0]
+
+
+def test_predictions_learn_by_the_scaling_factor(trained):
+    hf, results = trained
+    name = f"{LAYER}eh_proj.weight"
+    before = load_file(hf / "model.safetensors")[name]
+    moved = {run: (results[run]["weights"][name] - before).norm() for run in ("single", "factor 0")}
+    assert moved["single"] > 2 * moved["factor 0"]  # what is left is weight decay
+    first, second = results["single"]["steps"]
+    assert first["train/mtp_loss"] == first["train/mtp_1_loss"] > 0
+    assert first["train/grad_norm"] > results["factor 0"]["steps"][0]["train/grad_norm"]
+    assert second["train/mtp_loss"] != first["train/mtp_loss"]
