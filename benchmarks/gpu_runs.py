@@ -173,7 +173,9 @@ def run_train(run: Run, options: argparse.Namespace, *, resume: bool = False) ->
 
 def _wait(command: list[str], folder: Path, timeout_s: float) -> int | None:
     """Run a command, with the host memory of its processes written beside it; None when the time was over."""
-    process = registry().start(command, name=folder.name, log_path=folder / "console.log", cwd=ROOT)
+    # A Ray of its own: another one has other GPUs, and processes whose memory is not below the run's.
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = registry().start(command, name=folder.name, log_path=folder / "console.log", env=env, cwd=ROOT)
     try:
         with sampled_memory(process.pid, folder / "host.jsonl"):
             return process.wait(timeout_s)
