@@ -71,6 +71,26 @@ def test_clipping_decides_some_of_these_tokens_and_sequences_differ_from_tokens(
     assert len({found[name]["pg_loss"] for name in ("grpo", "gspo", "cispo")}) == 3
 
 
+@pytest.mark.parametrize("bound", [None, 1.05])
+def test_a_dual_clip_bounds_the_loss_of_bad_tokens_alone_and_clipped_tokens_are_counted(bound):
+    found, decided = [], 0
+    for seed in range(4):
+        logits, columns, tokens = make_world(seed)
+        _, metrics, data = run(make_args(eps_clip_c=bound), logits, columns, tokens)
+        ratios = rows(math.exp, log_ratios("grpo", columns["new"], columns["old"]))
+        advantages = advantages_of(data)
+        usual = rows(lambda r, a: max(-r * a, -min(max(r, 0.8), 1.28) * a), ratios, advantages)
+        losses = usual
+        if bound is not None:
+            losses = rows(lambda x, a: min(x, -bound * a) if a < 0 else x, usual, advantages)
+            decided += losses != usual
+        is_clipped = rows(lambda r, a: float(-min(max(r, 0.8), 1.28) * a > -r * a), ratios, advantages)
+        assert metrics["pg_loss"] == pytest.approx(aggregate("seq-mean-token-mean", losses), rel=1e-5)
+        assert metrics["pg_clipfrac"] == pytest.approx(aggregate("seq-mean-token-mean", is_clipped), rel=1e-5)
+        found += [x for row in is_clipped for x in row]
+    assert {0.0, 1.0} == set(found) and (bound is None or decided)
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_fully_masked_sample_teaches_nothing_whatever_its_reward(estimator):
     logits, columns, tokens = make_world(1)
