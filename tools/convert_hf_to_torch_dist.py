@@ -26,6 +26,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "accelerator": "cpu",
     "actor_num_nodes": 1,
     "distributed_timeout_minutes": 10,
+    "offload_train": False,
     "load": None,
     "lr": 0.0,
     "model_name": None,

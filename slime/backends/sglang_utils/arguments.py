@@ -29,6 +29,7 @@ from slime.backends.sglang_utils.options import (
     set_aside,
     sglang_tables,
 )
+from slime.backends.sglang_utils.served_model import served_model_problems
 from slime.backends.sglang_utils.topology import num_policy_engines, plan_engines, topology_problems
 from slime.utils.arguments.check_devices import check_external_engines
 from slime.utils.arguments.flags import flag
@@ -41,6 +42,7 @@ __all__ = [
     "derive_engines",
     "derive_sglang",
     "explain_unknown",
+    "served_model_problems",
     "set_aside",
     "sglang_problems",
     "sglang_tables",

@@ -276,8 +276,13 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
         model_args_from_hf,
         teacher_problems,
     )
-    from slime.backends.sglang_utils.arguments import SglangFlags, derive_engines, derive_sglang, sglang_problems
-    from slime.backends.sglang_utils.served_model import served_model_problems
+    from slime.backends.sglang_utils.arguments import (
+        SglangFlags,
+        derive_engines,
+        derive_sglang,
+        served_model_problems,
+        sglang_problems,
+    )
 
     values, given_load = vars(args), args.load
     args.accelerator = _accelerator(args, problems)
