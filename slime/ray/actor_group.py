@@ -18,6 +18,7 @@ import ray
 from slime.ray.placement_group import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
 from slime.ray.utils import actor_env, get, in_bundle, slot_options
+from slime.utils import memory_saver
 from slime.utils.arguments import parse_megatron_role_args
 from slime.utils.arguments.roles import Role
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 1800.0
 WORK_DEADLINE_S = 24 * 3600.0  # a train step has no sensible bound of its own; a dead rank is noticed at once anyway
+SLEEP_DEADLINE_S = 1800.0  # copies at some GB/s, after the slowest rank has come (--distributed-timeout-minutes)
 SHUTDOWN_DEADLINE_S = 30.0
 
 
@@ -46,16 +48,18 @@ class RayTrainGroup:
         self, args: Any, placement: Placement, *, role: Role = "actor", actor_cls: type = TrainRayActor
     ) -> None:
         self.args = args = parse_megatron_role_args(args, role)
+        self.role = role
         self._name = NAMES[role]
         self.world_size = len(placement.trainer_bundles)
         self.log_dir = Path(args.output_dir).resolve() / "logs"
+        env = trainer_env(args.accelerator, self.world_size, args.train_env_vars, sleeps=args.offload_train)
         remote_cls = ray.remote(actor_cls)
         self._actors = [
             remote_cls.options(
                 name=None,
                 max_restarts=0,
                 scheduling_strategy=in_bundle(placement.group, bundle),
-                runtime_env={"env_vars": trainer_env(args.accelerator, self.world_size, args.train_env_vars)},
+                runtime_env={"env_vars": env},
                 **slot_options(args.accelerator, TRAINER_SHARE),
             ).remote(args, rank, self.world_size, str(self.log_path(rank)), role)
             for rank, bundle in enumerate(placement.trainer_bundles)
@@ -115,6 +119,14 @@ class RayTrainGroup:
         """Send the weights to the engines; returns rank 0's metrics."""
         return self._all("update_weights", "the weight sync")[0]
 
+    def sleep(self) -> dict[str, float]:
+        """Have every rank leave its GPU; returns rank 0's metrics."""
+        return self._all("sleep", f"the {self._name}'s leaving the GPU", deadline_s=SLEEP_DEADLINE_S)[0]
+
+    def wake_up(self) -> dict[str, float]:
+        """Have every rank take its GPU again; returns rank 0's metrics."""
+        return self._all("wake_up", f"the {self._name}'s return to the GPU", deadline_s=SLEEP_DEADLINE_S)[0]
+
     def shutdown(self, *, graceful: bool = True) -> None:
         """End the ranks; those that do not leave by themselves in time, or all when not `graceful`, are killed."""
         if graceful:
@@ -133,18 +145,25 @@ class RayTrainGroup:
         done = get([first for first, _ in pairs], f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
         return done, [columns for _, columns in pairs]
 
-    def _all(self, method: str, what: str, *values: Any) -> list[Any]:
+    def _all(self, method: str, what: str, *values: Any, deadline_s: float = WORK_DEADLINE_S) -> list[Any]:
         refs = [getattr(actor, method).remote(*values) for actor in self._actors]
-        return get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
+        return get(refs, f"{what} (logs: {self.log_dir})", deadline_s)
 
 
-def trainer_env(accelerator: str, world_size: int, more: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a trainer rank: its share of the cores, what NCCL needs to reach an engine, and `more`, which
-    was checked to contradict neither (--train-env-vars)."""
+def trainer_env(accelerator: str, world_size: int, more: Mapping[str, str], *, sleeps: bool = False) -> dict[str, str]:
+    """Environment of a trainer rank.
+
+    Args:
+        accelerator: "cpu" or "cuda".
+        world_size: ranks that share the cores.
+        more: of --train-env-vars, which was checked to contradict nothing that is set here.
+        sleeps: whether it leaves its GPU at times, for which its memory must be managed (--offload-train).
+    """
     if accelerator == "cpu":
         num_threads = max(1, (os.cpu_count() or 1) // world_size)
         # Threads that wait must sleep: spinning, they take the core that an engine or another rank needs.
         return actor_env({"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", **more})
     # SGLang sets the first in its own process; the two ends of a communicator must agree or NCCL fails.
     fixed = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return actor_env({**fixed, **more})
+    saver = memory_saver.environment({**os.environ, **more}) if sleeps else {}
+    return actor_env({**fixed, **more, **saver})

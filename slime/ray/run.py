@@ -26,6 +26,7 @@ from slime.observability.profiler import nothing_recorded
 from slime.observability.progress import progress_bar, set_progress_factory
 from slime.observability.step_times import StepTimes
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.gpu_turns import GpuTurns
 from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
 from slime.ray.utils import actor_env, get
@@ -77,6 +78,7 @@ class TrainingRun:
         self._trainers: RayTrainGroup | None = None
         self._critic: RayTrainGroup | None = None
         self._manager: Any = None
+        self._turns: GpuTurns | None = None
         self._state_saved: dict[int, ray.ObjectRef] = {}
         self._evaluation: _Evaluation | None = None
         self._trained = range(0)
@@ -139,15 +141,20 @@ class TrainingRun:
         """Train on a rollout (not with --debug-rollout-only, which has no trainers).
 
         With a critic: its values go to the actor, whose advantages they become; the returns go back to the critic. The
-        two take turns, so that either could leave the device to the other. (In the first --num-critic-only-steps
+        two take turns, and leave the GPU to each other with --offload-train. (In the first --num-critic-only-steps
         rollouts the actor makes returns, and updates nothing.)
         """
         self._rollout_id = rollout_id
         if not self._has_trainers:
             return
-        values = self._critic.compute_values(rollout_id, data) if self._critic else None
+        values = None
+        if self._critic:
+            self.turns.to_trainer(self._critic)
+            values = self._critic.compute_values(rollout_id, data)
+        self.turns.to_trainer(self.trainers)
         records, returns = self.trainers.train(rollout_id, data, values)
         if self._critic:
+            self.turns.to_trainer(self._critic)
             records += self._critic.train(rollout_id, data, returns)[0]
         self._log(records)
         self._log_rollout_record(self._times.trained(records))
@@ -161,7 +168,9 @@ class TrainingRun:
         if (state_saved := self._state_saved.pop(rollout_id, None)) is not None:
             get(state_saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
         if self._critic:
+            self.turns.to_trainer(self._critic)
             self._critic.save_model(rollout_id)  # first: the actor's checkpoint says which iterations are complete
+        self.turns.to_trainer(self.trainers)
         self.trainers.save_model(rollout_id)
         self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})
 
@@ -170,12 +179,17 @@ class TrainingRun:
         return (rollout_id + 1) % self._sync_interval == 0 or self.is_last(rollout_id)
 
     def sync_weights(self) -> None:
-        """Send the trainer's weights to the engines, and tell the manager their version."""
+        """Send the trainer's weights to the engines, tell the manager their version, and let the engines generate."""
         if self._syncs_weights:
+            self.turns.to_weight_sync(self.trainers)
             self._log_rollout_record(self.trainers.update_weights())
             self._weight_version += 1
             told = self._manager.set_weight_version.remote(self._weight_version)
             get(told, "the rollout manager to hear of the weight sync", STATE_DEADLINE_S)
+        if self._has_trainers:
+            self.turns.to_engines()
+            if metrics := self.turns.take_metrics():
+                self._log_rollout_record(metrics)
 
     def eval_if_due(self, rollout_id: int) -> None:
         """Evaluate every `--eval-interval` rollouts and at epoch ends."""
@@ -228,7 +242,7 @@ class TrainingRun:
         if is_terminal:
             set_progress_factory(ray_progress_bar)
         logger.info("logs of every process: %s", log_dir)
-        # Engines and trainers take about as long to start: begin both, then wait for both.
+        # Engines and trainers take about as long to start: begin both, then wait for both, unless they share memory.
         engines = self._placement.engine_slots
         self._manager = (
             ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutManager)
@@ -236,8 +250,12 @@ class TrainingRun:
             .remote(args, engines, log_path=str(log_dir / "rollout_manager.log"), show_progress=is_terminal)
         )
         manager_started = self._manager.start.remote()
+        self._turns = GpuTurns(args, self._manager)
+        what = f"the start of the engines (logs: {log_dir})"
+        if self._turns.engines_leave:  # they count on all memory that is free when they start
+            get(manager_started, what, START_DEADLINE_S)
         started = self._start_trainers()
-        get(manager_started, f"the start of the engines (logs: {log_dir})", START_DEADLINE_S)
+        get(manager_started, what, START_DEADLINE_S)
         self._connect(started)
         logger.info("everything is running after %.1f s", time.monotonic() - start)
 
@@ -246,13 +264,13 @@ class TrainingRun:
         if not self._has_trainers:
             return {"start_rollout_id": 0, "parallel_config": {"dp_size": 1, "cp_size": 1}, "warnings": []}
         self._trainers = RayTrainGroup(self.args, self._placement)
-        self._trainers.start()
+        groups = [self._trainers]
         if self.args.use_critic:
             self._critic = RayTrainGroup(self.args, self._placement, role="critic")
-            self._critic.start()
-        started = self._trainers.wait_started()
-        if self._critic:
-            started["warnings"] += self._critic.wait_started()["warnings"]
+            groups.insert(0, self._critic)  # where they start in turn, the actor is there for the weight sync then
+        *of_critic, started = self.turns.start_trainers(groups)
+        for other in of_critic:
+            started["warnings"] += other["warnings"]
         return started
 
     def _connect(self, started: dict[str, Any]) -> None:
@@ -308,6 +326,12 @@ class TrainingRun:
         """The trainer ranks."""
         assert self._trainers is not None, "the run is not started: use it as a context manager"
         return self._trainers
+
+    @property
+    def turns(self) -> GpuTurns:
+        """Who has the GPUs."""
+        assert self._turns is not None, "the run is not started: use it as a context manager"
+        return self._turns
 
     @property
     def _eval_interval(self) -> int | None:

@@ -498,19 +498,29 @@ def test_flags_have_one_line_of_help_and_names_of_one_class_only() -> None:
     assert all(field.metadata["help"] and "\n" not in field.metadata["help"] for field in fields)
 
 
-def test_sharing_a_gpu_without_offload_has_to_be_said(
+def test_sharing_a_gpu_releases_memory_and_needs_what_does_that(
     base: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Offload is what --colocate means on CUDA, so a machine that cannot do it is told before anything starts."""
+    from slime.utils import memory_saver
+
     monkeypatch.setattr("slime.utils.accelerator.cuda_is_available", lambda: True)
+    monkeypatch.setattr(memory_saver, "PACKAGE", "no_such_memory_saver")
     on_gpu = "--accelerator cuda --actor-num-gpus-per-node 1"
     for changes in (on_gpu, on_gpu + " --offload"):
-        (message,) = errors(line(base, changes))
-        assert "--offload-train and --offload-rollout are not supported yet (one GPU)" in message
-        assert "give --no-offload-train --no-offload-rollout" in message
+        train, rollout = errors(line(base, changes))
+        assert train.startswith("--offload-train needs the package no_such_memory_saver, which is not installed;")
+        assert rollout.startswith("--offload-rollout needs the package no_such_memory_saver, which is not installed;")
     (message,) = errors(line(base, on_gpu + " --no-offload-train"))
-    assert message.startswith("--offload-rollout is not supported yet")
+    assert message.startswith("--offload-rollout needs") and "--no-offload-rollout" in message
     args = parse_args(argv=line(base, on_gpu + " --no-offload-train --no-offload-rollout"))
     assert args.accelerator == "cuda" and args.bf16
+    monkeypatch.setattr(memory_saver, "environment", lambda inherited: {})
+    monkeypatch.setattr(memory_saver, "is_installed", lambda: True)
+    args = parse_args(argv=line(base, on_gpu))
+    assert (args.offload_train, args.offload_rollout) == (True, True)
+    ppo = parse_args(argv=line(base, on_gpu + " --advantage-estimator ppo --no-offload-rollout"))
+    assert (ppo.offload_train, ppo.offload_rollout) == (True, False)
 
 
 def test_cuda_without_cuda_is_an_error(base: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

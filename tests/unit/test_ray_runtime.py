@@ -9,6 +9,7 @@ import time
 import pytest
 import ray
 
+from slime.ray import actor_group
 from slime.ray import placement_group as placement
 from slime.ray.actor_group import RayTrainGroup, trainer_env
 from slime.ray.run import TrainingRun
@@ -49,6 +50,7 @@ def cluster_args(**changes):
         "colocate": False,
         "debug_train_only": False,
         "debug_rollout_only": False,
+        "offload_train": False,
         "megatron_role_values": {"actor": {}, "critic": {}},
         "rollout_external_engine_addrs": None,
         "reward_model_num_gpus": None,
@@ -158,6 +160,17 @@ def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls
     group.shutdown()
     placement.remove_placement(placed)
     assert any(event["cat"] == "task::EnvironmentReader.train" for event in json.loads(path.read_text()))
+
+
+def test_a_trainer_that_leaves_its_gpu_is_started_under_the_memory_saver(monkeypatch):
+    saver = {"LD_PRELOAD": "hook.so", "TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
+    seen = []
+    monkeypatch.setattr(actor_group.memory_saver, "environment", lambda inherited: seen.append(inherited) or saver)
+    awake = trainer_env("cuda", 1, {"LD_PRELOAD": "mine.so"})
+    assert awake["LD_PRELOAD"] == "mine.so" and not seen
+    assert trainer_env("cuda", 1, {"LD_PRELOAD": "mine.so"}, sleeps=True) == awake | saver
+    assert seen[0]["LD_PRELOAD"] == "mine.so", "the saver's own comes before what is preloaded anyway"
+    assert set(saver) - set(OWNED_ENV_VARS) == {"LD_PRELOAD"}
 
 
 def test_every_variable_that_a_trainer_rank_gets_is_refused_or_a_default_that_may_be_replaced():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +94,30 @@ def test_weights_go_to_the_engines_that_take_them_each_with_its_size(events: lis
     servers = RolloutServers(run_args(), [policy, teacher])
     assert servers.updatable == [("p0", 2), ("p1", 2), ("d", 4)]
     assert servers.engines == ["v", "p0", "p1", "d", "t"]
+
+
+def test_memory_is_released_by_the_engines_on_the_trainers_gpus_only(events: list[str]) -> None:
+    class Engine:  # in the place of a Ray actor: notes what it is asked
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getattr__(self, method: str) -> Any:
+            return SimpleNamespace(remote=lambda *values: events.append(f"{self.name} {method} {values}"))
+
+    policy = model(events, 1, "policy", ("encoder", ["v"], 1), ("prefill", ["p0", "p1"], 2), ("decode", ["d"], 4))
+    judge = model(events, 2, "reward", ("regular", ["r"], 1), update=False)
+    judge.groups = [(replace(kind, first_slot=9), group) for kind, group in judge.groups]  # behind the 9 of the policy
+    for _, group in [*policy.groups, *judge.groups]:
+        group.engines = [Engine(name) for name in group.engines]
+    shared = {"offload_rollout": True, "colocate": True, "rollout_num_gpus": 9}
+    for changes, asked in (({}, ["p0", "p1", "d"]), ({"colocate": False}, []), ({"offload_rollout": False}, [])):
+        events.clear()
+        servers = RolloutServers(Namespace(**(vars(run_args()) | shared | changes)), [policy, judge])
+        servers.release_memory()
+        servers.resume_memory(["weights"])
+        assert events == [f"{name} release_memory_occupation ()" for name in asked] + [
+            f"{name} resume_memory_occupation (['weights'],)" for name in asked
+        ]
 
 
 def test_prefill_and_decode_engines_are_registered_as_what_they_are(events: list[str]) -> None:

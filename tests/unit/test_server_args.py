@@ -53,6 +53,14 @@ def test_the_trained_models_engines_say_their_experts_for_routing_replay() -> No
     assert "enable_return_routed_experts" not in build()
 
 
+def test_an_engine_that_releases_memory_keeps_the_weights_that_nobody_sends_it() -> None:
+    assert not {"enable_memory_saver", "enable_weights_cpu_backup"} & set(build())
+    trained = build(releases_memory=True, settings={"enable_memory_saver": False})
+    assert trained["enable_memory_saver"] is True and trained["enable_draft_weights_cpu_backup"] is True
+    assert "enable_weights_cpu_backup" not in trained
+    assert build(releases_memory=True, takes_weights=False)["enable_weights_cpu_backup"] is True
+
+
 def test_each_engine_has_its_own_seed() -> None:
     # Engines of two GPUs: upstream's seed + rank * GPUs of an engine.
     assert [build(num_gpus=2, first_slot=2 * rank)["random_seed"] for rank in (0, 1, 2)] == [100, 102, 104]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.engine_client import EngineClient
 from slime.backends.sglang_utils.server_control import Worker
 from slime.utils import http_utils
 from slime.utils.wait import WaitTimeout
@@ -126,6 +127,26 @@ def test_pause_abort_and_resume_send_what_sglang_expects(script: Script) -> None
     expected = [("/pause_generation", {"mode": "retract"}), ("/abort_request", {"abort_all": True})]
     expected += [("/continue_generation", {}), ("/pause_generation", {"mode": "abort"})]
     assert script.requests == expected
+
+
+def test_memory_is_released_once_no_request_is_in_flight_and_taken_again_by_kind(script: Script) -> None:
+    class Engine(EngineClient):
+        url = script.url
+
+    script.answers["/flush_cache"] = [(400, "busy"), (200, "flushed")]
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        script.answers[path] = [(200, None)]
+    engine = Engine(rank=0)
+    engine.release_memory_occupation()
+    engine.resume_memory_occupation(["weights"])
+    assert script.requests[-4:] == [
+        *[("/flush_cache", {}), ("/flush_cache", {})],
+        ("/release_memory_occupation", {"tags": ["weights", "kv_cache", "cuda_graph"]}),
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+    ]
+    script.answers["/resume_memory_occupation"] = [(500, "out of memory")]
+    with pytest.raises(http_utils.HttpError, match="500"):
+        engine.resume_memory_occupation(["kv_cache"])
 
 
 def test_the_requests_of_all_data_parallel_ranks_are_counted(script: Script) -> None:

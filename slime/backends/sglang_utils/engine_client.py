@@ -13,6 +13,10 @@ from slime.utils import http_utils
 
 UPDATE_TIMEOUT_S = 600.0
 FLUSH_DEADLINE_S = 60.0
+MEMORY_TIMEOUT_S = 300.0
+MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
+"""Kinds of GPU memory that an engine releases and resumes; "cuda_graph" only with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 in
+its environment, otherwise graphs stay where they are."""
 
 
 class EngineClient:
@@ -49,6 +53,29 @@ class EngineClient:
     def abort_all(self) -> None:
         """End every request in flight."""
         server_control.abort_all_sync(self.url)
+
+    def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Give GPU memory up; needs `enable_memory_saver`, and waits for requests in flight first.
+
+        The KV cache is forgotten, and so are weights, unless the server keeps a copy: they must be sent again after
+        they were resumed. (SGLang itself keeps the model's buffers that are no weights.)
+
+        Raises:
+            WaitTimeout: requests were still in flight at the deadline.
+            HttpError: the server is gone.
+        """
+        self.flush_cache()  # a server that is not idle would die of the next request
+        payload = {"tags": list(tags)}
+        http_utils.post_sync(f"{self.url}/release_memory_occupation", payload, timeout_s=MEMORY_TIMEOUT_S)
+
+    def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Take GPU memory again that `release_memory_occupation` gave up; each tag once.
+
+        Raises:
+            HttpError: the server is gone; it also dies where there is not enough memory.
+        """
+        payload = {"tags": list(tags)}
+        http_utils.post_sync(f"{self.url}/resume_memory_occupation", payload, timeout_s=MEMORY_TIMEOUT_S)
 
     def get_weight_version(self) -> str:
         """The version given with the last weight update."""

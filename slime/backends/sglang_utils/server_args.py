@@ -54,6 +54,8 @@ class EngineSpec:
         settings: ServerArgs values that were asked for.
         worker_type: regular, prefill, decode or encoder.
         encoder_urls: servers that encode images for it.
+        releases_memory: whether it is asked to give its GPU memory up for a while,
+        takes_weights: and to what it then takes it again: the trainer's weights, or those that it had.
     """
 
     rank: int
@@ -63,6 +65,8 @@ class EngineSpec:
     settings: Mapping[str, Any] = field(default_factory=dict)
     worker_type: str = "regular"
     encoder_urls: tuple[str, ...] = ()
+    releases_memory: bool = False
+    takes_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,11 @@ def build_server_args(args: Any, spec: EngineSpec, place: EnginePlace) -> dict[s
         owned["disable_radix_cache"] = True
     if args.use_rollout_routing_replay and spec.model_path == args.hf_checkpoint:
         owned["enable_return_routed_experts"] = True
+    if spec.releases_memory:
+        # A draft model's weights are never sent, nor are those of a model that is not trained.
+        owned |= {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}
+        if not spec.takes_weights:
+            owned["enable_weights_cpu_backup"] = True
     if spec.settings.get("enable_dp_attention"):
         owned["dist_init_addr"] = f"{place.host}:{place.dist_init_port}"
     return device_defaults(args.accelerator, Path(spec.model_path)) | dict(spec.settings) | owned

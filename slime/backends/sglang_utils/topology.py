@@ -54,6 +54,19 @@ class EngineGroupPlan:
         return self.worker_type in ("regular", "prefill", "decode")
 
 
+def releases_memory(group: EngineGroupPlan, args: argparse.Namespace) -> bool:
+    """Whether engines give their GPU memory up while the trainer works: those on GPUs that are the trainer's, too.
+
+    SGLang's encoder server cannot be asked to.
+
+    Args:
+        group: the engines.
+        args: reads `offload_rollout`, `colocate`, `rollout_num_gpus`.
+    """
+    is_shared = args.colocate and group.first_slot < (args.rollout_num_gpus or 0)
+    return bool(args.offload_rollout and is_shared and group.worker_type != "encoder")
+
+
 @dataclass(frozen=True)
 class ModelPlan:
     """A model, its router and the engines behind it.

@@ -11,12 +11,14 @@ import gc
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.backends.sglang_utils.engine_client import MEMORY_TAGS
 from slime.observability import logging_utils
 from slime.observability.eval_samples import EvalSample, pick_eval_samples
 from slime.observability.progress import ProgressBar, set_progress_factory
@@ -41,6 +43,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS = ("weights",)
 CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1}
 MetricRecord = tuple[dict[str, float], str]
 
@@ -163,6 +166,24 @@ class RolloutManager(RayActor):
             metrics = compute_eval_metrics(self.args, output.data) | extra
             logging_utils.log(self.args, {**metrics, "eval/step": step}, "eval/step")
         return logging_utils.take_pending(), pick_eval_samples(output.data, self.args.log_eval_samples)
+
+    def offload(self) -> None:
+        """Have the engines that share GPUs with the trainer release their memory (--offload-rollout)."""
+        if self._servers is not None:
+            self._servers.release_memory()
+
+    def onload(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Have them take it again: everything, or some kinds of it."""
+        if self._servers is not None:
+            self._servers.resume_memory(tags)
+
+    def onload_weights(self) -> None:
+        """Make room for weights, which must be sent then: there is nothing in it."""
+        self.onload(WEIGHTS)
+
+    def onload_kv(self) -> None:
+        """Take what is needed to generate, besides weights."""
+        self.onload([tag for tag in MEMORY_TAGS if tag not in WEIGHTS])
 
     def save(self, rollout_id: int) -> None:
         """Write the data source's state, as it is after the generation of `rollout_id`."""

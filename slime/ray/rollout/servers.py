@@ -20,10 +20,11 @@ from typing import Any
 import ray
 
 from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.engine_client import FLUSH_DEADLINE_S, MEMORY_TIMEOUT_S
 from slime.backends.sglang_utils.external import ExternalEngine, start_external_rollout_servers
 from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
-from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
+from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan, releases_memory
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, threads_per_engine
 from slime.ray.utils import get
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 REMOVE_TIMEOUT_S = 5.0
+MEMORY_DEADLINE_S = FLUSH_DEADLINE_S + MEMORY_TIMEOUT_S + 30.0
 Slot = tuple[Any, int]  # placement group or None, and the index of the bundle
 
 
@@ -67,6 +69,10 @@ class ModelServers:
         groups = [(kind.num_gpus_per_engine, group) for kind, group in self.groups if kind.takes_weights]
         ours = [(engine, size) for size, group in groups for engine in group.engines]
         return ours + [(engine, engine.info.num_gpus) for engine in self.external]
+
+    def releasing(self, args: Any) -> list[Any]:
+        """The engines that give their GPU memory up when asked to."""
+        return [engine for kind, group in self.groups if releases_memory(kind, args) for engine in group.engines]
 
     def register(self, args: Any, workers: Sequence[Worker]) -> None:
         """Put engines behind the router, external ones too where they are this model's; needs the router to run."""
@@ -111,6 +117,18 @@ class RolloutServers:
     def updatable(self) -> list[tuple[Any, int]]:
         """(engine, its GPUs) of every engine that takes the trainer's weights."""
         return [entry for model in self.models for entry in model.updatable]
+
+    def release_memory(self) -> None:
+        """Have the engines on the trainer's GPUs give up their memory; it waits for their requests in flight."""
+        self._of_releasing("release_memory_occupation", "the engines to release their GPU memory")
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Have them take memory of these kinds again."""
+        self._of_releasing("resume_memory_occupation", f"the engines to take GPU memory for {', '.join(tags)}", tags)
+
+    def _of_releasing(self, method: str, what: str, *values: Any) -> None:
+        engines = [engine for model in self.models for engine in model.releasing(self._args)]
+        get([getattr(engine, method).remote(*values) for engine in engines], what, MEMORY_DEADLINE_S)
 
     def publish(self) -> None:
         """Write the routers' addresses into the run's args, where generate and reward functions read them."""
@@ -197,7 +215,7 @@ def _models(args: Any, slots: Sequence[Slot]) -> Iterator[ModelServers]:
         num_threads = threads_per_engine(Path(plan.model_path), os.cpu_count() or 1, num_engines)
         groups = []
         for kind in plan.groups:
-            specs = _specs(plan, kind, first_rank=rank)
+            specs = _specs(args, plan, kind, first_rank=rank)
             rank += len(specs)
             placed = [slots[slot] for slot in kind.engine_slots]
             group = ServerGroup(args, specs, placed, host=host, log_dir=log_dir, num_threads=num_threads)
@@ -205,7 +223,7 @@ def _models(args: Any, slots: Sequence[Slot]) -> Iterator[ModelServers]:
         yield ModelServers(plan, router, groups)
 
 
-def _specs(plan: ModelPlan, kind: EngineGroupPlan, *, first_rank: int) -> list[EngineSpec]:
+def _specs(args: Any, plan: ModelPlan, kind: EngineGroupPlan, *, first_rank: int) -> list[EngineSpec]:
     return [
         EngineSpec(
             rank=first_rank + number,
@@ -214,6 +232,8 @@ def _specs(plan: ModelPlan, kind: EngineGroupPlan, *, first_rank: int) -> list[E
             first_slot=slot,
             settings=kind.settings,
             worker_type=kind.worker_type,
+            releases_memory=releases_memory(kind, args),
+            takes_weights=plan.update_weights and kind.takes_weights,
         )
         for number, slot in enumerate(kind.engine_slots)
     ]

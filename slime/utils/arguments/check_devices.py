@@ -1,16 +1,17 @@
 """Rules of devices and weight transport: trainer and engine GPUs (slots), sharing them, and how weights travel.
 
 Each check reads `args` after derivation and returns sentences. It looks at no device: a layout for machines that are
-not here is judged all the same.
+not here is judged all the same. `check_memory_saver` alone looks at this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from slime.utils.arguments.derive import backend_of
+from slime.utils.errors import UsageError
 
 _ADDRESS = re.compile(r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d+)/?")
 
@@ -61,6 +62,26 @@ def check_offload(args: argparse.Namespace) -> Iterable[str]:
                 f"--{name} (or --offload) has no effect with --accelerator cpu, where nothing could be freed; leave "
                 "it out."
             )
+
+
+def check_memory_saver(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterable[str]:
+    """What releases GPU memory is installed here, and goes with how torch allocates.
+
+    Args:
+        environment: of this process, which the trainers get, too.
+    """
+    from slime.utils import memory_saver
+
+    if args.offload_train:
+        try:
+            memory_saver.environment({**environment, **args.train_env_vars})
+        except UsageError as error:
+            yield from error.messages
+    if args.offload_rollout and not memory_saver.is_installed():
+        yield (
+            f"--offload-rollout needs the package {memory_saver.PACKAGE}, which is not installed; install it, or give "
+            "--no-offload-rollout."
+        )
 
 
 def check_debug_modes(args: argparse.Namespace) -> Iterable[str]:
@@ -149,18 +170,4 @@ def engines_not_built(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def offload_not_built(args: argparse.Namespace) -> Iterable[str]:
-    """Releasing GPU memory, which --colocate and a critic ask for unless told otherwise."""
-    names = [name for name in ("offload_train", "offload_rollout") if vars(args)[name]]
-    if args.accelerator == "cpu" or not names:
-        return
-    options = " and ".join("--" + name.replace("_", "-") for name in names)
-    what = f"{options} {'are' if len(names) > 1 else 'is'} not supported yet (one GPU)"
-    sharing = ["--colocate"] * bool(args.colocate) + ["--advantage-estimator ppo"] * bool(args.use_critic)
-    reason = f", and {' or '.join(sharing)} asks for it unless told otherwise" if sharing else ""
-    remedy = " ".join("--no-" + name.replace("_", "-") for name in names)
-    room = " with --sglang-mem-fraction-static" if args.colocate else ""
-    yield f"{what}{reason}; give {remedy}, and leave room for all{room}."
-
-
-UNSUPPORTED = (engines_not_built, offload_not_built)
+UNSUPPORTED = (engines_not_built,)

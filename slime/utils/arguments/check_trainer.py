@@ -15,6 +15,7 @@ CHECKPOINT_PARTS = ("model", "optimizer", "rng", "hf")
 
 _PROCESS_GROUP = "slime gives every rank its own"
 _BOTH_ENDS = "the engines run with the same value, and the weight sync fails where the two differ"
+_SAVER = "it follows from --offload-train"
 OWNED_ENV_VARS = {
     "RANK": _PROCESS_GROUP,
     "WORLD_SIZE": _PROCESS_GROUP,
@@ -29,6 +30,8 @@ OWNED_ENV_VARS = {
     "HF_HUB_OFFLINE": "slime fetches nothing from a model hub during a run",
     "TOKENIZERS_PARALLELISM": "tokenizer threads and worker processes lock each other up",
     "PYTHONUNBUFFERED": "the logs are read while the run goes on",
+    "TMS_INIT_ENABLE": _SAVER,
+    "TMS_INIT_ENABLE_CPU_BACKUP": _SAVER,
 }
 """Variables that slime sets for a trainer process -> why they cannot be changed."""
 

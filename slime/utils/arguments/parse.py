@@ -21,6 +21,7 @@ from typing import Any
 from slime.utils.arguments import (
     ask,
     check_debug,
+    check_devices,
     check_files,
     check_generation,
     check_rollout,
@@ -372,6 +373,8 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
     )
     problems.extend(check_files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout))
     problems.extend(check_debug.missing_recorder(args))
+    if not args.dry_run:  # a plan for GPUs can be made elsewhere
+        problems.extend(check_devices.check_memory_saver(args, os.environ))
     problems.extend(check_generation.check_generation_files(args))
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     defaults["eval_function_path"] = check_rollout.DEFAULT_ROLLOUT

@@ -1,0 +1,113 @@
+"""Whose turn it is on the GPUs that several share: engines and trainers (--colocate), actor and critic.
+
+    generating     engines have weights and KV cache; trainers sleep
+    training       engines have released both; one trainer group is awake, the other (PPO) sleeps
+    weight sync    the actor is awake, engines have room for weights but no KV cache: the trainer's live tensors are
+                   what is sent, so both hold the weights for that moment
+
+The driver says what is to come next; here it is known who is where, so only what has to move is moved. Where nobody
+has to leave (GPUs of their own, the CPU, --no-offload-*) every verb does nothing. Each verb waits until memory is free
+before it is taken by the next: a failure on the way, such as an engine that died while it had no memory, ends the run
+with its error. How memory is released is the actors' business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.rollout.servers import MEMORY_DEADLINE_S
+from slime.ray.utils import get
+
+logger = logging.getLogger(__name__)
+
+
+class GpuTurns:
+    """The turns of one run.
+
+    Args:
+        args: reads `colocate`, `offload_train`, `offload_rollout`.
+        manager: the rollout manager's actor.
+    """
+
+    def __init__(self, args: Any, manager: Any) -> None:
+        self.trainers_leave: bool = args.offload_train
+        self.engines_leave: bool = args.offload_rollout and args.colocate
+        self._is_shared: bool = args.colocate
+        self._manager = manager
+        self._awake: RayTrainGroup | None = None
+        self._engines_have: set[str] = {"weights", "kv"}
+        self._metrics: dict[str, float] = {}
+
+    def start_trainers(self, groups: Sequence[RayTrainGroup]) -> list[dict[str, Any]]:
+        """Start trainer groups side by side, or in turn where they leave the GPU to each other; the last one stays.
+
+        Engines are to be running when they release memory: trainers are built in what that leaves free.
+
+        Returns:
+            what `RayTrainGroup.wait_started` does, of each.
+        """
+        self._engines_out()
+        if not self.trainers_leave:
+            for group in groups:
+                group.start()
+            return [group.wait_started() for group in groups]
+        found = []
+        for group in groups:
+            self._trainers_out()
+            group.start()
+            found.append(group.wait_started())
+            self._awake = group
+        return found
+
+    def to_trainer(self, group: RayTrainGroup) -> None:
+        """Let this group compute."""
+        self._engines_out()
+        if self.trainers_leave and self._awake is not group:
+            self._trainers_out()
+            self._count(group.wake_up(), group)
+            self._awake = group
+
+    def to_weight_sync(self, actor: RayTrainGroup) -> None:
+        """Let the actor send its weights to the engines."""
+        self.to_trainer(actor)
+        self._engines_in("weights")
+
+    def to_engines(self) -> None:
+        """Let the engines generate."""
+        if self._is_shared:
+            self._trainers_out()
+        self._engines_in("weights")
+        self._engines_in("kv")
+
+    def take_metrics(self) -> dict[str, float]:
+        """Times and memory of the moves since the last call; times of several moves are summed."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def _trainers_out(self) -> None:
+        if self.trainers_leave and self._awake is not None:
+            self._count(self._awake.sleep(), self._awake)
+            self._awake = None
+
+    def _engines_out(self) -> None:
+        if self.engines_leave and "kv" in self._engines_have:
+            get(self._manager.offload.remote(), "the engines to release their GPU memory", MEMORY_DEADLINE_S)
+            self._engines_have.clear()
+
+    def _engines_in(self, kind: str) -> None:
+        if self.engines_leave and kind not in self._engines_have:
+            onload = {"weights": self._manager.onload_weights, "kv": self._manager.onload_kv}[kind]
+            get(onload.remote(), f"the engines to take GPU memory for {kind}", MEMORY_DEADLINE_S)
+            self._engines_have.add(kind)
+
+    def _count(self, metrics: dict[str, float], group: RayTrainGroup) -> None:
+        """Add a move's metrics; those of the critic have its name, and its memory is not told."""
+        if group.role == "critic":
+            times = {name: value for name, value in metrics.items() if name.startswith("perf/")}
+            metrics = {name.replace("perf/", "perf/critic_"): value for name, value in times.items()}
+        for name, value in metrics.items():
+            before = self._metrics.get(name, 0.0) if name.startswith("perf/") else 0.0
+            self._metrics[name] = before + value

@@ -1,0 +1,197 @@
+"""Who leaves and who takes the GPU, and in which order: trainers and engines are fakes that write down the verbs.
+
+The order is the whole behaviour of GpuTurns and of the driver's verbs around it; what a verb does is tested where it
+is written.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import train
+from slime.ray import gpu_turns
+from slime.ray import run as run_module
+from slime.ray.gpu_turns import GpuTurns
+from slime.ray.run import RunPlan, TrainingRun
+from slime.ray.utils import ActorFailure
+
+
+class Group:
+    """Trainer ranks that need no GPU: only the order of the calls counts here."""
+
+    def __init__(self, role: str, calls: list[str]) -> None:
+        self.role, self.calls = role, calls
+
+    def __getattr__(self, verb: str) -> Any:
+        answers = {"train": ([], None), "wait_started": {"role": self.role, "warnings": []}, "compute_values": None}
+        return lambda *_: self.calls.append(f"{self.role} {verb}") or answers.get(verb, {f"perf/{verb}_time": 1.0})
+
+
+class Manager:
+    """Engines that need no GPU, likewise."""
+
+    def __init__(self, calls: list[str], dies_at: str = "") -> None:
+        self.calls, self.dies_at = calls, dies_at
+
+    def __getattr__(self, verb: str) -> Any:
+        return SimpleNamespace(remote=lambda *values: self.say(verb, *values))
+
+    def say(self, verb: str, *_: object) -> Any:
+        if verb == self.dies_at:
+            raise ActorFailure(f"{verb} failed: HttpError: the engine is gone")
+        self.calls.append(f"engines {verb}")
+        return [] if verb != "eval" else ([], [])
+
+
+ON = {"colocate": True, "offload_train": True, "offload_rollout": True}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(gpu_turns, "get", lambda value, *_: value)
+    monkeypatch.setattr(run_module, "get", lambda value, *_: value)
+    return []
+
+
+def run_of(calls: list[str], *, critic: bool = False, dies_at: str = "", **flags: Any) -> TrainingRun:
+    """A run that is started but for its connection to the engines."""
+    values = dict.fromkeys(
+        ["debug_train_only", "debug_rollout_only", "eval_only", "skip_eval_before_train", "save_hf"], False
+    )
+    values |= {"save": "somewhere", "save_interval": 1, "eval_interval": 1, "max_weight_staleness": None}
+    run = TrainingRun(SimpleNamespace(**(values | ON | flags)))
+    run._log = lambda records: None  # type: ignore[method-assign]
+    run._manager = Manager(calls, dies_at)
+    run._turns = GpuTurns(run.args, run._manager)
+    run._trainers = Group("actor", calls)  # type: ignore[assignment]
+    run._critic = Group("critic", calls) if critic else None  # type: ignore[assignment]
+    run.plan = RunPlan(start_rollout_id=0, num_rollout=1, num_rollout_per_epoch=9)
+    run._syncs_weights = True
+    run.turns.start_trainers([group for group in (run._critic, run._trainers) if group])
+    return run
+
+
+def step(run: TrainingRun) -> None:
+    """What train.py does in a rollout."""
+    run.wait_generated = lambda pending: []  # type: ignore[method-assign]
+    data = run.generate(0)
+    run.train_step(0, data)
+    run.save_if_due(0)
+    run.sync_weights()
+    run.eval_if_due(0)
+
+
+FIRST_SYNC = ["engines onload_weights", "actor update_weights", "engines set_weight_version", "actor sleep"]
+
+
+def test_a_shared_gpu_goes_from_the_engines_to_the_trainer_and_back(calls: list[str]) -> None:
+    run = run_of(calls)
+    assert calls == ["engines offload", "actor start", "actor wait_started"], "trainers are built in the room left"
+    calls.clear()
+    run.sync_weights()
+    assert calls == [*FIRST_SYNC, "engines onload_kv"]
+    calls.clear()
+    step(run)
+    assert calls == [
+        *["engines generate", "engines save", "engines offload", "actor wake_up", "actor train", "actor save_model"],
+        *["engines onload_weights", "actor update_weights", "engines set_weight_version", "actor sleep"],
+        *["engines onload_kv", "engines eval"],
+    ]
+
+
+def test_actor_and_critic_take_turns_and_never_both_have_memory(calls: list[str]) -> None:
+    run = run_of(calls, critic=True)
+    assert calls == [
+        *["engines offload", "critic start", "critic wait_started"],
+        *["critic sleep", "actor start", "actor wait_started"],
+    ]
+    run.sync_weights()
+    calls.clear()
+    step(run)
+    assert calls == [
+        *["engines generate", "engines save", "engines offload"],
+        *["critic wake_up", "critic compute_values", "critic sleep"],
+        *["actor wake_up", "actor train", "actor sleep"],
+        *["critic wake_up", "critic train", "critic save_model", "critic sleep"],
+        *["actor wake_up", "actor save_model"],
+        *["engines onload_weights", "actor update_weights", "engines set_weight_version", "actor sleep"],
+        *["engines onload_kv", "engines eval"],
+    ]
+
+
+MOVES = ("sleep", "wake_up", "offload", "onload_weights", "onload_kv")
+
+
+def moves(run: TrainingRun, calls: list[str]) -> list[str]:
+    run.sync_weights()
+    calls.clear()
+    step(run)
+    return [call for call in calls if call.split()[1] in MOVES]
+
+
+def test_whoever_is_told_to_stay_stays(calls: list[str]) -> None:
+    off = {"offload_train": False, "offload_rollout": False}
+    assert moves(run_of(calls, **off), calls) == []
+    assert moves(run_of(calls, critic=True, **off), calls) == []
+    assert moves(run_of(calls, offload_train=False), calls) == [
+        *["engines offload", "engines onload_weights", "engines onload_kv"]
+    ]
+    assert moves(run_of(calls, offload_rollout=False), calls) == ["actor wake_up", "actor sleep"]
+
+
+def test_engines_on_gpus_of_their_own_never_leave_and_the_actor_stays_unless_the_critic_needs_the_room(
+    calls: list[str],
+) -> None:
+    assert moves(run_of(calls, colocate=False), calls) == []
+    assert moves(run_of(calls, critic=True, colocate=False), calls) == [
+        *["actor sleep", "critic wake_up", "critic sleep", "actor wake_up"],  # values, then the actor's training
+        *["actor sleep", "critic wake_up", "critic sleep", "actor wake_up"],  # the critic's, then the weight sync
+    ]
+
+
+def test_engines_that_take_no_weights_come_back_all_the_same(calls: list[str]) -> None:
+    run = run_of(calls)
+    run._syncs_weights = False
+    calls.clear()
+    run.sync_weights()
+    assert calls == ["actor sleep", "engines onload_weights", "engines onload_kv"]
+
+
+@pytest.mark.parametrize("dies_at", ["onload_weights", "onload_kv", "offload"])
+def test_an_engine_that_is_gone_while_it_has_no_memory_ends_the_run_with_its_error(
+    calls: list[str], dies_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Run(TrainingRun):
+        def _start(self) -> None:
+            started = run_of(calls)
+            vars(self).update(vars(started))
+            self._manager.dies_at = dies_at
+            self.wait_generated = lambda pending: []  # type: ignore[method-assign]
+            if dies_at == "offload":
+                self.sync_weights()
+
+        def finish(self, *, failed: bool = False) -> None:
+            calls.append(f"finish {failed=}")
+
+    monkeypatch.setattr(train, "TrainingRun", Run)
+    with pytest.raises(ActorFailure, match=f"{dies_at} failed.*the engine is gone"):
+        train.train(SimpleNamespace(debug_train_only=False, debug_rollout_only=False))
+    assert calls[-1] == "finish failed=True"
+
+
+def test_times_of_several_moves_add_up_and_the_critics_have_its_name(calls: list[str]) -> None:
+    turns = run_of(calls, critic=True).turns
+    turns.take_metrics()
+    actor, critic = Group("actor", calls), Group("critic", calls)
+    for group in (critic, actor, critic, actor):
+        turns.to_trainer(group)  # type: ignore[arg-type]
+    assert turns.take_metrics() == {
+        "perf/wake_up_time": 2.0,
+        "perf/sleep_time": 2.0,  # the one that was awake, and the actor
+        "perf/critic_wake_up_time": 2.0,
+        "perf/critic_sleep_time": 2.0,
+    }
+    assert turns.take_metrics() == {}
