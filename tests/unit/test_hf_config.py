@@ -32,7 +32,7 @@ def fixture(name: str, **changes) -> dict:
 def flags_of(hf: dict, **changes) -> argparse.Namespace:
     """All flags as the config has them, but for `changes`."""
     # Where a dense model's flags say nothing, Megatron's defaults hold.
-    values = {"moe_layer_freq": 1, "moe_router_topk": 2} | model_args_from_hf(hf) | changes
+    values = {"moe_layer_freq": 1, "moe_router_topk": 2, "mtp_num_layers": None} | model_args_from_hf(hf) | changes
     return argparse.Namespace(**values)
 
 
