@@ -26,13 +26,14 @@ import weakref
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 import aiohttp
 import orjson
-import requests
 
 from slime.utils.errors import HttpError
+from slime.utils.http_connection import exchange
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
 
 __all__ = [
@@ -215,17 +216,14 @@ def delete_sync(url: str, *, timeout_s: float = 60.0) -> Any:
 
 def _request_sync(method: str, url: str, *, body: bytes | None, timeout_s: float, max_retries: int) -> Any:
     attempts = _Attempts(method, url, max_retries)
-    headers = {"Content-Type": "application/json"} if body is not None else None
-    timeout = (min(timeout_s, _client.limits.connect_timeout_s), timeout_s)
+    headers = {"Content-Type": "application/json"} if body is not None else {}
+    connect_s = min(timeout_s, _client.limits.connect_timeout_s)
     while True:
         try:
-            with requests.Session() as session:
-                session.trust_env = False  # engines are reached directly, as aiohttp does: never through HTTP_PROXY
-                answer = session.request(method, url, data=body, headers=headers, timeout=timeout)
-            content_type = answer.headers.get("Content-Type", "").partition(";")[0]
-            return attempts.value(answer.status_code, content_type, answer.content)
-        except (requests.RequestException, _TryAgain) as error:
-            delay = attempts.next_delay(error, late_s=timeout_s if isinstance(error, requests.ReadTimeout) else None)
+            answer = exchange(method, url, body, headers, connect_s=connect_s, timeout_s=timeout_s)
+            return attempts.value(answer.status, answer.content_type, answer.body)
+        except (OSError, HTTPException, _TryAgain) as error:
+            delay = attempts.next_delay(error, late_s=timeout_s if isinstance(error, TimeoutError) else None)
         time.sleep(delay)
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.sglang_utils import server_control, weight_transfer
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
 from slime.utils import http_utils
@@ -121,7 +122,9 @@ def test_weights_broadcast_over_gloo_are_the_ones_it_answers_with(engine: SGLang
 
 def test_a_bucket_has_a_handle_for_each_receiver(engine: SGLangEngine, models: list[Any]) -> None:
     # The engine stands for every receiver in turn: what one opens and closes must still be there for the next.
-    handles = weight_transfer.serialize_bucket_for(weights(models[0]), 3)
+    flat = BucketBuffers(1, 1, torch.device("cpu")).fill(0, weights(models[0]))
+    places = list(zip(flat.names, flat.shapes, flat.dtypes, flat.starts, strict=True))
+    handles, _ = weight_transfer.serialize_flat(flat.data, places, 3)
     for version, handle in enumerate(handles):
         engine.update_weights_from_tensor([handle], load_format="flattened_bucket", weight_version=f"r{version}")
     assert engine.get_weight_version() == "r2"

@@ -1,9 +1,10 @@
-"""A bucket of weights that never reaches a real engine is noticed; the next complete sync makes it whole again."""
+"""A bucket of weights that never reaches a real engine is noticed, and everything is sent once more."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -14,13 +15,16 @@ from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 
 
 class LossyUpdater(TensorWeightUpdater):
-    """Drops the bucket of one version on its way."""
+    """Drops the bucket of one version on its way, so many times."""
 
     lose = ""
+    times = 2
 
-    def send(self, bucket: base.Bucket, *, version: str) -> None:
-        if version != self.lose:
-            super().send(bucket, version=version)
+    def _post(self, prepared: list[Any], version: str) -> base.Posted:
+        if version == self.lose and self.times:
+            self.times -= 1
+            return base.Posted()
+        return super()._post(prepared, version)
 
 
 @pytest.fixture
@@ -34,6 +38,8 @@ def updater(engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: p
         distributed_timeout_minutes=1.0,
         hf_checkpoint=str(tiny_models[1]),
         mtp_num_layers=None,
+        check_weight_update_equal=False,
+        offload_train=False,
     )
     made = LossyUpdater(args, model=[])
     made.connect([engine], engine_sizes=[1])
@@ -46,6 +52,16 @@ def test_a_bucket_that_never_arrives_is_noticed(updater: LossyUpdater, lost: str
     with pytest.raises(base.WeightSyncError, match="a bucket of weights was lost"):
         updater.update()
     engine.continue_generation()  # the failed sync leaves the engine paused: it must not serve half of the weights
+
+
+@pytest.mark.parametrize("lost", ["1.0", "1"])
+def test_a_sync_that_loses_a_bucket_once_is_sent_whole_again(
+    updater: LossyUpdater, lost: str, engine: SGLangEngine, caplog: pytest.LogCaptureFixture
+):
+    updater.lose, updater.times = lost, 1
+    updater.update()
+    assert engine.get_weight_version() == "1"
+    assert "it is sent whole once more" in caplog.text
 
 
 def test_a_complete_sync_leaves_the_engine_at_its_version(updater: LossyUpdater, engine: SGLangEngine):

@@ -12,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.update_weight import base
-from slime.backends.megatron_utils.update_weight.base import Bucket, WeightSyncError, WeightUpdater
+from slime.backends.megatron_utils.update_weight import base, from_distributed, from_tensor
+from slime.backends.megatron_utils.update_weight.base import Bucket, Posted, Transport, WeightSyncError, WeightUpdater
+from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream
+from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet
 from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+from slime.backends.megatron_utils.update_weight.spot_check import choose
+from slime.backends.sglang_utils.weight_samples import agrees, describe, sample
+from slime.utils.arguments.check_files import check_weight_update_equal
 
 TENSORS = {f"layer.{i}.weight": torch.full((4,), float(i)) for i in range(3)}
 
@@ -42,19 +47,39 @@ class FakeEngine:
         self.calls.append(f"load {version}")
         self.weights |= dict(bucket)
         self.version = version
+        return version
+
+    def sample_weights(self, names):
+        return [{name: describe((4,), sample(self.weights[name])) for name in names if name in self.weights}]
+
+
+class FakeTransport(Transport):
+    """Hands over by calling `load`; `lose` says how often a version does not arrive."""
+
+    num_slots = 2
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self.fleet = fleet
+        self.lose: dict[str, int] = {}
+        self.slots: list[int] = []
+
+    def prepare(self, bucket: Bucket, *, slot: int) -> Bucket:
+        self.slots.append(slot)
+        return bucket
+
+    def post(self, prepared: Bucket, *, version: str) -> Posted:
+        if self.lose.get(version):
+            self.lose[version] -= 1
+            return Posted()
+        return Posted(self.fleet.start("load", prepared, version))
 
 
 class FakeUpdater(WeightUpdater):
-    """Sends by calling `load`; `lose` names versions that never arrive."""
+    """Over one fake transport."""
 
-    lose: tuple[str, ...] = ()
-
-    def open(self, engine_sizes: list[int]) -> None:
-        pass
-
-    def send(self, bucket: Bucket, *, version: str) -> None:
-        if version not in self.lose:
-            self.fleet.call("load", bucket, version)
+    def open(self, engine_sizes: list[int]) -> list[Transport]:
+        self.transport = FakeTransport(self.fleet)
+        return [self.transport]
 
 
 @pytest.fixture
@@ -78,6 +103,7 @@ def make_updater(checkpoint, engines) -> FakeUpdater:
         distributed_timeout_minutes=0.02,
         hf_checkpoint=str(checkpoint),
         mtp_num_layers=None,
+        check_weight_update_equal=False,
     )
     updater = FakeUpdater(args, model=[])
     updater.connect(engines, engine_sizes=[1] * len(engines))
@@ -106,9 +132,79 @@ def test_a_sync_in_flight_puts_requests_aside_and_asks_for_no_flush(checkpoint, 
 @pytest.mark.parametrize("lost", ["1.0", "1.1", "1"])
 def test_a_bucket_that_never_reaches_the_engines_is_noticed(checkpoint, buckets, lost):
     updater = make_updater(checkpoint, [FakeEngine()])
-    updater.lose = (lost,)
-    with pytest.raises(WeightSyncError, match="a bucket of weights was lost"):
+    updater.transport.lose = {lost: 2}
+    with pytest.raises(WeightSyncError, match=f"failed 2 times.*lost: not at version {lost}: engine 0 .* is at None"):
         updater.update()
+    assert "continue" not in updater.fleet.engines[0].calls, "half of the weights are not to be served"
+
+
+@pytest.mark.parametrize("lost", ["1.0", "1.1", "1"])
+def test_a_sync_that_loses_a_bucket_once_is_sent_whole_again_while_engines_are_paused(checkpoint, buckets, lost):
+    engine = FakeEngine()
+    updater = make_updater(checkpoint, [engine])
+    updater.transport.lose = {lost: 1}
+    updater.update()
+    first = {"1.0": ["load 1.1"], "1.1": ["load 1.0"], "1": ["load 1.0", "load 1.1"]}[lost]
+    assert engine.calls == ["pause abort", "flush", *first, "load 1.0", "load 1.1", "load 1", "continue"]
+
+
+def test_an_engine_that_confirms_what_it_does_not_hold_is_noticed(checkpoint, buckets):
+    engine = FakeEngine()
+    engine.load = lambda bucket, version: FakeEngine.load(
+        engine, [(name, tensor + 1) for name, tensor in bucket], version
+    )
+    updater = make_updater(checkpoint, [engine])
+    with pytest.raises(WeightSyncError, match=r"engine 0 .* does not hold the weights that it confirmed: layer\.0"):
+        updater.update()
+
+
+def test_two_slots_take_turns(checkpoint, buckets):
+    updater = make_updater(checkpoint, [FakeEngine()])
+    updater.update()
+    assert updater.transport.slots == [0, 1, 0]
+
+
+def test_the_last_bucket_is_posted_only_when_all_others_are_confirmed():
+    fleet, order = EngineFleet([SimpleNamespace(load=lambda version: version)], deadline_s=5), []
+
+    def post(prepared, version):
+        order.append(f"post {version}")
+        return Posted(fleet.start("load", version), lambda: order.append(f"confirmed {version}"))
+
+    stream = BucketStream(fleet, post, version=3, num_slots=2)
+    for number in range(4):
+        stream.make_room(number % 2)
+        stream.hold(number, number % 2)
+    stream.finish()
+    assert stream.error is None
+    # Bucket 3 is prepared while 3.2 may still be loading; its slot was that of 3.1.
+    assert order == [
+        "post 3.0",
+        "post 3.1",
+        "confirmed 3.0",
+        "post 3.2",
+        "confirmed 3.1",
+        "confirmed 3.2",
+        "post 3",
+        "confirmed 3",
+    ]
+
+
+def test_after_a_failure_nothing_more_is_posted():
+    fleet, posted = EngineFleet([SimpleNamespace()], deadline_s=5), []
+    stream = BucketStream(fleet, lambda prepared, version: posted.append(version) or Posted(), version=1, num_slots=1)
+    for number in range(3):
+        stream.make_room(0)
+        stream.hold(number, 0)
+    stream.finish()
+    assert posted == ["1.0"]
+    assert stream.error is not None
+
+
+def test_a_sync_says_how_long_pausing_and_sending_took(checkpoint, buckets):
+    metrics = make_updater(checkpoint, [FakeEngine()]).update()
+    parts = metrics["perf/update_weights_pause_time"] + metrics["perf/update_weights_send_time"]
+    assert 0 < parts <= metrics["perf/update_weights_time"]
 
 
 @pytest.mark.parametrize("dropped", range(len(TENSORS)))
@@ -131,7 +227,7 @@ def test_an_engine_that_fails_is_named_at_once(checkpoint, buckets):
     broken = FakeEngine()
     broken.flush_cache = lambda: 1 / 0
     updater = make_updater(checkpoint, [FakeEngine(), broken])
-    with pytest.raises(WeightSyncError, match="flushing the prefix cache failed on engine 1: ZeroDivisionError"):
+    with pytest.raises(WeightSyncError, match="flushing the prefix cache failed on engine 1 .*: ZeroDivisionError"):
         updater.update()
 
 
@@ -180,6 +276,7 @@ def test_a_sync_waits_no_longer_than_a_collective_may_take(checkpoint, buckets):
         distributed_timeout_minutes=0.002,
         hf_checkpoint=str(checkpoint),
         mtp_num_layers=None,
+        check_weight_update_equal=False,
     )
     updater = FakeUpdater(args, model=[])
     updater.connect([engine], engine_sizes=[1])
@@ -208,8 +305,9 @@ class RecordingEngine:
         self.handles: list[str] = []
         self.joined: tuple[int, int] | None = None
 
-    def update_weights_from_tensor(self, handles: list[str], **keywords: object) -> None:
+    def update_weights_from_tensor(self, handles: list[str], **keywords: object) -> str:
         self.handles = handles
+        return str(keywords["weight_version"])
 
     def init_weights_update_group(self, address, port, rank_offset, world_size, name, backend) -> None:
         self.joined = (rank_offset, world_size)
@@ -222,25 +320,111 @@ def engines_of_three_sizes() -> tuple[list[RecordingEngine], list[int]]:
 
 
 def test_every_rank_of_every_engine_gets_a_handle_of_its_own(engines_of_three_sizes, monkeypatch) -> None:
-    from slime.backends.megatron_utils.update_weight import from_tensor
-
     engines, sizes = engines_of_three_sizes
-    monkeypatch.setattr(from_tensor, "serialize_bucket_for", lambda tensors, count: [f"h{i}" for i in range(count)])
-    updater = from_tensor.TensorWeightUpdater.__new__(from_tensor.TensorWeightUpdater)
-    updater._fleet = EngineFleet(engines, deadline_s=5)
-    updater.open(sizes)
-    updater.send([("w", torch.zeros(1))], version="1")
+    monkeypatch.setattr(
+        from_tensor, "serialize_flat", lambda data, places, count: ([f"h{i}" for i in range(count)], None)
+    )
+    receivers, others = from_tensor.split_engines([0, 1, 3], sizes, num_ranks=0)
+    fleet = EngineFleet(engines, deadline_s=5)
+    transport = from_tensor.HandOver(fleet, receivers, buffer_size=8, keeps_buffers=True)
+    posted = transport.post(transport.prepare([("w", torch.zeros(1))], slot=0), version="1")
+    assert fleet.wait(posted.calls, "the load") == ["1", "1", "1"]
     assert [engine.handles for engine in engines] == [["h0"], ["h1", "h2"], ["h3", "h4", "h5", "h6"]]
+    assert not others
+
+
+def test_an_engine_rank_gets_the_handle_of_the_trainer_rank_on_its_gpu(engines_of_three_sizes) -> None:
+    engines, sizes = engines_of_three_sizes
+    receivers, others = from_tensor.split_engines([3, 1, 4], sizes, num_ranks=6)
+    assert receivers == {0: [3], 1: [1, 2]}
+    assert others == [2], "slots 4 to 7: two of them are behind the trainer's six"
+    fleet = EngineFleet(engines, deadline_s=5).some([0, 1])
+    transport = from_tensor.HandOver(fleet, receivers, buffer_size=8, keeps_buffers=True)
+    assert transport.shares_memory
+    posted = transport.post([[], ["of 1"], ["of 2"], ["of 3"], [], []], version="1")
+    fleet.wait(posted.calls, "the load")
+    assert [engine.handles for engine in engines] == [["of 3"], ["of 1", "of 2"], []]
+
+
+@pytest.mark.parametrize("refused", ["before", "after"])
+def test_where_ipc_is_refused_every_engine_gets_the_collective_on_gloo(
+    engines_of_three_sizes, monkeypatch, caplog, checkpoint, refused
+) -> None:
+    engines, sizes = engines_of_three_sizes
+    made = []
+    monkeypatch.setattr(from_tensor.accelerator, "current_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(from_tensor, "ipc_refusal", lambda: "no such capability" if refused == "before" else None)
+    monkeypatch.setattr(
+        from_tensor,
+        "CollectiveTransport",
+        lambda fleet, sizes, **how: made.append((list(fleet.engines), sizes, how["backend"])),
+    )
+    updater = from_tensor.TensorWeightUpdater.__new__(from_tensor.TensorWeightUpdater)
+    updater._fleet, updater.deadline_s = EngineFleet(engines, deadline_s=5), 5.0
+    updater.args = SimpleNamespace(update_weight_buffer_size=8, offload_train=True)
+    transports = updater.open(sizes)
+    if refused == "before":
+        assert made == [([0, 1, 2], [1, 2, 4], "gloo")], "NCCL takes no two ranks on one GPU"
+        assert "CUDA IPC is refused (no such capability)" in caplog.text
+    else:  # one trainer rank: it shares its GPU with the first engine alone
+        assert made == [([1, 2], [2, 4], None)]
+        assert isinstance(transports[0], from_tensor.HandOver)
 
 
 def test_engines_of_several_sizes_have_ranks_side_by_side_in_the_group(engines_of_three_sizes, monkeypatch) -> None:
-    from slime.backends.megatron_utils.update_weight import from_distributed
-
     engines, sizes = engines_of_three_sizes
     monkeypatch.setattr(from_distributed, "init_process_group", lambda **keywords: keywords["world_size"])
     monkeypatch.setattr(from_distributed, "process_group_backend", lambda: "gloo")
-    updater = from_distributed.DistributedWeightUpdater.__new__(from_distributed.DistributedWeightUpdater)
-    updater._fleet, updater.deadline_s = EngineFleet(engines, deadline_s=5), 5.0
-    updater.open(sizes)
-    assert updater._group == 1 + sum(sizes)
+    transport = from_distributed.CollectiveTransport(EngineFleet(engines, deadline_s=5), sizes, deadline_s=5.0)
+    assert transport._group == 1 + sum(sizes)
     assert [engine.joined for engine in engines] == [(1, 8), (2, 8), (4, 8)]
+
+
+def test_a_buffer_holds_tensors_of_several_types_where_a_view_of_each_may_begin() -> None:
+    tensors = [("b", torch.arange(3, dtype=torch.uint8)), ("f", torch.randn(2, 5)), ("h", torch.randn(7).bfloat16())]
+    buffers = BucketBuffers(2, 1 << 20, torch.device("cpu"))
+    flat = buffers.fill(0, tensors)
+    for start, (_, tensor) in zip(flat.starts, tensors, strict=True):
+        assert start % 8 == 0
+        assert torch.equal(flat.data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor)
+    assert flat.names == ["b", "f", "h"]
+
+
+def test_a_buffer_is_used_again_grows_for_a_larger_bucket_and_can_be_given_up() -> None:
+    buffers = BucketBuffers(2, 1024, torch.device("cpu"))
+    first = buffers.fill(0, [("w", torch.zeros(200))]).data
+    assert first.untyped_storage().nbytes() == 1024, "nearly full: the next one may be a little larger"
+    assert buffers.fill(0, [("w", torch.ones(256))]).data.data_ptr() == first.data_ptr()
+    assert buffers.fill(1, [("w", torch.ones(200))]).data.data_ptr() != first.data_ptr()
+    large = buffers.fill(0, [("w", torch.ones(1000))])
+    assert large.data.numel() == 4096, "4000 bytes, aligned"
+    assert BucketBuffers(1, 1 << 30, torch.device("cpu")).fill(0, [("w", torch.ones(1))]).data.numel() == 256
+    buffers.release()
+    assert buffers.fill(0, [("w", torch.full((2,), 3.0))]).data[:8].view(torch.float32).tolist() == [3.0, 3.0]
+
+
+def test_a_check_against_other_weights_than_training_starts_from_is_refused(tmp_path) -> None:
+    (sentence,) = check_weight_update_equal(load=str(tmp_path / "resumed"), hf_checkpoint=str(tmp_path))
+    assert "--check-weight-update-equal compares with the weights of --hf-checkpoint" in sentence
+    assert not [*check_weight_update_equal(load=f"{tmp_path}/", hf_checkpoint=str(tmp_path))]
+
+
+def test_a_handful_of_tensors_that_engines_do_not_fuse_is_looked_at() -> None:
+    layers = [
+        f"model.layers.{i}.{name}.weight" for i in range(40) for name in ("self_attn.q_proj", "self_attn.o_proj")
+    ]
+    chosen = choose(["model.embed_tokens.weight", *layers, "model.norm.weight", "model.layers.0.mlp.gate.e_bias"])
+    assert len(chosen) == 8
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= chosen
+    assert not [name for name in chosen if "q_proj" in name]
+    assert choose([]) == set()
+
+
+def test_a_sample_is_compared_in_the_type_that_the_engine_keeps() -> None:
+    sent = torch.randn(64, 64)
+    assert agrees((64, 64), sample(sent), describe((64, 64), sample(sent.bfloat16())))
+    assert agrees((64, 64), sample(sent), describe((64, 64), sample(sent + 1))) is False
+    assert agrees((64, 64), sample(sent), describe((64, 32), sample(sent))) is None, "cut over ranks"
+    assert agrees((64, 64), sample(sent), describe((64, 64), sample(sent.to(torch.float8_e4m3fn)))) is None, (
+        "quantised"
+    )

@@ -9,6 +9,7 @@ model, it does not know.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,17 +56,27 @@ def iter_weights(module: torch.nn.Module) -> Iterator[Weight]:
     experts_here //= parallel_state.get_expert_model_parallel_world_size()
     first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in named_tensors(model):
-        numbered = _LAYER.sub(lambda m: str(int(m[0]) + offset), name)
-        if numbered.startswith("mtp."):
-            numbered = numbered_in_model(numbered, model.config.num_layers)
-        numbered = _EXPERT.sub(lambda m: str(int(m[0]) + first_expert), numbered)
+        is_mtp = name.startswith("mtp.")
+        numbered, is_expert = _in_whole_model(name, offset, first_expert, model.config.num_layers if is_mtp else 0)
         is_cut = bool(getattr(tensor, "tensor_model_parallel", False))
         yield Weight(
             numbered,
             tensor.detach(),
             partition_dim=tensor.partition_dim if is_cut else None,
-            num_experts_here=experts_here if _EXPERT.search(name) else 0,
+            num_experts_here=experts_here if is_expert else 0,
         )
+
+
+@functools.cache
+def _in_whole_model(name: str, offset: int, first_expert: int, num_layers: int) -> tuple[str, bool]:
+    """The name with its numbers in the whole model, and whether it is of one expert; every weight sync asks anew.
+
+    `num_layers` is of the model, for a layer that predicts further tokens; 0 for any other.
+    """
+    numbered = _LAYER.sub(lambda m: str(int(m[0]) + offset), name)
+    if num_layers:
+        numbered = numbered_in_model(numbered, num_layers)
+    return _EXPERT.sub(lambda m: str(int(m[0]) + first_expert), numbered), bool(_EXPERT.search(name))
 
 
 def is_tied_copy(module: torch.nn.Module, weight: Weight) -> bool:

@@ -6,10 +6,13 @@ It does not know who started the server, nor how to end it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.weight_samples import SAMPLE_ACTION
 from slime.utils import http_utils
+from slime.utils.errors import HttpError
 
 UPDATE_TIMEOUT_S = 600.0
 FLUSH_DEADLINE_S = 60.0
@@ -17,6 +20,26 @@ MEMORY_TIMEOUT_S = 300.0
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 """Kinds of GPU memory that an engine releases and resumes; "cuda_graph" only with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 in
 its environment, otherwise graphs stay where they are."""
+
+
+@dataclass(frozen=True)
+class EngineContact:
+    """How to reach an engine without the Ray actor that owns it, and what to say of it.
+
+    Attributes:
+        rank: number of the engine in its run.
+        url: `http://host:port` of its server.
+        log_path: of the server's output; empty where it is not ours.
+        first_slot: the first of its slots, among those of all engines of the run; None where it is not known.
+    """
+
+    rank: int
+    url: str
+    log_path: str = ""
+    first_slot: int | None = None
+
+    def __str__(self) -> str:
+        return f"engine {self.rank} at {self.url}" + (f" (log: {self.log_path})" if self.log_path else "")
 
 
 class EngineClient:
@@ -33,6 +56,10 @@ class EngineClient:
     def url(self) -> str:
         """`http://host:port` of the server."""
         raise NotImplementedError
+
+    def contact(self) -> EngineContact:
+        """How others reach this engine."""
+        return EngineContact(self.rank, self.url)
 
     def health(self) -> bool:
         """Whether the server answers."""
@@ -81,6 +108,27 @@ class EngineClient:
         """The version given with the last weight update."""
         return server_control.weight_version_sync(self.url)
 
+    def check_weights(self, action: str) -> None:
+        """Have the server keep a copy of its weights ("snapshot"), overwrite them with random numbers
+        ("reset_tensors"), or compare them with the copy ("compare").
+
+        Raises:
+            RuntimeError: they differ from the copy; names the tensors.
+        """
+        self._update("weights_checker", action=action)
+
+    def sample_weights(self, names: Sequence[str]) -> list[dict[str, str]] | None:
+        """What each rank of the server holds of these tensors: name -> `weight_samples.describe`.
+
+        Returns:
+            None when the server was started by someone else: a stock SGLang knows no such question.
+        """
+        try:
+            answer = self._update("weights_checker", action=SAMPLE_ACTION + " ".join(names))
+        except RuntimeError:
+            return None
+        return [rank["checksums"] for rank in answer["ranks"]]
+
     def update_weights_from_tensor(
         self,
         serialized_named_tensors: Sequence[str],
@@ -88,22 +136,26 @@ class EngineClient:
         load_format: str | None = None,
         flush_cache: bool = False,
         weight_version: str | None = None,
-    ) -> None:
-        """Load tensors out of shared memory.
+    ) -> str:
+        """Load tensors out of memory that is shared with the sender.
 
         Args:
-            serialized_named_tensors: one handle a TP rank, of `weight_transfer.serialize_bucket_for`.
+            serialized_named_tensors: one handle a TP rank, of `weight_transfer.serialize_flat`.
             load_format: "flattened_bucket" for those.
             flush_cache: forget the prefix cache afterwards.
             weight_version: the server's version from now on; None leaves it.
+
+        Returns:
+            the server's version.
         """
-        self._update(
+        answer = self._update(
             "update_weights_from_tensor",
             serialized_named_tensors=list(serialized_named_tensors),
             load_format=load_format,
             flush_cache=flush_cache,
             weight_version=weight_version,
         )
+        return self._version_now(answer, weight_version)
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -137,7 +189,7 @@ class EngineClient:
         group_name: str,
         flush_cache: bool = False,
         weight_version: str | None = None,
-    ) -> None:
+    ) -> str:
         """Receive tensors that rank 0 of the group broadcasts, in the order of `names`, and load them.
 
         Args:
@@ -147,8 +199,11 @@ class EngineClient:
             group_name: of `init_weights_update_group`.
             flush_cache: forget the prefix cache afterwards.
             weight_version: the server's version from now on; None leaves it.
+
+        Returns:
+            the server's version.
         """
-        self._update(
+        answer = self._update(
             "update_weights_from_distributed",
             names=list(names),
             dtypes=list(dtypes),
@@ -157,12 +212,47 @@ class EngineClient:
             flush_cache=flush_cache,
             weight_version=weight_version,
         )
+        return self._version_now(answer, weight_version)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a process group."""
         self._update("destroy_weights_update_group", group_name=group_name)
 
-    def _update(self, endpoint: str, **payload: Any) -> None:
-        answer = http_utils.post_sync(f"{self.url}/{endpoint}", payload, timeout_s=UPDATE_TIMEOUT_S)
+    def _version_now(self, answer: dict[str, Any], sent: str | None) -> str:
+        """The version after an update: SGLang sets it once all is loaded, and says so in its answer."""
+        if sent is not None and f"Weight version updated to {sent}." in str(answer.get("message")):
+            return sent
+        return self.get_weight_version()
+
+    def _update(self, endpoint: str, **payload: Any) -> dict[str, Any]:
+        """Post, and return an answer that says success."""
+        try:
+            answer = http_utils.post_sync(f"{self.url}/{endpoint}", payload, timeout_s=UPDATE_TIMEOUT_S)
+        except HttpError as error:
+            if error.status != 400:
+                raise
+            raise RuntimeError(f"engine {self.rank} refused {endpoint}: {error}") from None
         if not answer.get("success"):
             raise RuntimeError(f"engine {self.rank} refused {endpoint}: {answer.get('message')}")
+        return dict(answer)
+
+
+class DirectEngine(EngineClient):
+    """An engine that belongs to another process, asked directly: a Ray actor in between costs 1 to 2 ms a call.
+
+    Args:
+        contact: of the engine.
+    """
+
+    def __init__(self, contact: EngineContact) -> None:
+        super().__init__(rank=contact.rank)
+        self._contact = contact
+
+    @property
+    def url(self) -> str:
+        """`http://host:port` of the server."""
+        return self._contact.url
+
+    def contact(self) -> EngineContact:
+        """As it was given."""
+        return self._contact

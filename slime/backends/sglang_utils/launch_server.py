@@ -42,12 +42,14 @@ def main(path: Path) -> None:
 
 
 def prepare(launch: dict[str, Any]) -> None:
-    """Hide what a server does not need, and install what one on CPU (the stand-ins, then the faster attention), one
-    with fp8 weights or one that classifies does."""
+    """Hide what a server does not need, and install what it does: on CPU the stand-ins and the faster attention."""
     # SGLang's tensor dumper imports Megatron where it finds it, to name tensors of a trainer: more than a second.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if launch["accelerator"] == "cpu":
         _prepare_cpu(launch["server_args"])
+    from slime.backends.sglang_utils import weight_samples
+
+    weight_samples.install(on_cpu=launch["accelerator"] == "cpu")
     if launch["server_args"].get("enable_return_routed_experts"):
         from slime.backends.sglang_utils import routed_experts
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
-from slime.backends.sglang_utils.engine_client import EngineClient
+from slime.backends.sglang_utils.engine_client import EngineClient, EngineContact
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
 from slime.backends.sglang_utils.start_failures import memory_advice
@@ -75,6 +75,10 @@ class SGLangEngine(EngineClient):
         host = self._server_kwargs["host"]
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self._server_kwargs['port']}"
+
+    def contact(self) -> EngineContact:
+        """How others reach this engine, and where its log is."""
+        return EngineContact(self.rank, self.url, str(self._log_path))
 
     @property
     def pid(self) -> int | None:

@@ -1,4 +1,4 @@
-"""SGLang's side of a weight sync, for the sender: its bucket, its serializer and its process groups.
+"""SGLang's side of a weight sync, for the sender: engines to call, buckets, handles and process groups.
 
 The one module that `megatron_utils/update_weight` imports from this package. It does not know which tensors there
 are, what they are called, or which engines take them.
@@ -11,26 +11,37 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
+from slime.backends.sglang_utils.open_handle import EXPECTED, NUM_BYTES, opened_elsewhere
+from slime.backends.sglang_utils.weight_samples import agrees, sample
+
+__all__ = [
+    "EXPECTED",
+    "NUM_BYTES",
+    "DirectEngine",
+    "EngineContact",
+    "agrees",
+    "init_process_group",
+    "open_flat",
+    "opened_elsewhere",
+    "preload",
+    "sample",
+    "serialize_bucket",
+    "serialize_flat",
+]
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+Place = tuple[str, "torch.Size", "torch.dtype", int]
+"""Name, shape and type of a tensor, and the byte at which it begins."""
+
 
 def serialize_bucket(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """`serialize_bucket_for` one receiver."""
-    return serialize_bucket_for(named_tensors, 1)[0]
+    """Flatten tensors into one, and return a handle to its memory for one receiver (see `serialize_flat`).
 
-
-def serialize_bucket_for(named_tensors: Sequence[tuple[str, torch.Tensor]], num_receivers: int) -> list[str]:
-    """Flatten tensors into one and return handles to its memory, for load format "flattened_bucket".
-
-    On CPU the memory is shared memory that the handle names, with CUDA it is an IPC handle. The sender must keep
-    running until the engines have answered; nothing else has to be kept.
-
-    Args:
-        named_tensors: (HF name, tensor), all on one device; dtypes may differ. num_receivers: processes (an engine
-        has one a TP rank) that will open it. Each needs a handle of its own: opening
-            one takes back one of the references that serializing it added, and the last one frees the memory.
+    The memory lives until the receiver has opened it and let go of it.
     """
     _prepare()
     from sglang.srt.utils import MultiprocessingSerializer
@@ -38,7 +49,54 @@ def serialize_bucket_for(named_tensors: Sequence[tuple[str, torch.Tensor]], num_
 
     bucket = FlattenedTensorBucket(named_tensors=list(named_tensors))
     content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-    return [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(num_receivers)]
+    return MultiprocessingSerializer.serialize(content, output_str=True)
+
+
+def serialize_flat(data: torch.Tensor, places: Sequence[Place], num_receivers: int) -> tuple[list[str], Any]:
+    """Handles to memory in which tensors lie, for load format "flattened_bucket".
+
+    On CPU the memory is shared memory that a handle names. With CUDA it is an IPC handle with an event: the receiver's
+    stream waits for what is queued on this thread's stream now, so nobody has to wait here.
+
+    Args:
+        data: uint8 [num_bytes], shared memory or CUDA memory; it is used again and again.
+        places: what lies where.
+        num_receivers: processes (an engine has one a TP rank) that will open it. Each needs a handle of its own:
+            opening one takes back a reference that serializing it added.
+
+    Returns:
+        (handles, something to keep until every receiver has answered and to drop then).
+    """
+    _prepare()
+    import torch
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    metadata = [
+        FlattenedTensorMetadata(
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            start_idx=start,
+            end_idx=start + shape.numel() * dtype.itemsize,
+            numel=shape.numel() * dtype.itemsize,
+        )
+        for name, shape, dtype, start in places
+    ]
+    if data.is_cuda:
+        # torch wraps the storage that it shares once more each time: an alias is wrapped, and forgotten afterwards.
+        data = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(data))
+    content = {"flattened_tensor": data, "metadata": metadata}
+    return [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(num_receivers)], data
+
+
+def open_flat(handle: str) -> torch.Tensor:
+    """The memory behind a handle of `serialize_flat`, in another process."""
+    _prepare()
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    data: torch.Tensor = MultiprocessingSerializer.deserialize(handle)["flattened_tensor"]
+    return data
 
 
 def init_process_group(
@@ -90,3 +148,8 @@ def _prepare() -> None:
         # torch's default passes a file descriptor over a socket that asks for a key the server does not have: it would
         # die of an AuthenticationError.
         torch.multiprocessing.set_sharing_strategy("file_system")
+        return
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    # Handles then name the GPU by its id: trainer and engine count the GPUs that they see differently.
+    monkey_patch_torch_reductions()

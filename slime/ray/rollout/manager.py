@@ -96,6 +96,8 @@ class RolloutManager(RayActor):
     def _start_servers(self) -> None:
         self._servers = start_rollout_servers(self.args, slots=self._slots)
         self._servers.publish()
+        if self.args.check_weight_update_equal:
+            self._servers.overwrite_weights()
         init_http_client(self.args)
         if self.args.use_distributed_post:
             use_distributed_post(self.args)

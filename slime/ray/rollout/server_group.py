@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from slime.backends.sglang_utils.engine_client import EngineContact
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
@@ -49,6 +50,10 @@ class EngineActor(SGLangEngine):
         self._args = args
         self._spec = spec
         self._host = host or ray.util.get_node_ip_address()
+
+    def contact(self) -> EngineContact:
+        """How trainers reach this engine, and in which slot it is."""
+        return dataclasses.replace(super().contact(), first_slot=self._spec.first_slot)
 
     def launch(self, deadline_s: float, encoder_urls: Sequence[str] = ()) -> Worker:
         """Start the server; one whose free port was snatched away is started again on others.

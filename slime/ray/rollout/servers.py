@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 REMOVE_TIMEOUT_S = 5.0
 MEMORY_DEADLINE_S = FLUSH_DEADLINE_S + MEMORY_TIMEOUT_S + 30.0
+CHECK_DEADLINE_S = 600.0
 Slot = tuple[Any, int]  # placement group or None, and the index of the bundle
 
 
@@ -160,6 +161,16 @@ class RolloutServers:
         for (name, _), worker in zip(begun, get([ref for _, ref in begun], what, deadline_s), strict=True):
             found.setdefault(name, []).append(worker)
         return found
+
+    def overwrite_weights(self) -> None:
+        """Have the engines that take the trainer's weights keep a copy of theirs, and overwrite them with noise; the
+        first sync is compared with the copy (--check-weight-update-equal)."""
+        for action in ("snapshot", "reset_tensors"):
+            external = [engine for engine, _ in self.updatable if isinstance(engine, ExternalEngine)]
+            refs = [engine.check_weights.remote(action) for engine, _ in self.updatable if engine not in external]
+            for engine in external:
+                engine.check_weights(action)
+            get(refs, f"the engines' {action} for --check-weight-update-equal", CHECK_DEADLINE_S)
 
     def shutdown(self) -> None:
         """End the routers and the engines that are ours."""

@@ -86,6 +86,19 @@ def check_checkpoints(
         yield f"--load {load} {_why_no_checkpoint(load)}"
 
 
+def check_weight_update_equal(*, load: str | None, hf_checkpoint: str) -> Iterable[str]:
+    """What the first sync is to restore is what the trainer starts from.
+
+    Args:
+        load: where it starts, as derived.
+    """
+    if load is not None and Path(load).resolve() != Path(hf_checkpoint).resolve():
+        yield (
+            f"--check-weight-update-equal compares with the weights of --hf-checkpoint {hf_checkpoint}, but training "
+            f"starts from {load}; leave the check out, or start from the same."
+        )
+
+
 def _why_no_checkpoint(path: str) -> str:
     if not os.path.exists(path):
         return "does not exist; give a Megatron checkpoint root or an HF directory."

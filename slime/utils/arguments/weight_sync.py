@@ -71,7 +71,8 @@ class WeightSyncFlags:
         needs="update_weight_transport=disk",
     )
     check_weight_update_equal: bool = flag(
-        False, "compare the engines' weights with the trainer's after the first sync", later="one GPU"
+        False,
+        "engines keep a copy of the weights they start with and overwrite them; the first sync must restore every bit",
     )
     release_train: bool = flag(
         False, "end the trainers while engines generate, start them again", later="several GPUs"

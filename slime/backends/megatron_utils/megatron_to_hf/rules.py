@@ -238,6 +238,10 @@ class Family:
     def _patterns(self) -> list[tuple[re.Pattern[str], Rule]]:
         return [(_pattern(rule.megatron), rule) for rule in self.rules]
 
+    @cached_property
+    def _found(self) -> dict[str, tuple[Rule, tuple[str, ...]]]:
+        return {}  # a weight sync asks for the same names again and again
+
     def find(self, name: str) -> tuple[Rule, tuple[str, ...]]:
         """Return (rule, HF names) of a Megatron parameter.
 
@@ -247,7 +251,11 @@ class Family:
         Raises:
             KeyError: when no rule of this family has that name.
         """
-        bare = strip_wrappers(name)
+        if name not in self._found:
+            self._found[name] = self._search(strip_wrappers(name))
+        return self._found[name]
+
+    def _search(self, bare: str) -> tuple[Rule, tuple[str, ...]]:
         for pattern, rule in self._patterns:
             if match := pattern.fullmatch(bare):
                 places = match.groupdict()

@@ -1,16 +1,20 @@
-"""What every weight sync has in common: pause, flush, send bucket by bucket, continue, compare.
+"""What every weight sync has in common: pause, flush, send bucket by bucket, compare, continue.
 
-How a bucket travels is the subclass's business; which tensors there are and their HF names are the iterator's.
+How a bucket travels is the business of transports; which tensors there are and their HF names is the iterator's.
 
-Nothing may be lost on the way without notice. Three checks, none of which reads a weight:
+Nothing may be lost on the way without notice. Four checks, none of which reads the weights as a whole:
 1. Every bucket but the last is sent as version "v.i" and the last one as "v". SGLang sets a version only after it has
-   loaded the bucket, and the version is read back after each one (one small GET). A bucket that never reached an
-   engine leaves its version behind.
+   loaded the bucket, and says so in its answer; the last version is read back, too. A bucket that never reached an
+   engine is not confirmed.
 2. The names sent, over all buckets, must be those of the HF checkpoint that the engines were started from. A bucket
    that never reached the sender, or a parameter without a conversion rule, is missing there.
 3. The bytes sent must be those of the first sync: a later one cannot quietly shrink.
-What they cannot see, an engine that loads a tensor into the wrong place, shows in
-`train/train_rollout_logprob_abs_diff`.
+4. A few elements of a few tensors are compared with what the engines hold afterwards (`spot_check`).
+What they cannot see, an engine that loads another tensor into the wrong place, shows with --check-weight-update-equal
+and in `train/train_rollout_logprob_abs_diff`.
+
+A sync that fails is sent once more as a whole, while the engines stay paused. If that fails too, they are left paused:
+an engine never serves weights of which only a part is new.
 
 Wait graph of `update`, on every trainer rank:
     consumes     the model's current parameters
@@ -24,23 +28,25 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
-from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError
+from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream, check_versions
+from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError, reach
 from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+from slime.backends.megatron_utils.update_weight.spot_check import SpotCheck
+from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
 
-__all__ = ["EngineFleet", "WeightSyncError", "WeightUpdater"]
+__all__ = ["Bucket", "EngineFleet", "Posted", "Transport", "WeightSyncError", "WeightUpdater"]
 
 logger = logging.getLogger(__name__)
 
-Bucket = list[tuple[str, torch.Tensor]]
+MAX_ATTEMPTS = 2
 
 
 class WeightUpdater(ABC):
@@ -48,7 +54,7 @@ class WeightUpdater(ABC):
 
     Args:
         args: reads `update_weight_buffer_size`, `update_weights_in_flight`, `distributed_timeout_minutes`,
-            `hf_checkpoint`.
+            `hf_checkpoint`, `check_weight_update_equal`.
         model: this rank's Megatron model chunks.
     """
 
@@ -57,8 +63,10 @@ class WeightUpdater(ABC):
         self.model = model
         self.weight_version = 0
         self.deadline_s = args.distributed_timeout_minutes * 60.0
+        self.transports: list[Transport] = []
         self._fleet: EngineFleet | None = None
         self._expected = expected_hf_names(Path(args.hf_checkpoint), args.mtp_num_layers or 0)
+        self._spot_check = SpotCheck(self._expected)
         self._bytes_of_first_sync: int | None = None
 
     @property
@@ -76,19 +84,20 @@ class WeightUpdater(ABC):
         """Take over the engines.
 
         Args:
-            engines: Ray actor handles (or objects) with the methods of `SGLangEngine`.
+            engines: Ray actor handles (or objects) with the methods of `EngineClient`.
             engine_sizes: ranks of each: tensor times pipeline parallel.
         """
         if self.is_source:
-            self._fleet = EngineFleet(engines, deadline_s=self.deadline_s)
-            self.open(list(engine_sizes))
+            self._fleet = EngineFleet(reach(engines, deadline_s=self.deadline_s), deadline_s=self.deadline_s)
+        self.transports = self.open(list(engine_sizes))
         self._barrier()
 
     def update(self) -> dict[str, float]:
         """Send the current weights as the next version.
 
         Returns:
-            `perf/update_weights_time` in seconds.
+            seconds: `perf/update_weights_time`, and of it `perf/update_weights_pause_time` (pause and flush) and
+            `perf/update_weights_send_time` (everything up to the comparison, without what lets engines go on).
 
         Raises:
             WeightSyncError: an engine failed, or the checks of this module's docstring did not hold.
@@ -99,25 +108,26 @@ class WeightUpdater(ABC):
         if self.is_source:
             self._pause()
         paused = time.monotonic()
-        self._send_all(iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size))
+        self._send_until_equal()
         sent = time.monotonic()
         if self.is_source:
             self.fleet.call("continue_generation", what="continuing generation")
-            self._compare_version(str(self.weight_version))
+        for transport in self.transports:
+            transport.release()
         self._barrier()
         end = time.monotonic()
         if self.is_source:
             stages = (self.weight_version, paused - start, sent - paused, end - sent)
-            logger.info("weight sync %d: pause and flush %.3f s, send %.3f s, continue and compare %.3f s", *stages)
-        return {"perf/update_weights_time": end - start}
+            logger.info("weight sync %d: pause and flush %.3f s, send and compare %.3f s, continue %.3f s", *stages)
+        return {
+            "perf/update_weights_time": end - start,
+            "perf/update_weights_pause_time": paused - start,
+            "perf/update_weights_send_time": sent - paused,
+        }
 
     @abstractmethod
-    def open(self, engine_sizes: list[int]) -> None:
-        """Prepare the transport to engines of so many ranks each (source rank only)."""
-
-    @abstractmethod
-    def send(self, bucket: Bucket, *, version: str) -> None:
-        """Send one bucket to every engine and wait until each has loaded it (source rank only)."""
+    def open(self, engine_sizes: list[int]) -> list[Transport]:
+        """Prepare the ways to engines of so many ranks each (collective)."""
 
     def _pause(self) -> None:
         """Stop the engines, and have them forget what they cached with the old weights.
@@ -131,49 +141,108 @@ class WeightUpdater(ABC):
         self.fleet.call("pause", "abort", what="pausing generation")
         self.fleet.call("flush_cache", what="flushing the prefix cache")
 
-    def _send_all(self, buckets: Iterable[Bucket]) -> None:
-        """Send every bucket; the sync's own version goes with the last one, so one is always held back."""
-        names: list[str] = []
-        num_bytes, index = 0, 0
-        held: Bucket | None = None
-        for bucket in buckets:
-            if not self.is_source:
-                continue  # takes part in the gathering only
-            if held is not None:
-                self._send_and_compare(held, f"{self.weight_version}.{index}")
-                index += 1
-            held = bucket
-            names += [name for name, _ in bucket]
-            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-        if not self.is_source:
-            return
-        if held is not None:
-            self._send_and_compare(held, str(self.weight_version))
-        self._check_complete(names, num_bytes)
+    def _send_until_equal(self) -> None:
+        """Send everything, once more if that fails; every rank raises the same error."""
+        for attempt in range(MAX_ATTEMPTS):
+            error = self._from_source(self._attempt())
+            if error is None:
+                return
+            if error.is_final or attempt + 1 == MAX_ATTEMPTS:
+                raise self._given_up(error)
+            if self.is_source:
+                logger.warning("weight sync %d failed, it is sent whole once more: %s", self.weight_version, error)
 
-    def _send_and_compare(self, bucket: Bucket, version: str) -> None:
-        self.send(bucket, version=version)
-        self._compare_version(version)
+    def _attempt(self) -> WeightSyncError | None:
+        """Send every bucket and compare; all ranks go through all buckets, whatever fails on the way."""
+        slots = min(transport.num_slots for transport in self.transports)
+        shares_memory = any(transport.shares_memory for transport in self.transports)
+        stream = None
+        if self.is_source:
+            stream = BucketStream(self.fleet, self._post, version=self.weight_version, num_slots=slots)
+            self._spot_check.begin()
+        names, num_bytes = list[str](), 0
+        buckets = iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size)
+        for number, bucket in enumerate(buckets):
+            slot = number % slots
+            if stream is not None:
+                stream.make_room(slot)
+                self._spot_check.look_at(bucket)
+                names += [name for name, _ in bucket]
+                num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            if shares_memory:
+                self._barrier()  # what other ranks prepared there has been loaded as well
+            prepared = [transport.prepare(bucket, slot=slot) for transport in self.transports]
+            if stream is not None:
+                stream.hold(prepared, slot)
+        if stream is None:
+            return None
+        stream.finish()
+        return stream.error or self._compare(names, num_bytes)
 
-    def _compare_version(self, version: str) -> None:
-        found = self.fleet.call("get_weight_version", what="reading the weight version")
-        wrong = {index: answer for index, answer in enumerate(found) if str(answer) != version}
-        if wrong:
-            raise WeightSyncError(f"a bucket of weights was lost: engines should be at version {version}, not {wrong}")
+    def _post(self, prepared: list[Any], version: str) -> Posted:
+        """Hand a bucket to all engines, each over its transport."""
+        parts = [
+            transport.post(part, version=version) for transport, part in zip(self.transports, prepared, strict=True)
+        ]
+        calls = {number: call for part in parts for number, call in part.calls.items()}
+
+        def finish() -> None:
+            for part in parts:
+                part.finish()
+
+        return Posted(calls, finish)
+
+    def _compare(self, names: list[str], num_bytes: int) -> WeightSyncError | None:
+        """The checks after the last bucket."""
+        version = str(self.weight_version)
+        try:
+            self._check_complete(names, num_bytes)
+            reading = self.fleet.start("get_weight_version")
+            held = self._spot_check.ask(self.fleet)
+            found = self.fleet.wait(reading, "reading the weight version")
+            check_versions(self.fleet, dict(zip(reading, found, strict=True)), version)
+            self._spot_check.compare(self.fleet, held)
+            if self.weight_version == 1 and self.args.check_weight_update_equal:
+                self.fleet.call("check_weights", "compare", what="--check-weight-update-equal")
+                logger.info("--check-weight-update-equal: the engines hold the weights of --hf-checkpoint again")
+        except WeightSyncError as error:
+            return error
+        return None
 
     def _check_complete(self, names: list[str], num_bytes: int) -> None:
         missing = sorted(self._expected - set(names))
         if missing:
             raise WeightSyncError(
                 f"weight sync {self.weight_version} sent {len(set(names))} tensors; {len(missing)} of "
-                f"{self.args.hf_checkpoint} were not among them: {', '.join(missing[:5])}"
+                f"{self.args.hf_checkpoint} were not among them: {', '.join(missing[:5])}",
+                is_final=True,
             )
         if self._bytes_of_first_sync is None:
             self._bytes_of_first_sync = num_bytes
         if num_bytes != self._bytes_of_first_sync:
             raise WeightSyncError(
-                f"weight sync {self.weight_version} sent {num_bytes} bytes, the first one {self._bytes_of_first_sync}"
+                f"weight sync {self.weight_version} sent {num_bytes} bytes, the first one {self._bytes_of_first_sync}",
+                is_final=True,
             )
+
+    def _given_up(self, error: WeightSyncError) -> WeightSyncError:
+        """What ends the run; the engines stay paused, for they may hold a part of the new weights."""
+        if error.is_final:
+            return error
+        return WeightSyncError(
+            f"weight sync {self.weight_version} failed {MAX_ATTEMPTS} times; what it sent is not to be served, so the "
+            f"engines stay paused: {error}"
+        )
+
+    def _from_source(self, error: WeightSyncError | None) -> WeightSyncError | None:
+        """The source rank's error, on every rank."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return error
+        from slime.utils.distributed_utils import get_gloo_group
+
+        told = [None if error is None else (str(error), error.is_final)]
+        dist.broadcast_object_list(told, src=0, group=get_gloo_group())
+        return error or (WeightSyncError(told[0][0], is_final=told[0][1]) if told[0] else None)
 
     def _barrier(self) -> None:
         """All ranks together, with a deadline that names the laggard instead of the default's half hour."""

@@ -1,37 +1,80 @@
 """Calling every engine at once and waiting for all of them with a deadline.
 
-An engine is whatever has the methods of `SGLangEngine`: a Ray actor handle in a run, the plain object in a test.
-It does not know what the calls mean.
+An engine is whatever has the methods of `EngineClient`: one that is reached over HTTP in a run, the plain object in a
+test. It does not know what the calls mean.
 """
 
 from __future__ import annotations
 
 import concurrent.futures as cf
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-Calls = list["cf.Future[Any]"]
+from slime.backends.sglang_utils.weight_transfer import DirectEngine, EngineContact
+
+Calls = dict[int, "cf.Future[Any]"]
+"""Calls that were begun, by the number of the engine."""
+CALLS_PER_ENGINE = 2  # one that an engine works on, and one that waits there
 
 
 class WeightSyncError(RuntimeError):
-    """The engines did not take the weights as they were sent."""
+    """The engines did not take the weights as they were sent.
+
+    Attributes:
+        is_final: sending everything again cannot help.
+    """
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+def reach(engines: Sequence[Any], *, deadline_s: float) -> list[Any]:
+    """The engines to call directly: what Ray actors own is asked over HTTP, other objects stay what they are.
+
+    Raises:
+        WeightSyncError: an actor does not say where its engine is.
+    """
+    asked = {i: engine.contact.remote().future() for i, engine in enumerate(engines) if _is_remote(engine)}
+    contacts = _results(asked, "asking where the engines are", deadline_s, engines)
+    found = dict(zip(asked, contacts, strict=True))
+    return [DirectEngine(found[i]) if i in found else engine for i, engine in enumerate(engines)]
+
+
+def contact_of(engine: Any, number: int) -> EngineContact:
+    """What is known of an engine; of one that is no `EngineClient`, its number."""
+    contact = getattr(engine, "contact", None)
+    return contact() if contact is not None else EngineContact(number, "an unknown address")
 
 
 class EngineFleet:
-    """The engines of one weight updater.
+    """The engines of one weight updater, or some of them; each keeps its number.
 
     Args:
-        engines: Ray actor handles, or plain objects.
+        engines: by number, or all in order.
         deadline_s: seconds that one call may take.
+        threads: that make the calls; None makes some.
     """
 
-    def __init__(self, engines: Sequence[Any], *, deadline_s: float) -> None:
-        self.engines = list(engines)
+    def __init__(
+        self,
+        engines: Mapping[int, Any] | Sequence[Any],
+        *,
+        deadline_s: float,
+        threads: cf.ThreadPoolExecutor | None = None,
+    ) -> None:
+        self.engines = dict(engines) if isinstance(engines, Mapping) else dict(enumerate(engines))
         self.deadline_s = deadline_s
-        self._threads = cf.ThreadPoolExecutor(max_workers=max(1, len(self.engines)), thread_name_prefix="engine-call")
+        workers = max(1, CALLS_PER_ENGINE * len(self.engines))
+        self._threads = threads or cf.ThreadPoolExecutor(max_workers=workers, thread_name_prefix="engine-call")
 
     def __len__(self) -> int:
         return len(self.engines)
+
+    def some(self, numbers: Sequence[int]) -> Self:
+        """The engines with these numbers."""
+        chosen = {number: self.engines[number] for number in numbers}
+        return type(self)(chosen, deadline_s=self.deadline_s, threads=self._threads)
 
     def start(self, method: str, *values: Any, **keywords: Any) -> Calls:
         """Begin the same call on every engine."""
@@ -39,34 +82,41 @@ class EngineFleet:
 
     def start_each(self, method: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Calls:
         """Begin a call on every engine, each with its own (arguments, keywords)."""
-        return [
-            self._begin(getattr(engine, method), values, keywords)
-            for engine, (values, keywords) in zip(self.engines, calls, strict=True)
-        ]
+        return {
+            number: self._threads.submit(getattr(engine, method), *values, **keywords)
+            for (number, engine), (values, keywords) in zip(self.engines.items(), calls, strict=True)
+        }
 
     def wait(self, calls: Calls, what: str) -> list[Any]:
-        """The results of begun calls.
+        """The results of begun calls, in the engines' order.
 
         Raises:
             WeightSyncError: an engine failed (raised as soon as the first does), or the deadline passed.
         """
-        done, pending = cf.wait(calls, timeout=self.deadline_s, return_when=cf.FIRST_EXCEPTION)
-        for index, call in enumerate(calls):
-            if call in done and (error := call.exception()) is not None:
-                raise WeightSyncError(f"{what} failed on engine {index}: {_one_line(error)}") from error
-        if pending:
-            raise WeightSyncError(f"waited {self.deadline_s:.0f} s for {what}; {len(pending)} engine(s) are silent")
-        return [call.result() for call in calls]
+        return _results(calls, what, self.deadline_s, self.engines)
 
     def call(self, method: str, *values: Any, what: str | None = None, **keywords: Any) -> list[Any]:
         """Call every engine and wait; results in the engines' order."""
         return self.wait(self.start(method, *values, **keywords), what or method)
 
-    def _begin(self, bound: Any, values: tuple[Any, ...], keywords: dict[str, Any]) -> cf.Future[Any]:
-        remote: Callable[..., Any] | None = getattr(bound, "remote", None)
-        if remote is not None:
-            return remote(*values, **keywords).future()
-        return self._threads.submit(bound, *values, **keywords)
+
+def _is_remote(engine: Any) -> bool:
+    return hasattr(getattr(engine, "contact", None), "remote")
+
+
+def _results(calls: Calls, what: str, deadline_s: float, engines: Any) -> list[Any]:
+    done, pending = cf.wait(calls.values(), timeout=deadline_s, return_when=cf.FIRST_EXCEPTION)
+    for number, call in calls.items():
+        if call in done and (error := call.exception()) is not None:
+            name = f"engine {number}" if _is_remote(engines[number]) else contact_of(engines[number], number)
+            raise WeightSyncError(f"{what} failed on {name}: {_one_line(error)}") from error
+    if pending:
+        silent = [str(number) for number, call in calls.items() if call in pending]
+        raise WeightSyncError(
+            f"waited {deadline_s:.0f} s for {what}; {len(pending)} engine(s) are silent: {', '.join(silent)}",
+            is_final=True,
+        )
+    return [call.result() for call in calls.values()]
 
 
 def _one_line(error: BaseException) -> str:

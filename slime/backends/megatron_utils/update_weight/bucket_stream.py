@@ -1,0 +1,107 @@
+"""One attempt to send all buckets, as the source rank sees it: which are on their way, and what has been confirmed.
+
+At most as many buckets are under way as the transports have slots: one is loaded while the next is made ready. The
+sync's own version goes with the last bucket, alone, when all others are confirmed; so one is always held back. After a
+failure nothing more is posted; the other ranks still go through all buckets, so this one has to as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError, contact_of
+from slime.backends.megatron_utils.update_weight.transport import Posted
+
+Post = Callable[[Any, str], Posted]
+"""(a prepared bucket, its version) -> what was handed to the engines."""
+
+
+@dataclass
+class _UnderWay:
+    """A bucket that the engines are loading."""
+
+    slot: int
+    version: str
+    posted: Posted
+
+
+class BucketStream:
+    """The buckets of one attempt.
+
+    Args:
+        fleet: every engine that must confirm each bucket.
+        post: hands a bucket over.
+        version: of the sync.
+        num_slots: buckets that may be under way at once.
+
+    Attributes:
+        error: the first failure.
+    """
+
+    def __init__(self, fleet: EngineFleet, post: Post, *, version: int, num_slots: int) -> None:
+        self._fleet = fleet
+        self._post = post
+        self._version = version
+        self._num_slots = num_slots
+        self._under_way: list[_UnderWay] = []
+        self._held: tuple[int, Any] | None = None
+        self._num_posted = 0
+        self.error: WeightSyncError | None = None
+
+    def make_room(self, slot: int) -> None:
+        """Send off what is held (another bucket follows it), and wait until `slot` is free."""
+        self._unless_failed(lambda: self._send_held(f"{self._version}.{self._num_posted}"))
+        self._unless_failed(lambda: self._wait_while(lambda one: one.slot == slot))
+
+    def hold(self, prepared: Any, slot: int) -> None:
+        """Take the next bucket."""
+        self._held = (slot, prepared)
+
+    def finish(self) -> None:
+        """Send the last bucket and wait until everything is confirmed."""
+        self._unless_failed(lambda: self._wait_while(lambda one: True))
+        self._unless_failed(lambda: self._send_held(str(self._version)))
+        self._unless_failed(lambda: self._wait_while(lambda one: True))
+        for left in self._under_way:  # after a failure: the next attempt must not write where engines still read
+            with suppress(WeightSyncError):
+                self._fleet.wait(left.posted.calls, f"the load of weights {left.version}")
+
+    def _unless_failed(self, action: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                action()
+            except WeightSyncError as error:
+                self.error = error
+
+    def _send_held(self, version: str) -> None:
+        if self._held is None:
+            return
+        if len(self._under_way) == self._num_slots:
+            self._confirm_first()
+        (slot, prepared), self._held = self._held, None
+        self._under_way.append(_UnderWay(slot, version, self._post(prepared, version)))
+        self._num_posted += 1
+
+    def _wait_while(self, is_in_the_way: Callable[[_UnderWay], bool]) -> None:
+        while any(is_in_the_way(one) for one in self._under_way):
+            self._confirm_first()
+
+    def _confirm_first(self) -> None:
+        first = self._under_way.pop(0)
+        answers = self._fleet.wait(first.posted.calls, f"the load of weights {first.version}")
+        first.posted.finish()
+        check_versions(self._fleet, dict(zip(first.posted.calls, answers, strict=True)), first.version)
+
+
+def check_versions(fleet: EngineFleet, found: Mapping[int, Any], version: str) -> None:
+    """Raise WeightSyncError unless every engine says that it has this version."""
+    wrong = [
+        f"{contact_of(engine, number)} is at {found.get(number)}"
+        for number, engine in fleet.engines.items()
+        if str(found.get(number)) != version
+    ]
+    if wrong:
+        raise WeightSyncError(f"a bucket of weights was lost: not at version {version}: {'; '.join(wrong)}")

@@ -1,0 +1,117 @@
+"""Blocking HTTP exchanges over connections that each thread keeps, one to a server.
+
+A weight sync is a burst of small requests to the same servers: a connection that is there already halves the time of
+each (seen on CPU: 0.9 ms instead of 2.9 ms). Requests go straight to the server, never through HTTP_PROXY. It judges
+no answer and tries nothing again, except over a kept connection that turns out to be closed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+KEPT_S = 4.0
+"""Idle seconds after which a connection is opened anew: below uvicorn's 5 s, so that no server closes it first."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer, whatever it says."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+@dataclass
+class _Kept:
+    """A connection and when it was used last."""
+
+    connection: http.client.HTTPConnection
+    used: float
+
+
+class _Connections(threading.local):
+    """Those of this thread. A forked child shares its parent's sockets, so it forgets them."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.kept: dict[tuple[str, str], _Kept] = {}
+
+
+_CONNECTIONS = _Connections()
+
+
+def exchange(
+    method: str, url: str, body: bytes | None, headers: dict[str, str], *, connect_s: float, timeout_s: float
+) -> Answer:
+    """Send a request and wait for its whole answer.
+
+    Args:
+        method: GET, POST, ...
+        url: `http://host:port/path?query` (or https).
+        body: of the request.
+        headers: of the request.
+        connect_s: seconds that connecting may take.
+        timeout_s: seconds without a byte of the answer.
+
+    Raises:
+        TimeoutError: the answer did not come in time.
+        OSError, http.client.HTTPException: no connection, or it was lost.
+    """
+    parts = urlsplit(url)
+    server = (parts.scheme, parts.netloc)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    kept = _take(server)
+    if kept is not None:
+        try:
+            return _exchange(server, kept, (method, path, body, headers), timeout_s)
+        except (ConnectionError, http.client.BadStatusLine):
+            pass  # it was closed meanwhile, by a server that has seen nothing of this request
+    connecting = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = connecting(parts.hostname or "", parts.port, timeout=connect_s)
+    try:
+        connection.connect()
+    except TimeoutError as error:
+        raise ConnectionError(f"no connection within {connect_s:g} s") from error
+    return _exchange(server, connection, (method, path, body, headers), timeout_s)
+
+
+def _take(server: tuple[str, str]) -> http.client.HTTPConnection | None:
+    """This thread's connection to a server, unless it has been idle for long."""
+    if _CONNECTIONS.pid != os.getpid():
+        _CONNECTIONS.pid, _CONNECTIONS.kept = os.getpid(), {}
+    found = _CONNECTIONS.kept.pop(server, None)
+    if found is None:
+        return None
+    if time.monotonic() - found.used < KEPT_S:
+        return found.connection
+    found.connection.close()
+    return None
+
+
+def _exchange(
+    server: tuple[str, str],
+    connection: http.client.HTTPConnection,
+    request: tuple[str, str, bytes | None, dict[str, str]],
+    timeout_s: float,
+) -> Answer:
+    """One request over a connection, which is kept when the server leaves it open."""
+    method, path, body, headers = request
+    try:
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout_s)
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        content = response.read()
+    except BaseException:
+        connection.close()
+        raise
+    if connection.sock is not None:  # http.client closes it after an answer that says so
+        _CONNECTIONS.kept[server] = _Kept(connection, time.monotonic())
+    content_type = response.headers.get("Content-Type", "").partition(";")[0]
+    return Answer(response.status, content_type, content)
