@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slime.utils.ppo_utils import ESTIMATORS
+from slime.utils.ppo_utils import ESTIMATORS, compute_opsm_mask
 from tests.training.algorithms.loss_world import (
     MASKS,
     advantages_of,
@@ -112,6 +112,15 @@ def test_opsm_leaves_out_bad_samples_that_the_policy_has_left(estimator, delta):
     assert metrics["opsm_clipfrac"] == pytest.approx(mean(left))
     # both negative samples at 0.01 (one of them shares a rollout with a positive one), one at 0.1, none at 10
     assert [sum(map(any, left))] == {0.01: [2], 0.1: [1], 10.0: [0]}[delta]
+
+
+@pytest.mark.parametrize("of_the_tool", [-9.0, 9.0, math.inf, math.nan])
+def test_opsm_measures_trained_tokens_alone(of_the_tool):
+    """Trained tokens are 0.1 and 0.3 nats away, 0.2 in the mean; the masked token between them counts for nothing."""
+    new, old = [torch.zeros(3)], [torch.tensor([0.1, of_the_tool, 0.3])]
+    advantages, masks = [torch.full((3,), -1.0)], [torch.tensor([1, 0, 1])]
+    assert compute_opsm_mask(new, old, advantages, masks, 0.19).tolist() == [0, 0, 0]
+    assert compute_opsm_mask(new, old, advantages, masks, 0.21).tolist() == [1, 1, 1]
 
 
 def test_a_rollout_without_engine_log_probs_cannot_be_corrected(monkeypatch):

@@ -1,6 +1,6 @@
 """Activations and optimizer states in host memory change no bit of a training, nor of one that is resumed.
 
-All trainings run one after the other in one process (layout_world); the tests read what they leave behind.
+All trainings run one after the other (layout_world); the tests read what they leave behind.
 """
 
 from __future__ import annotations
