@@ -8,6 +8,7 @@ import pytest
 
 import train_async
 from slime.ray import run as run_module
+from slime.ray.gpu_turns import GpuTurns
 from slime.ray.run import RunPlan, TrainingRun
 from tests.unit.test_drivers import FakeRun, run_args
 
@@ -101,6 +102,7 @@ def test_the_state_of_the_data_source_is_that_of_the_rollout_that_is_saved(monke
     run = TrainingRun(run_args(save_interval=1))
     run.plan = RunPlan(start_rollout_id=0, num_rollout=3, num_rollout_per_epoch=9)
     run._manager = SimpleNamespace(generate=method("generate"), save=method("save"))
+    run._turns = GpuTurns(SimpleNamespace(colocate=False, offload_train=False, offload_rollout=False), run._manager)
     run._trainers = SimpleNamespace(save_model=lambda rollout_id: waited.append(f"model {rollout_id}"))
     monkeypatch.setattr(run, "_log_rollout_record", lambda metrics: None)
     for rollout_id in range(3):

@@ -37,6 +37,8 @@ def parser() -> Parser:
 def parse(parser: Parser, line: str, *, gpus_per_engine: int = 4) -> argparse.Namespace:
     args = argparse.Namespace(
         accelerator="cuda",
+        colocate=False,
+        debug_rollout_only=False,
         debug_train_only=False,
         hf_checkpoint=None,
         num_gpus_per_node=8,
