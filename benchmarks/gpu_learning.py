@@ -8,8 +8,8 @@
 Questions: sums of two and of three one-digit numbers (chain_sum) and + - * of two (basic_arithmetic), in equal shares
 in training and in the held-out set, which has no question of the training set. The prompt is the question alone: told
 to "answer with the number only", this model is right one time in twelve; left alone it often writes the equation
-first, and is right far more often. Reward: the last number of the response is the answer. Accuracy: the same on the
-held-out set at temperature 1, 4 samples a question.
+first, and is right far more often. Reward: the last number of the response is the answer; of the control, a coin.
+Accuracy: the last number is the answer, on the held-out set at temperature 1, 4 samples a question, for both.
 
 A call ends after --timeout seconds; the next goes on from the last checkpoint (--save, every 20 rollouts). The sum of
 the seconds of all calls is kept in seconds.txt. Targets: at least 20 points more at the end than at the start within
@@ -18,12 +18,15 @@ the seconds of all calls is kept in seconds.txt. Targets: at least 20 points mor
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
 import subprocess
 import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,11 +45,10 @@ from benchmarks.gpu_runs import (  # noqa: E402
     run_train,
 )
 from benchmarks.tiny_runs import Curve, plot_curves, read_curve  # noqa: E402
+from slime.utils.types import Sample  # noqa: E402
 
-REWARDS = {
-    "grpo": ("--custom-rm-path", "examples.reasoning_gym.reward:last_number"),
-    "random": ("--rm-type", "random"),
-}
+LAST_NUMBER = "examples.reasoning_gym.reward:last_number"
+REWARDS = {"grpo": LAST_NUMBER, "random": "benchmarks.gpu_learning:coin"}
 EVALUATION = "arithmetic"
 PARTS = (
     ("chain_sum", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"),
@@ -58,6 +60,12 @@ PARTS = (
 )  # fmt: skip
 GAIN, CONTROL_RISE, LAST = 0.20, 0.05, 3
 MINUTES = 20.0
+CONCURRENCY = 1024
+
+
+async def coin(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+    """The reward of the control: 1 or 0, whatever was answered."""
+    return float(random.random() < 0.5)
 
 
 def main() -> None:
@@ -65,7 +73,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(REWARDS), default=list(REWARDS))
     parser.add_argument("--data", type=Path, default=ROOT / "outputs/gpu/arithmetic", help="train.jsonl, eval.jsonl")
     parser.add_argument("--make-data", action="store_true", help="make --data, and nothing else")
-    parser.add_argument("--rollouts", type=int, default=240)
+    parser.add_argument("--rollouts", type=int, default=120)
     parser.add_argument("--lr", default="2e-5")
     parser.add_argument("--model", default=SMOLLM2, help="or an HF directory")
     options = parse_options(parser)
@@ -93,24 +101,34 @@ def learning_run(name: str, options: Namespace) -> Run:
     title = f"learning-{name}-{options.lr}"
     folder = options.output / "runs" / title
     prompts, samples, response, rollouts, every = (128, 16, 48, options.rollouts, 20)
-    evaluated = f"{options.data}/eval.jsonl"
+    rows, graphs = "", ["--sglang-cuda-graph-max-bs-decode", CONCURRENCY]
     if options.tiny:
-        prompts, samples, response, rollouts, every = 4, 4, 8, 4, 2
-        evaluated += "@[0:4]"
+        prompts, samples, response, rollouts, every, rows, graphs = 4, 4, 8, 4, 2, "@[0:4]", []
     flags = [
         "--prompt-data", f"{options.data}/train.jsonl", "--input-key", "prompt", "--label-key", "label",
-        "--apply-chat-template", "--rollout-shuffle", *REWARDS[name], "--advantage-estimator", "grpo",
+        "--apply-chat-template", "--rollout-shuffle", "--advantage-estimator", "grpo",
+        "--custom-rm-path", REWARDS[name], "--eval-config", write_evaluation(options, response, rows=rows),
         "--num-rollout", rollouts, "--rollout-batch-size", prompts, "--n-samples-per-prompt", samples,
         "--global-batch-size", prompts * samples // 2, "--rollout-max-response-len", response,
-        "--sglang-server-concurrency", 1024, "--use-dynamic-batch-size", "--rollout-temperature", 1,
+        "--sglang-server-concurrency", CONCURRENCY, "--use-dynamic-batch-size", "--rollout-temperature", 1,
         "--lr", options.lr, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
         "--eps-clip", 0.2, "--eps-clip-high", 0.28,
-        "--eval-interval", every, "--n-samples-per-eval-prompt", 4, "--eval-prompt-data", EVALUATION, evaluated,
-        "--eval-max-response-len", response, "--eval-temperature", 1,
+        "--eval-interval", every // 2,
         "--save", folder / "save", "--load", folder / "save", "--save-interval", every, "--keep-checkpoints", 1,
-        *colocated(options, tokens=65536),
+        *colocated(options, tokens=65536), *graphs,
     ]  # fmt: skip
     return Run(title, "tiny" if options.tiny else options.model, tuple(map(str, flags)))
+
+
+def write_evaluation(options: Namespace, response: int, *, rows: str) -> Path:
+    """The file for --eval-config: answers are judged alike, whatever the training's reward is."""
+    dataset = {"name": EVALUATION, "path": f"{options.data}/eval.jsonl{rows}", "custom_rm_path": LAST_NUMBER}
+    dataset |= {"input_key": "prompt", "label_key": "label", "apply_chat_template": True}
+    defaults = {"temperature": 1.0, "n_samples_per_eval_prompt": 4, "max_response_len": response}
+    path = options.output / "arithmetic.json"  # JSON is YAML
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"eval": {"defaults": defaults, "datasets": [dataset]}}))
+    return Path(path)
 
 
 def timed_run(run: Run, options: Namespace) -> None:

@@ -38,7 +38,10 @@ from slime.utils.processes import registry  # noqa: E402
 
 WARM_UP = 2
 """Rollouts at the start of a run that do not count: kernels are compiled, memory is taken."""
-CUDA_ENGINE = "--sglang-attention-backend triton --sglang-sampling-backend pytorch"
+CUDA_ENGINE = (
+    "--sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-cuda-graph-max-bs-decode 512"
+)
+"""SGLang itself makes CUDA graphs for up to 256 requests at once; beyond that, launches would be the limit."""
 Series = dict[str, dict[float, float]]
 
 

@@ -14,6 +14,7 @@ with its error. How memory is released is the actors' business.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,14 +95,18 @@ class GpuTurns:
 
     def _engines_out(self) -> None:
         if self.engines_leave and "kv" in self._engines_have:
+            start = time.monotonic()
             get(self._manager.offload.remote(), "the engines to release their GPU memory", MEMORY_DEADLINE_S)
             self._engines_have.clear()
+            self._add("perf/engine_release_time", time.monotonic() - start)
 
     def _engines_in(self, kind: str) -> None:
         if self.engines_leave and kind not in self._engines_have:
+            start = time.monotonic()
             onload = {"weights": self._manager.onload_weights, "kv": self._manager.onload_kv}[kind]
             get(onload.remote(), f"the engines to take GPU memory for {kind}", MEMORY_DEADLINE_S)
             self._engines_have.add(kind)
+            self._add("perf/engine_resume_time", time.monotonic() - start)
 
     def _count(self, metrics: dict[str, float], group: RayTrainGroup) -> None:
         """Add a move's metrics; those of the critic have its name, and its memory is not told."""
@@ -109,5 +114,10 @@ class GpuTurns:
             times = {name: value for name, value in metrics.items() if name.startswith("perf/")}
             metrics = {name.replace("perf/", "perf/critic_"): value for name, value in times.items()}
         for name, value in metrics.items():
-            before = self._metrics.get(name, 0.0) if name.startswith("perf/") else 0.0
-            self._metrics[name] = before + value
+            if name.startswith("perf/"):
+                self._add(name, value)
+            else:
+                self._metrics[name] = value
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + seconds

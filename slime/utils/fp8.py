@@ -94,7 +94,8 @@ def dequantize(
 
 def _scales(largest: torch.Tensor, *, ue8m0: bool) -> torch.Tensor:
     """Scales of blocks with these largest absolute values (fp32)."""
-    scales = largest.clamp(min=SMALLEST_MAX) / E4M3_MAX
+    # By a tensor: by a number, CUDA would multiply with its reciprocal, which rounds differently.
+    scales = largest.clamp(min=SMALLEST_MAX) / torch.full_like(largest, E4M3_MAX)
     return round_up_to_power_of_two(scales) if ue8m0 else scales
 
 

@@ -98,6 +98,7 @@ class _Groups:
         made: (arguments of `new_group`, the shell or None where this rank is no member), in the order of the calls,
             which is the same on every rank.
         reloads: how often groups were made again; each time needs keys of its own in the store.
+        are_away: they are destroyed at present.
         default_is_away: the default group was destroyed, too.
     """
 
@@ -107,6 +108,7 @@ class _Groups:
     batch_isend_irecv: Callable[..., Any]
     made: list[tuple[dict[str, Any], ReloadableProcessGroup | None]] = field(default_factory=list)
     reloads: int = 0
+    are_away: bool = False
     default_is_away: bool = False
 
     @property
@@ -166,6 +168,9 @@ def _batch_isend_irecv(of_torch: Callable[..., Any], p2p_op_list: Sequence[dist.
 def destroy_process_groups(*, default_too: bool = True) -> None:
     """End every reloadable group (collective: every rank calls it, with nothing in flight).
 
+    A world of one rank keeps its groups: a communicator without peers has no buffers worth the time that ending it
+    and making it again takes.
+
     Args:
         default_too: also the default group, unless a group is there that is not reloadable.
 
@@ -173,6 +178,9 @@ def destroy_process_groups(*, default_too: bool = True) -> None:
         RuntimeError: nothing is installed, or they are destroyed already.
     """
     groups = _installed()
+    if dist.get_world_size() == 1:
+        return
+    groups.are_away = True
     away = [shell.take_out() for shell in groups.shells]
     default = c10d._get_default_group()
     others = set(c10d._world.pg_names) - set(away) - {default}
@@ -191,6 +199,9 @@ def reload_process_groups() -> None:
         RuntimeError: nothing is installed.
     """
     groups = _installed()
+    if not groups.are_away:
+        return
+    groups.are_away = False
     groups.reloads += 1
     with outside_saver():
         if groups.default_is_away:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -27,18 +30,43 @@ def test_a_buffer_that_is_used_again_shows_its_new_content() -> None:
         del kept
 
 
-def test_a_buffer_may_be_shared_thousands_of_times_and_gives_its_memory_back() -> None:
+READER = """
+import sys
+from slime.backends.sglang_utils.weight_transfer import open_flat
+
+for line in sys.stdin:
+    print(int(open_flat(line.strip())[0]), flush=True)
+"""
+
+
+def test_a_buffer_may_be_shared_hundreds_of_times_and_gives_its_memory_back() -> None:
+    """As often as a long run syncs, with a process that opens each handle and lets go of it, as an engine does."""
+    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdin and reader.stdout
     device = torch.device("cuda", 0)
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
+    source = torch.zeros(200 * 2**20, dtype=torch.uint8, device=device)
     buffers = BucketBuffers(1, 256 * 2**20, device)
-    source = torch.ones(200 * 2**20, dtype=torch.uint8, device=device)
-    flat = buffers.fill(0, [("w", source)])
-    for _ in range(2000):
-        _, kept = serialize_flat(flat.data, [], 1)
+
+    def share(value: int) -> None:
+        flat = buffers.fill(0, [("w", source.fill_(value))])
+        (handle,), kept = serialize_flat(flat.data, [], 1)
+        print(handle, file=reader.stdin, flush=True)
+        assert int(reader.stdout.readline()) == value
         del kept
-    del flat, source
-    torch.cuda.ipc_collect()
-    buffers.release()
-    torch.cuda.empty_cache()
-    assert before - torch.cuda.mem_get_info()[0] < 32 * 2**20
+
+    try:
+        share(1)
+        buffers.release()
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        for number in range(300):
+            share(number % 200)
+            if number % 3 == 0:
+                buffers.release()  # as between two syncs of a colocated run
+        buffers.release()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+        assert before - torch.cuda.mem_get_info()[0] < 32 * 2**20
+    finally:
+        reader.stdin.close()
+        reader.wait(60)

@@ -103,6 +103,13 @@ def test_weights_that_leave_no_room_for_the_cache_say_what_to_raise_it_to() -> N
     assert too_large is not None and "raise --rollout-num-gpus-per-engine" in too_large
 
 
+def test_weights_that_take_all_of_the_share_say_the_same() -> None:
+    # the line that SGLang 0.5.17 wrote on an H200; (8.1 + 2) / 40 + 0.02 = 0.2725, rounded up
+    line = "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.0001. Raise"
+    advice = memory_advice("\n".join([*NO_CACHE.splitlines()[:2], line]), {"mem_fraction_static": 0.0001})
+    assert advice is not None and "0.0001: of 40.0 GB" in advice and "raise it to 0.28 or more" in advice
+
+
 def test_a_gpu_without_room_for_a_context_is_held_by_another_process() -> None:
     advice = memory_advice("RuntimeError: CUDA error: out of memory\n", {"mem_fraction_static": 0.5})
     assert advice is not None and "another process holds the GPU's memory" in advice

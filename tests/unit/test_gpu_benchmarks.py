@@ -46,13 +46,13 @@ def test_sleeping_is_compared_with_copies_of_what_has_to_survive() -> None:
     logged = series(
         perf__sleep_time=[9, 9, 1.2, 1.2], perf__wake_up_time=[9, 9, 1.0, 1.0],
         memory__after_update_weights__gpu_used_gb=[90, 90, 90, 90], memory__after_sleep__gpu_used_gb=[9, 9, 10, 10],
+        memory__after_sleep__gpu_process_gb=[9, 9, 2, 2],
     )  # fmt: skip
     time_row, residue = gpu_sleep_wake.judge(
         logged, {"to_host": 50.0, "to_device": 25.0}, shape="4B", parameters=4 * 10**9
     )
     # 14 bytes x 4e9 = 56 GB: 1.12 s out and 2.24 s in
     assert time_row.ratio == pytest.approx(2.2 / 3.36) and time_row.holds and "80.0 GB more free" in time_row.note
-    # 10 GB less the engine's 8 GB of weights
     assert residue.figure == "2.00 GB" and residue.holds
     (nothing,) = gpu_sleep_wake.judge({}, {"to_host": 1.0, "to_device": 1.0}, shape="4B", parameters=1)
     assert nothing.holds is None and "does not sleep" in nothing.note

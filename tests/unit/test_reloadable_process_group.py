@@ -95,3 +95,17 @@ def test_without_install_nothing_is_destroyed():
     for verb in (groups.destroy_process_groups, groups.reload_process_groups):
         with pytest.raises(RuntimeError, match="install"):
             verb()
+
+
+def keep_when_alone(rank: int, store_path: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=1, timeout=TIMEOUT)
+    groups.install(backend="gloo", timeout=TIMEOUT)
+    pair = dist.new_group([0], timeout=TIMEOUT)
+    real = pair.live
+    groups.destroy_process_groups()
+    groups.reload_process_groups()
+    assert pair.live is real and sum_over(pair) == sum_over(None) == 1.0
+
+
+def test_a_world_of_one_rank_keeps_its_groups(tmp_path: object) -> None:
+    mp.spawn(keep_when_alone, args=(f"{tmp_path}/store",), nprocs=1)

@@ -2,7 +2,7 @@
 
 SGLang gives `mem_fraction_static` of the memory that is free when it begins to weights and KV cache together. Too high
 a fraction leaves too little for CUDA graphs and activations (or does not fit beside another process: "CUDA out of
-memory"); too low a one leaves nothing for the cache ("Not enough memory"). It reads text and knows no process.
+memory"); too low a one leaves nothing for the cache. It reads text and knows no process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ _LOAD_END = re.compile(rf"Load weight end\..*?avail mem={_NUMBER} GB")
 OUT_OF_MEMORY = "CUDA out of memory"
 CONTEXT = "CUDA error: out of memory"
 """Not even the process's own context fitted: another one holds the GPU."""
-NO_CACHE = "Not enough memory. Please try to increase --mem-fraction-static"
+NO_CACHE = (
+    "Loaded weights leave no GPU memory for the KV cache",
+    "Not enough memory. Please try to increase --mem-fraction-static",
+)
+"""Nothing is left of its share, or less than one page."""
 GRAPHS = "Capture cuda graph failed"
 
 
@@ -39,7 +43,7 @@ def memory_advice(log: str, settings: Mapping[str, Any]) -> str | None:
         log: what the engine wrote from this start on.
         settings: the ServerArgs values that it was started with.
     """
-    if NO_CACHE in log:
+    if any(line in log for line in NO_CACHE):
         return _too_little_for_the_cache(log, settings)
     if OUT_OF_MEMORY in log:
         return _out_of_memory(log, settings)
@@ -67,7 +71,7 @@ def _too_little_for_the_cache(log: str, settings: Mapping[str, Any]) -> str:
 def _out_of_memory(log: str, settings: Mapping[str, Any]) -> str:
     fraction, tried, capacity = _fraction(log, settings), _TRIED.findall(log), _CAPACITY.findall(log)
     what = f"the engine ran out of GPU memory at its start with {FLAG} {_shown(fraction)}"
-    graphs = ", or lower --sglang-cuda-graph-max-bs" if GRAPHS in log else ""
+    graphs = ", or lower --sglang-cuda-graph-max-bs-decode" if GRAPHS in log else ""
     if not tried or not capacity:
         return f"{what}; lower it{graphs}."
     wanted, (total, free, unit) = _gib(*tried[-1]), capacity[-1]

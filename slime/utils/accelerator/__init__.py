@@ -8,6 +8,7 @@ where it is used: a command line is checked without it. It does not know about M
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -123,6 +124,25 @@ def empty_cache() -> None:
         import torch
 
         torch.cuda.empty_cache()
+
+
+def process_bytes() -> int | None:
+    """Device memory that this process alone holds, its context included; None where the driver does not say (CPU)."""
+    if kind() != "cuda" or importlib.util.find_spec("pynvml") is None:
+        return None
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    try:
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    # In a container the driver may know processes by other numbers.
+    return next((found.usedGpuMemory for found in processes if found.pid == os.getpid()), None)
 
 
 def process_group_backend(default: str = "nccl") -> str:

@@ -56,9 +56,10 @@ class Adam(torch.optim.Optimizer):
             self._fill(group["params"])
 
     def _fill(self, params: list[torch.Tensor]) -> None:
-        for param in params:
-            if not self.state[param]:
-                self.state[param].update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        new = [param for param in params if not self.state[param]]
+        make_room_of_its_own(new)
+        for param in new:
+            self.state[param].update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
     def _step_without_moments(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         grads: Any = [p.grad for p in params]
@@ -97,6 +98,16 @@ class Adam(torch.optim.Optimizer):
             amsgrad=False,
             maximize=False,
         )
+
+
+def make_room_of_its_own(params: list[torch.Tensor]) -> None:
+    """Have torch's allocator put the state of these parameters, which is about to be made, apart from other memory.
+
+    In the large blocks that a first forward and backward pass leaves behind, it would keep them from being given back
+    for as long as it lives: a sleeping trainer would copy the holes to the host as well.
+    """
+    if params and params[0].is_cuda:
+        torch.cuda.empty_cache()
 
 
 def apply() -> None:

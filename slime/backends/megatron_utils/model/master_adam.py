@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam, make_room_of_its_own
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -116,9 +116,9 @@ class MasterAdam(Adam):
     def _fill(self, params: list[torch.Tensor]) -> None:
         if not self._host:
             self._host = dict(self._places())
-        for param in params:
-            if self.state[param]:
-                continue
+        new = [param for param in params if not self.state[param]]
+        make_room_of_its_own(new)
+        for param in new:
             device = param.device if self._host[param] is None else torch.device("cpu")
             master = param.detach().to(device, torch.float32, copy=True)
             dtypes = (self._held.exp_avg_dtype, torch.float32)
