@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import megatron_patch
+from slime.backends.megatron_utils.megatron_patch.lone_groups import smallest
 from slime.observability.timer import CudaClock, Timer
 from slime.utils import accelerator, reloadable_process_group
 from slime.utils.distributed_utils import store_at
@@ -63,6 +64,8 @@ def init(
         torch.use_deterministic_algorithms(True)
     backend = accelerator.process_group_backend("nccl")
     with outside_saver():
+        if world_size == 1 and backend == "nccl":
+            meeting["pg_options"] = smallest()
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **meeting)
         if args.offload_train:
             reloadable_process_group.install(backend=backend, timeout=timeout)

@@ -23,6 +23,10 @@ def apply(kind: str) -> None:
 
             cpu_device.apply()
             uneven_gloo.apply()
+        else:
+            from slime.backends.megatron_utils.megatron_patch import lone_groups
+
+            lone_groups.apply()
         from slime.backends.megatron_utils.megatron_patch import (
             checkpoint_writer,
             fused_adam,
