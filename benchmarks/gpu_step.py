@@ -52,7 +52,7 @@ REST = (
 def main() -> None:
     parser = make_parser(__doc__, "gpu_step")
     parser.add_argument("--model", action="append", choices=["0.6B", SMOLLM2], help="default: both")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     options = parse_options(parser)
     options.benchmark = "-".join([options.benchmark, *(options.model or [])])
     rows = []
