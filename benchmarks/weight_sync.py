@@ -1,9 +1,17 @@
-"""Where the time of a colocated weight sync goes, with a real engine and a tiny model on CPU.
+"""Where the time of a colocated weight sync goes, on CPU: a real Megatron model, a real engine, a tiny model.
 
-    python benchmarks/weight_sync.py [--buckets 16] [--layers 8] [--repeat 10]
+    python benchmarks/weight_sync.py [--buckets 3] [--layers 28] [--repeat 30]
 
-Prints medians in milliseconds: the whole sync, its pause, its send, and of the send what the sender does (flatten,
-handle) and what it waits for. Model and engine are those of the tests; benchmarks/gpu_weight_sync.py measures a GPU.
+Prints medians over the syncs after the first: milliseconds of each stage on the source rank, as wall time and as CPU
+time of its main thread (which other work on the machine disturbs less), CPU time of the engine's processes, and what
+does not depend on the load at all: HTTP requests and torch calls from Python in one sync. The stages:
+
+    convert    until the iterator has the next buckets   prepare   copy into shared memory, handles
+    room       waiting for a slot                        look      samples of what is sent
+    finish     waiting for the engine after the last     compare   version and samples of the engine
+
+The tensors are tiny: what is measured is the work for each of them, which a GPU does not make faster. Tests use the
+same model and engine; benchmarks/gpu_weight_sync.py measures a GPU.
 """
 
 from __future__ import annotations
@@ -14,77 +22,172 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from safetensors.torch import load_file  # noqa: E402
+import psutil  # noqa: E402
+import torch  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from slime.backends.megatron_utils.update_weight import base, from_tensor  # noqa: E402
+from slime.backends.megatron_utils import initialize  # noqa: E402
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights  # noqa: E402
+from slime.backends.megatron_utils.model_provider import get_model_provider_func  # noqa: E402
+from slime.backends.megatron_utils.update_weight import base, bucket_stream, from_tensor, spot_check  # noqa: E402
+from slime.utils import http_utils  # noqa: E402
+from slime.utils.misc import listen_anywhere  # noqa: E402
 from tests.integration.conftest import make_engine  # noqa: E402
 from tests.integration.launch import make_model  # noqa: E402
+from tests.unit.megatron_fakes import make_args  # noqa: E402
+
+STAGES = {
+    "room": (bucket_stream.BucketStream, "make_room"),
+    "look": (spot_check.SpotCheck, "look_at"),
+    "prepare": (from_tensor.HandOver, "prepare"),
+    "finish": (bucket_stream.BucketStream, "finish"),
+    "compare": (base.WeightUpdater, "_compare"),
+    "release": (from_tensor.HandOver, "release"),
+}
 
 
-class Timed(from_tensor.HandOver):
-    """The transport of colocated runs, with the seconds that the sender spends in it."""
+class Watch:
+    """Seconds of each stage of a sync, wall and CPU, and its HTTP requests."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = defaultdict(float)
+        self.cpu: dict[str, float] = defaultdict(float)
+        self.requests: Counter[str] = Counter()
+        for stage, (owner, method) in STAGES.items():
+            setattr(owner, method, self._timed(stage, getattr(owner, method)))
+        iterate, exchange = base.iter_hf_buckets, http_utils.exchange
+        base.iter_hf_buckets = lambda *values, **keywords: self._timed_items(iterate(*values, **keywords))  # type: ignore[assignment]
 
-    def prepare(self, bucket: base.Bucket, *, slot: int) -> Any:
-        """As it is, timed."""
-        start = time.perf_counter()
-        prepared = super().prepare(bucket, slot=slot)
-        Timed.seconds += time.perf_counter() - start
-        return prepared
+        def counted(method: str, url: str, *values: Any, **keywords: Any) -> Any:
+            self.requests[url.rpartition("/")[2]] += 1
+            return exchange(method, url, *values, **keywords)
+
+        http_utils.exchange = counted
+
+    def clear(self) -> None:
+        """Forget the last sync."""
+        for counts in (self.wall, self.cpu, self.requests):
+            counts.clear()
+
+    def _timed(self, stage: str, action: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*values: Any, **keywords: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return action(*values, **keywords)
+            finally:
+                self.wall[stage] += time.perf_counter() - wall
+                self.cpu[stage] += time.thread_time() - cpu
+
+        return timed
+
+    def _timed_items(self, items: Iterator[Any]) -> Iterator[Any]:
+        advance, end = self._timed("convert", next), object()
+        while (item := advance(items, end)) is not end:
+            yield item
+
+
+class TorchCalls(TorchFunctionMode):
+    """Counts what this thread asks of torch."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass everything on."""
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--buckets", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--buckets", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--repeat", type=int, default=30)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", "--layers", options.layers)
-        engine = make_engine(model, Path(folder) / "engine_0.log")
+        path = make_model(Path(folder) / "model", "--layers", options.layers)
+        engine = make_engine(path, Path(folder) / "engine_0.log")
         engine.start(deadline_s=600)
         try:
-            measure(engine, model, options)
+            measure(engine, path, options)
         finally:
             engine.shutdown()
 
 
-def measure(engine: Any, model: Path, options: Namespace) -> None:
+def build_model(path: Path) -> tuple[Namespace, list[Any]]:
+    """A world of one rank with the Megatron model of an HF directory, and its flags."""
+    args = make_args(path, check_weight_update_equal=False, update_weight_buffer_size=1)
+    torch.set_num_threads(1)
+    initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere())
+    model = [get_model_provider_func(args)()]
+    load_hf_weights(args, model, args.hf_checkpoint)
+    return args, model
+
+
+def buffer_size_for(args: Namespace, model: list[Any], num_buckets: int) -> int:
+    """The smallest --update-weight-buffer-size, in KiB, with which there are at most so many buckets."""
+    sizes = [tensor.nbytes for (bucket) in base.iter_hf_buckets(args, model, buffer_size=1) for _, tensor in bucket]
+    size = max(max(sizes), sum(sizes) // num_buckets)
+    while sum(1 for _ in base.iter_hf_buckets(args, model, buffer_size=size)) > num_buckets:
+        size += 1024
+    return size
+
+
+def engine_seconds(engine: Any) -> dict[str, float]:
+    """CPU seconds that each process of the engine has taken so far, by the name it gives itself."""
+    main = psutil.Process(engine.pid)
+    processes = [main, *main.children(recursive=True)]
+    return {" ".join(p.cmdline())[:40].strip(): sum(p.cpu_times()[:2]) for p in processes}
+
+
+def measure(engine: Any, path: Path, options: Namespace) -> None:
     """Sync `repeat` times after one that nobody times, and print the medians."""
-    weights = list(load_file(model / "model.safetensors").items())
-    buckets = [found for i in range(options.buckets) if (found := weights[i :: options.buckets])]
-    base.iter_hf_buckets = lambda args, model, *, buffer_size: iter(buckets)  # type: ignore[assignment]
-    from_tensor.HandOver = Timed  # type: ignore[misc]
-    args = Namespace(
-        update_weights_in_flight=False,
-        update_weight_buffer_size=1,
-        distributed_timeout_minutes=5.0,
-        hf_checkpoint=str(model),
-        mtp_num_layers=None,
-        check_weight_update_equal=False,
-        offload_train=False,
-    )
-    updater = from_tensor.TensorWeightUpdater(args, model=[])
+    args, model = build_model(path)
+    args.update_weight_buffer_size = buffer_size_for(args, model, options.buckets)
+    watch = Watch()
+    updater = from_tensor.TensorWeightUpdater(args, model)
     updater.connect([engine], engine_sizes=[1])
     updater.update()
-    rows: dict[str, list[float]] = {}
+    rows: dict[str, list[float]] = defaultdict(list)
+    cpu_rows: dict[str, list[float]] = defaultdict(list)
+    before = engine_seconds(engine)
     for _ in range(options.repeat):
-        Timed.seconds = 0.0
-        for name, seconds in updater.update().items():
-            rows.setdefault(name, []).append(seconds)
-        rows.setdefault("of the send: flatten and handles", []).append(Timed.seconds)
-    num_bytes = sum(tensor.nbytes for _, tensor in weights)
-    print(f"{len(weights)} tensors, {num_bytes / 1e6:.1f} MB in {len(buckets)} buckets, {options.repeat} syncs")
+        watch.clear()
+        cpu, times = time.thread_time(), updater.update()
+        cpu_rows["sync"].append(time.thread_time() - cpu)
+        rows["sync"].append(times["perf/update_weights_time"] - times["perf/update_weights_pause_time"])
+        for stage in ("convert", *STAGES):
+            rows[stage].append(watch.wall[stage])
+            cpu_rows[stage].append(watch.cpu[stage])
+    after = engine_seconds(engine)
+    requests = dict(watch.requests)
+    with TorchCalls() as calls:
+        updater.update()
+    sizes = [(len(bucket), sum(tensor.nbytes for _, tensor in bucket)) for bucket in sent_by(args, model)]
+    print(f"buckets (tensors, bytes): {sizes}; {options.repeat} syncs; ms, medians")
+    print(f"{'stage':10}{'wall':>8}{'min':>8}{'CPU':>8}")
     for name, values in rows.items():
-        print(f"{1e3 * statistics.median(values):9.1f} ms  {name}")
-    print(f"{1e3 * statistics.median(rows['perf/update_weights_send_time']) / len(buckets):9.1f} ms  a bucket")
+        columns = (statistics.median(values), min(values), statistics.median(cpu_rows[name]))
+        print(f"{name:10}" + "".join(f"{1e3 * value:8.1f}" for value in columns))
+    for name, seconds in after.items():
+        spent = 1e3 * (seconds - before.get(name, 0.0)) / options.repeat
+        print(
+            f"{spent:18.1f} ms CPU a sync: engine's {name}" if spent >= 0.1 else "", end="\n" if spent >= 0.1 else ""
+        )
+    print(f"{sum(requests.values())} HTTP requests a sync: {requests}")
+    print(f"{calls.count} torch calls of the main thread a sync")
+
+
+def sent_by(args: Namespace, model: list[Any]) -> Iterator[Any]:
+    """The buckets of a sync."""
+    return base.iter_hf_buckets(args, model, buffer_size=args.update_weight_buffer_size)
 
 
 if __name__ == "__main__":

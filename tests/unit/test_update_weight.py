@@ -40,7 +40,9 @@ class FakeEngine:
     def continue_generation(self):
         self.calls.append("continue")
 
-    def get_weight_version(self):
+    def set_weight_version(self, version):
+        self.calls.append(f"name {version}")
+        self.version = version
         return self.version
 
     def load(self, bucket, version):
@@ -115,7 +117,7 @@ def test_a_sync_pauses_flushes_sends_every_bucket_and_continues(checkpoint, buck
     updater = make_updater(checkpoint, engines)
     updater.update()
     for engine in engines:
-        assert engine.calls == ["pause abort", "flush", "load 1.0", "load 1.1", "load 1", "continue"]
+        assert engine.calls == ["pause abort", "flush", "load 1.0", "load 1.1", "load 1.2", "name 1", "continue"]
         assert engine.weights.keys() == TENSORS.keys()
     updater.update()
     assert engines[0].version == "2"
@@ -126,26 +128,48 @@ def test_a_sync_in_flight_puts_requests_aside_and_asks_for_no_flush(checkpoint, 
     updater = make_updater(checkpoint, [engine])
     updater.args.update_weights_in_flight = True
     updater.update()
-    assert engine.calls == ["pause retract", "load 1.0", "load 1.1", "load 1", "continue"]
+    assert engine.calls == ["pause retract", "load 1.0", "load 1.1", "load 1.2", "name 1", "continue"]
 
 
-@pytest.mark.parametrize("lost", ["1.0", "1.1", "1"])
+@pytest.mark.parametrize("lost", ["1.0", "1.1", "1.2"])
 def test_a_bucket_that_never_reaches_the_engines_is_noticed(checkpoint, buckets, lost):
     updater = make_updater(checkpoint, [FakeEngine()])
     updater.transport.lose = {lost: 2}
     with pytest.raises(WeightSyncError, match=f"failed 2 times.*lost: not at version {lost}: engine 0 .* is at None"):
         updater.update()
-    assert "continue" not in updater.fleet.engines[0].calls, "half of the weights are not to be served"
+    calls = updater.fleet.engines[0].calls
+    assert "continue" not in calls, "half of the weights are not to be served"
+    assert "name 1" not in calls, "and not to be called version 1"
 
 
-@pytest.mark.parametrize("lost", ["1.0", "1.1", "1"])
+@pytest.mark.parametrize("lost", ["1.0", "1.1", "1.2"])
 def test_a_sync_that_loses_a_bucket_once_is_sent_whole_again_while_engines_are_paused(checkpoint, buckets, lost):
     engine = FakeEngine()
     updater = make_updater(checkpoint, [engine])
     updater.transport.lose = {lost: 1}
     updater.update()
-    first = {"1.0": ["load 1.1"], "1.1": ["load 1.0"], "1": ["load 1.0", "load 1.1"]}[lost]
-    assert engine.calls == ["pause abort", "flush", *first, "load 1.0", "load 1.1", "load 1", "continue"]
+    every = ["load 1.0", "load 1.1", "load 1.2"]
+    # 1.0 is missed before the third bucket takes its slot, the others at the end.
+    first = {"1.0": ["load 1.1"], "1.1": ["load 1.0", "load 1.2"], "1.2": ["load 1.0", "load 1.1"]}[lost]
+    assert engine.calls == ["pause abort", "flush", *first, *every, "name 1", "continue"]
+
+
+def test_an_engine_that_does_not_take_the_version_is_noticed(checkpoint, buckets):
+    engine = FakeEngine()
+    engine.set_weight_version = lambda version: "default"
+    updater = make_updater(checkpoint, [engine])
+    with pytest.raises(WeightSyncError, match="not at version 1: engine 0 .* is at default"):
+        updater.update()
+    assert "continue" not in engine.calls
+
+
+def test_an_incomplete_sync_gets_no_version(checkpoint, buckets):
+    engine = FakeEngine()
+    updater = make_updater(checkpoint, [engine])
+    del buckets[0]
+    with pytest.raises(WeightSyncError, match="sent 2 tensors"):
+        updater.update()
+    assert engine.calls == ["pause abort", "flush", "load 1.0", "load 1.1"]
 
 
 def test_an_engine_that_confirms_what_it_does_not_hold_is_noticed(checkpoint, buckets):
@@ -164,7 +188,7 @@ def test_two_slots_take_turns(checkpoint, buckets):
     assert updater.transport.slots == [0, 1, 0]
 
 
-def test_the_last_bucket_is_posted_only_when_all_others_are_confirmed():
+def test_a_bucket_is_posted_at_once_and_a_slot_waits_for_the_bucket_that_was_in_it():
     fleet, order = EngineFleet([SimpleNamespace(load=lambda version: version)], deadline_s=5), []
 
     def post(prepared, version):
@@ -174,19 +198,19 @@ def test_the_last_bucket_is_posted_only_when_all_others_are_confirmed():
     stream = BucketStream(fleet, post, version=3, num_slots=2)
     for number in range(4):
         stream.make_room(number % 2)
-        stream.hold(number, number % 2)
+        stream.send(number, number % 2)
     stream.finish()
     assert stream.error is None
-    # Bucket 3 is prepared while 3.2 may still be loading; its slot was that of 3.1.
+    # Buckets 2 and 3 take the slots of 3.0 and 3.1.
     assert order == [
         "post 3.0",
         "post 3.1",
         "confirmed 3.0",
         "post 3.2",
         "confirmed 3.1",
+        "post 3.3",
         "confirmed 3.2",
-        "post 3",
-        "confirmed 3",
+        "confirmed 3.3",
     ]
 
 
@@ -195,7 +219,7 @@ def test_after_a_failure_nothing_more_is_posted():
     stream = BucketStream(fleet, lambda prepared, version: posted.append(version) or Posted(), version=1, num_slots=1)
     for number in range(3):
         stream.make_room(0)
-        stream.hold(number, 0)
+        stream.send(number, 0)
     stream.finish()
     assert posted == ["1.0"]
     assert stream.error is not None

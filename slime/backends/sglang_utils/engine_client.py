@@ -105,8 +105,13 @@ class EngineClient:
         http_utils.post_sync(f"{self.url}/resume_memory_occupation", payload, timeout_s=MEMORY_TIMEOUT_S)
 
     def get_weight_version(self) -> str:
-        """The version given with the last weight update."""
+        """The version given with the last weight update, or by `set_weight_version` since."""
         return server_control.weight_version_sync(self.url)
+
+    def set_weight_version(self, version: str) -> str:
+        """Give the weights that the server has a version; requests in flight stay. Returns it as read back."""
+        self._update("update_weight_version", new_version=version, abort_all_requests=False)
+        return self.get_weight_version()
 
     def check_weights(self, action: str) -> None:
         """Have the server keep a copy of its weights ("snapshot"), overwrite them with random numbers

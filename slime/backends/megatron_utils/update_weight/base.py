@@ -3,9 +3,9 @@
 How a bucket travels is the business of transports; which tensors there are and their HF names is the iterator's.
 
 Nothing may be lost on the way without notice. Four checks, none of which reads the weights as a whole:
-1. Every bucket but the last is sent as version "v.i" and the last one as "v". SGLang sets a version only after it has
-   loaded the bucket, and says so in its answer; the last version is read back, too. A bucket that never reached an
-   engine is not confirmed.
+1. Every bucket is sent as version "v.i". SGLang sets a version only after it has loaded the bucket, and says so in its
+   answer; a bucket that never reached an engine is not confirmed. The version "v" itself is set when all are confirmed
+   and nothing was missing, and is read back.
 2. The names sent, over all buckets, must be those of the HF checkpoint that the engines were started from. A bucket
    that never reached the sender, or a parameter without a conversion rule, is missing there.
 3. The bytes sent must be those of the first sync: a later one cannot quietly shrink.
@@ -110,10 +110,11 @@ class WeightUpdater(ABC):
         paused = time.monotonic()
         self._send_until_equal()
         sent = time.monotonic()
-        if self.is_source:
-            self.fleet.call("continue_generation", what="continuing generation")
-        for transport in self.transports:
+        continuing = self.fleet.start("continue_generation") if self.is_source else {}
+        for transport in self.transports:  # meanwhile: the engines have let go of everything that they confirmed
             transport.release()
+        if continuing:
+            self.fleet.wait(continuing, "continuing generation")
         self._barrier()
         end = time.monotonic()
         if self.is_source:
@@ -173,7 +174,7 @@ class WeightUpdater(ABC):
                 self._barrier()  # what other ranks prepared there has been loaded as well
             prepared = [transport.prepare(bucket, slot=slot) for transport in self.transports]
             if stream is not None:
-                stream.hold(prepared, slot)
+                stream.send(prepared, slot)
         if stream is None:
             return None
         stream.finish()
@@ -193,14 +194,14 @@ class WeightUpdater(ABC):
         return Posted(calls, finish)
 
     def _compare(self, names: list[str], num_bytes: int) -> WeightSyncError | None:
-        """The checks after the last bucket."""
+        """The checks after the last bucket, and the version that says that there are no more."""
         version = str(self.weight_version)
         try:
             self._check_complete(names, num_bytes)
-            reading = self.fleet.start("get_weight_version")
+            naming = self.fleet.start("set_weight_version", version)
             held = self._spot_check.ask(self.fleet)
-            found = self.fleet.wait(reading, "reading the weight version")
-            check_versions(self.fleet, dict(zip(reading, found, strict=True)), version)
+            found = self.fleet.wait(naming, "setting the weight version")
+            check_versions(self.fleet, dict(zip(naming, found, strict=True)), version)
             self._spot_check.compare(self.fleet, held)
             if self.weight_version == 1 and self.args.check_weight_update_equal:
                 self.fleet.call("check_weights", "compare", what="--check-weight-update-equal")

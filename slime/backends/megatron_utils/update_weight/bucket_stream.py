@@ -1,8 +1,9 @@
 """One attempt to send all buckets, as the source rank sees it: which are on their way, and what has been confirmed.
 
-At most as many buckets are under way as the transports have slots: one is loaded while the next is made ready. The
-sync's own version goes with the last bucket, alone, when all others are confirmed; so one is always held back. After a
-failure nothing more is posted; the other ranks still go through all buckets, so this one has to as well.
+Each bucket is posted as soon as it is ready, under a version of its own. At most as many are under way as the
+transports have slots: one is loaded while the next is made ready. The sync's own version is none of its business: that
+is set when `finish` has seen every bucket confirmed. After a failure nothing more is posted; the other ranks still go
+through all buckets, so this one has to as well.
 """
 
 from __future__ import annotations
@@ -47,23 +48,19 @@ class BucketStream:
         self._version = version
         self._num_slots = num_slots
         self._under_way: list[_UnderWay] = []
-        self._held: tuple[int, Any] | None = None
         self._num_posted = 0
         self.error: WeightSyncError | None = None
 
     def make_room(self, slot: int) -> None:
-        """Send off what is held (another bucket follows it), and wait until `slot` is free."""
-        self._unless_failed(lambda: self._send_held(f"{self._version}.{self._num_posted}"))
+        """Wait until `slot` is free."""
         self._unless_failed(lambda: self._wait_while(lambda one: one.slot == slot))
 
-    def hold(self, prepared: Any, slot: int) -> None:
-        """Take the next bucket."""
-        self._held = (slot, prepared)
+    def send(self, prepared: Any, slot: int) -> None:
+        """Post the next bucket as version "v.i"."""
+        self._unless_failed(lambda: self._post_one(prepared, slot))
 
     def finish(self) -> None:
-        """Send the last bucket and wait until everything is confirmed."""
-        self._unless_failed(lambda: self._wait_while(lambda one: True))
-        self._unless_failed(lambda: self._send_held(str(self._version)))
+        """Wait until everything is confirmed."""
         self._unless_failed(lambda: self._wait_while(lambda one: True))
         for left in self._under_way:  # after a failure: the next attempt must not write where engines still read
             with suppress(WeightSyncError):
@@ -76,12 +73,10 @@ class BucketStream:
             except WeightSyncError as error:
                 self.error = error
 
-    def _send_held(self, version: str) -> None:
-        if self._held is None:
-            return
+    def _post_one(self, prepared: Any, slot: int) -> None:
         if len(self._under_way) == self._num_slots:
             self._confirm_first()
-        (slot, prepared), self._held = self._held, None
+        version = f"{self._version}.{self._num_posted}"
         self._under_way.append(_UnderWay(slot, version, self._post(prepared, version)))
         self._num_posted += 1
 
