@@ -37,7 +37,7 @@ from benchmarks.gpu_runs import (  # noqa: E402
     series_of,
 )
 
-TARGET = 0.08
+TARGET, STEPS = 0.08, 6
 WORK = ("perf/rollout_time", "perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time")
 REST = (
     "perf/wake_up_time",
@@ -52,7 +52,7 @@ REST = (
 def main() -> None:
     parser = make_parser(__doc__, "gpu_step")
     parser.add_argument("--model", action="append", choices=["0.6B", SMOLLM2], help="default: both")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=STEPS)
     options = parse_options(parser)
     options.benchmark = "-".join([options.benchmark, *(options.model or [])])
     rows = []
@@ -63,7 +63,7 @@ def main() -> None:
     sys.exit(report(rows, options))
 
 
-def step_run(model: str, options: Namespace, *, steps: int = 8) -> Run:
+def step_run(model: str, options: Namespace, *, steps: int = STEPS) -> Run:
     """The run of a model; benchmarks/gpu_weight_sync.py reads the same one."""
     prompts, samples, response = (4, 4, 16) if options.tiny else (64, 8, 512)
     more = colocated(options, tokens=32768)
