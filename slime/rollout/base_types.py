@@ -310,9 +310,11 @@ class PgLossReducer(Protocol):
 
 
 class PostWrite(Protocol):
-    """--custom-update-weight-post-write-path: do something with the files of a weight version.
+    """--custom-update-weight-post-write-path: do something with the files of a weight version, such as copying them.
 
-    Called: on every rank, once the files are written.
+    Called: on every trainer rank (gate yourself), once the files of `version_dir` are written and before engines read
+        them; `rollout_engines` are the handles of the engines that will. Engines wait for the slowest rank, and an
+        exception ends the run.
     Returns: nothing.
     """
 

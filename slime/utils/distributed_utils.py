@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,15 @@ def init_gloo_group() -> dist.ProcessGroup:
     """Make the gloo group over all ranks; every rank calls it once, after the default process group exists."""
     _own_gloo_group.cache_clear()
     return get_gloo_group()
+
+
+def gathered(value: Any) -> list[Any]:
+    """`value` of every rank, on every rank; without other ranks, of this one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value, group=get_gloo_group())
+    return found
 
 
 def distributed_masked_whiten(

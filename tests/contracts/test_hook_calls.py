@@ -353,7 +353,7 @@ WITH_THE_TRAINER = {
     "custom_megatron_init_path": "21: called when the trainer starts",
     "custom_megatron_before_log_prob_hook_path": "22: called by the trainer before forward-only passes",
     "custom_megatron_before_train_step_hook_path": "23: called by the trainer before optimizer steps",
-    "custom_update_weight_post_write_path": "24: called when weights are written as files, which is not built",
+    "custom_update_weight_post_write_path": "24: called by the trainer when weights are written as files",
 }
 
 

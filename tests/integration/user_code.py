@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,3 +38,10 @@ def _perturb(model: list[torch.nn.Module]) -> None:
     name, weight = next((n, p) for n, p in model[0].named_parameters() if "linear_fc2" in n)
     with torch.no_grad():
         weight.add_(PERTURBATION * torch.randn_like(weight) * weight.std())
+
+
+def sign_version(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+    """Leave a file in each version of the weights; every rank is called."""
+    if torch.distributed.get_rank() == 0:
+        text = f"{torch.distributed.get_world_size()} ranks, {len(rollout_engines)} engine"
+        (Path(version_dir) / "signed_by").write_text(text)

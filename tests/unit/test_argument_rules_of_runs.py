@@ -135,9 +135,7 @@ def test_v27_weights_on_disk_have_a_directory(check: Check) -> None:
         check("--update-weight-transport disk").problems.wrong,
         "--update-weight-transport disk needs --update-weight-disk-dir",
     )
-    problems = check(DISK, without="--colocate").problems
-    assert problems.wrong == []
-    has(problems.unsupported, "--update-weight-transport disk is not supported yet (several GPUs); use nccl.")
+    assert check(f"{DISK} --update-weight-disk-keep-files", without="--colocate").problems == Problems()
 
 
 def test_v27_deltas_are_files_beside_a_local_copy(check: Check) -> None:

@@ -256,7 +256,7 @@ WRONG = {
     "--lambd 0.9": "--lambd has no effect without --advantage-estimator ppo or --custom-advantage-function-path.",
     "--num-critic-only-steps 2": "--num-critic-only-steps has no effect without --advantage-estimator ppo.",
     "--advantage-estimator ppo --value-clip -1": "--value-clip -1.0 must be at least 0",
-    "--update-weight-transport disk": "--update-weight-transport disk is not supported yet (several GPUs); use nccl.",
+    "--update-weight-transport disk": "--update-weight-transport disk needs --update-weight-disk-dir",
     "--train-backend fsdp": "--train-backend: invalid choice: 'fsdp'",
     "--rollout-data-transport nixl": "--rollout-data-transport nixl is not supported yet (several GPUs)",
     "--update-weight-mode delta": "--update-weight-mode delta is not supported yet (several GPUs); use full.",

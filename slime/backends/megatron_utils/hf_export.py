@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import INDEX_FILE, SINGLE_FILE
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
+from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 SHARD_BYTES = 5 * 1024**3
@@ -80,6 +81,8 @@ class HfWriter:
         dtypes: names of dtypes for single tensors that differ from the config's.
         config: what to write in place of the copied config.json.
         shard_bytes: where a new shard starts.
+        keeps_dtypes: write tensors in the dtype that they come in, not in the config's.
+        index_metadata: there is an index even of one shard, and it says this, too.
     """
 
     def __init__(
@@ -90,6 +93,8 @@ class HfWriter:
         dtypes: dict[str, str] | None = None,
         config: dict[str, Any] | None = None,
         shard_bytes: int = SHARD_BYTES,
+        keeps_dtypes: bool = False,
+        index_metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self._path = Path(path)
         self._partial = self._path.with_name(self._path.name + ".partial")
@@ -98,11 +103,13 @@ class HfWriter:
         self._dtype: torch.dtype | None = None
         if assets_from is not None:
             copy_assets(assets_from, self._partial)
-            self._dtype = config_dtype(json.loads((Path(assets_from) / "config.json").read_text()))
+            if not keeps_dtypes:
+                self._dtype = config_dtype(json.loads((Path(assets_from) / "config.json").read_text()))
         if config is not None:
             (self._partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}
         self._shard_bytes = shard_bytes
+        self._index_metadata = index_metadata
         self._shard: dict[str, torch.Tensor] = {}
         self._size_of_shard = 0
         self._shards: list[list[str]] = []
@@ -120,11 +127,24 @@ class HfWriter:
             self._size_of_shard += stored.nbytes
 
     def finish(self) -> None:
-        """Write what is left and the index, then give the directory its name."""
+        """Write what is left and the index, see that all is on the disk, then give the directory its name."""
         self._flush()
         self._name_shards()
+        for path in (*self._partial.iterdir(), self._partial):
+            _to_disk(path)
         shutil.rmtree(self._path, ignore_errors=True)
         self._partial.rename(self._path)
+        _to_disk(self._path.parent)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors written so far."""
+        return self._total_bytes
+
+    def discard(self) -> None:
+        """Remove what was written; there is no `finish` then."""
+        self._shard = {}
+        shutil.rmtree(self._partial, ignore_errors=True)
 
     def _flush(self) -> None:
         if not self._shard:
@@ -142,9 +162,19 @@ class HfWriter:
             file = SINGLE_FILE if num_shards == 1 else f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
             (self._partial / f"shard-{i}").rename(self._partial / file)
             weight_map |= dict.fromkeys(names, file)
-        if num_shards > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        if num_shards > 1 or self._index_metadata is not None:
+            metadata = {"total_size": self._total_bytes, **(self._index_metadata or {})}
+            index = {"metadata": metadata, "weight_map": weight_map}
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _to_disk(path: Path) -> None:
+    """Have the system write a file, or the entries of a directory, out of its memory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def copy_assets(source: str | Path, target: Path) -> None:

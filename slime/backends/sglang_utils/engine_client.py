@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.disk_weights import LOAD_FORMAT
 from slime.backends.sglang_utils.weight_samples import SAMPLE_ACTION
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
@@ -47,7 +48,12 @@ class EngineClient:
 
     Args:
         rank: number of the engine in its run, for messages.
+
+    Attributes:
+        disk_load_format: how the server loads weights from files; "auto" is SGLang's own way.
     """
+
+    disk_load_format = LOAD_FORMAT
 
     def __init__(self, *, rank: int) -> None:
         self.rank = rank
@@ -215,6 +221,28 @@ class EngineClient:
             shapes=[list(shape) for shape in shapes],
             group_name=group_name,
             flush_cache=flush_cache,
+            weight_version=weight_version,
+        )
+        return self._version_now(answer, weight_version)
+
+    def update_weights_from_disk(self, path: str, *, weight_version: str) -> str:
+        """Load the weights that an HF directory holds.
+
+        Args:
+            path: of the directory, on the server's host.
+            weight_version: the server's version from now on.
+
+        Returns:
+            the server's version.
+
+        Raises:
+            RuntimeError: the server refuses the directory; it says why.
+        """
+        answer = self._update(
+            "update_weights_from_disk",
+            model_path=path,
+            load_format=self.disk_load_format,
+            flush_cache=False,
             weight_version=weight_version,
         )
         return self._version_now(answer, weight_version)

@@ -175,6 +175,8 @@ def _architectures(model: Path) -> tuple[str, ...]:
 class ExternalEngine(EngineClient):
     """A server that is not ours. Picklable: trainers get it as it is, where engines of our own are Ray actors."""
 
+    disk_load_format = "auto"
+
     def __init__(self, info: ExternalEngineInfo, *, rank: int) -> None:
         super().__init__(rank=rank)
         self.info = info

@@ -19,6 +19,7 @@ from typing import Any
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
+from slime.utils.weight_dir import why_not_ours
 
 # os.path.isfile and its like say no to what cannot be a path (a name that is too long, a null byte); Path's raise.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -97,6 +98,18 @@ def check_weight_update_equal(*, load: str | None, hf_checkpoint: str) -> Iterab
             f"--check-weight-update-equal compares with the weights of --hf-checkpoint {hf_checkpoint}, but training "
             f"starts from {load}; leave the check out, or start from the same."
         )
+
+
+def check_weight_dir(path: str | None) -> Iterable[str]:
+    """--update-weight-disk-dir is no other run's, and nothing in it would be overwritten."""
+    if path is None or not os.path.isdir(path):
+        return
+    try:
+        problem = why_not_ours(path)
+    except OSError as error:
+        problem = f"cannot be read: {error}; choose another directory."
+    if problem:
+        yield f"--update-weight-disk-dir {path} {problem}"
 
 
 def _why_no_checkpoint(path: str) -> str:
@@ -257,6 +270,7 @@ def output_dirs(args: argparse.Namespace) -> dict[str, str | None]:
         "--save": args.save,
         "--output-dir": args.output_dir if args.output_dir != args.save else None,
         "--save-hf": _fixed_parent(args.save_hf),
+        "--update-weight-disk-dir": args.update_weight_disk_dir,
         "--save-debug-rollout-data": _fixed_parent(args.save_debug_rollout_data),
         "--save-debug-train-data": _fixed_parent(args.save_debug_train_data),
         "--ci-save-grad-norm": _fixed_parent(args.ci_save_grad_norm),

@@ -373,6 +373,7 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
     )
     if args.check_weight_update_equal and args.hf_checkpoint:
         problems.extend(check_files.check_weight_update_equal(load=args.load, hf_checkpoint=args.hf_checkpoint))
+    problems.extend(check_files.check_weight_dir(args.update_weight_disk_dir))
     problems.extend(check_files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout))
     problems.extend(check_debug.missing_recorder(args))
     if not args.dry_run:  # a plan for GPUs can be made elsewhere

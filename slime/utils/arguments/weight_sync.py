@@ -22,9 +22,9 @@ class WeightSyncFlags:
     )
     update_weight_transport: str = flag(
         "nccl",
-        "how weights travel without --colocate: the device's collective (NCCL, on CPU gloo)",
+        "how weights travel: nccl = the device's collective (NCCL, on CPU gloo), with --colocate through memory; disk "
+        "= as files in --update-weight-disk-dir",
         choices=("nccl", "disk"),
-        later_choices={"disk": "several GPUs"},
     )
     update_weight_mode: str = flag(
         "full",
@@ -34,14 +34,12 @@ class WeightSyncFlags:
     )
     update_weight_disk_dir: str | None = flag(
         None,
-        "shared directory of --update-weight-transport disk",
-        later="several GPUs",
+        "directory that trainer and engines share, for weight_v000001 and so on",
         needs="update_weight_transport=disk",
     )
     update_weight_disk_keep_files: bool = flag(
         False,
         "keep each version's directory after the engines have read it",
-        later="several GPUs",
         needs="update_weight_transport=disk",
     )
     update_weight_delta_encoding: str = flag(
@@ -66,8 +64,8 @@ class WeightSyncFlags:
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,
-        "hook: fn(args, version_dir, rollout_engines), after the files are written",
-        later="several GPUs",
+        "hook: fn(args, version_dir, rollout_engines), on every rank, after the files are written and before engines "
+        "read them",
         needs="update_weight_transport=disk",
     )
     check_weight_update_equal: bool = flag(

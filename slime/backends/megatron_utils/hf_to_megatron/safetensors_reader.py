@@ -19,9 +19,7 @@ from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3, dequantize
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX, Fp8Format, fp8_format_of
 from slime.utils.fused_experts import is_fused, place_of, single_names
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": E4M3}
 

@@ -17,6 +17,10 @@ def build_weight_updater(args: Any, model: list[Any], *, colocated: bool) -> Wei
         model: this rank's Megatron model chunks.
         colocated: trainer and engines share their slots, so that memory can be handed over.
     """
+    if args.update_weight_transport == "disk":
+        from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
+
+        return DiskWeightUpdater(args, model)
     # Imported here: both reach SGLang's classes, which takes seconds to import.
     if colocated:
         from slime.backends.megatron_utils.update_weight.from_tensor import TensorWeightUpdater

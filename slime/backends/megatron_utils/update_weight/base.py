@@ -1,4 +1,4 @@
-"""What every weight sync has in common: pause, flush, send bucket by bucket, compare, continue.
+"""What every weight sync has in common: pause, flush, send, compare, continue; and sending bucket by bucket.
 
 How a bucket travels is the business of transports; which tensors there are and their HF names is the iterator's.
 
@@ -28,7 +28,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,19 @@ __all__ = ["Bucket", "EngineFleet", "Posted", "Transport", "WeightSyncError", "W
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
+
+
+@dataclass
+class _Sent:
+    """What went through one attempt."""
+
+    names: set[str] = field(default_factory=set)
+    num_bytes: int = 0
+
+    def add(self, bucket: Bucket) -> None:
+        """Note a bucket."""
+        self.names |= {name for name, _ in bucket}
+        self.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
 
 
 class WeightUpdater(ABC):
@@ -68,6 +82,7 @@ class WeightUpdater(ABC):
         self._expected = expected_hf_names(Path(args.hf_checkpoint), args.mtp_num_layers or 0)
         self._spot_check = SpotCheck(self._expected)
         self._bytes_of_first_sync: int | None = None
+        self._sent = _Sent()
 
     @property
     def is_source(self) -> bool:
@@ -97,7 +112,8 @@ class WeightUpdater(ABC):
 
         Returns:
             seconds: `perf/update_weights_time`, and of it `perf/update_weights_pause_time` (pause and flush) and
-            `perf/update_weights_send_time` (everything up to the comparison, without what lets engines go on).
+            `perf/update_weights_send_time` (everything up to the comparison, without what lets engines go on); and
+            what a transport adds.
 
         Raises:
             WeightSyncError: an engine failed, or the checks of this module's docstring did not hold.
@@ -105,30 +121,44 @@ class WeightUpdater(ABC):
         start = time.monotonic()
         self.weight_version += 1
         self._barrier()
+        self._prepare()
+        prepared = time.monotonic()
         if self.is_source:
             self._pause()
         paused = time.monotonic()
         self._send_until_equal()
         sent = time.monotonic()
         continuing = self.fleet.start("continue_generation") if self.is_source else {}
-        for transport in self.transports:  # meanwhile: the engines have let go of everything that they confirmed
-            transport.release()
+        self._release()  # meanwhile: the engines have let go of everything that they confirmed
         if continuing:
             self.fleet.wait(continuing, "continuing generation")
         self._barrier()
         end = time.monotonic()
         if self.is_source:
-            stages = (self.weight_version, paused - start, sent - paused, end - sent)
+            stages = (self.weight_version, paused - prepared, sent - paused, end - sent)
             logger.info("weight sync %d: pause and flush %.3f s, send and compare %.3f s, continue %.3f s", *stages)
         return {
             "perf/update_weights_time": end - start,
-            "perf/update_weights_pause_time": paused - start,
+            "perf/update_weights_pause_time": paused - prepared,
             "perf/update_weights_send_time": sent - paused,
+            **self._more_metrics(),
         }
 
     @abstractmethod
     def open(self, engine_sizes: list[int]) -> list[Transport]:
         """Prepare the ways to engines of so many ranks each (collective)."""
+
+    def _prepare(self) -> None:  # noqa: B027 - most can do nothing then
+        """Do what can be done while the engines still generate (collective)."""
+
+    def _release(self) -> None:
+        """Give up what was needed for this sync alone."""
+        for transport in self.transports:
+            transport.release()
+
+    def _more_metrics(self) -> dict[str, float]:
+        """Of the last sync."""
+        return {}
 
     def _pause(self) -> None:
         """Stop the engines, and have them forget what they cached with the old weights.
@@ -160,16 +190,10 @@ class WeightUpdater(ABC):
         stream = None
         if self.is_source:
             stream = BucketStream(self.fleet, self._post, version=self.weight_version, num_slots=slots)
-            self._spot_check.begin()
-        names, num_bytes = list[str](), 0
-        buckets = iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size)
-        for number, bucket in enumerate(buckets):
+        for number, bucket in enumerate(self._buckets()):
             slot = number % slots
             if stream is not None:
                 stream.make_room(slot)
-                self._spot_check.look_at(bucket)
-                names += [name for name, _ in bucket]
-                num_bytes += sum(tensor.nbytes for _, tensor in bucket)
             if shares_memory:
                 self._barrier()  # what other ranks prepared there has been loaded as well
             prepared = [transport.prepare(bucket, slot=slot) for transport in self.transports]
@@ -178,7 +202,17 @@ class WeightUpdater(ABC):
         if stream is None:
             return None
         stream.finish()
-        return stream.error or self._compare(names, num_bytes)
+        return stream.error or self._compare()
+
+    def _buckets(self) -> Iterator[Bucket]:
+        """All buckets (collective); the source rank notes what goes through it, for `_compare`."""
+        self._sent = _Sent()
+        self._spot_check.begin()
+        for bucket in iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size):
+            if self.is_source:
+                self._spot_check.look_at(bucket)
+                self._sent.add(bucket)
+            yield bucket
 
     def _post(self, prepared: list[Any], version: str) -> Posted:
         """Hand a bucket to all engines, each over its transport."""
@@ -193,11 +227,11 @@ class WeightUpdater(ABC):
 
         return Posted(calls, finish)
 
-    def _compare(self, names: list[str], num_bytes: int) -> WeightSyncError | None:
+    def _compare(self) -> WeightSyncError | None:
         """The checks after the last bucket, and the version that says that there are no more."""
         version = str(self.weight_version)
         try:
-            self._check_complete(names, num_bytes)
+            self._check_complete(self._sent)
             naming = self.fleet.start("set_weight_version", version)
             held = self._spot_check.ask(self.fleet)
             found = self.fleet.wait(naming, "setting the weight version")
@@ -210,19 +244,20 @@ class WeightUpdater(ABC):
             return error
         return None
 
-    def _check_complete(self, names: list[str], num_bytes: int) -> None:
-        missing = sorted(self._expected - set(names))
+    def _check_complete(self, sent: _Sent) -> None:
+        missing = sorted(self._expected - sent.names)
         if missing:
             raise WeightSyncError(
-                f"weight sync {self.weight_version} sent {len(set(names))} tensors; {len(missing)} of "
+                f"weight sync {self.weight_version} sent {len(sent.names)} tensors; {len(missing)} of "
                 f"{self.args.hf_checkpoint} were not among them: {', '.join(missing[:5])}",
                 is_final=True,
             )
         if self._bytes_of_first_sync is None:
-            self._bytes_of_first_sync = num_bytes
-        if num_bytes != self._bytes_of_first_sync:
+            self._bytes_of_first_sync = sent.num_bytes
+        if sent.num_bytes != self._bytes_of_first_sync:
             raise WeightSyncError(
-                f"weight sync {self.weight_version} sent {num_bytes} bytes, the first one {self._bytes_of_first_sync}",
+                f"weight sync {self.weight_version} sent {sent.num_bytes} bytes, the first one "
+                f"{self._bytes_of_first_sync}",
                 is_final=True,
             )
 

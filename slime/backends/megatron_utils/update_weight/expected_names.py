@@ -9,9 +9,9 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from slime.utils.fused_experts import is_fused, single_names
+from slime.utils.safetensors_files import read_header
 
 # Buffers that old checkpoints carry and no engine loads.
 NOT_WEIGHTS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -54,15 +54,8 @@ def _names(checkpoint: Path) -> set[str]:
     if index.is_file():
         file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
     else:
-        file_of = {name: file.name for file in checkpoint.glob("*.safetensors") for name in _header(file)}
+        file_of = {name: file.name for file in checkpoint.glob("*.safetensors") for name in read_header(file).tensors}
     fused = [name for name in file_of if is_fused(name)]
-    headers = {file: _header(checkpoint / file) for file in {file_of[name] for name in fused}}
+    headers = {file: read_header(checkpoint / file).tensors for file in {file_of[name] for name in fused}}
     singles = {one for name in fused for one in single_names(name, headers[file_of[name]][name]["shape"][0])}
-    return (file_of.keys() - set(fused) | singles) - {"__metadata__"}
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The JSON at the front of a safetensors file: 8 bytes of its length, then itself."""
-    with file.open("rb") as stream:
-        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return header
+    return file_of.keys() - set(fused) | singles

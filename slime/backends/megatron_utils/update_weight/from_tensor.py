@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.update_weight.ipc import ipc_refusal
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
 from slime.backends.sglang_utils.weight_transfer import serialize_flat
 from slime.utils import accelerator
+from slime.utils.distributed_utils import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -90,17 +91,6 @@ def split_engines(slots: Sequence[int], sizes: Sequence[int], num_ranks: int) ->
         else:
             others.append(number)
     return receivers, others
-
-
-def gathered(value: Any) -> list[Any]:
-    """`value` of every trainer rank, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    from slime.utils.distributed_utils import get_gloo_group
-
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value, group=get_gloo_group())
-    return found
 
 
 class HandOver(Transport):

@@ -1,0 +1,167 @@
+"""Weight sync over files: a full HF checkpoint a version in a directory that trainer and engines share.
+
+The source rank writes every bucket to `<--update-weight-disk-dir>/weight_v%06d`, under another name until all of it is
+on the disk, while the engines still generate. Then come the user's hook, on every rank, and only then the pause: each
+engine loads the directory by `/update_weights_from_disk`. Afterwards it is removed, unless versions are kept.
+
+It needs no network between trainer and engines but HTTP, and takes the time of a write and of a read of the weights.
+A disk that is full ends the run before any engine is paused; a version that engines could not load is written anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from slime.backends.megatron_utils.hf_export import HfWriter
+from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
+from slime.backends.megatron_utils.update_weight.bucket_stream import check_versions
+from slime.backends.megatron_utils.update_weight.transport import Transport
+from slime.utils.distributed_utils import gathered
+from slime.utils.errors import UsageError
+from slime.utils.misc import load_function
+from slime.utils.weight_dir import FLAG, WeightDir
+
+logger = logging.getLogger(__name__)
+
+HOOK_FLAG = "--custom-update-weight-post-write-path"
+
+
+class DiskWeightUpdater(WeightUpdater):
+    """Writes the weights as files and has the engines load them.
+
+    Args:
+        args: reads also `update_weight_disk_dir`, `update_weight_disk_keep_files`, `output_dir`,
+            `custom_update_weight_post_write_path`.
+        model: this rank's Megatron model chunks.
+    """
+
+    def __init__(self, args: Any, model: list[Any]) -> None:
+        super().__init__(args, model)
+        root = Path(args.update_weight_disk_dir).absolute()
+        self._dir = WeightDir(root, keeps_files=args.update_weight_disk_keep_files, run=str(args.output_dir))
+        path = args.custom_update_weight_post_write_path
+        self._hook: Callable[[Any, str, list[Any]], None] | None = load_function(path) if path else None
+        self._engines: list[Any] = []
+        self._is_written = False
+        self._metrics: dict[str, float] = {}
+
+    def connect(self, engines: Sequence[Any], *, engine_sizes: Sequence[int]) -> None:
+        """As of `WeightUpdater`; the hook gets these engines."""
+        self._engines = list(engines)
+        super().connect(engines, engine_sizes=engine_sizes)
+
+    def open(self, engine_sizes: list[int]) -> list[Transport]:
+        """Take the directory; nothing goes bucket by bucket."""
+        self._on_source(self._dir.claim)
+        return []
+
+    def _prepare(self) -> None:
+        self._write()
+
+    def _attempt(self) -> WeightSyncError | None:
+        if not self._is_written:
+            self._write()  # the first attempt failed: everything anew
+        self._is_written = False
+        if not self.is_source:
+            return None
+        path, version = self._dir.path(self.weight_version), f"{self.weight_version}.0"
+        try:
+            loading = self.fleet.start("update_weights_from_disk", str(path), weight_version=version)
+            found = self.fleet.wait(loading, f"the load of weights {self.weight_version} from {path}")
+            check_versions(self.fleet, dict(zip(loading, found, strict=True)), version)
+        except WeightSyncError as error:
+            return error
+        return self._compare()
+
+    def _release(self) -> None:
+        if self.is_source:
+            self._dir.discard(self.weight_version)
+
+    def _more_metrics(self) -> dict[str, float]:
+        return self._metrics
+
+    # ---- writing
+
+    def _write(self) -> None:
+        """Write this version and call the hook (collective).
+
+        Raises:
+            WeightSyncError: on every rank; the version's name does not exist then.
+        """
+        start = time.monotonic()
+        error = self._write_files(self._dir.path(self.weight_version))
+        if error := self._from_source(error):
+            raise error
+        self._call_hook(str(self._dir.path(self.weight_version)))
+        self._is_written = True
+        self._metrics["perf/update_weights_write_time"] = time.monotonic() - start
+
+    def _write_files(self, path: Path) -> WeightSyncError | None:
+        """Every rank goes through all buckets, whatever fails on the way; the source rank writes them."""
+        writer: HfWriter | None = None
+        error: WeightSyncError | None = None
+        if self.is_source:
+            writer, error = self._unless_failed(lambda: self._new_writer(path))
+        for bucket in self._buckets():
+            if writer is not None and error is None:
+                _, error = self._unless_failed(lambda bucket=bucket: writer.add(bucket))  # type: ignore[misc]
+        if writer is not None and error is None:
+            _, error = self._unless_failed(writer.finish)
+        if writer is not None:
+            self._metrics["perf/update_weights_wire_bytes"] = float(writer.num_bytes)
+            if error is not None:
+                writer.discard()
+        return error
+
+    def _new_writer(self, path: Path) -> HfWriter:
+        """A shard is as large as a bucket; so much host memory is needed beside it."""
+        return HfWriter(
+            path,
+            self.args.hf_checkpoint,
+            keeps_dtypes=True,
+            shard_bytes=self.args.update_weight_buffer_size,
+            index_metadata={"version": self.weight_version},
+        )
+
+    def _unless_failed(self, action: Callable[[], Any]) -> tuple[Any, WeightSyncError | None]:
+        """(what it returns, None), or (None, what was wrong with the disk)."""
+        try:
+            return action(), None
+        except (OSError, SafetensorError) as error:
+            message = (
+                f"weight sync {self.weight_version} could not be written to {FLAG} {self._dir.root}: {error}; free "
+                "some space there, or give another directory"
+            )
+            return None, WeightSyncError(message, is_final=True)
+
+    def _call_hook(self, path: str) -> None:
+        """Every rank calls it, and learns whether it failed on one."""
+        if self._hook is None:
+            return
+        failure, message = None, None
+        try:
+            self._hook(self.args, path, self._engines)
+        except Exception as error:  # the user's code: told with its rank, and raised on all
+            logger.exception("%s failed", HOOK_FLAG)
+            failure, message = error, f"{type(error).__name__}: {error}"
+        failed = {rank: text for rank, text in enumerate(gathered(message)) if text is not None}
+        if failed:
+            where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise WeightSyncError(f"{HOOK_FLAG} failed on {path}: {where}", is_final=True) from failure
+
+    def _on_source(self, action: Callable[[], None]) -> None:
+        """Do something on the source rank; every rank raises what is wrong there."""
+        error = None
+        if self.is_source:
+            try:
+                action()
+            except (UsageError, OSError) as problem:
+                error = WeightSyncError(str(problem), is_final=True)
+        if error := self._from_source(error):
+            raise error

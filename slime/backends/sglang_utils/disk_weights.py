@@ -1,0 +1,103 @@
+"""How an engine of ours loads a version of the weights from files: load format "slime" of /update_weights_from_disk.
+
+SGLang's own formats differ in two ways that matter during training. A file that is cut short ends its scheduler: what
+fails while loading is tried again from the same files, outside any `try`. And they prepare layers once more after
+loading, which fp8 layers do not survive. Here the directory is looked at first, weights are loaded as the other
+transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all.
+
+It does not know who writes versions, nor when they go away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.utils.safetensors_files import files_of, what_is_wrong
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+LOAD_FORMAT = "slime"
+
+
+def install() -> None:
+    """Add the format to the server that runs in this process. Imports SGLang."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    stock = WeightUpdater.update_weights_from_disk
+
+    def update_weights_from_disk(
+        self: Any, model_path: str, load_format: str, *values: Any, **keywords: Any
+    ) -> tuple[bool, str]:
+        if load_format != LOAD_FORMAT:
+            return stock(self, model_path, load_format, *values, **keywords)
+        problem = load(Path(model_path), self.get_model().load_weights)
+        return problem is None, problem or "Succeeded to update model weights."
+
+    rename = TokenizerManager._update_model_path_info
+
+    def stay_named(self: Any, model_path: str, load_format: str) -> None:
+        if load_format != LOAD_FORMAT:  # a version's directory goes away, and is not the name of the model
+            rename(self, model_path, load_format)
+
+    WeightUpdater.update_weights_from_disk = update_weights_from_disk
+    TokenizerManager._update_model_path_info = stay_named
+
+
+def load(directory: Path, load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> str | None:
+    """Load a version into the model, on every tensor-parallel rank at once.
+
+    Args:
+        directory: of the version.
+        load_weights: takes (HF name, full tensor).
+
+    Returns:
+        what is wrong, on this rank or on another; None when every rank has loaded all of it.
+    """
+    problem = agreed(_missing(directory) or what_is_wrong(directory))
+    if problem is not None:
+        return problem
+    try:
+        load_weights(tensors_of(directory))
+    except Exception as error:  # the answer, in place of the scheduler's end
+        logger.exception("loading %s failed", directory)
+        problem = f"loading {directory} failed: {type(error).__name__}: {error}"
+    return agreed(problem)
+
+
+def _missing(directory: Path) -> str | None:
+    if directory.is_dir():
+        return None
+    return f"there is no {directory} on this host; is its parent the same directory as on the trainer's?"
+
+
+def tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, tensor) of everything in a directory, mapped from the files."""
+    from safetensors import safe_open
+
+    for file in files_of(directory):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                yield name, opened.get_tensor(name)
+
+
+def agreed(problem: str | None) -> str | None:
+    """The first problem of a tensor-parallel rank, on all of them (collective)."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return problem
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return problem
+    found: list[str | None] = [None] * group.world_size
+    dist.all_gather_object(found, problem, group=group.cpu_group)
+    return next(filter(None, found), None)

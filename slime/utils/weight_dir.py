@@ -1,0 +1,126 @@
+"""The directory of --update-weight-disk-dir: names of versions, which run owns it, what an earlier one left there.
+
+A run holds a lock on a file in it for as long as it lives; the file says whose it is. It does not know what a version
+holds. Importing it needs no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import IO, Any
+
+from slime.utils.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+OWNER_FILE = ".slime_weight_sync.json"
+VERSIONS = "weight_v[0-9]*"
+FLAG = "--update-weight-disk-dir"
+
+
+def version_dir(root: Path, version: int) -> Path:
+    """Where a version of the weights lies: `<root>/weight_v000012`."""
+    return root / f"weight_v{version:06d}"
+
+
+def why_not_ours(root: str | Path) -> str | None:
+    """Why a run that begins now cannot have this directory; None when it can. Leaves nothing behind."""
+    path = Path(root) / OWNER_FILE
+    if not path.exists():
+        return _kept_versions(Path(root), {})
+    with path.open("r+") as file:
+        if not _lock(file):
+            return _in_use(Path(root), _read(file))
+        return _kept_versions(Path(root), _read(file))
+
+
+class WeightDir:
+    """The directory, for the process that writes versions.
+
+    Args:
+        root: made if it does not exist.
+        keeps_files: versions stay when the engines have them.
+        run: what identifies the run to a person, such as its output directory.
+    """
+
+    def __init__(self, root: Path, *, keeps_files: bool, run: str) -> None:
+        self.root = root
+        self.keeps_files = keeps_files
+        self._run = run
+        self._file: IO[str] | None = None
+
+    def claim(self) -> None:
+        """Take the directory until this process ends, and remove what an earlier run would have removed, too.
+
+        Raises:
+            UsageError: another run has it, or an earlier one kept versions there.
+        """
+        if self._file is not None:
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        file = (self.root / OWNER_FILE).open("a+")
+        if not _lock(file):
+            raise UsageError(f"{FLAG} {self.root} {_in_use(self.root, _read(file))}")
+        earlier = _read(file)
+        if problem := _kept_versions(self.root, earlier):
+            raise UsageError(f"{FLAG} {self.root} {problem}")
+        for left in self.root.glob(VERSIONS):
+            logger.warning("removing %s, which an earlier run left behind", left)
+            shutil.rmtree(left)
+        mine = {"run": self._run, "host": socket.gethostname(), "pid": os.getpid(), "keeps_files": self.keeps_files}
+        file.truncate(0)
+        file.write(json.dumps(mine))
+        file.flush()
+        self._file = file  # closing it would give the lock up
+
+    def path(self, version: int) -> Path:
+        """Where a version lies."""
+        return version_dir(self.root, version)
+
+    def discard(self, version: int) -> None:
+        """Remove a version that every engine has, unless versions are kept."""
+        if self.keeps_files:
+            return
+        try:
+            shutil.rmtree(self.path(version))
+        except OSError as error:
+            logger.warning("%s is not needed any more, but cannot be removed: %s", self.path(version), error)
+
+
+def _lock(file: IO[str]) -> bool:
+    """Whether the file is this process's now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("%s has no locks (%s): nothing keeps two runs from using it", file.name, error)
+    return True
+
+
+def _read(file: IO[str]) -> dict[str, Any]:
+    file.seek(0)
+    try:
+        found = json.loads(file.read())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _in_use(root: Path, owner: dict[str, Any]) -> str:
+    who = f"{owner.get('run')} (process {owner.get('pid')} on {owner.get('host')})" if owner else "another run"
+    return f"is in use by {who}; give each run a directory of its own."
+
+
+def _kept_versions(root: Path, owner: dict[str, Any]) -> str | None:
+    """What an earlier run kept on purpose is not overwritten; None where there is nothing."""
+    kept = [] if owner.get("keeps_files") is False else sorted(root.glob(VERSIONS))
+    if not kept:
+        return None
+    return f"holds {kept[0].name} of an earlier run; remove that run's versions, or give another directory."

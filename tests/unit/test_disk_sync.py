@@ -1,0 +1,366 @@
+"""Weight sync over files: what is written, when it has its name, what engines refuse, and whose directory it is.
+
+The engine is a dictionary of weights that loads files with the code of the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from slime.backends.megatron_utils import hf_export
+from slime.backends.megatron_utils.update_weight import base, build_weight_updater
+from slime.backends.megatron_utils.update_weight.base import WeightSyncError
+from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
+from slime.backends.sglang_utils import disk_weights
+from slime.backends.sglang_utils.weight_samples import describe, sample
+from slime.utils.arguments.check_files import check_weight_dir
+from slime.utils.safetensors_files import INDEX_FILE, what_is_wrong
+from slime.utils.weight_dir import WeightDir, why_not_ours
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [f"layer.{i}.weight" for i in range(3)]
+
+
+class FileEngine:
+    """Loads versions as an engine does, into a dictionary."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version = "default"
+        self.spoil: list[Any] = []
+        """Functions of a version's directory, called before it is loaded, one a load."""
+
+    def pause(self, mode: str) -> None:
+        self.calls.append("pause")
+
+    def flush_cache(self) -> None:
+        self.calls.append("flush")
+
+    def continue_generation(self) -> None:
+        self.calls.append("continue")
+
+    def set_weight_version(self, version: str) -> str:
+        self.version = version
+        return version
+
+    def update_weights_from_disk(self, path: str, *, weight_version: str) -> str:
+        self.calls.append(f"load {Path(path).name}")
+        if self.spoil:
+            self.spoil.pop(0)(Path(path))
+        problem = disk_weights.load(
+            Path(path), lambda tensors: self.weights.update({name: tensor.clone() for name, tensor in tensors})
+        )
+        if problem:
+            raise RuntimeError(problem)
+        self.version = weight_version
+        return weight_version
+
+    def sample_weights(self, names: list[str]) -> list[dict[str, str]]:
+        return [{name: describe((4,), sample(self.weights[name])) for name in names if name in self.weights}]
+
+
+class World:
+    """A trainer whose weights a test may change, an HF checkpoint, and the shared directory."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.weights = {name: torch.full((4,), float(i)) for i, name in enumerate(NAMES)}
+        self.checkpoint, self.shared = tmp_path / "model", tmp_path / "shared"
+        self.checkpoint.mkdir()
+        save_file(self.weights, self.checkpoint / "model.safetensors")
+        (self.checkpoint / "config.json").write_text(json.dumps({"model_type": "qwen3", "dtype": "bfloat16"}))
+        (self.checkpoint / "tokenizer.json").write_text("{}")
+        monkeypatch.setattr(base, "iter_hf_buckets", self.buckets)
+
+    def buckets(self, args: Any, model: Any, *, buffer_size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        return iter([[item] for item in self.weights.items()])
+
+    def updater(self, *engines: FileEngine, connect: bool = True, **values: Any) -> DiskWeightUpdater:
+        args = {
+            "update_weight_transport": "disk",
+            "update_weight_mode": "full",
+            "update_weight_disk_dir": str(self.shared),
+            "update_weight_disk_keep_files": False,
+            "custom_update_weight_post_write_path": None,
+            "output_dir": "runs/mine",
+            "update_weights_in_flight": False,
+            "update_weight_buffer_size": 16,
+            "distributed_timeout_minutes": 0.1,
+            "hf_checkpoint": str(self.checkpoint),
+            "mtp_num_layers": None,
+            "check_weight_update_equal": False,
+        }
+        made = build_weight_updater(SimpleNamespace(**(args | values)), [], colocated=False)
+        assert isinstance(made, DiskWeightUpdater)
+        if connect:
+            made.connect(engines, engine_sizes=[1] * len(engines))
+        return made
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("transport", "colocated"), [("disk", False), ("disk", True), ("nccl", False)])
+def test_the_transport_says_who_carries_the_weights(world: World, transport: str, colocated: bool) -> None:
+    args = world.updater(FileEngine(), connect=False).args
+    args.update_weight_transport = transport
+    made = build_weight_updater(args, [], colocated=colocated)
+    assert type(made).__name__ == {"disk": "DiskWeightUpdater", "nccl": "DistributedWeightUpdater"}[transport]
+
+
+# ---- what is written, and when
+
+
+def test_a_version_is_a_whole_hf_directory_with_the_weights_as_they_are(world: World) -> None:
+    world.updater(FileEngine(), update_weight_disk_keep_files=True).update()
+    version = world.shared / "weight_v000001"
+    assert (version / "config.json").is_file() and (version / "tokenizer.json").is_file()
+    index = json.loads((version / INDEX_FILE).read_text())
+    assert index["weight_map"].keys() == world.weights.keys()
+    assert index["metadata"] == {"total_size": 3 * 4 * 4, "version": 1}
+    assert len(set(index["weight_map"].values())) == 3, "a shard is a bucket of 16 bytes"
+    stored = {name: load_file(version / file)[name] for name, file in index["weight_map"].items()}
+    for name, tensor in world.weights.items():
+        assert stored[name].dtype == torch.float32, "the trainer's precision, though the config says bfloat16"
+        assert torch.equal(stored[name], tensor)
+    assert what_is_wrong(version) is None
+
+
+def test_files_are_written_before_the_pause_and_gone_after_the_engines_have_them(world: World) -> None:
+    engine, other = FileEngine(), FileEngine()
+    seen: list[bool] = []
+    engine.pause = lambda mode: seen.append((world.shared / "weight_v000001").is_dir())  # type: ignore[method-assign]
+    metrics = world.updater(engine, other).update()
+    assert seen == [True]
+    assert other.calls == ["pause", "flush", "load weight_v000001", "continue"]
+    assert all(torch.equal(one.weights[name], world.weights[name]) for one in (engine, other) for name in NAMES)
+    assert not list(world.shared.glob("weight_*"))
+    assert metrics["perf/update_weights_wire_bytes"] == 3 * 4 * 4
+    parts = [metrics[f"perf/update_weights_{part}_time"] for part in ("write", "pause", "send")]
+    assert all(part > 0 for part in parts) and sum(parts) <= metrics["perf/update_weights_time"]
+
+
+def test_versions_count_up_and_stay_where_they_are_kept(world: World) -> None:
+    engine = FileEngine()
+    updater = world.updater(engine, update_weight_disk_keep_files=True)
+    updater.update()
+    world.weights["layer.1.weight"] += 1
+    updater.update()
+    assert sorted(path.name for path in world.shared.glob("weight_*")) == ["weight_v000001", "weight_v000002"]
+    assert engine.version == "2" and engine.weights["layer.1.weight"].tolist() == [2.0] * 4
+
+
+def test_the_name_appears_when_every_file_is_on_the_disk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    to_disk = hf_export._to_disk
+
+    def watch(path: Path) -> None:
+        synced.append(path.name)
+        assert (world.shared / "weight_v000001").exists() == (path == world.shared)
+        to_disk(path)
+
+    monkeypatch.setattr(hf_export, "_to_disk", watch)
+    world.updater(FileEngine()).update()
+    assert synced[-2:] == ["weight_v000001.partial", "shared"], "its entries, then the entry of its name"
+    shards = {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
+    assert set(synced[:-2]) == shards | {INDEX_FILE, "config.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("moment", ["first shard", "last shard", "fsync"])
+def test_a_full_disk_ends_the_sync_before_any_engine_is_paused(
+    world: World, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    engine, save, saved = FileEngine(), hf_export.save_file, []
+
+    def save_until_full(shard: dict[str, torch.Tensor], path: Path, **keywords: Any) -> None:
+        saved.append(path)
+        if len(saved) == {"first shard": 1, "last shard": 3, "fsync": 0}[moment]:
+            path.write_bytes(b"half")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save(shard, path, **keywords)
+
+    def no_room(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_export, "save_file", save_until_full)
+    if moment == "fsync":
+        monkeypatch.setattr(hf_export, "_to_disk", no_room)
+    updater = world.updater(engine)
+    with pytest.raises(
+        WeightSyncError, match="weight sync 1 could not be written to --update-weight-disk-dir .*space"
+    ):
+        updater.update()
+    assert not engine.calls
+    assert not list(world.shared.glob("weight_*")), "neither under its name nor under the other one"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of one megabyte")
+def test_a_disk_that_is_really_full_is_named(world: World) -> None:
+    world.shared.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(world.shared)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount")
+    try:
+        world.weights["layer.2.weight"] = torch.zeros(500_000)
+        with pytest.raises(WeightSyncError, match="No space left on device"):
+            world.updater(FileEngine()).update()
+        assert not list(world.shared.glob("weight_*"))
+    finally:
+        subprocess.run(["umount", "--lazy", world.shared], check=True)
+
+
+# ---- what engines refuse
+
+
+def cut_short(version: Path) -> None:
+    file = max(version.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def lose_a_file(version: Path) -> None:
+    max(version.glob("*.safetensors")).unlink()
+
+
+def lose_everything(version: Path) -> None:
+    version.rename(version.with_name("elsewhere"))
+
+
+def garble(version: Path) -> None:
+    max(version.glob("*.safetensors")).write_bytes(b"\x10\0\0\0\0\0\0\0no header at all")
+
+
+SPOILT = {
+    cut_short: "has 127 bytes instead of 128",
+    lose_a_file: "cannot be read: No such file",
+    lose_everything: "there is no .*weight_v000001 on this host; is its parent the same directory",
+    garble: "Expecting value",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_version_that_is_not_whole_is_refused_and_written_anew(
+    world: World, spoil: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FileEngine()
+    engine.spoil = [spoil]
+    world.updater(engine).update()
+    assert engine.calls == ["pause", "flush", "load weight_v000001", "load weight_v000001", "continue"]
+    assert engine.version == "1" and engine.weights.keys() == set(NAMES)
+    assert "weight sync 1 failed, it is sent whole once more" in caplog.text
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_version_that_is_refused_twice_ends_the_run_with_the_reason(world: World, spoil: Any) -> None:
+    engine = FileEngine()
+    engine.spoil = [lose_a_file, spoil]
+    with pytest.raises(WeightSyncError, match=f"failed 2 times.*engines stay paused.*{SPOILT[spoil]}"):
+        world.updater(engine).update()
+    assert "continue" not in engine.calls and not engine.weights
+
+
+def test_an_error_of_the_model_is_an_answer(tmp_path: Path, world: World) -> None:
+    world.updater(FileEngine(), update_weight_disk_keep_files=True).update()
+
+    def no_such_parameter(tensors: Any) -> None:
+        raise KeyError("layer.0.weight")
+
+    problem = disk_weights.load(world.shared / "weight_v000001", no_such_parameter)
+    assert problem is not None and problem.endswith("weight_v000001 failed: KeyError: 'layer.0.weight'")
+
+
+# ---- the hook
+
+
+CALLED: list[tuple[Any, str, list[Any]]] = []
+
+
+def remember(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+    CALLED.append((args, version_dir, rollout_engines))
+    assert what_is_wrong(Path(version_dir)) is None, "it is complete"
+    assert not rollout_engines[0].calls, "no engine has been paused for it"
+
+
+def fail(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+    raise ValueError("the mirror is gone")
+
+
+def test_the_hook_gets_the_directory_once_it_is_complete_and_before_engines_read_it(world: World) -> None:
+    CALLED.clear()
+    engine = FileEngine()
+    updater = world.updater(engine, custom_update_weight_post_write_path=f"{__name__}.remember")
+    updater.update()
+    (call,) = CALLED
+    assert call == (updater.args, str(world.shared / "weight_v000001"), [engine])
+
+
+def test_a_hook_that_fails_ends_the_run_and_is_named(world: World) -> None:
+    engine = FileEngine()
+    updater = world.updater(engine, custom_update_weight_post_write_path=f"{__name__}.fail")
+    sentence = "--custom-update-weight-post-write-path failed .*rank 0: ValueError: the mirror is gone"
+    with pytest.raises(WeightSyncError, match=sentence):
+        updater.update()
+    assert not engine.calls
+
+
+# ---- whose directory it is
+
+
+OTHER_RUN = """
+import pathlib, sys, time
+from slime.utils.weight_dir import WeightDir
+held = WeightDir(pathlib.Path(sys.argv[1]), keeps_files=False, run="runs/other")
+held.claim()
+print("claimed", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_runs_cannot_have_one_directory_and_a_dead_one_gives_it_up(world: World) -> None:
+    command = [sys.executable, "-c", OTHER_RUN, str(world.shared)]
+    other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() == b"claimed\n"
+    sentence = rf"{world.shared} is in use by runs/other \(process {other.pid} on .*\); give each run a directory"
+    with pytest.raises(WeightSyncError, match=sentence):
+        world.updater(FileEngine())
+    (at_parse_time,) = check_weight_dir(str(world.shared))
+    assert at_parse_time.startswith(f"--update-weight-disk-dir {world.shared} is in use by runs/other")
+    other.kill()
+    other.wait()
+    assert not [*check_weight_dir(str(world.shared))]
+    world.updater(FileEngine()).update()
+
+
+def test_what_a_run_left_behind_is_removed_and_what_it_kept_is_not(world: World) -> None:
+    left = WeightDir(world.shared, keeps_files=False, run="first")
+    left.claim()
+    left.path(7).mkdir()
+    left._file.close()  # type: ignore[union-attr] - the process ends
+    assert why_not_ours(world.shared) is None
+    kept = WeightDir(world.shared, keeps_files=True, run="second")
+    kept.claim()
+    assert not left.path(7).exists()
+    kept.path(8).mkdir()
+    kept._file.close()  # type: ignore[union-attr]
+    with pytest.raises(WeightSyncError, match="holds weight_v000008 of an earlier run; remove that run's versions"):
+        world.updater(FileEngine())
+    assert kept.path(8).exists()
+    assert [*check_weight_dir(str(world.shared))][0].endswith("or give another directory.")
+
+
+def test_a_look_at_a_directory_leaves_nothing_there(tmp_path: Path) -> None:
+    assert why_not_ours(tmp_path / "gone") is None and not [*check_weight_dir(str(tmp_path / "gone"))]
+    assert not list(tmp_path.iterdir())
