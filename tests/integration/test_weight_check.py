@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from slime.backends.megatron_utils.update_weight import base
 from slime.backends.megatron_utils.update_weight.from_tensor import TensorWeightUpdater
+from slime.backends.sglang_utils.quick_load import NOT_SHORT
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 
 
@@ -47,6 +48,21 @@ def test_a_sync_that_restores_every_bit_passes_and_another_one_is_refused(
     with pytest.raises(base.WeightSyncError, match="--check-weight-update-equal failed on engine 0 .*engine_0.log"):
         updater_of(engine, model, other, monkeypatch).update()
     engine.continue_generation()
+
+
+def test_buckets_that_come_again_restore_every_bit(
+    engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine loads them by the copies of the first time (`quick_load`)."""
+    for model in tiny_models:
+        updater = updater_of(engine, model, model, monkeypatch)
+        updater.args.check_weight_update_equal = False
+        updater.update()
+    for action in ("snapshot", "reset_tensors"):
+        engine.check_weights(action)
+    updater.update()
+    engine.check_weights("compare")
+    assert NOT_SHORT not in Path(engine.contact().log_path).read_text()
 
 
 def test_an_engine_says_what_it_holds_of_the_tensors_that_it_has(engine: SGLangEngine) -> None:

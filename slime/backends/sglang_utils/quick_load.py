@@ -1,0 +1,220 @@
+"""Load a bucket of weights that comes again and again without asking the model where each tensor goes.
+
+SGLang's `load_weights` walks over the model for every bucket and finds the place of every tensor by its name: 30 us a
+tensor, most of a weight sync on a fast GPU. But what it does in the end is the same each time. So the first load of a
+bucket is SGLang's own, watched by torch: when it did nothing but copy parts of the bucket into parameters (look at
+parts of tensors, fill the padding of a vocabulary), these copies are kept, and the same bucket is loaded by them from
+then on, all in one call. A load that does more (casts first, quantises, computes something) is never shortened.
+
+"The same bucket" means the same names, shapes, types and places in it; each parameter has to be where it was. It does
+not know models, formats or senders. `install` changes the server that runs in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger(__name__)
+
+MAX_BUCKETS = 4096
+"""Of one model; who sends other buckets every time gets no recipes, and costs no more memory than this."""
+
+NOT_SHORT = "is always loaded tensor by tensor, for loading it is more than copying"
+
+Load = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One copy of a recipe.
+
+    Attributes:
+        target: a part of a parameter.
+        dtype: of what is copied. shape: of it. stride: of it. start: its first element, counted from the bucket's.
+    """
+
+    target: torch.Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a parameter was: `place[name]`, at an address."""
+
+    place: dict[str, torch.Tensor | None]
+    name: str
+    address: int
+
+    def is_unchanged(self) -> bool:
+        held = self.place.get(self.name)
+        return held is not None and held.data_ptr() == self.address
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The copies that a load is made of.
+
+    Attributes:
+        copies: in any order, for no two of them write the same element.
+        fills: (target, number), likewise.
+        homes: of the parameters that they write.
+    """
+
+    copies: list[_Copy]
+    fills: list[tuple[torch.Tensor, float]]
+    homes: list[_Home]
+
+    def holds(self) -> bool:
+        """Whether every parameter is where it was."""
+        return all(home.is_unchanged() for home in self.homes)
+
+    @torch.no_grad()
+    def load(self, data: torch.Tensor) -> None:
+        """Copy everything out of a bucket, uint8 [num_bytes]."""
+        typed = {dtype: data.view(dtype) for dtype in {copy.dtype for copy in self.copies}}
+        first = {dtype: view.storage_offset() for dtype, view in typed.items()}
+        sources = [
+            torch.as_strided(typed[copy.dtype], copy.shape, copy.stride, first[copy.dtype] + copy.start)
+            for copy in self.copies
+        ]
+        torch._foreach_copy_([copy.target for copy in self.copies], sources)
+        for target, value in self.fills:
+            target.fill_(value)
+
+
+class Recipes:
+    """Those of one model."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[Recipe, Any] | None] = {}
+
+    def load(self, model: torch.nn.Module, data: torch.Tensor, metadata: Sequence[Any], load: Load) -> Any:
+        """Load a bucket by its recipe, or by `load`, which is watched the first time.
+
+        Args:
+            model: that takes the weights.
+            data: the bucket, uint8 [num_bytes].
+            metadata: SGLang's FlattenedTensorMetadata of each tensor in it.
+            load: SGLang's own way.
+
+        Returns:
+            what `load` returned the first time.
+        """
+        key = (data.numel(), data.storage_offset() % 16, *((m.name, m.shape, m.dtype, m.start_idx) for m in metadata))
+        if key in self._found:
+            known = self._found[key]
+            if known is None:
+                return load()
+            recipe, answer = known
+            if recipe.holds():
+                recipe.load(data)
+                return answer
+        if len(self._found) >= MAX_BUCKETS:
+            self._found.clear()
+        watcher = _Watcher()
+        with watcher:
+            result = load()
+        recipe = _recipe_of(model, data, watcher) if watcher.other is None else None
+        if recipe is None and None not in self._found.values():
+            why = watcher.other or "it writes other memory than parameters"
+            logger.warning(
+                "a bucket of weights (%s, ...) %s: %s", metadata[0].name if metadata else "", NOT_SHORT, why
+            )
+        self._found[key] = None if recipe is None else (recipe, result)
+        return result
+
+
+class _Watcher(TorchDispatchMode):
+    """Notes what is written.
+
+    Attributes:
+        copies: (target, source) of each. fills: (target, number) of each.
+        other: the first operation of another kind, unless it only looks at a part of a tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.fills: list[tuple[torch.Tensor, float]] = []
+        self.other: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do it, and note it."""
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append((args[0].detach(), args[1].detach()))
+        elif func is torch.ops.aten.fill_.Scalar:
+            self.fills += [(args[0].detach(), args[1])] if args[0].numel() else []
+        elif not func.is_view:
+            self.other = self.other or str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _recipe_of(model: torch.nn.Module, data: torch.Tensor, watcher: _Watcher) -> Recipe | None:
+    """What was written, if all of it goes into parameters, each element once, and every copy is of the bucket."""
+    homes = _homes(model)
+    targets = [target for target, _ in [*watcher.copies, *watcher.fills]]
+    addresses = {target.untyped_storage().data_ptr() for target in targets}
+    if not addresses <= homes.keys() or not _are_apart(targets):
+        return None
+    copies = [_copy_of(data, target, source) for target, source in watcher.copies]
+    known = [copy for copy in copies if copy is not None]
+    if len(known) < len(copies):
+        return None
+    return Recipe(known, watcher.fills, [home for address in addresses for home in homes[address]])
+
+
+def _copy_of(data: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> _Copy | None:
+    """A copy of a part of the bucket; None where it is of something else, or of another shape."""
+    item = source.element_size()
+    is_of_bucket = source.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+    if not is_of_bucket or target.shape != source.shape or data.numel() % item or data.storage_offset() % item:
+        return None
+    start = source.storage_offset() - data.storage_offset() // item
+    return _Copy(target, source.dtype, source.shape, source.stride(), start)
+
+
+def _homes(model: torch.nn.Module) -> dict[int, list[_Home]]:
+    """Parameters and buffers by the address of their storage."""
+    found: dict[int, list[_Home]] = {}
+    for place, name, tensor in _places(model):
+        found.setdefault(tensor.untyped_storage().data_ptr(), []).append(_Home(place, name, tensor.data_ptr()))
+    return found
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    for module in model.modules():
+        for place in (module._parameters, module._buffers):
+            yield from ((place, name, tensor) for name, tensor in place.items() if tensor is not None)
+
+
+def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no two of them share memory; only of contiguous ones that is easy to say."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+    return all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+
+
+def install() -> None:
+    """Shorten what SGLang does with a "flattened_bucket" in this process; imports SGLang."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    load = WeightUpdater._update_weights_from_flattened_bucket
+    of_model: WeakKeyDictionary[torch.nn.Module, Recipes] = WeakKeyDictionary()
+
+    def load_quickly(updater: Any, flattened_tensor_bucket_dict: dict[str, Any]) -> Any:
+        model, bucket = updater.get_model(), flattened_tensor_bucket_dict
+        recipes = of_model.setdefault(model, Recipes())
+        return recipes.load(model, bucket["flattened_tensor"], bucket["metadata"], lambda: load(updater, bucket))
+
+    WeightUpdater._update_weights_from_flattened_bucket = load_quickly
