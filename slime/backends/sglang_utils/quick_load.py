@@ -121,16 +121,17 @@ class Recipes:
                 return answer
         if len(self._found) >= MAX_BUCKETS:
             self._found.clear()
+        is_first_of_its_kind = None not in self._found.values()
+        self._found[key] = None  # a load that fails is not watched when it is tried again
         watcher = _Watcher()
         with watcher:
             result = load()
-        recipe = _recipe_of(model, data, watcher) if watcher.other is None else None
-        if recipe is None and None not in self._found.values():
-            why = watcher.other or "it writes other memory than parameters"
-            logger.warning(
-                "a bucket of weights (%s, ...) %s: %s", metadata[0].name if metadata else "", NOT_SHORT, why
-            )
-        self._found[key] = None if recipe is None else (recipe, result)
+        made = _recipe_of(model, data, watcher) if watcher.other is None else None
+        if made is not None:
+            self._found[key] = (made, result)
+        elif is_first_of_its_kind:
+            why = watcher.other or "it does not write parts of parameters once each"
+            logger.warning("a bucket of weights (%s, ...) %s: %s", metadata[0].name, NOT_SHORT, why)
         return result
 
 
