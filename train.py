@@ -19,8 +19,8 @@ def train(args: Any) -> None:
     with TrainingRun(args) as run:
         run.eval_before_training()
         for rollout_id in run.steps():
-            data = run.generate(rollout_id)
-            run.train_step(rollout_id, data)
+            rollout = run.generate(rollout_id)
+            run.train_step(rollout_id, rollout)
             run.save_if_due(rollout_id)
             run.sync_weights()
             run.eval_if_due(rollout_id)

@@ -38,8 +38,8 @@ def train(args: Any) -> None:
         run.eval_before_training()
         ahead = RolloutsAhead(run, args.async_buffer_size)
         for rollout_id in run.steps():
-            data = ahead.take(rollout_id)
-            run.train_step(rollout_id, data)
+            rollout = ahead.take(rollout_id)
+            run.train_step(rollout_id, rollout)
             run.save_if_due(rollout_id)
             if run.sync_is_due(rollout_id):
                 run.finish_eval()

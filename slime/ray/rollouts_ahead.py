@@ -6,10 +6,8 @@ It knows the verbs of a run, not what a rollout is.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
-from slime.ray.run import TrainingRun
-from slime.utils.misc import Box
+from slime.ray.run import PendingRollout, TrainingRun
 
 
 class RolloutsAhead:
@@ -22,15 +20,15 @@ class RolloutsAhead:
 
     def __init__(self, run: TrainingRun, limit: int) -> None:
         self._run, self._limit = run, limit
-        self._begun: deque[Any] = deque()
+        self._begun: deque[PendingRollout] = deque()
 
-    def take(self, rollout_id: int) -> list[Box]:
-        """The data of this rollout; then those behind it are begun, as many as may be."""
+    def take(self, rollout_id: int) -> PendingRollout:
+        """This rollout, once its samples are there; then those behind it are begun, as many as may be."""
         if not self._begun:
             self._begun.append(self._run.start_generate(rollout_id))
-        data = self._run.wait_generated(self._begun.popleft())
+        rollout = self._run.wait_generated(self._begun.popleft())
         self._fill(rollout_id)
-        return data
+        return rollout
 
     def drain(self) -> None:
         """Wait until all of them are generated. The manager does them in order, so the last one stands for all."""

@@ -31,7 +31,7 @@ from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
 from slime.ray.utils import actor_env, get
 from slime.rollout.weight_versions import SyncSchedule
-from slime.utils.misc import Box, should_run_periodic_action
+from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ MetricRecord = tuple[dict[str, float], str]
 START_DEADLINE_S = 1800.0
 WORK_DEADLINE_S = 24 * 3600.0  # generation has no bound of its own; each request inside it has one
 STATE_DEADLINE_S = 600.0
+GENERATION = "the generation of a rollout"
 DISPOSE_DEADLINE_S = 60.0
 
 
@@ -49,6 +50,19 @@ class RunPlan:
     start_rollout_id: int
     num_rollout: int
     num_rollout_per_epoch: int
+
+
+@dataclass(frozen=True)
+class PendingRollout:
+    """A rollout that was begun.
+
+    Attributes:
+        samples: they are there; nobody asks the engines for more.
+        train_data: what the trainer takes of them (`RolloutManager.train_data`), which is made behind them.
+    """
+
+    samples: ray.ObjectRef
+    train_data: ray.ObjectRef
 
 
 @dataclass(frozen=True)
@@ -99,13 +113,14 @@ class TrainingRun:
         """Whether no rollout follows this one."""
         return rollout_id + 1 >= self.plan.num_rollout
 
-    def start_generate(self, rollout_id: int) -> ray.ObjectRef:
+    def start_generate(self, rollout_id: int) -> PendingRollout:
         """Begin a rollout and return at once; `wait_generated` waits for it.
 
         The data source's state is saved right behind it where this rollout will be saved: a rollout that is begun
         ahead would otherwise already have moved it.
         """
-        pending = self._manager.generate.remote(rollout_id)
+        samples = self._manager.generate.remote(rollout_id)
+        pending = PendingRollout(samples, self._manager.train_data.remote())
         if self._save_is_due(rollout_id) and self.args.save:
             self._state_saved[rollout_id] = self._manager.save.remote(rollout_id)
         return pending
@@ -117,39 +132,41 @@ class TrainingRun:
             return True
         return self._schedule.version_at(rollout_id) - self._weight_version <= bound
 
-    def wait_generated(self, pending: ray.ObjectRef) -> list[Box]:
-        """Wait for a rollout: one Box of training data per data-parallel rank."""
+    def wait_generated(self, pending: PendingRollout) -> PendingRollout:
+        """Wait for the samples of a rollout, which `train_step` then takes."""
         start = time.monotonic()
-        data, records = get(pending, "the generation of a rollout", WORK_DEADLINE_S)
+        get(pending.samples, GENERATION, WORK_DEADLINE_S)
         self._times.waited(time.monotonic() - start)
-        self._times.generated(records)
-        self._log(records)
-        return data
+        return pending
 
-    def generate(self, rollout_id: int) -> list[Box]:
-        """Make the training data of a rollout."""
+    def generate(self, rollout_id: int) -> PendingRollout:
+        """Make the samples of a rollout."""
         return self.wait_generated(self.start_generate(rollout_id))
 
-    def drain(self, pending: ray.ObjectRef | None) -> None:
+    def drain(self, pending: PendingRollout | None) -> None:
         """Wait until a rollout that runs ahead is generated, so that no request is in flight."""
         if pending is not None:
             start = time.monotonic()
-            ray.wait([pending], timeout=WORK_DEADLINE_S, fetch_local=False)
+            ray.wait([pending.samples], timeout=WORK_DEADLINE_S, fetch_local=False)
             self._times.waited(time.monotonic() - start)
 
-    def train_step(self, rollout_id: int, data: list[Box]) -> None:
-        """Train on a rollout (not with --debug-rollout-only, which has no trainers).
+    def train_step(self, rollout_id: int, rollout: PendingRollout) -> None:
+        """Train on a rollout whose samples are there; with --debug-rollout-only, which has no trainers, only log it.
 
         With a critic: its values go to the actor, whose advantages they become; the returns go back to the critic. The
         two take turns, and leave the GPU to each other with --offload-train. (In the first --num-critic-only-steps
         rollouts the actor makes returns, and updates nothing.)
         """
         self._rollout_id = rollout_id
+        if first := self._critic or self._trainers:
+            self.turns.to_trainer(first)  # meanwhile the manager makes the training data of the samples
+        data, records = get(rollout.train_data, GENERATION, WORK_DEADLINE_S)
+        self._times.generated(records)
+        self._log(records)
         if not self._has_trainers:
             return
         values = None
         if self._critic:
-            self.turns.to_trainer(self._critic)
             values = self._critic.compute_values(rollout_id, data)
         self.turns.to_trainer(self.trainers)
         records, returns = self.trainers.train(rollout_id, data, values)
@@ -180,16 +197,18 @@ class TrainingRun:
 
     def sync_weights(self) -> None:
         """Send the trainer's weights to the engines, tell the manager their version, and let the engines generate."""
+        told = None
         if self._syncs_weights:
             self.turns.to_weight_sync(self.trainers)
             self._log_rollout_record(self.trainers.update_weights())
             self._weight_version += 1
             told = self._manager.set_weight_version.remote(self._weight_version)
-            get(told, "the rollout manager to hear of the weight sync", STATE_DEADLINE_S)
         if self._has_trainers:
             self.turns.to_engines()
             if metrics := self.turns.take_metrics():
                 self._log_rollout_record(metrics)
+        if told is not None:
+            get(told, "the rollout manager to hear of the weight sync", STATE_DEADLINE_S)
 
     def eval_if_due(self, rollout_id: int) -> None:
         """Evaluate every `--eval-interval` rollouts and at epoch ends."""

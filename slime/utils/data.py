@@ -17,6 +17,7 @@ from typing import Any, overload
 
 import orjson
 
+from slime.utils.columns import restore_columns
 from slime.utils.errors import UsageError
 from slime.utils.multimodal import with_parts
 from slime.utils.processing_utils import process_vision_info, render_chat
@@ -333,9 +334,13 @@ def process_rollout_data(args: Namespace, refs: list[Any], dp_rank: int, dp_size
         refs: one `Box` of an object reference per DP rank.
         dp_rank: whose share.
         dp_size: must equal the number of refs.
+
+    Returns:
+        a RolloutBatch; its columns of one value per token are lists of read-only arrays
+        (`slime.utils.columns.PER_TOKEN`).
     """
     import ray  # the one lazy import that the layering rule grants this module
 
     if len(refs) != dp_size:
         raise ValueError(f"the rollout was split into {len(refs)} shares, but there are {dp_size} data-parallel ranks")
-    return dict(ray.get(refs[dp_rank].inner))
+    return restore_columns(ray.get(refs[dp_rank].inner))

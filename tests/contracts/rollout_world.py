@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.ray.rollout.manager import RolloutManager
+from slime.utils.columns import PER_TOKEN, restore_columns
 from slime.utils.eval_config import EvalDatasetConfig
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
 
@@ -81,6 +82,7 @@ class World:
         manager = RolloutManager.__new__(RolloutManager)
         manager.args = self.args(letters, **changes)
         manager._data_source, manager._parallel_config = None, {"dp_size": 1, "cp_size": 1}
+        manager._finish = None
         manager._load_user_code()
         return manager
 
@@ -89,9 +91,16 @@ class World:
         return EvalDatasetConfig(name, self.prompts(name, letters), **{"max_response_len": 9, **settings})
 
 
+def rollout(manager: RolloutManager, rollout_id: int) -> tuple[list[Any], list[Any]]:
+    """A rollout as the driver asks for it: its samples, then the shares and metric records that are made of them."""
+    manager.generate(rollout_id)
+    return manager.train_data()
+
+
 def train_data(manager: RolloutManager, rollout_id: int = 0) -> dict[str, Any]:
     """The columns that one rollout gives the trainer, in the order of the samples."""
-    share = manager.generate(rollout_id)[0][0].inner
+    share = restore_columns(rollout(manager, rollout_id)[0][0].inner)
+    share |= {name: [value.tolist() for value in share[name]] for name in PER_TOKEN if name in share}
     order = sorted(range(len(share["partition"])), key=share["partition"].__getitem__)
     num_samples = len(order)
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.rollout_world import World, train_data
+from tests.contracts.rollout_world import World, rollout, train_data
 
 PAGE = (Path(__file__).parents[2] / "docs" / "customization.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -32,7 +32,7 @@ def test_the_generate_function_and_the_reward_of_the_page_work(world: World, pag
 def test_the_filter_of_the_page_drops_what_is_solved(world: World, page):
     """Letter b is answered with one token, which the reward of the fakes scores 1; c and d with more."""
     manager = world.manager("bcd", dynamic_sampling_filter_path=page("not_too_easy"))
-    _, [(metrics, _)] = manager.generate(0)
+    _, [(metrics, _)] = rollout(manager, 0)
     assert metrics["rollout/dynamic_filter/drop_too_easy"] == 1
 
 

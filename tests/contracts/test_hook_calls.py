@@ -16,7 +16,7 @@ from slime.rollout.base_types import HOOKS
 from slime.rollout.generation import GenerateState
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
-from tests.contracts.rollout_world import World, train_data
+from tests.contracts.rollout_world import World, rollout, train_data
 
 Status = Sample.Status
 Paths = Callable[[str], str]
@@ -31,7 +31,7 @@ def test_a_rollout_function_gets_args_rollout_and_source_and_evaluation_by_name(
     [call] = calls.of("rollout")
     assert call.args == (manager.args, 3, manager._data_source) and call.kwargs == {"evaluation": False}
     assert data["raw_reward"] == [0.0, 1.0, 0.0, 1.0], "what it returned is trained on"
-    _, [(metrics, _)] = manager.generate(4)
+    _, [(metrics, _)] = rollout(manager, 4)
     assert metrics["rollout/note"] == 4.0, "its metrics are logged verbatim"
 
 
@@ -87,7 +87,7 @@ def test_evaluation_is_passed_to_a_generate_function_that_has_such_a_parameter(w
 def test_a_generate_function_holds_one_of_the_places_at_the_engines(world: World, path: Paths):
     manager = world.manager(custom_generate_function_path=path("generate_slowly"), sglang_server_concurrency=3)
     manager.args.rollout_batch_size = manager.args.over_sampling_batch_size = 6
-    manager.generate(0)
+    rollout(manager, 0)
     assert load_function(path("Traffic")).most == 3, "12 samples, 3 places"
 
 
@@ -128,7 +128,7 @@ def test_an_evaluation_set_brings_its_own_functions(world: World, path: Paths, c
 def test_sample_hooks_run_in_their_order_and_get_the_keywords_that_they_have(world: World, path: Paths, calls):
     hooks = [path("mark"), path("mark_later"), path("replace")]
     manager = world.manager(rollout_sample_hook_path=hooks, custom_rm_path=path("reward"))
-    manager.generate(8)
+    rollout(manager, 8)
     for name, keywords in {
         "mark": {},
         "mark_later": {"rollout_id": 8, "evaluation": False},
@@ -177,7 +177,7 @@ def test_an_aborted_sample_is_not_scored(world: World, path: Paths, calls):
     """Letter d is held back until the rollout has its two groups and aborts it."""
     world.engine.held = {ord("d")}
     manager = world.manager("dbc", custom_rm_path=path("reward"), over_sampling_batch_size=3)
-    manager.generate(0)
+    rollout(manager, 0)
     assert {call.args[1].prompt for call in calls.of("reward")} == {"pb", "pc"}
 
 
@@ -189,7 +189,7 @@ def test_a_dynamic_filter_gets_each_finished_group_until_enough_are_kept(
     world: World, path: Paths, calls, name, reason
 ):
     manager = world.manager("bcde", dynamic_sampling_filter_path=path(name))
-    _, [(metrics, _)] = manager.generate(0)
+    _, [(metrics, _)] = rollout(manager, 0)
     for call in calls.of(name):
         args, group = call.args
         assert args is manager.args and call.kwargs == {}
@@ -233,7 +233,7 @@ def test_the_hook_for_all_samples_sees_dropped_groups_too_and_the_data_source(wo
         rollout_all_samples_process_path=path("see_all"),
         rollout_sample_filter_path=path("remove_first"),
     )
-    manager.generate(0)
+    rollout(manager, 0)
     [call] = calls.of("see_all")
     args, groups, source = call.args
     assert args is manager.args and source is manager._data_source and call.kwargs == {}
@@ -244,7 +244,7 @@ def test_the_hook_for_all_samples_sees_dropped_groups_too_and_the_data_source(wo
 
 def test_the_data_source_of_that_hook_can_be_called_for_prompts(world: World, path: Paths, calls):
     manager = world.manager("bcd", rollout_all_samples_process_path=path("see_all_and_draw"))
-    manager.generate(0)
+    rollout(manager, 0)
     [call] = calls.of("see_all_and_draw")
     assert call.args[1][0][0].metadata["drawn"] == ["pd"], "the prompt after those of the rollout"
 
@@ -276,7 +276,7 @@ def test_a_rollout_log_function_gets_five_values_and_decides_about_the_default(
     world: World, path: Paths, calls, name, num_default
 ):
     manager = world.manager(custom_rollout_log_function_path=path(name), rollout_function_path=path("rollout"))
-    _, records = manager.generate(6)
+    _, records = rollout(manager, 6)
     [call] = calls.of(name)
     rollout_id, args, samples, extra, seconds = call.args
     assert (rollout_id, args, extra, call.kwargs) == (6, manager.args, {"rollout/note": 4.0}, {})
@@ -334,7 +334,7 @@ def test_the_hooks_of_one_rollout_come_in_this_order(world: World, path: Paths, 
         custom_rollout_log_function_path=path("log"),
         custom_reward_post_process_path=path("double_rewards"),
     )
-    manager.generate(0)
+    rollout(manager, 0)
     assert [call.name for call in calls.CALLS] == [
         *("__init__", "get_samples", "generate", "mark", "mark_later", "reward", "keep_even"),
         *("remove_first", "see_all", "log", "double_rewards"),

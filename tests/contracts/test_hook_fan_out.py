@@ -11,7 +11,7 @@ import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.types import Sample
-from tests.contracts.rollout_world import World, train_data
+from tests.contracts.rollout_world import World, rollout, train_data
 
 Paths = Callable[[str], str]
 
@@ -73,7 +73,7 @@ def test_of_a_fan_out_in_an_evaluation_one_sibling_at_a_time_is_scored_and_the_l
 
 def test_of_a_fan_out_the_prompt_goes_back_as_it_was(world: World, path: Paths):
     manager = fan_out_world(world, path, over_sampling_batch_size=6, rollout_batch_size=1)
-    manager.generate(0)
+    rollout(manager, 0)
     source = manager._data_source
     assert isinstance(source, RolloutDataSourceWithBuffer) and source.buffer
     assert all(len(group) == 2 and not group[0].tokens for group in source.buffer)

@@ -13,7 +13,7 @@ from slime.rollout.fully_async_rollout import stop_worker
 from slime.rollout.hook_returns import HookReturnError
 from slime.rollout.sample_errors import SampleError
 from tests.contracts.conftest import PATH_FORMS
-from tests.contracts.rollout_world import World
+from tests.contracts.rollout_world import World, rollout
 
 A_SAMPLE = r"sample [0-3] \(prompt [01]: 'p[bc]'\)"
 SAMPLE_OR_LIST = "it must return a Sample or a list of them"
@@ -108,7 +108,7 @@ def pattern(flag: str, function: str, sentence: str) -> str:
 def test_a_wrong_return_is_named_with_its_flag_and_function(world: World, flag: str, function: str, sentence: str):
     path = f"user_package.wrong.{function}"
     with pytest.raises((SampleError, HookReturnError, TypeError, ValueError), match=pattern(flag, function, sentence)):
-        world.manager(**{flag: [path] if flag == "rollout_sample_hook_path" else path}).generate(0)
+        rollout(world.manager(**{flag: [path] if flag == "rollout_sample_hook_path" else path}), 0)
 
 
 def test_a_data_source_that_gives_nothing_ends_the_fully_async_rollout_too(world: World):
@@ -117,7 +117,7 @@ def test_a_data_source_that_gives_nothing_ends_the_fully_async_rollout_too(world
     with pytest.raises(
         HookReturnError, match="--data-source-path user_package.wrong:GivesNothing: get_samples returned"
     ):
-        manager.generate(0)
+        rollout(manager, 0)
     stop_worker()
 
 
@@ -151,20 +151,20 @@ def test_a_wrong_evaluation_is_named(world: World, function: str, sentence: str)
 def test_wrong_rewards_of_a_group_are_named(world: World, function: str, sentence: str):
     manager = world.manager(custom_rm_path=f"user_package.wrong.{function}", group_rm=True)
     with pytest.raises(SampleError, match=pattern("custom_rm_path", function, sentence)):
-        manager.generate(0)
+        rollout(manager, 0)
 
 
 def test_a_dict_reward_without_the_key_is_named(world: World):
     manager = world.manager(custom_rm_path="user_package.wrong.reward_dict", reward_key="score")
     sentence = " returned {'points': 1.0} for SAMPLE, which has no 'score' (--reward-key)"
     with pytest.raises(SampleError, match=pattern("custom_rm_path", "reward_dict", sentence)):
-        manager.generate(0)
+        rollout(manager, 0)
 
 
 def test_siblings_of_several_executions_are_refused(world: World):
     manager = world.manager(custom_generate_function_path="user_package.wrong.generate_two_executions")
     with pytest.raises(SampleError, match=rf"siblings made of {A_SAMPLE} have different rollout_ids: \[1, 2\]"):
-        manager.generate(0)
+        rollout(manager, 0)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_a_wrong_pick_from_the_buffer_is_named(world: World, function: str, sent
 
 def test_what_a_sample_filter_returns_is_ignored_with_a_warning(world: World, caplog: pytest.LogCaptureFixture):
     manager = world.manager(rollout_sample_filter_path="user_package.wrong.filter_that_returns")
-    boxes, _ = manager.generate(0)
-    assert len(boxes[0].inner["tokens"]) == 4
+    boxes, _ = rollout(manager, 0)
+    assert len(boxes[0].inner["rewards"]) == 4
     name = "--rollout-sample-filter-path user_package.wrong:filter_that_returns"
     assert f"{name} returned a list, which is ignored" in caplog.text
 
@@ -202,7 +202,7 @@ def test_a_function_is_named_in_each_form_of_its_path(world: World, form: str, f
     manager = world.manager(**{flag: PATH_FORMS[form].format(module="wrong", attribute=function)})
     module = "user_package.wrong" if form != "file" else r"(\S*/)?user_package/wrong\.py"
     with pytest.raises((SampleError, TypeError), match=f"{module}:{function} returned"):
-        manager.generate(0)
+        rollout(manager, 0)
 
 
 @pytest.mark.parametrize(
@@ -223,4 +223,4 @@ def test_functions_that_a_sample_brings_are_named_as_that(world: World, attribut
         functions={"generate": functions["generate_function_path"], "reward": functions["custom_rm_path"]},
     )
     with pytest.raises(SampleError, match=f"the sample's {attribute} user_package.wrong:{function} {sentence}"):
-        manager.generate(0)
+        rollout(manager, 0)

@@ -15,7 +15,7 @@ from aiohttp import web
 from slime.rollout import generation
 from slime.rollout.data_source import state_path
 from slime.utils.misc import load_function
-from tests.contracts.rollout_world import World, train_data
+from tests.contracts.rollout_world import World, rollout, train_data
 from tests.unit.rollout_fakes import FakeEngine, serve
 
 
@@ -151,7 +151,7 @@ def test_a_curriculum_source_and_its_rollout_function_keep_their_place(talk, tmp
         "save": str(tmp_path / "save"),
     }
     manager = world.manager(**flags)
-    boxes, [(metrics, _)] = manager.generate(0)
+    boxes, [(metrics, _)] = rollout(manager, 0)
     assert boxes[0].inner["source_names"] == ["level_0"] * 2 + ["level_2"] * 2
     assert metrics["rollout/level"] == 1
     source = manager._data_source

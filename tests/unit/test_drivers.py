@@ -142,15 +142,16 @@ def test_the_data_source_is_saved_before_a_rollout_ahead_draws_its_prompts():
 
     run = TrainingRun(run_args())
     run.plan = RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=1)
-    run._manager = SimpleNamespace(generate=Method("generate"), save=Method("save"))
+    run._manager = SimpleNamespace(generate=Method("generate"), train_data=Method("train_data"), save=Method("save"))
     run.start_generate(0)
     run.start_generate(1)
-    assert asked == [("generate", 0), ("generate", 1), ("save", 1)], "an interval of None saves after the last only"
+    begun = {rollout_id: [("generate", rollout_id), ("train_data",)] for rollout_id in range(2)}
+    assert asked == [*begun[0], *begun[1], ("save", 1)], "an interval of None saves after the last only"
     run.args.save_interval = 1
     asked.clear()
     run.start_generate(0)
     run.start_generate(1)
-    assert asked == [("generate", 0), ("save", 0), ("generate", 1), ("save", 1)]
+    assert asked == [*begun[0], ("save", 0), *begun[1], ("save", 1)]
 
 
 def warnings_of_a_run(caplog, *, trained, **profile):

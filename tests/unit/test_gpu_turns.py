@@ -43,7 +43,7 @@ class Manager:
         if verb == self.dies_at:
             raise ActorFailure(f"{verb} failed: HttpError: the engine is gone")
         self.calls.append(f"engines {verb}")
-        return [] if verb != "eval" else ([], [])
+        return ([], []) if verb in ("eval", "train_data") else []
 
 
 ON = {"colocate": True, "offload_train": True, "offload_rollout": True}
@@ -76,9 +76,7 @@ def run_of(calls: list[str], *, critic: bool = False, dies_at: str = "", **flags
 
 def step(run: TrainingRun) -> None:
     """What train.py does in a rollout."""
-    run.wait_generated = lambda pending: []  # type: ignore[method-assign]
-    data = run.generate(0)
-    run.train_step(0, data)
+    run.train_step(0, run.generate(0))
     run.save_if_due(0)
     run.sync_weights()
     run.eval_if_due(0)
@@ -96,7 +94,8 @@ def test_a_shared_gpu_goes_from_the_engines_to_the_trainer_and_back(calls: list[
     calls.clear()
     step(run)
     assert calls == [
-        *["engines generate", "engines save", "engines offload", "actor wake_up", "actor train", "actor save_model"],
+        *["engines generate", "engines train_data", "engines save", "engines offload"],
+        *["actor wake_up", "actor train", "actor save_model"],
         *["engines onload_weights", "actor update_weights", "engines set_weight_version", "actor sleep"],
         *["engines onload_kv", "engines eval"],
     ]
@@ -112,7 +111,7 @@ def test_actor_and_critic_take_turns_and_never_both_have_memory(calls: list[str]
     calls.clear()
     step(run)
     assert calls == [
-        *["engines generate", "engines save", "engines offload"],
+        *["engines generate", "engines train_data", "engines save", "engines offload"],
         *["critic wake_up", "critic compute_values", "critic sleep"],
         *["actor wake_up", "actor train", "actor sleep"],
         *["critic wake_up", "critic train", "critic save_model", "critic sleep"],
@@ -169,7 +168,6 @@ def test_an_engine_that_is_gone_while_it_has_no_memory_ends_the_run_with_its_err
             started = run_of(calls)
             vars(self).update(vars(started))
             self._manager.dies_at = dies_at
-            self.wait_generated = lambda pending: []  # type: ignore[method-assign]
             if dies_at == "offload":
                 self.sync_weights()
 

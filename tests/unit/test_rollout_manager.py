@@ -15,6 +15,7 @@ from slime.ray.rollout import manager as manager_module
 from slime.ray.rollout.manager import RolloutManager, _draws_prompts
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.weight_versions import WeightClock
+from slime.utils.columns import PER_TOKEN, FlatColumn, restore_columns
 from slime.utils.dumps import load_dump
 from slime.utils.errors import UsageError
 from slime.utils.processing_utils import load_tokenizer
@@ -73,6 +74,7 @@ def convert_with_a_column(args, samples):
 @pytest.fixture
 def manager(monkeypatch, tmp_path) -> RolloutManager:
     """A manager as it is after `start`, except that nothing runs."""
+    seen.clear()
     monkeypatch.setattr(manager_module.ray, "put", lambda value: value)
     monkeypatch.setattr(manager_module, "load_function", lambda path: globals()[path])
     monkeypatch.setattr("slime.rollout.rewards.load_function", lambda path: globals()[path])
@@ -117,7 +119,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         n_samples_per_eval_prompt=1,
         wandb_always_use_train_step=False,
     )
-    bare._data_source = None
+    bare._data_source = bare._finish = None
     bare._parallel_config = {"dp_size": 2, "cp_size": 1}
     bare._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(
         make_samples(), {"rollout/mine": 3.0}
@@ -129,6 +131,34 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
     return bare
 
 
+def whole(manager: RolloutManager, rollout_id: int) -> tuple[list[Any], list[Any]]:
+    """A rollout from its samples to the trainer's shares and the metrics, as the driver asks for it."""
+    manager.generate(rollout_id)
+    return manager.train_data()
+
+
+def as_lists(share: dict[str, Any]) -> dict[str, Any]:
+    """A share as plain values, which can be compared."""
+    columns = restore_columns(share)
+    return columns | {name: [value.tolist() for value in columns[name]] for name in PER_TOKEN if name in columns}
+
+
+def test_the_samples_are_there_before_they_are_made_into_training_data_unless_a_hook_reads_them(manager):
+    manager.generate(7)
+    assert not seen and logging_utils.take_pending() == [], "engines may release their memory from here on"
+    assert len(manager.train_data()[0]) == 2
+    manager.args.custom_rollout_log_function_path = "log_nothing"
+    manager.generate(8)
+    assert seen["log"][0] == 8, "it may ask the engines"
+    assert len(manager.train_data()[0]) == 2 and manager.train_data() == ([], []), "each rollout is taken once"
+
+
+def test_columns_of_one_value_per_token_travel_as_one_array_each(manager):
+    share = whole(manager, 7)[0][0].inner
+    assert {name for name, column in share.items() if isinstance(column, FlatColumn)} == {"tokens", "loss_masks"}
+    assert as_lists(share)["tokens"] == [[1, 2, 3 + position % 2] for position in share["partition"]]
+
+
 def test_policy_filtration_trains_on_the_extremes_of_each_group(manager, monkeypatch):
     manager.args.pf_ppo_reweight, manager.args.pf_ppo_weight_pow = "pow", 2.0
     weights = []
@@ -136,13 +166,13 @@ def test_policy_filtration_trains_on_the_extremes_of_each_group(manager, monkeyp
         "slime.rollout.policy_filtration.filtration_weights",
         lambda rewards, *_: (weights.append(rewards), [1.0] + [0.0] * (len(rewards) - 1))[1],
     )
-    shares = [box.inner for box in manager.generate(7)[0]]
+    shares = [box.inner for box in whole(manager, 7)[0]]
     drawn = [i for share in shares for i in share["sample_indices"]]
     assert len(weights) == 2 and sorted(drawn) == [0, 0, 2, 2], "two of each group, all the first of it"
 
 
 def test_a_rollout_becomes_one_share_for_each_rank_with_rewards_normalised_by_group(manager):
-    boxes, _ = manager.generate(7)
+    boxes, _ = whole(manager, 7)
     shares = [box.inner for box in boxes]
     assert sorted(i for share in shares for i in share["partition"]) == [0, 1, 2, 3]
     for share in shares:
@@ -159,16 +189,16 @@ def test_a_rollout_function_that_returns_tokens_that_are_too_old_ends_the_run(ma
     manager.args.max_weight_staleness = 1
     try:
         manager.set_weight_version(3)
-        _, records = manager.generate(2)  # trained at version 3
+        _, records = whole(manager, 2)  # trained at version 3
         assert records[0][0]["rollout/weight_staleness/mean"] == records[0][0]["rollout/weight_staleness/max"] == 1
         with pytest.raises(RuntimeError, match="--max-weight-staleness 1.*mine.*rollout 3.*2 versions"):
-            manager.generate(3)
+            whole(manager, 3)
     finally:
         WeightClock.clear_instances()
 
 
 def test_a_share_carries_the_version_at_which_the_rollout_was_begun(manager):
-    assert all("weight_version" not in box.inner for box in manager.generate(0)[0]), "no engine has the weights"
+    assert all("weight_version" not in box.inner for box in whole(manager, 0)[0]), "no engine has the weights"
 
     def sync_meanwhile(args, rollout_id, data_source, evaluation):
         manager.set_weight_version(5)
@@ -177,13 +207,13 @@ def test_a_share_carries_the_version_at_which_the_rollout_was_begun(manager):
     try:
         manager.set_weight_version(4)
         manager._generate = sync_meanwhile
-        assert [box.inner["weight_version"] for box in manager.generate(7)[0]] == [4, 4]
+        assert [box.inner["weight_version"] for box in whole(manager, 7)[0]] == [4, 4]
     finally:
         WeightClock.clear_instances()
 
 
 def test_the_records_carry_the_rollout_and_what_its_function_reported(manager):
-    _, [(metrics, step_key)] = manager.generate(7)
+    _, [(metrics, step_key)] = whole(manager, 7)
     assert step_key == "rollout/step" and metrics["rollout/step"] == 7
     assert metrics["rollout/mine"] == 3.0
     assert metrics["rollout/response_len/mean"] == 1
@@ -192,7 +222,7 @@ def test_the_records_carry_the_rollout_and_what_its_function_reported(manager):
 
 def test_the_dump_holds_every_sample_under_the_template(manager, tmp_path):
     manager.args.save_debug_rollout_data = str(tmp_path / "dumps" / "{rollout_id}.pt")
-    manager.generate(7)
+    whole(manager, 7)
     manager.eval(7, step=8)
     dump = load_dump(tmp_path / "dumps" / "7.pt")
     assert [Sample.from_dict(sample).index for sample in dump["samples"]] == [0, 1, 2, 3]
@@ -202,23 +232,23 @@ def test_the_dump_holds_every_sample_under_the_template(manager, tmp_path):
 def test_a_dump_is_replayed_as_it_was_generated_without_a_rollout_function(manager, tmp_path):
     template = str(tmp_path / "{rollout_id}.pt")
     manager.args.save_debug_rollout_data = template
-    live, _ = manager.generate(7)
+    live = [as_lists(box.inner) for box in whole(manager, 7)[0]]
     manager.args.save_debug_rollout_data, manager.args.load_debug_rollout_data = None, template
     manager._generate = None
-    replayed, [(metrics, _)] = manager.generate(7)
-    assert [box.inner for box in replayed] == [box.inner for box in live]
+    replayed, [(metrics, _)] = whole(manager, 7)
+    assert [as_lists(box.inner) for box in replayed] == live
     assert metrics["rollout/response_len/mean"] == 1 and "rollout/mine" not in metrics
     with pytest.raises(UsageError, match=r"--load-debug-rollout-data: there is no file .*8\.pt; dump it with"):
-        manager.generate(8)
+        whole(manager, 8)
 
 
 def test_a_share_of_a_replayed_rollout_is_half_from_each_end(manager, tmp_path):
     manager.args.save_debug_rollout_data = template = str(tmp_path / "{rollout_id}.pt")
-    manager.generate(7)
+    whole(manager, 7)
     manager.args.load_debug_rollout_data, manager.args.load_debug_rollout_data_subsample = template, 0.5
     manager.args.save_debug_rollout_data, manager.args.global_batch_size = str(tmp_path / "less-{rollout_id}.pt"), 2
     manager.args.micro_batch_size = 1
-    manager.generate(7)
+    whole(manager, 7)
     dump = load_dump(tmp_path / "less-7.pt")
     assert [sample["index"] for sample in dump["samples"]] == [0, 3], "half of four samples"
 
@@ -236,7 +266,7 @@ def test_a_replay_opens_no_data_source_and_keeps_no_place_in_it(manager):
 def test_without_trainers_a_rollout_is_dumped_and_logged_and_cut_into_no_shares(manager, tmp_path):
     manager.args.debug_rollout_only, manager.args.global_batch_size = True, 1000  # which four samples do not fill
     manager.args.save_debug_rollout_data = str(tmp_path / "{rollout_id}.pt")
-    shares, [(metrics, _)] = manager.generate(7)
+    shares, [(metrics, _)] = whole(manager, 7)
     assert shares == [] and metrics["rollout/mine"] == 3.0
     assert len(load_dump(tmp_path / "7.pt")["samples"]) == 4
 
@@ -280,7 +310,7 @@ def test_the_first_answer_to_the_first_prompts_of_each_set_is_shown_where_asked(
 def test_log_hooks_that_return_true_replace_the_default_records(manager):
     manager.args.custom_rollout_log_function_path = "log_nothing"
     manager.args.custom_eval_rollout_log_function_path = "log_no_evaluation"
-    assert manager.generate(7)[1] == []
+    assert whole(manager, 7)[1] == []
     assert manager.eval(7, step=8) == ([], [])
     assert seen["log"] == (7, 4, {"rollout/mine": 3.0})
     assert seen["eval log"] == (7, ["digits"], {"eval/mine": 4.0})
@@ -288,14 +318,14 @@ def test_log_hooks_that_return_true_replace_the_default_records(manager):
 
 def test_a_custom_reward_post_process_gives_the_training_rewards(manager):
     manager.args.custom_reward_post_process_path = "halve_rewards"
-    boxes, _ = manager.generate(7)
+    boxes, _ = whole(manager, 7)
     for share in (box.inner for box in boxes):
         assert share["rewards"] == [reward / 2 for reward in share["raw_reward"]]
 
 
 def test_a_custom_converter_replaces_the_columns_and_its_own_travel(manager):
     manager.args.custom_convert_samples_to_train_data_path = "convert_with_a_column"
-    boxes, _ = manager.generate(7)
+    boxes, _ = whole(manager, 7)
     for share in (box.inner for box in boxes):
         assert share["mine"] == [10 * i for i in share["partition"]]
         assert set(share["rewards"]) == {5.0}

@@ -9,7 +9,7 @@ import pytest
 from slime.observability.step_times import StepTimes
 from slime.ray import run as run_module
 from slime.ray.gpu_turns import GpuTurns
-from slime.ray.run import TrainingRun
+from slime.ray.run import PendingRollout, TrainingRun
 
 TRAINED = [
     (
@@ -70,13 +70,12 @@ def test_a_rollout_without_times_counts_as_long_as_it_was_waited_for():
 
 def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.MonkeyPatch):
     logged: list[dict[str, float]] = []
-    answers = {"rollout": ([], [({"perf/rollout_time": 0.0}, "rollout/step")])}
+    answers = {"samples": None, "data": ([], [({"perf/rollout_time": 0.0}, "rollout/step")])}
     monkeypatch.setattr(run_module, "get", lambda pending, *_: answers[pending])
     monkeypatch.setattr(run_module.logging_utils, "log", lambda args, metrics, key: logged.append(metrics))
     run = TrainingRun(SimpleNamespace(debug_train_only=False, debug_rollout_only=False))
     run._turns = GpuTurns(SimpleNamespace(colocate=False, offload_train=False, offload_rollout=False), None)
     run._trainers = SimpleNamespace(train=lambda *_: (TRAINED, []))
     run.plan = SimpleNamespace(start_rollout_id=0)
-    run.wait_generated("rollout")
-    run.train_step(3, [])
+    run.train_step(3, run.wait_generated(PendingRollout("samples", "data")))
     assert logged[-1] == {"perf/other_time": 100 - COMPUTED, "rollout/step": 3}

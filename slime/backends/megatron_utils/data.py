@@ -263,18 +263,26 @@ class MicroBatches:
         tokens = [data["tokens"][i] for i in samples]
         packed = pack(tokens, self._packing)
         response_lengths = [data["response_lengths"][i] for i in samples]
-        rows, places, counts = response_rows([len(sample) for sample in tokens], response_lengths, self._packing)
+        total_lengths = [len(sample) for sample in tokens]
+        rows, places, counts = response_rows(total_lengths, response_lengths, self._packing)
         rows, places = (x.to(packed["tokens"].device) for x in (rows, places))
-        responses = [sample[len(sample) - n :] for sample, n in zip(tokens, response_lengths, strict=True)]
+        responses = [
+            sample[total - response :]
+            for sample, total, response in zip(tokens, total_lengths, response_lengths, strict=True)
+        ]
         full_loss_masks = torch.zeros_like(packed["tokens"], dtype=torch.int32)
         full_loss_masks[0, rows] = torch.cat([data["loss_masks"][i] for i in samples])[places]
-        rows_of_samples = [slice_with_cp(torch.ones_like(x), 0, cp_rank=cp[0], cp_size=cp[1]) for x in tokens]
-        padding = torch.ones_like(packed["tokens"][0], dtype=torch.bool)
-        is_token = torch.cat(rows_of_samples).bool()
-        padding[: len(is_token)] = ~is_token
+        # On the host: on the device each sample would cost kernels of its own.
+        is_token = [
+            slice_with_cp(torch.ones(total, dtype=torch.bool), 0, cp_rank=cp[0], cp_size=cp[1])
+            for total in total_lengths
+        ]
+        padding = torch.ones(packed["tokens"].shape[1], dtype=torch.bool)
+        sample_rows = [x.shape[0] for x in is_token]
+        padding[: sum(sample_rows)] = ~torch.cat(is_token)
         packed |= {
-            "padding": padding,
-            "sample_rows": [len(x) for x in rows_of_samples],
+            "padding": padding.to(packed["tokens"].device),
+            "sample_rows": sample_rows,
             "full_loss_masks": full_loss_masks,
             "response_rows": rows,
             "response_row_counts": counts,

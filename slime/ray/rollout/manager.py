@@ -1,17 +1,18 @@
 """RolloutManager: the Ray actor that owns the data source, the engines and the rollout functions.
 
-`generate` = rollout function -> dump -> metrics -> `TrainData` -> one share per data-parallel rank
-in Ray's object store.
+`generate` = rollout function; `train_data` = dump -> metrics -> `TrainData` -> one share per data-parallel rank in
+Ray's object store. They are two calls so that memory of a GPU that is shared can change hands beside the second.
 It does not know when rollouts happen (the driver does), and nothing about how the trainer uses the shares.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from slime.rollout.policy_filtration import filter_train_data
 from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
+from slime.utils.columns import flatten_columns
 from slime.utils.dumps import load_samples, save_dump, subsample
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
@@ -44,16 +46,22 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ("weights",)
-CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1}
+CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1, "memory": 1}
+HOOKS_ON_SAMPLES = (
+    "custom_rollout_log_function_path",
+    "custom_reward_post_process_path",
+    "custom_convert_samples_to_train_data_path",
+)
+"""Flags of the hooks that are called between the rollout function and the trainer."""
 MetricRecord = tuple[dict[str, float], str]
 
 
 class RolloutManager(RayActor):
     """Generates and evaluates.
 
-    One method runs at a time, in the order of the calls: the driver relies on that. Two do not wait for that order:
-    `eval`, so that an evaluation may go on beside a rollout, and `set_weight_version`, so that a rollout that keeps
-    requests in flight hears of a sync.
+    One method runs at a time, in the order of the calls: the driver relies on that. Some do not wait for that order:
+    `eval`, so that an evaluation may go on beside a rollout; `set_weight_version`, so that a rollout that keeps
+    requests in flight hears of a sync; and those that move the engines' memory, which go on beside `train_data`.
 
     Args:
         args: the run's flags.
@@ -72,6 +80,7 @@ class RolloutManager(RayActor):
         self._servers: RolloutServers | None = None
         self._data_source: Any = None
         self._parallel_config: dict[str, int] = {}
+        self._finish: Callable[[], tuple[list[Box], list[MetricRecord]]] | None = None
 
     def start(self) -> None:
         """Start the engines and their router (if the run has any); meanwhile open the data source and the hooks."""
@@ -131,15 +140,34 @@ class RolloutManager(RayActor):
         """Tell that every engine has the weights of this sync."""
         WeightClock().publish(version)
 
-    def generate(self, rollout_id: int) -> tuple[list[Box], list[MetricRecord]]:
-        """Make the training data of one rollout.
-
-        Returns:
-            one Box with an object reference per data-parallel rank (none without trainers), and the metric records.
-        """
+    def generate(self, rollout_id: int) -> None:
+        """Make the samples of one rollout; `train_data`, to be called next, makes of them what the trainer takes."""
         start, begun = time.monotonic(), WeightClock().version
         samples, metrics = self._samples(rollout_id)
         rollout_time_s = time.monotonic() - start
+        self._finish = functools.partial(self._train_data, rollout_id, samples, metrics, rollout_time_s, begun)
+        if any(vars(self.args)[name] for name in HOOKS_ON_SAMPLES):
+            done = self._finish()  # a hook may ask the engines, which will not answer once they release their memory
+            self._finish = lambda: done
+
+    def train_data(self) -> tuple[list[Box], list[MetricRecord]]:
+        """The training data of the rollout that was generated last.
+
+        Returns:
+            one Box with an object reference per data-parallel rank (none without trainers), and the metric records;
+            nothing where it was not generated, which whoever asked for it hears from `generate`.
+        """
+        finish, self._finish = self._finish, None
+        return finish() if finish else ([], [])
+
+    def _train_data(
+        self,
+        rollout_id: int,
+        samples: list[Sample],
+        metrics: dict[str, float] | None,
+        rollout_time_s: float,
+        begun: int | None,
+    ) -> tuple[list[Box], list[MetricRecord]]:
         self._dump(samples, str(rollout_id))
         self._check_staleness(samples, rollout_id)
         self._log_rollout(rollout_id, samples, metrics, rollout_time_s)
@@ -147,7 +175,7 @@ class RolloutManager(RayActor):
             return [], logging_utils.take_pending()
         data = self._convert(samples) | ({} if begun is None else {"weight_version": begun})
         shares = split_train_data(self.args, data, self._parallel_config)
-        return [Box(ray.put(share)) for share in shares], logging_utils.take_pending()
+        return [Box(ray.put(flatten_columns(share))) for share in shares], logging_utils.take_pending()
 
     @ray.method(concurrency_group="evaluation")
     def eval(self, rollout_id: int, step: int) -> tuple[list[MetricRecord], list[EvalSample]]:
@@ -169,20 +197,24 @@ class RolloutManager(RayActor):
             logging_utils.log(self.args, {**metrics, "eval/step": step}, "eval/step")
         return logging_utils.take_pending(), pick_eval_samples(output.data, self.args.log_eval_samples)
 
+    @ray.method(concurrency_group="memory")
     def offload(self) -> None:
         """Have the engines that share GPUs with the trainer release their memory (--offload-rollout)."""
         if self._servers is not None:
             self._servers.release_memory()
 
+    @ray.method(concurrency_group="memory")
     def onload(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Have them take it again: everything, or some kinds of it."""
         if self._servers is not None:
             self._servers.resume_memory(tags)
 
+    @ray.method(concurrency_group="memory")
     def onload_weights(self) -> None:
         """Make room for weights, which must be sent then: there is nothing in it."""
         self.onload(WEIGHTS)
 
+    @ray.method(concurrency_group="memory")
     def onload_kv(self) -> None:
         """Take what is needed to generate, besides weights."""
         self.onload([tag for tag in MEMORY_TAGS if tag not in WEIGHTS])

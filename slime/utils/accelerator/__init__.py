@@ -7,6 +7,7 @@ where it is used: a command line is checked without it. It does not know about M
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import runpy
@@ -133,16 +134,23 @@ def process_bytes() -> int | None:
     import pynvml
     import torch
 
-    pynvml.nvmlInit()
     try:
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        device = _nvml_device(torch.cuda.current_device())
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
     except pynvml.NVMLError:
         return None
-    finally:
-        pynvml.nvmlShutdown()
     # In a container the driver may know processes by other numbers.
     return next((found.usedGpuMemory for found in processes if found.pid == os.getpid()), None)
+
+
+@functools.cache
+def _nvml_device(index: int) -> Any:
+    """NVML's handle of a device of this process. NVML stays open: opening it looks for every GPU of the host."""
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
 def process_group_backend(default: str = "nccl") -> str:
