@@ -30,6 +30,8 @@ SLEEP_DEADLINE_S = 1800.0  # copies at some GB/s, after the slowest rank has com
 SHUTDOWN_DEADLINE_S = 30.0
 
 
+Beside = Mapping[ray.ObjectRef, str]
+"""What is under way, and what it is called in an error."""
 Columns = list[ray.ObjectRef]
 """Per rank, columns of its share of a rollout (`slime.backends.megatron_utils.data.Columns`)."""
 
@@ -70,19 +72,36 @@ class RayTrainGroup:
         """Where a rank writes its output."""
         return self.log_dir / f"{self._name}_{rank}.log"
 
-    def start(self) -> None:
-        """Begin building the trainers; returns once their processes exist, `wait_started` waits for the rest."""
-        what = f"the process of {self._name} rank 0"
-        address, port = get(self._actors[0].master_address.remote(), what, START_DEADLINE_S)
+    def load(self) -> Beside:
+        """Begin what a rank does before it needs its GPU: its process starts and imports; returns at once.
+
+        Returns:
+            what was begun of each rank, and what it is called.
+        """
+        what = f"the process of the {self._name} (logs: {self.log_dir})"
+        return {actor.load.remote(): what for actor in self._actors}
+
+    def start(self, beside: Beside | None = None) -> None:
+        """Begin building the trainers; returns once rank 0's process has loaded, `wait_started` waits for the rest.
+
+        Args:
+            beside: what else is under way, and ends this wait when it fails.
+        """
+        what = f"the process of {self._name} rank 0 (logs: {self.log_dir})"
+        address, port = get(self._actors[0].master_address.remote(), what, START_DEADLINE_S, beside=beside)
         self._starting = [actor.init.remote(address, port) for actor in self._actors]
 
-    def wait_started(self) -> dict[str, Any]:
+    def wait_started(self, beside: Beside | None = None) -> dict[str, Any]:
         """Wait until every rank is built.
+
+        Args:
+            beside: as in `start`.
 
         Returns:
             rank 0's "start_rollout_id", "parallel_config" and "warnings".
         """
-        return get(self._starting, f"the start of the {self._name} (logs: {self.log_dir})", START_DEADLINE_S)[0]
+        what = f"the start of the {self._name} (logs: {self.log_dir})"
+        return get(self._starting, what, START_DEADLINE_S, beside=beside)[0]
 
     def compute_values(self, rollout_id: int, refs: list[Any]) -> Columns:
         """What the critic says of every token of a rollout (one Box per DP rank), before training on it."""

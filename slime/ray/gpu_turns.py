@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from slime.ray.actor_group import RayTrainGroup
+from slime.ray.actor_group import Beside, RayTrainGroup
 from slime.ray.rollout.servers import MEMORY_DEADLINE_S
 from slime.ray.utils import get
 
@@ -42,10 +42,14 @@ class GpuTurns:
         self._engines_have: set[str] = {"weights", "kv"}
         self._metrics: dict[str, float] = {}
 
-    def start_trainers(self, groups: Sequence[RayTrainGroup]) -> list[dict[str, Any]]:
+    def start_trainers(self, groups: Sequence[RayTrainGroup], beside: Beside | None = None) -> list[dict[str, Any]]:
         """Start trainer groups side by side, or in turn where they leave the GPU to each other; the last one stays.
 
         Engines are to be running when they release memory: trainers are built in what that leaves free.
+
+        Args:
+            groups: which.
+            beside: what else is under way, and ends the waits for them when it fails.
 
         Returns:
             what `RayTrainGroup.wait_started` does, of each.
@@ -53,13 +57,13 @@ class GpuTurns:
         self._engines_out()
         if not self.trainers_leave:
             for group in groups:
-                group.start()
-            return [group.wait_started() for group in groups]
+                group.start(beside)
+            return [group.wait_started(beside) for group in groups]
         found = []
         for group in groups:
             self._trainers_out()
-            group.start()
-            found.append(group.wait_started())
+            group.start(beside)
+            found.append(group.wait_started(beside))
             self._awake = group
         return found
 

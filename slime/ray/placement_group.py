@@ -124,7 +124,9 @@ def _sorted_bundles(group: Any, num_bundles: int, accelerator: str) -> list[int]
     """Bundle indices by (node address, GPU id): neighbouring ranks share a node, a TP engine has neighbouring GPUs."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    gpu_ids = _gpu_ids(group, num_bundles) if accelerator == "cuda" else [0] * num_bundles
+    # Asking a bundle takes a process of its own, which takes seconds to start; a single one needs no order.
+    asks = accelerator == "cuda" and num_bundles > 1
+    gpu_ids = _gpu_ids(group, num_bundles) if asks else [0] * num_bundles
     return sorted(range(num_bundles), key=lambda i: (address_key(addresses[nodes[i]]), gpu_ids[i], i))
 
 

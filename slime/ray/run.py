@@ -25,7 +25,7 @@ from slime.observability import logging_utils
 from slime.observability.profiler import nothing_recorded
 from slime.observability.progress import progress_bar, set_progress_factory
 from slime.observability.step_times import StepTimes
-from slime.ray.actor_group import RayTrainGroup
+from slime.ray.actor_group import Beside, RayTrainGroup
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
@@ -261,33 +261,51 @@ class TrainingRun:
         if is_terminal:
             set_progress_factory(ray_progress_bar)
         logger.info("logs of every process: %s", log_dir)
-        # Engines and trainers take about as long to start: begin both, then wait for both, unless they share memory.
         engines = self._placement.engine_slots
         self._manager = (
             ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutManager)
             .options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": actor_env()})
             .remote(args, engines, log_path=str(log_dir / "rollout_manager.log"), show_progress=is_terminal)
         )
-        manager_started = self._manager.start.remote()
         self._turns = GpuTurns(args, self._manager)
-        what = f"the start of the engines (logs: {log_dir})"
-        if self._turns.engines_leave:  # they count on all memory that is free when they start
-            get(manager_started, what, START_DEADLINE_S)
-        started = self._start_trainers()
-        get(manager_started, what, START_DEADLINE_S)
-        self._connect(started)
+        self._connect(self._start_everything(f"the start of the engines (logs: {log_dir})"))
         logger.info("everything is running after %.1f s", time.monotonic() - start)
 
-    def _start_trainers(self) -> dict[str, Any]:
-        """What rank 0 says of its start; where there are no trainers, what stands for it."""
+    def _start_everything(self, engines: str) -> dict[str, Any]:
+        """Start engines and trainers side by side; whichever fails first ends the start with its error.
+
+        Trainers load meanwhile in any case. Where they share memory with engines they are built only when these run:
+        engines count on all memory that is free when they start.
+
+        Args:
+            engines: what their start is called in an error.
+
+        Returns:
+            what trainer rank 0 says of its start; where there are no trainers, what stands for it.
+        """
+        engines_started = self._manager.start.remote()
+        groups = self._create_trainers()
+        loading = {ref: what for group in groups for ref, what in group.load().items()}
+        if self.turns.engines_leave:
+            get(engines_started, engines, START_DEADLINE_S, beside=loading)
+        started = self._start_trainers(groups, {engines_started: engines})
+        get(engines_started, engines, START_DEADLINE_S)
+        return started
+
+    def _create_trainers(self) -> list[RayTrainGroup]:
+        """The trainer groups in the order in which they take the GPU: where they start in turn, the actor comes last,
+        and is there for the weight sync."""
         if not self._has_trainers:
-            return {"start_rollout_id": 0, "parallel_config": {"dp_size": 1, "cp_size": 1}, "warnings": []}
-        self._trainers = RayTrainGroup(self.args, self._placement)
-        groups = [self._trainers]
+            return []
         if self.args.use_critic:
             self._critic = RayTrainGroup(self.args, self._placement, role="critic")
-            groups.insert(0, self._critic)  # where they start in turn, the actor is there for the weight sync then
-        *of_critic, started = self.turns.start_trainers(groups)
+        self._trainers = RayTrainGroup(self.args, self._placement)
+        return [*filter(None, [self._critic]), self._trainers]
+
+    def _start_trainers(self, groups: list[RayTrainGroup], beside: Beside) -> dict[str, Any]:
+        if not groups:
+            return {"start_rollout_id": 0, "parallel_config": {"dp_size": 1, "cp_size": 1}, "warnings": []}
+        *of_critic, started = self.turns.start_trainers(groups, beside)
         for other in of_critic:
             started["warnings"] += other["warnings"]
         return started

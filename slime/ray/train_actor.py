@@ -6,6 +6,7 @@ It forwards; it knows nothing about what the trainer computes.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from slime.ray.ray_actor import RayActor
 from slime.ray.utils import redirect_output
 from slime.utils import accelerator
 from slime.utils.arguments.roles import Role
+
+logger = logging.getLogger(__name__)
 
 NAMES: dict[Role, str] = {"actor": "trainer", "critic": "critic"}
 """What the ranks of a role are called in logs."""
@@ -30,17 +33,27 @@ class TrainRayActor(RayActor):
         self.args, self.rank, self.world_size, self._role = args, rank, world_size, role
         self._actor: Any = None
 
-    def init(self, master_addr: str, master_port: int) -> dict[str, Any]:
-        """Build the trainer of this rank.
-
-        Returns:
-            what `MegatronTrainActor.init` does, its "parallel_config" and the "warnings" on the way.
-        """
+    def load(self) -> None:
+        """Import what a trainer is made of. That takes half a minute on some machines and no GPU: engines that start
+        meanwhile find theirs untouched."""
         # Imported here: the driver imports this module, and must not load torch.distributed and megatron for it. The
         # patches come first: some work only on a megatron that is not yet imported.
         from slime.backends.megatron_utils import megatron_patch
 
+        start = time.monotonic()
         megatron_patch.apply(self.args.accelerator)
+        import slime.backends.megatron_utils.actor
+        import slime.backends.megatron_utils.critic  # noqa: F401
+
+        logger.info("imported everything in %.1f s", time.monotonic() - start)
+
+    def init(self, master_addr: str, master_port: int) -> dict[str, Any]:
+        """Build the trainer of this rank; the first that takes the GPU.
+
+        Returns:
+            what `MegatronTrainActor.init` does, its "parallel_config" and the "warnings" on the way.
+        """
+        self.load()
         from slime.backends.megatron_utils.actor import MegatronTrainActor
         from slime.backends.megatron_utils.critic import MegatronCriticActor
 

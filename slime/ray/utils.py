@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,21 @@ class ActorFailure(RuntimeError):
         super().__init__(message)
 
 
-def get(refs: ray.ObjectRef | Sequence[ray.ObjectRef], what: str, deadline_s: float) -> Any:
+def get(
+    refs: ray.ObjectRef | Sequence[ray.ObjectRef],
+    what: str,
+    deadline_s: float,
+    *,
+    beside: Mapping[ray.ObjectRef, str] | None = None,
+) -> Any:
     """Wait for one reference or all of several.
 
     Args:
         refs: one reference or a sequence of them.
         what: what is waited for, as it is to appear in an error ("train step of rollout 3").
         deadline_s: seconds after which the wait is given up.
+        beside: what else is under way, with what it is called. It is not waited for, but when it fails before the end
+            of this wait, that is raised.
 
     Raises:
         UsageError: raised by the actor: passed on as it is.
@@ -47,14 +55,16 @@ def get(refs: ray.ObjectRef | Sequence[ray.ObjectRef], what: str, deadline_s: fl
     """
     several = not isinstance(refs, ray.ObjectRef)
     pending = list(refs) if several else [refs]
+    others = dict(beside or {})
     end = time.monotonic() + deadline_s
     while pending:
         left_s = end - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"waited {deadline_s:.0f} s for {what}; {len(pending)} result(s) are still missing")
-        done, pending = ray.wait(pending, timeout=min(POLL_S, left_s))
+        done, _ = ray.wait([*pending, *others], timeout=min(POLL_S, left_s))
         for ref in done:
-            fetch(ref, what)
+            fetch(ref, others.pop(ref, what))
+        pending = [ref for ref in pending if ref not in done]
     return [fetch(ref, what) for ref in refs] if several else fetch(refs, what)
 
 

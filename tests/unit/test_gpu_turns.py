@@ -26,7 +26,12 @@ class Group:
         self.role, self.calls = role, calls
 
     def __getattr__(self, verb: str) -> Any:
-        answers = {"train": ([], None), "wait_started": {"role": self.role, "warnings": []}, "compute_values": None}
+        answers = {
+            "train": ([], None),
+            "wait_started": {"role": self.role, "warnings": []},
+            "compute_values": None,
+            "load": {f"{self.role} loads": f"the process of the {self.role}"},
+        }
         return lambda *_: self.calls.append(f"{self.role} {verb}") or answers.get(verb, {f"perf/{verb}_time": 1.0})
 
 
@@ -43,7 +48,7 @@ class Manager:
         if verb == self.dies_at:
             raise ActorFailure(f"{verb} failed: HttpError: the engine is gone")
         self.calls.append(f"engines {verb}")
-        return ([], []) if verb in ("eval", "train_data") else []
+        return {"eval": ([], []), "train_data": ([], []), "start": "engines start"}.get(verb, [])
 
 
 ON = {"colocate": True, "offload_train": True, "offload_rollout": True}
@@ -52,7 +57,7 @@ ON = {"colocate": True, "offload_train": True, "offload_rollout": True}
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gpu_turns, "get", lambda value, *_: value)
-    monkeypatch.setattr(run_module, "get", lambda value, *_: value)
+    monkeypatch.setattr(run_module, "get", lambda value, *_, **__: value)
     return []
 
 
@@ -119,6 +124,58 @@ def test_actor_and_critic_take_turns_and_never_both_have_memory(calls: list[str]
         *["engines onload_weights", "actor update_weights", "engines set_weight_version", "actor sleep"],
         *["engines onload_kv", "engines eval"],
     ]
+
+
+def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, *, dies: bool = False, **flags: Any) -> list[str]:
+    """What a run asks for and waits for until everything is running."""
+
+    def wait(value: Any, what: str, *_: object, beside: Any = None) -> Any:
+        calls.append(f"wait for {what}")
+        if dies and what == "the engines":
+            raise ActorFailure("the engines failed: EngineStartError: no memory")
+        return value
+
+    monkeypatch.setattr(run_module, "get", wait)
+    monkeypatch.setattr(run_module, "RayTrainGroup", lambda *_, role="actor": Group(role, calls))
+    values = ON | {"debug_train_only": False, "debug_rollout_only": False, "use_critic": True} | flags
+    run = TrainingRun(SimpleNamespace(**values))
+    run._placement = None  # type: ignore[assignment]
+    run._manager = Manager(calls)
+    run._turns = GpuTurns(run.args, run._manager)
+    run._start_everything("the engines")
+    return calls
+
+
+LOADING = ["engines start", "critic load", "actor load"]
+"""Begun at once, in any run: engines take longest, and loading needs no GPU."""
+
+
+def test_trainers_load_beside_the_engines_and_take_the_gpu_when_these_have_released_it(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert start(calls, monkeypatch) == [
+        *[*LOADING, "wait for the engines", "engines offload"],
+        *["critic start", "critic wait_started", "critic sleep", "actor start", "actor wait_started"],
+        "wait for the engines",
+    ]
+
+
+def test_on_gpus_of_their_own_trainers_do_not_wait_for_engines(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = start(calls, monkeypatch, colocate=False, offload_train=False, offload_rollout=False)
+    assert found == [
+        *[*LOADING, "critic start", "actor start", "critic wait_started", "actor wait_started"],
+        "wait for the engines",
+    ]
+
+
+def test_engines_that_do_not_start_end_the_run_before_a_trainer_is_built(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ActorFailure, match="EngineStartError: no memory"):
+        start(calls, monkeypatch, dies=True)
+    assert calls == [*LOADING, "wait for the engines"]
 
 
 MOVES = ("sleep", "wake_up", "offload", "onload_weights", "onload_kv")

@@ -91,6 +91,18 @@ def test_the_first_failure_surfaces_while_others_still_run(local_ray):
     ray.kill(slow)
 
 
+def test_what_is_under_way_beside_a_wait_ends_it_by_failing_and_by_nothing_else(local_ray):
+    slow, other = start_worker(), start_worker()
+    get([slow.value.remote(), other.value.remote()], "the start of two workers", 60)
+    done, asleep = other.value.remote(), slow.sleep.remote(30)
+    assert get(other.value.remote(), "a value", 60, beside={done: "a value before", asleep: "a nap"}) == 7
+    start = time.monotonic()
+    with pytest.raises(ActorFailure, match="the start of the engines failed: ValueError: the weights are crooked"):
+        get(asleep, "the imports", 60, beside={other.fail.remote(): "the start of the engines"})
+    assert time.monotonic() - start < 10
+    ray.kill(slow)
+
+
 def test_a_usage_error_of_an_actor_stays_one(local_ray):
     with pytest.raises(UsageError) as caught:
         get(start_worker().refuse.remote(), "the start", 60)

@@ -1,0 +1,40 @@
+"""What a trainer's process does before it may touch its GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LOAD = """
+import sys
+from types import SimpleNamespace
+import torch
+asked = []
+torch.cuda._lazy_init = lambda: asked.append(True)  # what every use of a GPU by torch begins with
+from slime.ray.train_actor import TrainRayActor
+assert "megatron" not in sys.modules
+actor = TrainRayActor(SimpleNamespace(accelerator=sys.argv[1]), 0, 1, sys.argv[2])
+actor.load()
+assert "slime.backends.megatron_utils.actor" in sys.modules
+assert not asked and not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+before = set(sys.modules)
+actor.load()
+assert set(sys.modules) == before
+"""
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_loading_imports_the_trainer_and_asks_for_no_gpu(accelerator: str, tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, accelerator, str(log)],
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, log.read_text()[-3000:]
+    assert "imported everything in" in log.read_text()
