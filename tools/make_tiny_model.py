@@ -1,4 +1,4 @@
-"""Make a tiny Qwen3 (or a model with experts) with random weights and a character tokenizer, as an HF directory.
+"""Make a tiny Qwen3 (or a model of another family) with random weights and a character tokenizer, as an HF directory.
 
     python tools/make_tiny_model.py --output models/tiny-qwen3
     python tools/make_tiny_model.py --output models/tiny-moe --family qwen3_moe
@@ -61,8 +61,15 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
     return wrapped
 
 
-FAMILIES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe", "deepseek_v3": "DeepseekV3"}
+FAMILIES = {
+    "qwen3": "Qwen3",
+    "glm4": "Glm4",
+    "qwen3_moe": "Qwen3Moe",
+    "glm4_moe": "Glm4Moe",
+    "deepseek_v3": "DeepseekV3",
+}
 """model_type -> how transformers calls its classes."""
+DENSE = ("qwen3", "glm4")
 
 
 def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -70,13 +77,12 @@ def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
     shared = {"n_routed_experts": args.experts, "n_shared_experts": 1, "first_k_dense_replace": 1}
     latent = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
     settings: dict[str, dict[str, Any]] = {
-        "qwen3": {},
         "qwen3_moe": {"num_experts": args.experts, "norm_topk_prob": True},
         "glm4_moe": {**shared, "use_qk_norm": True},
         "deepseek_v3": {**shared, **latent, "n_group": 4, "topk_group": 1, "num_key_value_heads": args.heads},
     }
     experts = {"moe_intermediate_size": args.expert_ffn_size, "num_experts_per_tok": 2}
-    return {} if args.family == "qwen3" else {**experts, **settings[args.family]}
+    return {} if args.family in DENSE else {**experts, **settings[args.family]}
 
 
 def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
@@ -93,7 +99,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         num_attention_heads=args.heads,
         max_position_embeddings=args.max_positions,
         # SGLang gives models with experts an output layer of their own, which a tied checkpoint would leave empty.
-        tie_word_embeddings=args.tie_embeddings and args.family == "qwen3",
+        tie_word_embeddings=args.tie_embeddings and args.family in DENSE,
         initializer_range=args.init_std,
         rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
         eos_token_id=tokenizer.eos_token_id,
@@ -148,7 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tie-embeddings",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="share input and output embedding (qwen3 alone)",
+        help="share input and output embedding (dense models alone)",
     )
     return parser
 

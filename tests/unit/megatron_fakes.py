@@ -70,6 +70,7 @@ _SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace"
 _LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
+    "glm4": {"head_dim": 16, "pad_token_id": None},
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, **_EXPERTS},
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, **_EXPERTS, **_SHARED},
     "deepseek_v3": {"n_group": 4, "topk_group": 1, "num_key_value_heads": 4, **_LATENT, **_EXPERTS, **_SHARED},

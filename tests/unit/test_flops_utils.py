@@ -66,6 +66,7 @@ def test_only_the_experts_that_a_token_goes_through_count():
     [
         ("qwen3", {}),
         ("llama", {"tie_word_embeddings": True}),
+        ("glm4", {}),
         ("qwen3_moe", {"mlp_only_layers": [0]}),
         ("glm4_moe", {}),
         ("deepseek_v3", {}),

@@ -77,8 +77,19 @@ def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
     for name in ("qwen3_moe", "Qwen3MoeConfig", "Qwen3-30B-A3B"):
         assert family_of(name).model_type == "qwen3_moe"
     assert family_of("glm4_moe").model_type == "glm4_moe"
+    assert family_of("GLM-4-9B-0414").model_type == "glm4"
     assert family_of("DeepSeek-V3-0324").model_type == "deepseek_v3"
-    for other in ("qwen3_next", "glm4", "qwen3_5", "glm4_moe_lite", "deepseek_v32", "DeepSeek-V3.2", "qwen2_moe"):
+    others = (
+        "qwen3_next",
+        "qwen3_5",
+        "glm4_moe_lite",
+        "glm4v",
+        "GLM-4.5",
+        "deepseek_v32",
+        "DeepSeek-V3.2",
+        "qwen2_moe",
+    )
+    for other in others:
         with pytest.raises(UsageError, match="llama"):
             family_of(other)
 
@@ -122,6 +133,7 @@ def export(args, out, buffer_size):
         ("qwen3", True, "--tensor-model-parallel-size 2"),
         ("qwen2", False, ""),
         ("qwen2", False, "--tensor-model-parallel-size 2"),
+        ("glm4", False, "--tensor-model-parallel-size 2 --sequence-parallel"),
         ("qwen3_moe", False, "--expert-model-parallel-size 2"),
         ("qwen3_moe", False, "--expert-tensor-parallel-size 2"),
         ("glm4_moe", False, "--expert-model-parallel-size 2"),

@@ -65,6 +65,8 @@ def check_logits(args, ids, expected):
         ("qwen2", False, "--tensor-model-parallel-size 2", {}),
         ("llama", True, "", {"rope_parameters": LLAMA3_ROPE}),
         ("llama", False, "--tensor-model-parallel-size 2 --sequence-parallel", {"rope_theta": 500000.0}),
+        ("glm4", False, "", {}),
+        ("glm4", True, TP2, {"attention_bias": False, "partial_rotary_factor": 0.25}),
         ("qwen3_moe", False, "", {"mlp_only_layers": [0]}),
         ("qwen3_moe", False, "--expert-model-parallel-size 2", {"norm_topk_prob": False}),
         ("glm4_moe", False, "", {}),
@@ -120,7 +122,7 @@ def reference_gradients(hf_model, ids, weights):
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_gradients_equal_those_of_the_hf_model(tmp_path, family):
     hf_model = make_hf_model(tmp_path / "hf", family)
     ids = token_ids(100)

@@ -36,14 +36,10 @@ PARAMETERS = {
     "qwen3-30B-A3B": 30_532_122_624,
     "smollm2-135M": 134_515_008,
 }
-# Families without weight rules: the dense family that they extend, and what differs (Megatron name in a layer -> HF).
-EXTENDS = {"glm4": "qwen2", "qwen3_moe": "qwen3"}
+# Families whose experts transformers joins: the dense family that they extend, and what differs (Megatron name in a
+# layer -> HF).
+EXTENDS = {"qwen3_moe": "qwen3"}
 EXTRA = {
-    "glm4": {
-        "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
-        "post_self_attn_layernorm.weight": "post_self_attn_layernorm.weight",
-        "post_mlp_layernorm.weight": "post_mlp_layernorm.weight",
-    },
     "qwen3_moe": {
         "mlp.router.weight": "mlp.gate.weight",
         "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",

@@ -12,10 +12,7 @@ from typing import Any
 from slime.utils.errors import UsageError
 from slime.utils.fp8_format import Fp8Format
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
-"""`model_type`s that can be trained: those with a rule table for their weights."""
-
-# What transformers takes where a config.json does not say, by model_type; a type in this table has a translation.
+# What transformers takes where a config.json does not say, by model_type.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None},
     "qwen2": {"num_key_value_heads": 32},
@@ -72,8 +69,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _WITH_SHARED_EXPERTS = ("glm4_moe", "deepseek_v3")
 _LATENT = ("deepseek_v3",)
-DERIVABLE_MODEL_TYPES = tuple(DEFAULTS)
-"""`model_type`s whose Megatron flags follow from the config."""
+SUPPORTED_MODEL_TYPES = tuple(DEFAULTS)
+"""`model_type`s that can be trained: their Megatron flags follow from the config, and their weights have rules."""
 
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
@@ -94,14 +91,14 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Megatron model flags that build this HF model: {attribute: value}.
 
     Raises:
-        UsageError: for a model_type without a translation, a feature of the config that Megatron's model does not
+        UsageError: for a model_type that cannot be trained, a feature of the config that Megatron's model does not
             have, or a config in which numbers are missing.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in DEFAULTS:
         raise UsageError(
             f"model_type {model_type!r} of the HF config: its Megatron flags cannot be derived, only those of "
-            f"{', '.join(DERIVABLE_MODEL_TYPES)}; give them yourself (as scripts/models/*.sh) instead of "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}; give them yourself (as scripts/models/*.sh) instead of "
             "--model-args-from-hf."
         )
     hf = DEFAULTS[model_type] | dict(hf_config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slime.backends.megatron_utils.hf_config import DERIVABLE_MODEL_TYPES, model_args_from_hf, moe_layer_pattern
+from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf, moe_layer_pattern
 from slime.utils.errors import UsageError
 
 PREDICTING = ("glm4_moe", "deepseek_v3")
@@ -83,7 +83,7 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
 
     A config of a type without a translation is compared with nothing; see `hf_config.unsupported_model`.
     """
-    if hf_config.get("model_type") not in DERIVABLE_MODEL_TYPES:
+    if hf_config.get("model_type") not in SUPPORTED_MODEL_TYPES:
         return []
     try:
         differences = config_differences(args, hf_config)

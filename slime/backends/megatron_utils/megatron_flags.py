@@ -51,7 +51,8 @@ TABLE: tuple[Group, ...] = (
         """--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
         --num-query-groups --kv-channels --softmax-scale --vocab-size --make-vocab-size-divisible-by
         --padded-vocab-size --normalization --norm-epsilon
-        --disable-bias-linear --add-qkv-bias --qk-layernorm --swiglu --untie-embeddings-and-output-weights
+        --disable-bias-linear --add-qkv-bias --qk-layernorm --post-self-attn-layernorm --post-mlp-layernorm
+        --swiglu --untie-embeddings-and-output-weights
         --position-embedding-type --use-rotary-position-embeddings --rotary-base --rotary-percent
         --rotary-interleaved --use-rope-scaling --rope-scaling-factor --rope-scaling-low-freq-factor
         --rope-scaling-high-freq-factor --rope-scaling-original-max-position-embeddings
@@ -255,8 +256,8 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "refused",
-        """--post-self-attn-layernorm --post-mlp-layernorm --apply-layernorm-1p
-        --apply-residual-connection-post-layernorm --squared-relu --quick-geglu --openai-gelu --glu-linear-offset
+        """--apply-layernorm-1p --apply-residual-connection-post-layernorm --squared-relu --quick-geglu --openai-gelu
+        --glu-linear-offset
         --activation-func-clamp-value --spec --init-method-xavier-uniform --apply-query-key-layer-scaling
         --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json""",
         "other layers",

@@ -148,6 +148,19 @@ class GateUp(Same):
         return _concatenate([share for half in halves for share in half], dim)
 
 
+class GateUpTogether(GateUp):
+    """The same rows where the HF model, too, has gate and up in one tensor (GLM-4)."""
+
+    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
+        """[2 F, H] -> [[2 F, H]]."""
+        return [param]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
+        """[[2 F, H]] -> [2 F, H]."""
+        (tensor,) = tensors
+        return tensor
+
+
 @dataclass(frozen=True)
 class Rule:
     """One Megatron parameter of each layer (or of the model) and the HF tensors that it holds."""
@@ -190,6 +203,12 @@ def _mlp(megatron: str, hf: str) -> tuple[Rule, Rule]:
 
 
 _DENSE = _EMBEDDINGS + _LAYER_NORMS + _ATTENTION + _mlp("mlp", "mlp")
+_SANDWICH = (
+    *(_EMBEDDINGS + _LAYER_NORMS + _ATTENTION),
+    *(_layer(f"{norm}.weight", f"{norm}.weight") for norm in ("post_self_attn_layernorm", "post_mlp_layernorm")),
+    _layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", layout=GateUpTogether()),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+)
 _QKV_BIAS = (_layer("self_attention.linear_qkv.bias", *(f"self_attn.{n}_proj.bias" for n in "qkv"), layout=Qkv()),)
 _QK_NORM = tuple(_layer(f"self_attention.{n}_layernorm.weight", f"self_attn.{n}_norm.weight") for n in "qk")
 _EXPERTS = (
@@ -280,6 +299,7 @@ FAMILIES = {
         Family("llama", _DENSE),
         Family("qwen2", _DENSE + _QKV_BIAS),
         Family("qwen3", _DENSE + _QK_NORM),
+        Family("glm4", _SANDWICH + _QKV_BIAS),
         Family("qwen3_moe", _DENSE + _QK_NORM + _EXPERTS),
         Family("glm4_moe", _with_predictions(_DENSE + _QKV_BIAS + _QK_NORM + _SHARED_EXPERT_RULES)),
         Family("deepseek_v3", _with_predictions(_LATENT_DENSE + _SHARED_EXPERT_RULES)),
@@ -310,7 +330,7 @@ def family_of(model_name: str) -> Family:
     found = [family for name, family in FAMILIES.items() if name.replace("_", "") in plain]
     longest = max(found, key=lambda family: len(family.model_type), default=None)
     rest = plain.replace(longest.model_type.replace("_", ""), "", 1) if longest else ""
-    is_variant = re.search(r"moe|next|vl|lite|qwen|llama|^4|^\.?2$|^\.2|^\.?5", rest)
+    is_variant = re.search(r"moe|next|vl|lite|qwen|llama|^4|^v|^\.?2$|^\.\d|^\.?5", rest)
     if longest is None or is_variant:
         raise UsageError(
             f"no weight rules for {model_name!r}; there are rules for {', '.join(SUPPORTED_MODEL_TYPES)}."
