@@ -6,7 +6,7 @@
 # Lines that share runs of train.py are one: what a run has measured already is not run again. Results: OUTPUT/*.md, *.json.
 # Reports of a line come when it ends; the logs are OUTPUT/line-*.log.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 OUTPUT="$(realpath -m "${1:?usage: bash benchmarks/gpu_all.sh OUTPUT [SECONDS]}")"
 OPTIONS=(--output "$OUTPUT" --timeout "${2:-500}")
 PYTHON="${SLIME_PYTHON:-python3}"

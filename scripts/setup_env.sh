@@ -99,6 +99,7 @@ clear_cut_packages() {
 stage() {
     local name="$1" files="$2" stamp="$venv/.stamp-$1" key
     shift 2
+    # shellcheck disable=SC2086  # $files holds several names
     key="$("$venv/bin/python" -V) $device $(cd "$root" && cat $files | sha256sum)"
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then return; fi
     # A later stage may depend on this one (the pins go over torch's own choices): all stamps that follow are void.

@@ -58,7 +58,7 @@ def test_a_run_on_a_ray_that_is_there_gets_its_address_and_the_variables(driver:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"megatron_model_type": "qwen3-4b"}, "nearest: qwen3-4B"),
+        ({"megatron_model_type": "qwen3-0.6b"}, "nearest: qwen3-0.6B"),
         ({"train_script": "trian.py"}, "train_script='trian.py': there is no file"),
         ({"config": U.ExecuteTrainConfig(num_nodes=2)}, "start Ray on every node"),
         ({"config": U.ExecuteTrainConfig(extra_env_vars="A=1 B")}, "'B' is not NAME=value"),

@@ -28,29 +28,59 @@ from tests.unit.megatron_fakes import make_args, run_world
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "hf_configs"
-# Parameters of the published models, tied embeddings counted once.
+# Scripts under the names of older documents, or of a platform.
+ALIASES = {
+    "llama3-8B": "llama3.1-8B-Instruct",
+    "llama3.2-3B-Instruct-amd": "llama3.2-3B-Instruct",
+    "qwen3-4b": "qwen3-4B",
+}
+# The first layers of a larger model.
+SHORTENED = {"deepseek-v3-5layer": ("deepseek-v3", 5), "deepseek-v3-20layer": ("deepseek-v3", 20)}
+# Parameters of the published models, tied embeddings counted once; the hub counts as many. Known only rounded are
+# deepseek-v3 (671 B), glm4-32B (33 B) and moonlight (16 B). The hub counts the two glm4.5 with their prediction layer:
+# HUB_WITH_PREDICTION_LAYER. Nobody publishes the first layers of deepseek-v3: those numbers say only that both models
+# agree.
 PARAMETERS = {
+    "deepseek-v3": 671_026_404_352,
+    "deepseek-v3-5layer": 26_618_387_456,
+    "deepseek-v3-20layer": 199_227_677_696,
     "glm4-9B": 9_400_279_040,
+    "glm4-32B": 32_566_081_536,
+    "glm4.5-106B-A12B": 106_852_245_504,
+    "glm4.5-355B-A32B": 352_797_814_784,
+    "llama3.1-8B-Instruct": 8_030_261_248,
+    "llama3.2-3B-Instruct": 3_212_749_824,
+    "moonlight": 15_960_108_544,
+    "qwen2.5-0.5B": 494_032_768,
+    "qwen2.5-1.5B": 1_543_714_304,
+    "qwen2.5-3B": 3_085_938_688,
+    "qwen2.5-7B": 7_615_616_512,
+    "qwen2.5-32B": 32_763_876_352,
     "qwen3-0.6B": 596_049_920,
+    "qwen3-1.7B": 1_720_574_976,
     "qwen3-4B": 4_022_468_096,
+    "qwen3-4B-Instruct-2507": 4_022_468_096,
+    "qwen3-8B": 8_190_735_360,
+    "qwen3-14B": 14_768_307_200,
+    "qwen3-32B": 32_762_123_264,
     "qwen3-30B-A3B": 30_532_122_624,
+    "qwen3-235B-A22B": 235_093_634_560,
     "smollm2-135M": 134_515_008,
 }
-# Families whose experts transformers joins: the dense family that they extend, and what differs (Megatron name in a
-# layer -> HF).
-EXTENDS = {"qwen3_moe": "qwen3"}
-EXTRA = {
-    "qwen3_moe": {
-        "mlp.router.weight": "mlp.gate.weight",
-        "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
-        "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
-    },
+HUB_WITH_PREDICTION_LAYER = {"glm4.5-106B-A12B": 110_468_824_832, "glm4.5-355B-A32B": 358_337_791_296}
+# transformers joins the experts of a layer (Megatron name in a layer, all experts as one -> HF).
+JOINED_EXPERTS = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
 }
 Shapes = dict[str, tuple[int, ...]]
 
 
 def hf_config(name: str) -> dict[str, Any]:
-    return json.loads((FIXTURES / f"{name}.json").read_text())
+    whole, num_layers = SHORTENED.get(name, (name, None))
+    config = json.loads((FIXTURES / f"{whole}.json").read_text())
+    return config if num_layers is None else config | {"num_hidden_layers": num_layers}
 
 
 def script_flags(name: str) -> list[str]:
@@ -66,7 +96,13 @@ def parse(flags: list[str]) -> argparse.Namespace:
 
 def test_every_model_script_has_a_fixture_and_a_number_of_parameters():
     scripts = {path.stem for path in ROOT.glob("scripts/models/*.sh")}
-    assert scripts == {path.stem for path in FIXTURES.glob("*.json")} == PARAMETERS.keys()
+    assert scripts == PARAMETERS.keys() | ALIASES.keys()
+    assert {path.stem for path in FIXTURES.glob("*.json")} == PARAMETERS.keys() - SHORTENED.keys()
+
+
+@pytest.mark.parametrize(("name", "meant"), ALIASES.items())
+def test_a_model_script_under_another_name_says_the_same(name, meant):
+    assert script_flags(name) == script_flags(meant)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -75,14 +111,29 @@ def test_a_model_script_says_what_the_hf_config_says_and_nothing_else(name):
     assert vars(parse(script_flags(name))) == derived
 
 
-def hf_shapes(name: str) -> Shapes:
-    """Parameters of the transformers model, built without memory."""
+def num_kept(config: dict[str, Any]) -> int:
+    """Layers that are built: the dense ones and two behind them, which all others are like."""
+    return min(config["num_hidden_layers"], config.get("first_k_dense_replace", 0) + 2)
+
+
+def num_parameters(shapes: Shapes, config: dict[str, Any]) -> int:
+    """Parameters of the whole model, whose last kept layer stands for all that were left out."""
+    kept = num_kept(config)
+    last = [shape for name, shape in shapes.items() if f".layers.{kept - 1}." in name]
+    left_out = (config["num_hidden_layers"] - kept) * sum(map(math.prod, last))
+    return sum(map(math.prod, shapes.values())) + left_out
+
+
+def hf_shapes(config: dict[str, Any]) -> Shapes:
+    """Parameters of the kept layers of the transformers model, built without memory."""
     import transformers
 
-    values = {key: value for key, value in hf_config(name).items() if key not in ("_source", "model_type")}
-    config = transformers.AutoConfig.for_model(hf_config(name)["model_type"], **values)
+    values = {key: value for key, value in config.items() if key not in ("_source", "model_type")}
+    built = transformers.AutoConfig.for_model(
+        config["model_type"], **(values | {"num_hidden_layers": num_kept(config)})
+    )
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(built)
     return {key: tuple(param.shape) for key, param in model.named_parameters()}
 
 
@@ -106,18 +157,19 @@ def hf_names(model_type: str, megatron_name: str) -> tuple[str, ...]:
     """The HF parameters that are in a Megatron parameter."""
     name = strip_wrappers(megatron_name)
     layer, _, inner = name.removeprefix("decoder.layers.").partition(".")
-    if name.startswith("decoder.layers.") and inner in EXTRA.get(model_type, {}):
-        return (f"model.layers.{layer}.{EXTRA[model_type][inner]}",)
-    return FAMILIES[EXTENDS.get(model_type, model_type)].find(name)[1]
+    if name.startswith("decoder.layers.") and inner in JOINED_EXPERTS:
+        return (f"model.layers.{layer}.{JOINED_EXPERTS[inner]}",)
+    return FAMILIES[model_type].find(name)[1]
 
 
-def check_shapes(args: argparse.Namespace, model_type: str, hf: Shapes, total: int) -> None:
+def check_shapes(args: argparse.Namespace, config: dict[str, Any], hf: Shapes, total: int) -> None:
     ours = megatron_shapes(args)
-    assert sum(map(math.prod, ours.values())) == total
+    assert num_parameters(ours, config) == total
     used = []
     for name, shape in ours.items():
-        parts = [hf[part] for part in hf_names(model_type, name)]
-        used += hf_names(model_type, name)
+        names = hf_names(config["model_type"], name)
+        parts = [hf[part] for part in names]
+        used += names
         # Joined are rows (q, k and v; gate and up); everything else of the shapes is the same.
         assert shape == (sum(part[0] for part in parts), *parts[0][1:]), name
     assert sorted(used) == sorted(hf)
@@ -125,11 +177,28 @@ def check_shapes(args: argparse.Namespace, model_type: str, hf: Shapes, total: i
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_both_models_have_the_published_number_of_parameters_and_the_same_shapes(name):
-    hf = hf_shapes(name)
-    assert sum(map(math.prod, hf.values())) == PARAMETERS[name]
-    args = make_args(None, " ".join([*script_flags(name), "--no-initialization"]))
+    config = hf_config(name)
+    hf, kept = hf_shapes(config), num_kept(config)
+    assert num_parameters(hf, config) == PARAMETERS[name]
+    flags = [*script_flags(name), "--no-initialization", "--num-layers", str(kept)]
+    if dense := config.get("first_k_dense_replace"):
+        flags += ["--moe-layer-freq", f"[0]*{dense}+[1]*{kept - dense}"]
+    args = make_args(None, " ".join(flags))
     assert args.padded_vocab_size == args.vocab_size  # else Megatron's model has rows that HF's does not have
-    run_world(1, check_shapes, args, hf_config(name)["model_type"], hf, PARAMETERS[name])
+    run_world(1, check_shapes, args, config, hf, PARAMETERS[name])
+
+
+@pytest.mark.parametrize(("name", "on_the_hub"), HUB_WITH_PREDICTION_LAYER.items())
+def test_with_its_prediction_layer_and_biases_a_model_has_as_many_numbers_as_on_the_hub(name, on_the_hub):
+    config, sizes = hf_config(name), hf_shapes(hf_config(name))
+    last = num_kept(config) - 1
+    layer = sum(math.prod(shape) for key, shape in sizes.items() if f".layers.{last}." in key)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    # Three norms, the product of two hidden states side by side, an embedding and an output layer of its own.
+    predicting = layer + 3 * hidden + hidden * 2 * hidden + 2 * vocab * hidden
+    with_experts = config["num_hidden_layers"] + 1 - config["first_k_dense_replace"]
+    biases = with_experts * config["n_routed_experts"]  # of the choice of experts: no parameters for torch
+    assert PARAMETERS[name] + predicting + biases == on_the_hub
 
 
 RUN_SCRIPTS = ["run-glm4-9B", "run-qwen3-4B"]
@@ -189,7 +258,7 @@ def test_every_flag_of_a_run_script_is_known_and_none_is_wrong(tmp_path, name):
     assert checked.args.global_batch_size == checked.args.rollout_batch_size * checked.args.n_samples_per_prompt
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", [*PARAMETERS, *ALIASES])
 def test_every_flag_of_a_model_script_is_known(name):
     wrong = CommandLine().check(script_flags(name)).problems.wrong
     assert not [sentence for sentence in wrong if "unknown" in sentence or "did you mean" in sentence], wrong

@@ -1,0 +1,3 @@
+# The first 5 layers of DeepSeek-V3, three of them dense: to try on a few GPUs what the whole model needs many for.
+. "${BASH_SOURCE[0]%/*}/deepseek-v3.sh"
+MODEL_ARGS+=(--num-layers 5 --moe-layer-freq "[0]*3+[1]*2")
