@@ -34,6 +34,7 @@ BASE = [
     "transformers",
     "typer",
     "uvicorn",
+    "xxhash",
 ]
 
 # sglang is not in it: its own metadata asks for a CUDA stack, so a machine without one installs it by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.backends.megatron_utils.update_weight import base
+from slime.backends.megatron_utils.update_weight import base, build_weight_updater
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils import http_utils
+from slime.utils.safetensors_files import read_index
 from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
 
 PROMPT = [9, 30, 31, 77]
@@ -43,6 +45,11 @@ def trained(tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> 
 
 def make_updater(engine: SGLangEngine, shared: Path, model: Path, **values: Any) -> DiskWeightUpdater:
     args = {
+        "update_weight_transport": "disk",
+        "update_weight_mode": "full",
+        "update_weight_delta_encoding": "xor",
+        "update_weight_delta_checksum": "xxh3-128",
+        "update_weight_local_checkpoint_dir": None,
         "update_weight_disk_dir": str(shared),
         "update_weight_disk_keep_files": False,
         "custom_update_weight_post_write_path": None,
@@ -54,7 +61,8 @@ def make_updater(engine: SGLangEngine, shared: Path, model: Path, **values: Any)
         "mtp_num_layers": None,
         "check_weight_update_equal": False,
     }
-    made = DiskWeightUpdater(SimpleNamespace(**(args | values)), [])
+    made = build_weight_updater(SimpleNamespace(**(args | values)), [], colocated=False)
+    assert isinstance(made, DiskWeightUpdater)
     made.connect([engine], engine_sizes=[1])
     return made
 
@@ -123,19 +131,87 @@ def test_a_server_of_someone_else_loads_the_files_in_sglangs_own_way(
     assert gap(engine, models[1]) < 1e-4
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two ranks of tensor parallelism beside an engine, two rollouts."""
-    work: Path = tmp_path_factory.mktemp("disk")
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_after_a_delta_the_engine_answers_with_the_new_weights_and_after_a_damaged_one_too(
+    engine: SGLangEngine,
+    trained: dict[str, torch.Tensor],
+    tiny_models: tuple[Path, Path],
+    models: list[Any],
+    tmp_path: Path,
+    encoding: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    values = {"update_weight_mode": "delta", "update_weight_delta_encoding": encoding}
+    values |= {"update_weight_local_checkpoint_dir": str(tmp_path / "local"), "update_weight_disk_keep_files": True}
+    updater = make_updater(engine, tmp_path / "shared", tiny_models[0], **values)
+    updater.update()
+    assert gap(engine, models[1]) < 1e-4
+    changed = copy.deepcopy(models[1])
+    layer = changed.model.layers[1]
+    with torch.no_grad():  # a part of what engines fuse, one that they do not, and the embedding, which is tied
+        for weight in (layer.self_attn.k_proj.weight, layer.mlp.down_proj.weight, changed.model.embed_tokens.weight):
+            weight[::2] *= 1.5
+    trained |= {name: tensor.detach().clone() for name, tensor in changed.named_parameters() if name in trained}
+    assert gap(engine, changed) > 1e-2
+    metrics = updater.update()
+    assert gap(engine, changed) < 1e-4
+    assert 0 < metrics["perf/update_weights_density"] < 0.5
+    version = tmp_path / "shared" / "weight_v000002"
+    assert sum(file.stat().st_size for file in version.iterdir()) < updater._sent.num_bytes / 2
+
+    trained |= load_file(tiny_models[0] / "model.safetensors")
+    updater._hook = damage
+    metrics = updater.update()
+    assert gap(engine, models[0]) < 1e-4 and engine.get_weight_version() == "3"
+    assert metrics["perf/update_weights_density"] == 1.0
+    assert "version 3 was refused as a delta; a whole one follows" in caplog.text
+
+
+def damage(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+    """Flip one bit of the last byte of a delta."""
+    if "base_version" in read_index(Path(version_dir))["metadata"]:
+        file = max(Path(version_dir).glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+
+
+def flags_of_run(work: Path) -> list[Any]:
+    """Two ranks of tensor parallelism beside an engine, two rollouts, over files."""
     model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl")
-    return train(
-        work / "out", *grpo_flags(model, prompts), "--num-rollout", 2,
+    return [
+        *grpo_flags(model, prompts), "--num-rollout", 2,
         "--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel",
         "--rollout-num-gpus", 1, "--update-weight-buffer-size", 100_000, "--check-weight-update-equal",
         "--update-weight-transport", "disk", "--update-weight-disk-dir", work / "shared",
-        "--update-weight-disk-keep-files",
-        "--custom-update-weight-post-write-path", f"{HOOKS}:sign_version",
         "--save-hf", work / "out" / "hf-{rollout_id}", "--save-interval", 1,
+    ]  # fmt: skip
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_over_deltas_is_on_policy_after_every_sync(tmp_path: Path) -> None:
+    run = train(
+        tmp_path / "out", *flags_of_run(tmp_path),
+        "--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", tmp_path / "local",
+    )  # fmt: skip
+    assert len(run.column("train/train_rollout_logprob_abs_diff")) == 2
+    assert max(run.column("train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert not list((tmp_path / "shared").glob("weight_*"))
+    first, *later = run.column("perf/update_weights_density", "rollout/step")
+    assert all(0 < density <= 1 for density in [first, *later])
+    exported = load_file(run.output_dir / "hf-1" / "model.safetensors")
+    files = (tmp_path / "local/checkpoint").glob("*.safetensors")
+    local = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in local.items())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every version is kept."""
+    work: Path = tmp_path_factory.mktemp("disk")
+    return train(
+        work / "out", *flags_of_run(work), "--update-weight-disk-keep-files",
+        "--custom-update-weight-post-write-path", f"{HOOKS}:sign_version",
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ The numbers are those of the contract's list; a sentence is looked for in the ki
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,23 @@ def test_v27_deltas_are_files_beside_a_local_copy(check: Check) -> None:
     has(check(delta).problems.wrong, f"{delta} does not go with --colocate")
     has(check(delta).problems.wrong, f"{delta} needs --update-weight-local-checkpoint-dir")
     right = f"{DISK} {delta} --update-weight-local-checkpoint-dir local --update-weight-delta-encoding overwrite"
-    assert check(right, without="--colocate").problems.wrong == []
+    assert check(right, without="--colocate").problems == Problems()
+
+
+def test_v27_the_copy_on_a_host_is_kept_by_engines_of_the_run(check: Check) -> None:
+    external = f"{DISK} --update-weight-local-checkpoint-dir local --rollout-external-engine-addrs 127.0.0.1:1"
+    wrong = check(external, without="--colocate").problems.wrong
+    has(wrong, "--update-weight-local-checkpoint-dir local does not go with --rollout-external-engine-addrs")
+
+
+def test_v27_a_checksum_whose_package_is_missing_is_refused(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    delta = f"{DISK} --update-weight-mode delta --update-weight-local-checkpoint-dir local"
+    find_spec, found = importlib.util.find_spec, [None, object()]
+    look = lambda name, *of: found.pop(0) if name == "blake3" else find_spec(name, *of)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", look)
+    blake3 = f"{delta} --update-weight-delta-checksum blake3"
+    has(check(blake3, without="--colocate").problems.wrong, "--update-weight-delta-checksum blake3 needs the package")
+    assert check(blake3, without="--colocate").problems == Problems()
 
 
 def test_old_weights_are_of_one_version(check: Check) -> None:

@@ -259,7 +259,7 @@ WRONG = {
     "--update-weight-transport disk": "--update-weight-transport disk needs --update-weight-disk-dir",
     "--train-backend fsdp": "--train-backend: invalid choice: 'fsdp'",
     "--rollout-data-transport nixl": "--rollout-data-transport nixl is not supported yet (several GPUs)",
-    "--update-weight-mode delta": "--update-weight-mode delta is not supported yet (several GPUs); use full.",
+    "--update-weight-mode delta": "--update-weight-mode delta needs --update-weight-transport disk, not nccl",
     # Batches
     "--global-batch-size 3": "= 8 samples do not divide into steps of --global-batch-size 3",
     "--num-steps-per-rollout 3": "= 8 samples do not divide into --num-steps-per-rollout 3",

@@ -56,13 +56,14 @@ class FileEngine:
         self.version = version
         return version
 
-    def update_weights_from_disk(self, path: str, *, weight_version: str) -> str:
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.weights |= {name: tensor.clone() for name, tensor in tensors}
+
+    def update_weights_from_disk(self, path: str, *, weight_version: str, local_dir: str | None = None) -> str:
         self.calls.append(f"load {Path(path).name}")
         if self.spoil:
             self.spoil.pop(0)(Path(path))
-        problem = disk_weights.load(
-            Path(path), lambda tensors: self.weights.update({name: tensor.clone() for name, tensor in tensors})
-        )
+        problem = disk_weights.load(Path(path), self.load_weights, Path(local_dir) if local_dir else None)
         if problem:
             raise RuntimeError(problem)
         self.version = weight_version
@@ -93,6 +94,7 @@ class World:
             "update_weight_mode": "full",
             "update_weight_disk_dir": str(self.shared),
             "update_weight_disk_keep_files": False,
+            "update_weight_local_checkpoint_dir": None,
             "custom_update_weight_post_write_path": None,
             "output_dir": "runs/mine",
             "update_weights_in_flight": False,
@@ -131,7 +133,7 @@ def test_a_version_is_a_whole_hf_directory_with_the_weights_as_they_are(world: W
     assert (version / "config.json").is_file() and (version / "tokenizer.json").is_file()
     index = json.loads((version / INDEX_FILE).read_text())
     assert index["weight_map"].keys() == world.weights.keys()
-    assert index["metadata"] == {"total_size": 3 * 4 * 4, "version": 1}
+    assert (index["metadata"]["total_size"], index["metadata"]["version"]) == (3 * 4 * 4, 1)
     assert len(set(index["weight_map"].values())) == 3, "a shard is a bucket of 16 bytes"
     stored = {name: load_file(version / file)[name] for name, file in index["weight_map"].items()}
     for name, tensor in world.weights.items():
@@ -364,3 +366,49 @@ def test_what_a_run_left_behind_is_removed_and_what_it_kept_is_not(world: World)
 def test_a_look_at_a_directory_leaves_nothing_there(tmp_path: Path) -> None:
     assert why_not_ours(tmp_path / "gone") is None and not [*check_weight_dir(str(tmp_path / "gone"))]
     assert not list(tmp_path.iterdir())
+
+
+# ---- several tensor-parallel ranks of one engine
+
+RANK = """
+import pathlib, sys, types
+import torch.distributed as dist
+rank, root, shared = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{root}/meeting", rank=rank, world_size=2)
+group = types.SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
+sglang = types.ModuleType("sglang.srt.distributed")  # it takes long to import, and its group is a wrapper of this one
+sglang.get_tp_group = lambda: group
+for name in ("sglang", "sglang.srt"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["sglang.srt.distributed"] = sglang
+from slime.backends.sglang_utils.disk_weights import load
+
+def refuse(tensors):
+    if rank == 1:
+        raise MemoryError("no room on rank 1")
+    list(tensors)
+
+local = pathlib.Path(root) / "local"
+print(load(shared / "weight_v000001", list, local))
+print(load(shared / "weight_v000001", refuse, local))
+print(load(shared / ("weight_v000001" if rank else "elsewhere"), list, local))
+"""
+
+
+def test_every_rank_of_an_engine_gives_the_same_answer(world: World, tmp_path: Path) -> None:
+    world.updater(FileEngine(), update_weight_disk_keep_files=True).update()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path), str(world.shared)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    assert answers[0] == answers[1]
+    good, failed, missing = answers[0]
+    assert good == "None"
+    assert failed.endswith("weight_v000001 failed: MemoryError: no room on rank 1")
+    assert missing.startswith(f"there is no {world.shared}/elsewhere on this host")

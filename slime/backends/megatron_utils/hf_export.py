@@ -113,6 +113,7 @@ class HfWriter:
         self._shard: dict[str, torch.Tensor] = {}
         self._size_of_shard = 0
         self._shards: list[list[str]] = []
+        self._notes: dict[str, str] = {}
         self._total_bytes = 0
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -125,6 +126,10 @@ class HfWriter:
                 self._flush()
             self._shard[name] = stored
             self._size_of_shard += stored.nbytes
+
+    def note(self, name: str, text: str) -> None:
+        """Write something about a tensor, which comes next, into the header of its file."""
+        self._notes[name] = text
 
     def finish(self) -> None:
         """Write what is left and the index, see that all is on the disk, then give the directory its name."""
@@ -149,7 +154,8 @@ class HfWriter:
     def _flush(self) -> None:
         if not self._shard:
             return
-        save_file(self._shard, self._partial / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+        notes = {name: self._notes[name] for name in self._shard if name in self._notes}
+        save_file(self._shard, self._partial / f"shard-{len(self._shards)}", metadata={"format": "pt", **notes})
         self._shards.append(list(self._shard))
         self._total_bytes += self._size_of_shard
         self._shard, self._size_of_shard = {}, 0

@@ -3,7 +3,9 @@
 SGLang's own formats differ in two ways that matter during training. A file that is cut short ends its scheduler: what
 fails while loading is tried again from the same files, outside any `try`. And they prepare layers once more after
 loading, which fp8 layers do not survive. Here the directory is looked at first, weights are loaded as the other
-transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all.
+transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all. With "slime:DIR" the
+host's own copy of the weights in DIR is brought to the version first, which may be a delta, and is loaded from: of a
+delta the tensors that changed.
 
 It does not know who writes versions, nor when they go away.
 """
@@ -11,11 +13,12 @@ It does not know who writes versions, nor when they go away.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.utils.safetensors_files import files_of, what_is_wrong
+from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint, RefusedError
+from slime.utils.safetensors_files import files_of, read_index, what_is_wrong
 
 if TYPE_CHECKING:
     import torch
@@ -35,36 +38,52 @@ def install() -> None:
     def update_weights_from_disk(
         self: Any, model_path: str, load_format: str, *values: Any, **keywords: Any
     ) -> tuple[bool, str]:
-        if load_format != LOAD_FORMAT:
+        name, _, local_dir = str(load_format).partition(":")
+        if name != LOAD_FORMAT:
             return stock(self, model_path, load_format, *values, **keywords)
-        problem = load(Path(model_path), self.get_model().load_weights)
+        problem = load(Path(model_path), self.get_model().load_weights, Path(local_dir) if local_dir else None)
         return problem is None, problem or "Succeeded to update model weights."
 
     rename = TokenizerManager._update_model_path_info
 
     def stay_named(self: Any, model_path: str, load_format: str) -> None:
-        if load_format != LOAD_FORMAT:  # a version's directory goes away, and is not the name of the model
+        if (
+            str(load_format).partition(":")[0] != LOAD_FORMAT
+        ):  # a version's directory goes away, and is not the name of the model
             rename(self, model_path, load_format)
 
     WeightUpdater.update_weights_from_disk = update_weights_from_disk
     TokenizerManager._update_model_path_info = stay_named
 
 
-def load(directory: Path, load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> str | None:
+def load(
+    directory: Path,
+    load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
+    local_dir: Path | None = None,
+) -> str | None:
     """Load a version into the model, on every tensor-parallel rank at once.
 
     Args:
         directory: of the version.
         load_weights: takes (HF name, full tensor).
+        local_dir: where this host has its own copy of the weights, which is brought to the version first.
 
     Returns:
         what is wrong, on this rank or on another; None when every rank has loaded all of it.
     """
     problem = agreed(_missing(directory) or what_is_wrong(directory))
+    source = directory
+    if problem is None and local_dir is not None:
+        try:
+            source = LocalCheckpoint(local_dir).bring_to(directory)
+        except (RefusedError, OSError, ValueError, KeyError) as error:
+            logger.exception("%s was refused", directory)
+            problem = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+        problem = agreed(problem)
     if problem is not None:
         return problem
     try:
-        load_weights(tensors_of(directory))
+        load_weights(tensors_of(source, read_index(directory)["weight_map"]))
     except Exception as error:  # the answer, in place of the scheduler's end
         logger.exception("loading %s failed", directory)
         problem = f"loading {directory} failed: {type(error).__name__}: {error}"
@@ -77,14 +96,15 @@ def _missing(directory: Path) -> str | None:
     return f"there is no {directory} on this host; is its parent the same directory as on the trainer's?"
 
 
-def tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, tensor) of everything in a directory, mapped from the files."""
+def tensors_of(directory: Path, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, tensor) of these tensors of a directory, mapped from the files."""
     from safetensors import safe_open
 
     for file in files_of(directory):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                yield name, opened.get_tensor(name)
+                if name in names:
+                    yield name, opened.get_tensor(name)
 
 
 def agreed(problem: str | None) -> str | None:

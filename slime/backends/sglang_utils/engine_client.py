@@ -225,12 +225,14 @@ class EngineClient:
         )
         return self._version_now(answer, weight_version)
 
-    def update_weights_from_disk(self, path: str, *, weight_version: str) -> str:
+    def update_weights_from_disk(self, path: str, *, weight_version: str, local_dir: str | None = None) -> str:
         """Load the weights that an HF directory holds.
 
         Args:
             path: of the directory, on the server's host.
             weight_version: the server's version from now on.
+            local_dir: a directory of the server's host with its own copy of the weights, to which a delta is applied;
+                for servers of ours.
 
         Returns:
             the server's version.
@@ -241,7 +243,7 @@ class EngineClient:
         answer = self._update(
             "update_weights_from_disk",
             model_path=path,
-            load_format=self.disk_load_format,
+            load_format=self.disk_load_format + (f":{local_dir}" if local_dir else ""),
             flush_cache=False,
             weight_version=weight_version,
         )

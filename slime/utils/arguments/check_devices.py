@@ -1,12 +1,13 @@
 """Rules of devices and weight transport: trainer and engine GPUs (slots), sharing them, and how weights travel.
 
 Each check reads `args` after derivation and returns sentences. It looks at no device: a layout for machines that are
-not here is judged all the same. `check_memory_saver` alone looks at this machine.
+not here is judged all the same. Only packages (`check_memory_saver`, a checksum's) are looked for on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 
@@ -95,8 +96,19 @@ def check_transport(args: argparse.Namespace) -> Iterable[str]:
     """What weights on disk and their deltas need (V27)."""
     if args.update_weight_transport == "disk" and not args.update_weight_disk_dir:
         yield "--update-weight-transport disk needs --update-weight-disk-dir, a directory that all hosts share."
+    if args.update_weight_local_checkpoint_dir and args.rollout_external:
+        yield (
+            f"--update-weight-local-checkpoint-dir {args.update_weight_local_checkpoint_dir} does not go with "
+            "--rollout-external-engine-addrs: what keeps it runs in engines that the run starts; leave it out, with "
+            "--update-weight-mode full."
+        )
     if args.update_weight_mode != "delta":
         return
+    if args.update_weight_delta_checksum == "blake3" and importlib.util.find_spec("blake3") is None:
+        yield (
+            "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed; install it here "
+            "and on the engines' hosts, or give xxh3-128."
+        )
     if args.update_weight_transport != "disk":
         yield (
             f"--update-weight-mode delta needs --update-weight-transport disk, not {args.update_weight_transport}: "

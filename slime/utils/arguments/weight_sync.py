@@ -28,9 +28,8 @@ class WeightSyncFlags:
     )
     update_weight_mode: str = flag(
         "full",
-        "full = every weight in each sync, delta = the changed bytes (disk only)",
+        "full = every weight in each sync, delta = the changed bytes (disk only); the first sync is always full",
         choices=("full", "delta"),
-        later_choices={"delta": "several GPUs"},
     )
     update_weight_disk_dir: str | None = flag(
         None,
@@ -44,22 +43,19 @@ class WeightSyncFlags:
     )
     update_weight_delta_encoding: str = flag(
         "xor",
-        "encoding of changed bytes",
+        "encoding of changed bytes: xor of old and new, or positions and new values",
         choices=("xor", "overwrite"),
-        later="several GPUs",
         needs="update_weight_mode=delta",
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
         "checksum of each tensor in a delta",
         choices=("xxh3-128", "blake3", "adler32"),
-        later="several GPUs",
         needs="update_weight_mode=delta",
     )
     update_weight_local_checkpoint_dir: str | None = flag(
         None,
-        "directory on the engines' hosts that deltas are applied to",
-        later="several GPUs",
+        "directory on each engine host for its copy of the weights, which deltas are applied to and engines load from",
         needs="update_weight_transport=disk",
     )
     custom_update_weight_post_write_path: str | None = flag(

@@ -19,8 +19,9 @@ def build_weight_updater(args: Any, model: list[Any], *, colocated: bool) -> Wei
     """
     if args.update_weight_transport == "disk":
         from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
+        from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWeightUpdater
 
-        return DiskWeightUpdater(args, model)
+        return (DeltaWeightUpdater if args.update_weight_mode == "delta" else DiskWeightUpdater)(args, model)
     # Imported here: both reach SGLang's classes, which takes seconds to import.
     if colocated:
         from slime.backends.megatron_utils.update_weight.from_tensor import TensorWeightUpdater

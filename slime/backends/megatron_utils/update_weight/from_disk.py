@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
 from slime.backends.megatron_utils.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
 from slime.backends.megatron_utils.update_weight.bucket_stream import check_versions
-from slime.backends.megatron_utils.update_weight.transport import Transport
+from slime.backends.megatron_utils.update_weight.transport import Bucket, Transport
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
@@ -32,12 +33,29 @@ logger = logging.getLogger(__name__)
 HOOK_FLAG = "--custom-update-weight-post-write-path"
 
 
+class Writer(Protocol):
+    """Takes buckets and makes a version of them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensors written so far."""
+
+    def add(self, tensors: Bucket, /) -> None:
+        """Write a bucket, or keep a copy until it is."""
+
+    def finish(self) -> None:
+        """Give the version its name."""
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+
+
 class DiskWeightUpdater(WeightUpdater):
     """Writes the weights as files and has the engines load them.
 
     Args:
         args: reads also `update_weight_disk_dir`, `update_weight_disk_keep_files`, `output_dir`,
-            `custom_update_weight_post_write_path`.
+            `custom_update_weight_post_write_path`, `update_weight_local_checkpoint_dir`.
         model: this rank's Megatron model chunks.
     """
 
@@ -47,6 +65,9 @@ class DiskWeightUpdater(WeightUpdater):
         self._dir = WeightDir(root, keeps_files=args.update_weight_disk_keep_files, run=str(args.output_dir))
         path = args.custom_update_weight_post_write_path
         self._hook: Callable[[Any, str, list[Any]], None] | None = load_function(path) if path else None
+        local = args.update_weight_local_checkpoint_dir
+        self._local_dir = None if local is None else str(Path(local).absolute())
+        self._run_id = uuid.uuid4().hex
         self._engines: list[Any] = []
         self._is_written = False
         self._metrics: dict[str, float] = {}
@@ -72,7 +93,9 @@ class DiskWeightUpdater(WeightUpdater):
             return None
         path, version = self._dir.path(self.weight_version), f"{self.weight_version}.0"
         try:
-            loading = self.fleet.start("update_weights_from_disk", str(path), weight_version=version)
+            loading = self.fleet.start(
+                "update_weights_from_disk", str(path), weight_version=version, local_dir=self._local_dir
+            )
             found = self.fleet.wait(loading, f"the load of weights {self.weight_version} from {path}")
             check_versions(self.fleet, dict(zip(loading, found, strict=True)), version)
         except WeightSyncError as error:
@@ -104,7 +127,7 @@ class DiskWeightUpdater(WeightUpdater):
 
     def _write_files(self, path: Path) -> WeightSyncError | None:
         """Every rank goes through all buckets, whatever fails on the way; the source rank writes them."""
-        writer: HfWriter | None = None
+        writer: Writer | None = None
         error: WeightSyncError | None = None
         if self.is_source:
             writer, error = self._unless_failed(lambda: self._new_writer(path))
@@ -114,25 +137,35 @@ class DiskWeightUpdater(WeightUpdater):
         if writer is not None and error is None:
             _, error = self._unless_failed(writer.finish)
         if writer is not None:
-            self._metrics["perf/update_weights_wire_bytes"] = float(writer.num_bytes)
+            self._note(writer)
             if error is not None:
                 writer.discard()
         return error
 
-    def _new_writer(self, path: Path) -> HfWriter:
+    def _note(self, writer: Writer) -> None:
+        """Remember what there is to say of a version."""
+        self._metrics["perf/update_weights_wire_bytes"] = float(writer.num_bytes)
+
+    def _index_metadata(self) -> dict[str, Any]:
+        """What the index of a version says of it."""
+        return {"version": self.weight_version, "run": self._run_id}
+
+    def _new_writer(self, path: Path) -> Writer:
         """A shard is as large as a bucket; so much host memory is needed beside it."""
         return HfWriter(
             path,
             self.args.hf_checkpoint,
             keeps_dtypes=True,
             shard_bytes=self.args.update_weight_buffer_size,
-            index_metadata={"version": self.weight_version},
+            index_metadata=self._index_metadata(),
         )
 
     def _unless_failed(self, action: Callable[[], Any]) -> tuple[Any, WeightSyncError | None]:
         """(what it returns, None), or (None, what was wrong with the disk)."""
         try:
             return action(), None
+        except WeightSyncError as error:
+            return None, error
         except (OSError, SafetensorError) as error:
             message = (
                 f"weight sync {self.weight_version} could not be written to {FLAG} {self._dir.root}: {error}; free "

@@ -1,0 +1,193 @@
+"""Weight sync over files that hold only what changed: --update-weight-mode delta.
+
+The first version is a whole one. The source rank keeps a copy of the bytes that it sent, in host memory. Later
+versions hold, for each tensor that changed, a compressed delta to that copy (slime.utils.weight_delta) and a checksum
+of the result. Every host with engines has a copy of the weights as files (--update-weight-local-checkpoint-dir), to
+which deltas are applied, and from which engines load the tensors that changed (sglang_utils/local_checkpoint.py).
+
+A delta that a host refuses, because it is damaged or a version is missing there, is followed by a whole version. So is
+every failure, and every new set of engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.backends.megatron_utils.hf_export import HfWriter
+from slime.backends.megatron_utils.update_weight.base import WeightSyncError
+from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater, Writer
+from slime.backends.megatron_utils.update_weight.transport import Bucket
+from slime.utils.weight_delta import COMPRESSION, Bytes, checksum, encode, num_changed
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 8
+
+
+class DeltaWeightUpdater(DiskWeightUpdater):
+    """Writes what changed since the last version.
+
+    Args:
+        args: reads also `update_weight_delta_encoding`, `update_weight_delta_checksum`.
+        model: this rank's Megatron model chunks.
+    """
+
+    def __init__(self, args: Any, model: list[Any]) -> None:
+        super().__init__(args, model)
+        # Of the source rank:
+        self._base: int | None = None  # the version that all hosts have and `_held` holds; None: a whole one is due
+        self._is_delta = False  # the version that was written last
+        self._held: dict[str, Bytes] = {}
+
+    def connect(self, engines: Sequence[Any], *, engine_sizes: Sequence[int]) -> None:
+        """As of `WeightUpdater`; these engines may be on other hosts, so that they get a whole version first."""
+        self._base = None
+        super().connect(engines, engine_sizes=engine_sizes)
+
+    def _attempt(self) -> WeightSyncError | None:
+        error = super()._attempt()
+        if self.is_source and error is None:
+            self._base = self.weight_version
+        elif self.is_source and self._is_delta:
+            logger.warning("version %d was refused as a delta; a whole one follows", self.weight_version)
+        return error
+
+    def _new_writer(self, path: Path) -> Writer:
+        base, self._base = self._base, None  # it is again when all hosts have it
+        self._is_delta = base is not None
+        if base is None:
+            return WholeWriter(super()._new_writer(path), self._held)
+        metadata = {
+            **self._index_metadata(),
+            "base_version": base,
+            "delta_encoding": self.args.update_weight_delta_encoding,
+            "compression_format": COMPRESSION,
+            "checksum_format": self.args.update_weight_delta_checksum,
+        }
+        files = HfWriter(path, None, shard_bytes=self.args.update_weight_buffer_size, index_metadata=metadata)
+        return DeltaWriter(files, self._held, metadata["delta_encoding"], metadata["checksum_format"])
+
+    def _note(self, writer: Writer) -> None:
+        super()._note(writer)
+        is_delta = isinstance(writer, DeltaWriter)
+        self._metrics["perf/update_weights_density"] = writer.density if isinstance(writer, DeltaWriter) else 1.0
+        if is_delta:
+            done = (self.weight_version, 100 * self._metrics["perf/update_weights_density"], writer.num_bytes)
+            logger.info("version %d: %.3f %% of the elements changed, %d bytes", *done)
+
+
+class WholeWriter:
+    """Writes everything, and keeps a copy of the bytes.
+
+    Args:
+        files: where to.
+        held: name -> bytes of the copy.
+    """
+
+    def __init__(self, files: Writer, held: dict[str, Bytes]) -> None:
+        self._files = files
+        self._held = held
+        held.clear()
+
+    def add(self, bucket: Bucket) -> None:
+        """Write a bucket."""
+        self._held |= {name: np.array(bytes_of(tensor)) for name, tensor in bucket}
+        self._files.add(bucket)
+
+    def finish(self) -> None:
+        """As of `HfWriter`."""
+        self._files.finish()
+
+    def discard(self) -> None:
+        """As of `HfWriter`."""
+        self._files.discard()
+
+    @property
+    def num_bytes(self) -> int:
+        """As of `HfWriter`."""
+        return self._files.num_bytes
+
+
+class DeltaWriter:
+    """Writes the tensors that changed, each as its delta; the copy follows.
+
+    Args:
+        files: where to.
+        held: name -> bytes, of the version that deltas begin from; afterwards those of the new one.
+        encoding: of `slime.utils.weight_delta`.
+        checksum_kind: of the same.
+    """
+
+    def __init__(self, files: HfWriter, held: dict[str, Bytes], encoding: str, checksum_kind: str) -> None:
+        self._files = files
+        self._held = held
+        self._encoding = encoding
+        self._checksum_kind = checksum_kind
+        self._changed = self._elements = 0
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="delta")
+
+    @property
+    def density(self) -> float:
+        """Share of the elements that changed."""
+        return self._changed / max(1, self._elements)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the deltas written so far."""
+        return self._files.num_bytes
+
+    def add(self, bucket: Bucket) -> None:
+        """Write what changed of a bucket.
+
+        Raises:
+            WeightSyncError: a tensor that the last version did not have.
+        """
+        for (name, tensor), (changed, delta, digest) in zip(
+            bucket, self._threads.map(self._delta_of, bucket), strict=True
+        ):
+            self._elements += tensor.numel()
+            self._changed += changed
+            if delta is not None:
+                self._files.note(name, digest)
+                self._files.add([(name, torch.from_numpy(np.frombuffer(delta, np.uint8).copy()))])
+
+    def _delta_of(self, named: tuple[str, torch.Tensor]) -> tuple[int, bytes | None, str]:
+        """(elements that changed, the delta if there are any, the checksum of the new bytes)."""
+        name, tensor = named
+        new, old, itemsize = bytes_of(tensor), self._held.get(name), tensor.element_size()
+        if old is None or old.size != new.size:
+            what = "not there" if old is None else f"of {old.size} bytes"
+            raise WeightSyncError(f"{name} has {new.size} bytes now and was {what} before", is_final=True)
+        changed = num_changed(old, new, itemsize=itemsize)
+        if not changed:
+            return 0, None, ""
+        try:
+            delta = encode(old, new, itemsize=itemsize, encoding=self._encoding)
+        except ValueError as error:
+            raise WeightSyncError(f"--update-weight-delta-encoding: {name}: {error}", is_final=True) from None
+        np.copyto(old, new)
+        return changed, delta, checksum(new, self._checksum_kind)
+
+    def finish(self) -> None:
+        """As of `HfWriter`."""
+        self._threads.shutdown()
+        self._files.finish()
+
+    def discard(self) -> None:
+        """As of `HfWriter`."""
+        self._threads.shutdown()
+        self._files.discard()
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The raw bytes of a tensor in host memory; of one that is there already, no copy."""
+    raw: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw

@@ -1,0 +1,176 @@
+"""A host's own copy of the engines' weights as files, brought from version to version: by a whole one, or by a delta.
+
+The copy is an HF directory `<root>/checkpoint`, with the run and the version that it is of beside it. Every rank of
+every engine of a host comes with each version, and the first one does the work. A delta is applied to the version that
+it was made from, by the run that made it, and every tensor has to come out with the checksum that it had at the
+sender; otherwise the delta is refused, and the copy is of no version until a whole one comes. A copy belongs to the
+engines of one run for as long as one of them lives.
+
+It does not know who writes versions, and nothing of models: a tensor is its bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from slime.utils.safetensors_files import files_of, read_header, read_index
+
+FLAG = "--update-weight-local-checkpoint-dir"
+NUM_THREADS = 4
+_ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+"""Of the dtypes of safetensors; those of one byte are left out."""
+_held: dict[Path, IO[str]] = {}
+"""Root -> the file whose lock says that an engine of this process uses it."""
+
+
+class RefusedError(RuntimeError):
+    """A version that this host cannot take; the message says why."""
+
+
+class LocalCheckpoint:
+    """The copy below one directory.
+
+    Args:
+        root: made if it does not exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.directory = root / "checkpoint"
+
+    def bring_to(self, version_dir: Path) -> Path:
+        """Make the copy one of a version, unless another process has done it.
+
+        It stays that until the trainer, who waits for every engine, writes the next one.
+
+        Args:
+            version_dir: as the trainer wrote it: a whole checkpoint or a delta.
+
+        Returns:
+            the HF directory of the copy.
+
+        Raises:
+            RefusedError: it cannot be brought there.
+        """
+        wanted = read_index(version_dir)["metadata"]
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._hold(wanted["run"])
+            if self._state() != {"run": wanted["run"], "version": wanted["version"]}:
+                self._bring(version_dir, wanted)
+        return self.directory
+
+    def _hold(self, run: str) -> None:
+        """Use the copy for a run from now on, unless engines of another run do."""
+        file = _held.get(self.root) or (self.root / ".users").open("a")
+        if self._state().get("run") != run:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RefusedError(
+                    f"{FLAG} {self.root} is in use by the engines of another run; give each run a directory of its own"
+                ) from None
+            self._set_state(run, None)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        _held[self.root] = file
+
+    def _bring(self, version_dir: Path, wanted: dict[str, Any]) -> None:
+        base = wanted.get("base_version")
+        if base is not None and self._state().get("version") != base:
+            raise RefusedError(
+                f"{version_dir} is a delta from version {base}, but {self.root} holds "
+                f"{self._state().get('version') or 'no whole version'}: a version is missing there"
+            )
+        self._set_state(wanted["run"], None)
+        if base is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            try:
+                shutil.copytree(version_dir, self.directory)
+            except OSError as error:
+                raise RefusedError(f"{version_dir} cannot be copied to {FLAG} {self.root}: {error}") from None
+        else:
+            self._apply(version_dir, wanted)
+        self._set_state(wanted["run"], wanted["version"])
+
+    def _apply(self, version_dir: Path, wanted: dict[str, Any]) -> None:
+        """Change every tensor of a delta in its file."""
+        places = Places(self.directory)
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="delta") as threads:
+            for file in files_of(version_dir):
+                header = read_header(file)
+                tasks = [
+                    threads.submit(_apply_one, file, header, name, places, wanted) for name in sorted(header.tensors)
+                ]
+                for task in tasks:
+                    task.result()
+
+    def _state(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.root / "state.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _set_state(self, run: str, version: int | None) -> None:
+        """Without a version it is not known what the copy holds."""
+        partial = self.root / "state.json.partial"
+        partial.write_text(json.dumps({"run": run, "version": version}))
+        partial.replace(self.root / "state.json")
+
+
+class Places:
+    """Where the tensors of an HF directory lie in its files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file_of = {name: directory / file for name, file in read_index(directory)["weight_map"].items()}
+        self._headers = {file: read_header(file) for file in set(self._file_of.values())}
+
+    def of(self, name: str) -> tuple[Any, int]:
+        """(the bytes of a tensor, which change the file when they change, bytes of an element).
+
+        Raises:
+            RefusedError: there is no such tensor.
+        """
+        import numpy as np
+
+        if name not in self._file_of:
+            raise RefusedError(f"there is no tensor {name} in the local checkpoint")
+        file = self._file_of[name]
+        header = self._headers[file]
+        entry = header.tensors[name]
+        start, end = entry["data_offsets"]
+        itemsize = _ITEMSIZES.get(entry["dtype"], 1)
+        if start == end:
+            return np.empty(0, np.uint8), itemsize
+        place = np.memmap(file, np.uint8, "r+", offset=header.data_start + start, shape=(end - start,))
+        return place, itemsize
+
+
+def _apply_one(file: Path, header: Any, name: str, places: Places, wanted: dict[str, Any]) -> None:
+    """Change one tensor; it stays what it is unless the checksum is right."""
+    import numpy as np
+
+    from slime.utils.weight_delta import checksum, decode
+
+    start, end = header.tensors[name]["data_offsets"]
+    with file.open("rb") as stream:
+        stream.seek(header.data_start + start)
+        delta = stream.read(end - start)
+    place, itemsize = places.of(name)
+    try:
+        new = decode(np.asarray(place), delta, itemsize=itemsize, encoding=wanted["delta_encoding"])
+    except ValueError as error:
+        raise RefusedError(f"the delta of {name} in {file} is damaged: {error}") from None
+    found = checksum(new, wanted["checksum_format"])
+    if found != header.metadata.get(name):
+        raise RefusedError(
+            f"{name} has {wanted['checksum_format']} {found} after the delta of {file}, and had "
+            f"{header.metadata.get(name)} at the trainer"
+        )
+    place[:] = new

@@ -1,0 +1,340 @@
+"""Deltas of weights: exact in both encodings, small where little changed, and refused where they are damaged.
+
+The files are those of the real updater, the host's copy that of a real engine; `test_disk_sync` has the world.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from slime.backends.megatron_utils.update_weight.base import WeightSyncError
+from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWeightUpdater, bytes_of
+from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
+from slime.utils.safetensors_files import INDEX_FILE, files_of
+from slime.utils.weight_delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, num_changed
+from tests.unit.test_disk_sync import NAMES, ROOT, FileEngine, World, world
+
+__all__ = ["world"]  # a fixture
+
+INSTALLED = [kind for kind in CHECKSUMS if kind != "blake3" or importlib.util.find_spec("blake3")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+
+
+# ---- the bytes
+
+
+@st.composite
+def pairs(draw: Any) -> tuple[Any, Any, int]:
+    """(old bytes, new bytes, bytes of an element): equal but for some elements."""
+    itemsize = draw(st.sampled_from([1, 2, 4, 8]))
+    size = draw(st.integers(0, 64)) * itemsize
+    old, noise = (draw(arrays.arrays(np.uint8, size)) for _ in range(2))
+    keeps = np.repeat(draw(arrays.arrays(np.bool_, size // itemsize)), itemsize)
+    return old, np.where(keeps, old, noise), itemsize
+
+
+@given(pairs(), st.sampled_from(ENCODINGS))
+def test_what_comes_out_is_what_went_in_bit_by_bit(pair: tuple[Any, Any, int], encoding: str) -> None:
+    old, new, itemsize = pair
+    before = old.copy()
+    delta = encode(old, new, itemsize=itemsize, encoding=encoding)
+    assert decode(old, delta, itemsize=itemsize, encoding=encoding).tobytes() == new.tobytes()
+    assert old.tobytes() == before.tobytes()
+    rows = zip(old.reshape(-1, itemsize).tolist(), new.reshape(-1, itemsize).tolist(), strict=True)
+    assert num_changed(old, new, itemsize=itemsize) == sum(one != other for one, other in rows)
+
+
+@given(pairs(), st.sampled_from(ENCODINGS), st.data())
+def test_a_damaged_delta_never_passes_for_the_right_one(pair: Any, encoding: str, data: Any) -> None:
+    old, new, itemsize = pair
+    delta = bytearray(encode(old, new, itemsize=itemsize, encoding=encoding))
+    place = data.draw(st.integers(0, len(delta) - 1))
+    delta[place] ^= data.draw(st.integers(1, 255))
+    cut = bytes(delta[: data.draw(st.integers(0, len(delta)))])
+    try:
+        found = decode(old, cut, itemsize=itemsize, encoding=encoding)
+    except ValueError:
+        return
+    is_same = found.tobytes() == new.tobytes()
+    assert (checksum(found, "xxh3-128") == checksum(new, "xxh3-128")) == is_same
+
+
+def test_xor_undoes_itself_and_overwrite_may_be_applied_twice() -> None:
+    old, new = np.arange(8, dtype=np.uint8), np.arange(8, dtype=np.uint8) + 3
+    xor, overwrite = (encode(old, new, itemsize=2, encoding=encoding) for encoding in ENCODINGS)
+    assert decode(new, xor, itemsize=2, encoding="xor").tobytes() == old.tobytes()
+    assert decode(new, overwrite, itemsize=2, encoding="overwrite").tobytes() == new.tobytes()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_thousandth_of_the_elements_takes_a_hundredth_of_the_bytes(encoding: str) -> None:
+    weights = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    changed = weights.clone()
+    changed.view(-1)[::1000] *= 1.01
+    old, new = bytes_of(weights), bytes_of(changed)
+    assert 900 < num_changed(old, new, itemsize=2) <= 1000
+    assert len(encode(old, new, itemsize=2, encoding=encoding)) < old.size / 100
+
+
+def test_checksums_are_the_known_ones() -> None:
+    data = np.frombuffer(b"Wikipedia", np.uint8)
+    assert checksum(data, "adler32") == "11e60398", "the example of Wikipedia's article"
+    assert checksum(data, "xxh3-128") == xxhash.xxh3_128(b"Wikipedia").hexdigest()
+    with pytest.raises(ValueError, match="'md5' is no checksum; known are xxh3-128"):
+        checksum(data, "md5")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_of_a_tensor_are_its_own_whatever_its_strides(dtype: torch.dtype) -> None:
+    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3).t().to(dtype)
+    again = torch.from_numpy(bytes_of(tensor).copy()).view(dtype).view(3, 2)
+    assert torch.equal(again.float(), tensor.float())
+
+
+# ---- versions
+
+
+class LocalEngine(FileEngine):
+    """With a copy of the weights of its own, like an engine on another host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[set[str]] = []
+
+    def load_weights(self, tensors: Any) -> None:
+        found = {name: tensor.clone() for name, tensor in tensors}
+        self.weights |= found
+        self.loaded.append(set(found))
+
+
+def delta_updater(world: World, *engines: FileEngine, **values: Any) -> DeltaWeightUpdater:
+    values = {
+        "update_weight_mode": "delta",
+        "update_weight_delta_encoding": "xor",
+        "update_weight_delta_checksum": "xxh3-128",
+        "update_weight_local_checkpoint_dir": str(world.shared.parent / "local"),
+        "update_weight_disk_keep_files": True,
+    } | values
+    made = world.updater(*engines, **values)
+    assert isinstance(made, DeltaWeightUpdater)
+    return made
+
+
+def holds(engine: FileEngine, world: World) -> bool:
+    local = {
+        name: t for file in files_of(world.shared.parent / "local/checkpoint") for name, t in load_file(file).items()
+    }
+    return all(
+        torch.equal(engine.weights[name], t) and torch.equal(local[name], t) for name, t in world.weights.items()
+    )
+
+
+@pytest.mark.parametrize("kind", INSTALLED)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_delta_holds_the_tensors_that_changed_and_the_engine_loads_those(
+    world: World, encoding: str, kind: str
+) -> None:
+    engine = LocalEngine()
+    updater = delta_updater(world, engine, update_weight_delta_encoding=encoding, update_weight_delta_checksum=kind)
+    first = updater.update()
+    assert holds(engine, world) and first["perf/update_weights_density"] == 1.0
+    assert first["perf/update_weights_wire_bytes"] == 3 * 4 * 4
+    world.weights["layer.1.weight"][2] = 7.0
+    second = updater.update()
+    assert holds(engine, world) and engine.loaded == [set(NAMES), {"layer.1.weight"}]
+    assert second["perf/update_weights_density"] == 1 / 12, "one element of twelve"
+    index = json.loads((world.shared / "weight_v000002" / INDEX_FILE).read_text())
+    assert list(index["weight_map"]) == ["layer.1.weight"]
+    metadata = index["metadata"]
+    assert (metadata["version"], metadata["base_version"]) == (2, 1)
+    assert (metadata["delta_encoding"], metadata["compression_format"]) == (encoding, "zstd")
+    assert metadata["checksum_format"] == kind
+    with safe_open(world.shared / "weight_v000002/model.safetensors", framework="np") as file:
+        assert file.metadata()["layer.1.weight"] == checksum(bytes_of(world.weights["layer.1.weight"]), kind)
+        assert second["perf/update_weights_wire_bytes"] == file.get_tensor("layer.1.weight").size
+
+
+def test_many_versions_follow_each_other_exactly_and_nothing_is_kept(world: World) -> None:
+    engine, other = LocalEngine(), LocalEngine()  # two engines of one host share its copy
+    updater = delta_updater(world, engine, other, update_weight_disk_keep_files=False)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        updater.update()
+        assert holds(engine, world) and holds(other, world)
+        for tensor in world.weights.values():
+            tensor += torch.randn(4, generator=generator) * (torch.rand(4, generator=generator) < 0.4)
+    assert not list(world.shared.glob("weight_*"))
+    assert engine.version == other.version == "6"
+
+
+def test_a_sync_of_nothing_new_sends_nothing(world: World) -> None:
+    engine = LocalEngine()
+    updater = delta_updater(world, engine)
+    updater.update()
+    metrics = updater.update()
+    assert metrics["perf/update_weights_density"] == metrics["perf/update_weights_wire_bytes"] == 0
+    assert engine.version == "2" and engine.loaded[1:] == [set()]
+
+
+def test_trained_weights_that_change_in_place_are_compared_with_what_was_sent(world: World) -> None:
+    engine = LocalEngine()
+    updater = delta_updater(world, engine)
+    updater.update()
+    kept = world.weights["layer.0.weight"]
+    kept.add_(1)
+    updater.update()
+    assert engine.loaded[1] == {"layer.0.weight"} and holds(engine, world)
+
+
+# ---- what a host refuses
+
+
+def flip_a_bit(version: Path, world: World) -> None:
+    (file,) = version.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+
+
+def lose_the_file(version: Path, world: World) -> None:
+    (file,) = version.glob("*.safetensors")
+    file.unlink()
+
+
+def cut(version: Path, world: World) -> None:
+    (file,) = version.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 2)
+
+
+def change_the_checksum(version: Path, world: World) -> None:
+    (file,) = version.glob("*.safetensors")
+    save_file(load_file(file), file, metadata={"layer.1.weight": "0" * 32})
+
+
+def lose_the_copy(version: Path, world: World) -> None:
+    (world.shared.parent / "local/state.json").unlink()
+
+
+def miss_a_version(version: Path, world: World) -> None:
+    file = version / INDEX_FILE
+    index = json.loads(file.read_text())
+    index["metadata"] |= {"version": 5, "base_version": 4}
+    file.write_text(json.dumps(index))
+
+
+def damage_the_copy(version: Path, world: World) -> None:
+    (file,) = [one for one in files_of(world.shared.parent / "local/checkpoint") if "layer.1.weight" in load_file(one)]
+    save_file({"layer.1.weight": torch.full((4,), 9.0)}, file)
+
+
+REFUSED = {
+    flip_a_bit: "the delta of layer.1.weight in .* is damaged|layer.1.weight has xxh3-128",
+    lose_the_file: "cannot be read: No such file",
+    cut: "bytes instead of",
+    change_the_checksum: "layer.1.weight has xxh3-128 [0-9a-f]{32} after the delta of .*, and had 0{32} at the t",
+    lose_the_copy: "is a delta from version 1, but .* holds no whole version: a version is missing there",
+    miss_a_version: "is a delta from version 4, but .* holds 1: a version is missing there",
+    damage_the_copy: "layer.1.weight has xxh3-128 .* and had",
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("spoil", REFUSED)
+def test_a_delta_that_is_refused_is_followed_by_a_whole_version(
+    world: World, spoil: Any, encoding: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if spoil is damage_the_copy and encoding == "overwrite":
+        pytest.skip("values that are all overwritten do not depend on what was there")
+    engine = LocalEngine()
+    updater = delta_updater(world, engine, update_weight_delta_encoding=encoding)
+    updater.update()
+    world.weights["layer.1.weight"] += 1
+    engine.spoil = [lambda version: spoil(version, world)]
+    held = engine.weights["layer.1.weight"].clone()
+    before: list[bool] = []
+    with caplog.at_level(logging.WARNING):
+        engine.spoil.append(lambda version: before.append(torch.equal(engine.weights["layer.1.weight"], held)))
+        metrics = updater.update()
+    assert before == [True], "the refused delta changed no weight of the engine"
+    assert holds(engine, world) and engine.version == "2" and metrics["perf/update_weights_density"] == 1.0
+    assert "version 2 was refused as a delta; a whole one follows" in caplog.text
+    assert [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert re.search(REFUSED[spoil], caplog.text)
+    world.weights["layer.2.weight"] += 1
+    assert updater.update()["perf/update_weights_density"] == 4 / 12, "and deltas go on from there"
+    assert holds(engine, world)
+
+
+def test_new_engines_get_a_whole_version(world: World, tmp_path: Path) -> None:
+    updater = delta_updater(world, LocalEngine())
+    updater.update()
+    late = LocalEngine()
+    updater.connect([late], engine_sizes=[1])
+    assert updater.update()["perf/update_weights_density"] == 1.0
+    assert holds(late, world)
+
+
+def test_a_full_sync_may_load_from_the_hosts_own_copy_too(world: World) -> None:
+    engine = LocalEngine()
+    updater = world.updater(engine, update_weight_local_checkpoint_dir=str(world.shared.parent / "local"))
+    for _ in range(2):
+        updater.update()
+        assert holds(engine, world)
+        world.weights["layer.0.weight"] += 1
+
+
+OTHER_HOST_RUN = """
+import pathlib, sys, time
+from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
+LocalCheckpoint(pathlib.Path(sys.argv[1])).bring_to(pathlib.Path(sys.argv[2]))
+print("there", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_copy_belongs_to_the_engines_of_one_run_as_long_as_they_live(world: World, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    save_file({"w": torch.zeros(1)}, theirs / "model.safetensors")
+    metadata = {"run": "other", "version": 3}
+    (theirs / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": {"w": "model.safetensors"}}))
+    command = [sys.executable, "-c", OTHER_HOST_RUN, str(tmp_path / "local"), str(theirs)]
+    other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() == b"there\n"
+    engine = LocalEngine()
+    updater = delta_updater(world, engine)
+    with pytest.raises(
+        WeightSyncError, match="failed 2 times.* is in use by the engines of another run; give each run"
+    ):
+        updater.update()
+    assert (tmp_path / "local/checkpoint/model.safetensors").is_file() and not engine.weights
+    other.kill()
+    other.wait()
+    updater.update()
+    assert holds(engine, world)
+
+
+def test_what_else_is_in_the_local_directory_stays(world: World, tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/notes.txt").write_text("mine")
+    delta_updater(world, LocalEngine()).update()
+    assert (tmp_path / "local/notes.txt").read_text() == "mine"
+    assert LocalCheckpoint(tmp_path / "local").directory.is_dir()
