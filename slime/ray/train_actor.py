@@ -32,6 +32,7 @@ class TrainRayActor(RayActor):
         configure_logger(f"{NAMES[role]} {rank}")
         self.args, self.rank, self.world_size, self._role = args, rank, world_size, role
         self._actor: Any = None
+        self._has_trained = False
 
     def load(self) -> None:
         """Import what a trainer is made of. That takes half a minute on some machines and no GPU: engines that start
@@ -70,8 +71,7 @@ class TrainRayActor(RayActor):
             started = self._actor.init()
         if self._role == "actor" and not self.args.debug_train_only:
             weight_transfer.preload()  # the engines are still starting: nobody waits for it
-        gc.collect()
-        gc.freeze()  # what is here now stays: the collection before each sleep need not look through it
+        _settle()
         return {**started, "parallel_config": self._actor.parallel_config(), "warnings": warnings}
 
     def compute_values(self, rollout_id: int, refs: list[Any]) -> tuple[None, dict[str, Any]]:
@@ -90,6 +90,9 @@ class TrainRayActor(RayActor):
         """
         records = self._actor.train(rollout_id, refs, columns)
         self._make_room()
+        if not self._has_trained:
+            self._has_trained = True
+            _settle()  # what was compiled on the way
         if self._role == "actor":
             records.append(({**memory_after("train"), "rollout/step": rollout_id}, "rollout/step"))
         return records, self._actor.columns_for_critic
@@ -127,3 +130,9 @@ class TrainRayActor(RayActor):
         """Leave the process groups."""
         if self._actor is not None:
             self._actor.shutdown()
+
+
+def _settle() -> None:
+    """Say that the objects that are here now stay: the collection before each sleep need not look through them."""
+    gc.collect()
+    gc.freeze()

@@ -38,3 +38,24 @@ def test_loading_imports_the_trainer_and_asks_for_no_gpu(accelerator: str, tmp_p
     )
     assert done.returncode == 0, log.read_text()[-3000:]
     assert "imported everything in" in log.read_text()
+
+
+TRAIN_TWICE = """
+import gc, sys
+from types import SimpleNamespace
+from slime.ray.train_actor import TrainRayActor
+actor = TrainRayActor(SimpleNamespace(accelerator="cpu", colocate=False, use_critic=False), 0, 1, sys.argv[1])
+actor._actor = SimpleNamespace(train=lambda *_: [], columns_for_critic=None)
+made = [[] for _ in range(1000)]
+counts = [gc.get_freeze_count()]
+for rollout_id in range(2):
+    actor.train(rollout_id, [], None)
+    counts.append(gc.get_freeze_count())
+assert counts[1] >= counts[0] + 1000 and counts[2] == counts[1], counts
+"""
+
+
+def test_what_the_first_training_leaves_is_not_looked_through_at_each_sleep(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    done = subprocess.run([sys.executable, "-c", TRAIN_TWICE, log], cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, log.read_text()[-3000:]
