@@ -2,10 +2,13 @@
 
     python benchmarks/gpu_multi_sync.py --layout 1+1                 one trainer and one engine GPU
     python benchmarks/gpu_multi_sync.py --layout 2+2                 both tensor parallel, 4 GPUs
+    python benchmarks/gpu_multi_sync.py --way disk                   over files; --way delta: only what changed
     python benchmarks/gpu_multi_sync.py --tiny --layout 1+1          on the CPU, over gloo
 
 A short run of train.py with the 4B shape (8.04 GB). Limit: broadcasts of 512 MiB from one process to another on two of
-the same GPUs, measured in the same call. Target: median of the syncs, without the pause's drain, at most 0.15 s.
+the same GPUs, measured in the same call. Target: median of the syncs, without the pause's drain, at most 0.15 s. Over
+files there is no target: the row says how many bytes were written, what share of the elements had changed after a step
+at lr 1e-6, and how long engines were paused.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,6 +35,7 @@ from benchmarks.gpu_runs import (  # noqa: E402
     folder_of,
     grpo_flags,
     make_parser,
+    median_of,
     not_measured,
     parse_options,
     report,
@@ -38,31 +43,36 @@ from benchmarks.gpu_runs import (  # noqa: E402
     series_of,
     settled,
 )
-from benchmarks.gpu_weight_sync import BYTES, PAUSE, SYNC  # noqa: E402
+from benchmarks.gpu_weight_sync import BYTES, PAUSE, SEND, SYNC  # noqa: E402
 from slime.utils.misc import listen_anywhere  # noqa: E402
 
 TARGET_S = 0.15
 LAYOUTS = {"1+1": (1, 1), "2+2": (2, 2)}
 BROADCASTS = 8
+WIRE, WRITE, DENSITY = (f"perf/update_weights_{what}" for what in ("wire_bytes", "write_time", "density"))
 
 
 def main() -> None:
     parser = make_parser(__doc__, "gpu_multi_sync")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="1+1", help="trainer GPUs + engine GPUs")
+    parser.add_argument("--way", choices=["nccl", "disk", "delta"], default="nccl")
     parser.add_argument("--link-rank", type=int, help="used by the benchmark itself")
     parser.add_argument("--link-port", type=int, help="likewise")
     options = parse_options(parser)
     if options.link_rank is not None:
         print(json.dumps(broadcast_rate(options.link_rank, options.link_port, options.accelerator)))
         return
-    options.benchmark = f"{options.benchmark}-{options.layout}"
+    options.benchmark = f"{options.benchmark}-{options.layout}-{options.way}"
     run = sync_run(options)
     if not run_train(run, options):
         sys.exit(report([not_measured("weight sync", options.layout, f"<= {TARGET_S} s", "no complete run")], options))
     model = prepare_model(run.model, options.output / "models", device=options.accelerator)
     num_bytes = num_parameters(model) * BYTES[options.accelerator]
-    row = judge(series_of(run, options), run.model, options.layout, num_bytes, link_rate(run, options))
-    sys.exit(report([row], options))
+    series, shape = series_of(run, options), f"{run.model}, {num_bytes / 1e9:.2f} GB, {options.layout}"
+    if options.way != "nccl":
+        report([files_row(series, shape, options.way, num_bytes)], options)
+        return
+    sys.exit(report([judge(series, shape, num_bytes, link_rate(run, options))], options))
 
 
 def sync_run(options: Namespace) -> Run:
@@ -70,8 +80,20 @@ def sync_run(options: Namespace) -> Run:
     trainers, engines = LAYOUTS[options.layout]
     prompts, samples, response, rollouts = (2, 2, 8, 5) if options.tiny else (8, 8, 128, 8)
     more = apart(options, trainers=trainers, engines=engines, tokens=4096)
+    name = f"apart-{options.layout}-{options.way}"
+    more += over_files(options.output / "runs" / name, options.way)
     flags = grpo_flags(prompts=prompts, samples=samples, response=response, rollouts=rollouts, more=more)
-    return Run(f"apart-{options.layout}", "tiny" if options.tiny else "4B", flags)
+    return Run(name, "tiny" if options.tiny else "4B", flags)
+
+
+def over_files(folder: Path, way: str) -> list[Any]:
+    """Flags of a sync over files; none for the link."""
+    if way == "nccl":
+        return []
+    flags: list[Any] = ["--update-weight-transport", "disk", "--update-weight-disk-dir", folder / "versions"]
+    if way == "delta":
+        flags += ["--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", folder / "local"]
+    return flags
 
 
 def link_rate(run: Run, options: Namespace) -> float:
@@ -122,9 +144,22 @@ def broadcast_rate(rank: int, port: int, accelerator: str) -> float:
     return best
 
 
-def judge(series: Series, model: str, layout: str, num_bytes: int, link_gb_s: float) -> Row:
-    """The row of a run."""
-    what, shape = "weight sync to GPUs of their own, without the pause", f"{model}, {num_bytes / 1e9:.2f} GB, {layout}"
+def files_row(series: Series, shape: str, way: str, num_bytes: int) -> Row:
+    """What a sync over files wrote and took; medians."""
+    what = f"weight sync over files, {way}"
+    values = [median_of(series, name) for name in (WIRE, WRITE, SEND)]
+    if None in values:
+        return not_measured(what, shape, "", f"the run did not log {WIRE}, {WRITE} and {SEND}")
+    wire, write, send = (float(value or 0) for value in values)
+    density = median_of(series, DENSITY)
+    note = "" if density is None else f"{density:.2%} of the elements changed"
+    figure = f"{wire / 1e9:.3f} GB, written in {write:.2f} s, engines paused for {send:.2f} s"
+    return Row(what, shape, figure, f"{num_bytes / 1e9:.2f} GB, all weights", wire / num_bytes, "", True, note)
+
+
+def judge(series: Series, shape: str, num_bytes: int, link_gb_s: float) -> Row:
+    """The row of a run over the link."""
+    what = "weight sync to GPUs of their own, without the pause"
     totals, pauses = settled(series, SYNC), settled(series, PAUSE)
     if not totals or len(totals) != len(pauses):
         return not_measured(what, shape, f"<= {TARGET_S} s", f"the run did not log {SYNC} and {PAUSE} together")

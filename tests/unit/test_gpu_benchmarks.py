@@ -132,10 +132,20 @@ def test_random_weights_have_the_names_and_sizes_of_the_config(
 
 def test_a_sync_over_a_link_is_compared_with_a_broadcast() -> None:
     logged = series(perf__update_weights_time=[9, 9, 0.11, 0.12, 0.2], perf__update_weights_pause_time=[9, 9, 0, 0, 0])
-    row = gpu_multi_sync.judge(logged, "4B", "1+1", 8_000_000_000, 100.0)
+    row = gpu_multi_sync.judge(logged, "4B", 8_000_000_000, 100.0)
     # 8 GB at 100 GB/s take 0.08 s
     assert row.figure == "0.120 s" and row.ratio == pytest.approx(0.12 / 0.08) and row.holds
-    assert gpu_multi_sync.judge({}, "4B", "1+1", 1, 1.0).holds is None
+    assert gpu_multi_sync.judge({}, "4B", 1, 1.0).holds is None
+
+
+def test_a_sync_over_files_says_what_it_wrote() -> None:
+    logged = series(
+        perf__update_weights_wire_bytes=[8e9, 8e9, 2e8], perf__update_weights_write_time=[9, 9, 1.5],
+        perf__update_weights_send_time=[9, 9, 0.5], perf__update_weights_density=[1, 1, 0.03],
+    )  # fmt: skip
+    row = gpu_multi_sync.files_row(logged, "4B", "delta", 8_000_000_000)
+    assert row.ratio == pytest.approx(0.025) and row.note == "3.00% of the elements changed"
+    assert gpu_multi_sync.files_row({}, "4B", "delta", 1).holds is None
 
 
 def test_running_ahead_is_compared_with_taking_turns() -> None:
