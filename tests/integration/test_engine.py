@@ -123,8 +123,7 @@ def test_weights_broadcast_over_gloo_are_the_ones_it_answers_with(engine: SGLang
 def test_a_bucket_has_a_handle_for_each_receiver(engine: SGLangEngine, models: list[Any]) -> None:
     # The engine stands for every receiver in turn: what one opens and closes must still be there for the next.
     flat = BucketBuffers(1, 1, torch.device("cpu")).fill(0, weights(models[0]))
-    places = list(zip(flat.names, flat.shapes, flat.dtypes, flat.starts, strict=True))
-    handles, _ = weight_transfer.serialize_flat(flat.data, places, 3)
+    handles, _ = weight_transfer.serialize_flat(flat.data, flat.places, 3)
     for version, handle in enumerate(handles):
         engine.update_weights_from_tensor([handle], load_format="flattened_bucket", weight_version=f"r{version}")
     assert engine.get_weight_version() == "r2"

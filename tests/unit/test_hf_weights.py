@@ -109,6 +109,29 @@ def test_a_parameter_that_no_rule_names_is_an_error(tmp_path):
     assert name == "model.layers.11.mlp.down_proj.weight"
 
 
+def walk_twice(args):
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.backends.megatron_utils.model_weights import iter_weights, named_tensors
+
+    model = get_model_provider_func(args)()
+    first = list(iter_weights(model))
+    assert [weight.tensor.data_ptr() for weight in first] == [t.data_ptr() for _, t in named_tensors(model)]
+    norm = model.decoder.final_layernorm
+    norm.weight = torch.nn.Parameter(torch.full_like(norm.weight, 3.0))
+    model.embedding.word_embeddings.weight.data = torch.full_like(model.embedding.word_embeddings.weight, 4.0)
+    model.named_parameters = None  # the places are known
+    second = {weight.name: weight for weight in iter_weights(model)}
+    assert list(second) == [weight.name for weight in first]
+    assert bool((second["decoder.final_layernorm.weight"].tensor == 3).all())
+    assert bool((second["embedding.word_embeddings.weight"].tensor == 4).all())
+    assert not any(weight.tensor.requires_grad for weight in second.values())
+
+
+def test_a_model_is_walked_over_once_and_its_tensors_are_read_each_time(tmp_path):
+    make_hf_model(tmp_path / "hf", "qwen3_moe")
+    run_world(1, walk_twice, make_args(tmp_path / "hf"))
+
+
 def export(args, out, buffer_size):
     from slime.backends.megatron_utils.hf_export import save_hf
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights

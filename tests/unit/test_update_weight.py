@@ -5,6 +5,7 @@ The fake engine keeps SGLang's rule that matters here: a version is set only by 
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet
 from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
 from slime.backends.megatron_utils.update_weight.spot_check import choose
-from slime.backends.sglang_utils.weight_samples import agrees, describe, sample
+from slime.backends.sglang_utils.weight_samples import agrees, describe, on_host, sample
 from slime.utils.arguments.check_files import check_weight_update_equal
 
 TENSORS = {f"layer.{i}.weight": torch.full((4,), float(i)) for i in range(3)}
@@ -53,6 +54,12 @@ class FakeEngine:
 
     def sample_weights(self, names):
         return [{name: describe((4,), sample(self.weights[name])) for name in names if name in self.weights}]
+
+
+def steps(engine: FakeEngine) -> list[str]:
+    """What an engine was asked; loads that follow each other are sorted, for two may be under way at once."""
+    runs = itertools.groupby(engine.calls, key=lambda call: call.startswith("load"))
+    return [call for is_load, run in runs for call in (sorted(run) if is_load else run)]
 
 
 class FakeTransport(Transport):
@@ -117,7 +124,7 @@ def test_a_sync_pauses_flushes_sends_every_bucket_and_continues(checkpoint, buck
     updater = make_updater(checkpoint, engines)
     updater.update()
     for engine in engines:
-        assert engine.calls == ["pause abort", "flush", "load 1.0", "load 1.1", "load 1.2", "name 1", "continue"]
+        assert steps(engine) == ["pause abort", "flush", "load 1.0", "load 1.1", "load 1.2", "name 1", "continue"]
         assert engine.weights.keys() == TENSORS.keys()
     updater.update()
     assert engines[0].version == "2"
@@ -128,7 +135,7 @@ def test_a_sync_in_flight_puts_requests_aside_and_asks_for_no_flush(checkpoint, 
     updater = make_updater(checkpoint, [engine])
     updater.args.update_weights_in_flight = True
     updater.update()
-    assert engine.calls == ["pause retract", "load 1.0", "load 1.1", "load 1.2", "name 1", "continue"]
+    assert steps(engine) == ["pause retract", "load 1.0", "load 1.1", "load 1.2", "name 1", "continue"]
 
 
 @pytest.mark.parametrize("lost", ["1.0", "1.1", "1.2"])
@@ -151,7 +158,7 @@ def test_a_sync_that_loses_a_bucket_once_is_sent_whole_again_while_engines_are_p
     every = ["load 1.0", "load 1.1", "load 1.2"]
     # 1.0 is missed before the third bucket takes its slot, the others at the end.
     first = {"1.0": ["load 1.1"], "1.1": ["load 1.0", "load 1.2"], "1.2": ["load 1.0", "load 1.1"]}[lost]
-    assert engine.calls == ["pause abort", "flush", *first, *every, "name 1", "continue"]
+    assert steps(engine) == ["pause abort", "flush", *sorted([*first, *every]), "name 1", "continue"]
 
 
 def test_an_engine_that_does_not_take_the_version_is_noticed(checkpoint, buckets):
@@ -169,7 +176,7 @@ def test_an_incomplete_sync_gets_no_version(checkpoint, buckets):
     del buckets[0]
     with pytest.raises(WeightSyncError, match="sent 2 tensors"):
         updater.update()
-    assert engine.calls == ["pause abort", "flush", "load 1.0", "load 1.1"]
+    assert steps(engine) == ["pause abort", "flush", "load 1.0", "load 1.1"]
 
 
 def test_an_engine_that_confirms_what_it_does_not_hold_is_noticed(checkpoint, buckets):
@@ -405,13 +412,20 @@ def test_engines_of_several_sizes_have_ranks_side_by_side_in_the_group(engines_o
 
 
 def test_a_buffer_holds_tensors_of_several_types_where_a_view_of_each_may_begin() -> None:
-    tensors = [("b", torch.arange(3, dtype=torch.uint8)), ("f", torch.randn(2, 5)), ("h", torch.randn(7).bfloat16())]
     buffers = BucketBuffers(2, 1 << 20, torch.device("cpu"))
-    flat = buffers.fill(0, tensors)
-    for start, (_, tensor) in zip(flat.starts, tensors, strict=True):
-        assert start % 8 == 0
-        assert torch.equal(flat.data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor)
-    assert flat.names == ["b", "f", "h"]
+    for number in range(2):  # the second time its layout is known
+        tensors = [
+            ("b", torch.arange(number, number + 3, dtype=torch.uint8)),
+            ("f", torch.nn.Parameter(torch.randn(2, 5))),
+            ("t", torch.randn(4, 3).T),
+            ("h", torch.randn(7).bfloat16()),
+            ("s", torch.tensor(float(number))),
+        ]
+        flat = buffers.fill(0, tensors)
+        for (name, shape, dtype, start), (expected, tensor) in zip(flat.places, tensors, strict=True):
+            assert (name, shape, dtype) == (expected, tensor.shape, tensor.dtype)
+            assert start % 8 == 0
+            assert torch.equal(flat.data[start : start + tensor.nbytes].view(dtype).view(shape), tensor)
 
 
 def test_a_buffer_is_used_again_grows_for_a_larger_bucket_and_can_be_given_up() -> None:
@@ -442,6 +456,14 @@ def test_a_handful_of_tensors_that_engines_do_not_fuse_is_looked_at() -> None:
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= chosen
     assert not [name for name in chosen if "q_proj" in name]
     assert choose([]) == set()
+
+
+def test_samples_of_several_types_are_fetched_at_once_and_stay_what_they_are() -> None:
+    sent = [torch.arange(3, dtype=torch.uint8), torch.randn(5), torch.randn(7).bfloat16(), torch.randn(0)]
+    for before, after in zip(sent, on_host(sent), strict=True):
+        assert before.dtype == after.dtype
+        assert torch.equal(before, after)
+    assert on_host([]) == []
 
 
 def test_a_sample_is_compared_in_the_type_that_the_engine_keeps() -> None:

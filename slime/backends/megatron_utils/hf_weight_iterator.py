@@ -8,17 +8,20 @@ same. It does not know where they go.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket, stored_bytes
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family, Layout, TensorShape
 from slime.backends.megatron_utils.model_weights import Weight
 from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages
-from slime.utils.fp8_format import fp8_format_of
+from slime.utils.fp8_format import Fp8Format, fp8_format_of
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -43,7 +46,7 @@ def iter_hf_buckets(
     Raises:
         QuantizationError: a weight that is to be quantised is not finite.
     """
-    family, shape, fmt = family_of_args(args), TensorShape.of(args), fp8_format_of(args.hf_checkpoint)
+    (family, fmt), shape = _kind_of(args.model_name, args.hf_checkpoint), TensorShape.of(args)
     bucket: Bucket = []
     num_bytes = 0
     for module in model:
@@ -60,13 +63,22 @@ def iter_hf_buckets(
         yield quantize_bucket(bucket, fmt)
 
 
+@functools.cache
+def _kind_of(model_name: str | None, checkpoint: str | Path | None) -> tuple[Family, Fp8Format | None]:
+    """Rules and format of a checkpoint. Its config does not change during a run, and may lie on a slow disk."""
+    family = family_of_args(argparse.Namespace(model_name=model_name, hf_checkpoint=checkpoint))
+    return family, fp8_format_of(checkpoint)
+
+
 def gather_hf_tensors(weight: Weight, family: Family, shape: TensorShape) -> Bucket:
     """Return the HF tensors of a weight and, for an expert's, of those in its place on other expert-parallel ranks.
 
     Collective over the tensor-parallel ranks (the experts' own, for an expert), and over the expert-parallel ones.
     """
-    rule, _ = family.find(weight.name)
+    rule, hf_names = family.find(weight.name)
     full = gather_cut(weight, rule.layout)
+    if not weight.num_experts_here:
+        return list(zip(hf_names, rule.layout.to_hf(full, shape), strict=True))
     found: Bucket = []
     for name, tensor in gather_experts(weight, full):
         _, hf_names = family.find(name)
@@ -76,8 +88,10 @@ def gather_hf_tensors(weight: Weight, family: Family, shape: TensorShape) -> Buc
 
 def gather_cut(weight: Weight, layout: Layout) -> torch.Tensor:
     """Return the full tensor of a weight that may be cut over tensor-parallel ranks (collective over them)."""
+    if weight.partition_dim is None:
+        return weight.tensor
     group = tensor_parallel_group(weight)
-    if group.size() == 1 or weight.partition_dim is None:
+    if group.size() == 1:
         return weight.tensor
     parts = [torch.empty_like(weight.tensor) for _ in range(group.size())]
     dist.all_gather(parts, weight.tensor.contiguous(), group=group)
@@ -85,11 +99,9 @@ def gather_cut(weight: Weight, layout: Layout) -> torch.Tensor:
 
 
 def gather_experts(weight: Weight, full: torch.Tensor) -> Bucket:
-    """Return (name in the whole model, tensor) of this weight on every expert-parallel rank (collective over them)."""
-    from megatron.core import parallel_state
-
+    """Return (name in the whole model, tensor) of an expert's weight on every expert-parallel rank (collective)."""
     group = parallel_state.get_expert_model_parallel_group()
-    if not weight.num_experts_here or group.size() == 1:
+    if group.size() == 1:
         return [(weight.name, full)]
     parts = [torch.empty_like(full) for _ in range(group.size())]
     dist.all_gather(parts, full.contiguous(), group=group)
@@ -98,8 +110,6 @@ def gather_experts(weight: Weight, full: torch.Tensor) -> Bucket:
 
 def tensor_parallel_group(weight: Weight) -> dist.ProcessGroup:
     """The ranks over which a weight may be cut."""
-    from megatron.core import parallel_state
-
     if weight.num_experts_here:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()

@@ -9,8 +9,8 @@ model, it does not know.
 
 from __future__ import annotations
 
-import functools
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,30 +46,55 @@ class Weight:
         return _EXPERT.sub(lambda m: str(int(m[0]) % self.num_experts_here + rank * self.num_experts_here), self.name)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a weight is kept, as long as its module lives: the tensor there may become another one."""
+
+    module: weakref.ref[torch.nn.Module]
+    name_there: str
+    is_parameter: bool
+    name: str
+    num_experts_here: int
+
+    def weight(self) -> Weight:
+        module = self.module()
+        assert module is not None, f"the module of {self.name} is gone while its model lives"
+        tensor = (module._parameters if self.is_parameter else module._buffers)[self.name_there]
+        assert tensor is not None, f"{self.name} was taken out of the model"
+        is_cut = getattr(tensor, "tensor_model_parallel", False)
+        return Weight(self.name, tensor.detach(), tensor.partition_dim if is_cut else None, self.num_experts_here)
+
+
+_PLACES: weakref.WeakKeyDictionary[torch.nn.Module, list[_Place]] = weakref.WeakKeyDictionary()
+"""Of each model that was walked over: Python takes milliseconds for that, and every weight sync asks anew."""
+
+
 def iter_weights(module: torch.nn.Module) -> Iterator[Weight]:
-    """Every weight that this rank holds of one model chunk, wrapped or bare."""
+    """Every weight that this rank holds of one model chunk, wrapped or bare, in the order of `named_tensors`."""
+    model = unwrap(module)
+    if model not in _PLACES:
+        _PLACES[model] = list(_find_places(model))
+    return (place.weight() for place in _PLACES[model])
+
+
+def _find_places(model: torch.nn.Module) -> Iterator[_Place]:
     from megatron.core import parallel_state
 
-    model = unwrap(module)
     offset = _layer_offset(model)
     experts_here = (getattr(model, "config", None) and model.config.num_moe_experts) or 0
     experts_here //= parallel_state.get_expert_model_parallel_world_size()
     first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in named_tensors(model):
+        path, _, name_there = name.rpartition(".")
         is_mtp = name.startswith("mtp.")
         numbered, is_expert = _in_whole_model(name, offset, first_expert, model.config.num_layers if is_mtp else 0)
-        is_cut = bool(getattr(tensor, "tensor_model_parallel", False))
-        yield Weight(
-            numbered,
-            tensor.detach(),
-            partition_dim=tensor.partition_dim if is_cut else None,
-            num_experts_here=experts_here if is_expert else 0,
-        )
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        owner = weakref.ref(model.get_submodule(path))
+        yield _Place(owner, name_there, is_parameter, numbered, experts_here if is_expert else 0)
 
 
-@functools.cache
 def _in_whole_model(name: str, offset: int, first_expert: int, num_layers: int) -> tuple[str, bool]:
-    """The name with its numbers in the whole model, and whether it is of one expert; every weight sync asks anew.
+    """The name with its numbers in the whole model, and whether it is of one expert.
 
     `num_layers` is of the model, for a layer that predicts further tokens; 0 for any other.
     """
@@ -81,8 +106,9 @@ def _in_whole_model(name: str, offset: int, first_expert: int, num_layers: int) 
 
 def is_tied_copy(module: torch.nn.Module, weight: Weight) -> bool:
     """Whether a weight is the last pipeline stage's copy of the embedding, which it uses as the output layer."""
-    is_tied = getattr(unwrap(module), "share_embeddings_and_output_weights", False)
-    return bool(is_tied) and weight.name == "output_layer.weight"
+    if weight.name != "output_layer.weight":
+        return False
+    return bool(getattr(unwrap(module), "share_embeddings_and_output_weights", False))
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -70,10 +70,11 @@ def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Wei
         model: this rank's chunks, wrapped or bare.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    mine = [weight for chunk in model for weight in iter_weights(chunk) if not is_tied_copy(chunk, weight)]
+    found = (weight for chunk in model for weight in iter_weights(chunk) if not is_tied_copy(chunk, weight))
     if group.size() == 1:
-        yield from mine
+        yield from found
         return
+    mine = list(found)
     described: list[Any] = [None] * group.size()
     dist.all_gather_object(described, [_describe(weight) for weight in mine], group=group)
     for stage, weights in enumerate(described):

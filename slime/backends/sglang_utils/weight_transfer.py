@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.open_handle import EXPECTED, NUM_BYTES, opened_elsewhere
-from slime.backends.sglang_utils.weight_samples import agrees, sample
+from slime.backends.sglang_utils.weight_samples import agrees, on_host, sample
 
 __all__ = [
     "EXPECTED",
@@ -22,6 +22,7 @@ __all__ = [
     "EngineContact",
     "agrees",
     "init_process_group",
+    "on_host",
     "open_flat",
     "opened_elsewhere",
     "preload",
@@ -60,7 +61,7 @@ def serialize_flat(data: torch.Tensor, places: Sequence[Place], num_receivers: i
 
     Args:
         data: uint8 [num_bytes], shared memory or CUDA memory; it is used again and again.
-        places: what lies where.
+        places: what lies where; the same ones are described once.
         num_receivers: processes (an engine has one a TP rank) that will open it. Each needs a handle of its own:
             opening one takes back a reference that serializing it added.
 
@@ -70,12 +71,23 @@ def serialize_flat(data: torch.Tensor, places: Sequence[Place], num_receivers: i
     _prepare()
     import torch
     from sglang.srt.utils import MultiprocessingSerializer
+
+    if data.is_cuda:
+        # torch wraps the storage that it shares once more each time: an alias is wrapped, and forgotten afterwards.
+        data = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(data))
+    content = {"flattened_tensor": data, "metadata": _metadata(tuple(places))}
+    return [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(num_receivers)], data
+
+
+@functools.lru_cache(maxsize=4096)
+def _metadata(places: tuple[Place, ...]) -> list[Any]:
+    """SGLang's description of a bucket; shapes as plain tuples, which are serialized and opened faster."""
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    metadata = [
+    return [
         FlattenedTensorMetadata(
             name=name,
-            shape=shape,
+            shape=tuple(shape),
             dtype=dtype,
             start_idx=start,
             end_idx=start + shape.numel() * dtype.itemsize,
@@ -83,11 +95,6 @@ def serialize_flat(data: torch.Tensor, places: Sequence[Place], num_receivers: i
         )
         for name, shape, dtype, start in places
     ]
-    if data.is_cuda:
-        # torch wraps the storage that it shares once more each time: an alias is wrapped, and forgotten afterwards.
-        data = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(data))
-    content = {"flattened_tensor": data, "metadata": metadata}
-    return [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(num_receivers)], data
 
 
 def open_flat(handle: str) -> torch.Tensor:

@@ -110,8 +110,8 @@ class Qkv(Same):
     def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
         """[(heads + 2 groups) * channels, ...] -> [q, k, v]."""
         rows = self._rows(shape)
-        grouped = param.unflatten(0, (shape.num_query_groups, sum(rows)))
-        return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
+        grouped = param.view(shape.num_query_groups, sum(rows), *param.shape[1:])
+        return [part.flatten(0, 1) for part in grouped.split_with_sizes(rows, 1)]
 
     def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
         """[q, k, v] -> [(heads + 2 groups) * channels, ...]."""

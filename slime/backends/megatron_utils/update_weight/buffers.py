@@ -1,21 +1,29 @@
 """Memory in which a bucket lies as one run of bytes, and from which other processes read it.
 
 On CPU it is shared memory, on CUDA device memory for IPC handles. There is one buffer a slot, so that a bucket can be
-made ready while another one is read. It knows nothing about names, engines or handles.
+made ready while another one is read. It knows nothing about engines or handles.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from slime.backends.sglang_utils.weight_transfer import Place
 from slime.utils.memory_saver import outside_saver
 
 ALIGNMENT = 256
 """Bytes: what a view of any dtype needs, and what lets the device copy at full speed."""
+
+
+Kind = tuple[tuple[str, torch.Size, torch.dtype], ...]
+"""Name, shape and type of each tensor of a bucket."""
+MAX_LAYOUTS = 4096
 
 
 @dataclass(frozen=True)
@@ -24,15 +32,32 @@ class FlatBucket:
 
     Attributes:
         data: uint8 [num_bytes].
-        names: of each tensor. shapes: of each. dtypes: of each.
-        starts: where each begins.
+        places: of the tensors.
     """
 
     data: torch.Tensor
-    names: list[str]
-    shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
-    starts: list[int]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tensors of a bucket lie; `views` has (type, shape, strides, first element) of each."""
+
+    num_bytes: int
+    places: tuple[Place, ...]
+    views: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
+
+
+@functools.lru_cache(maxsize=MAX_LAYOUTS)
+def _layout_of(kind: Kind) -> _Layout:
+    """Computed once: the buckets of every sync are the same."""
+    places, views, end = list[Place](), [], 0
+    for name, shape, dtype in kind:
+        places.append((name, shape, dtype, end))
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        views.append((dtype, shape, strides, end // dtype.itemsize))
+        end += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return _Layout(end, tuple(places), views)
 
 
 class BucketBuffers:
@@ -52,23 +77,13 @@ class BucketBuffers:
 
     def fill(self, slot: int, tensors: Sequence[tuple[str, torch.Tensor]]) -> FlatBucket:
         """Copy tensors into a buffer, each straight from where it lies (queued on the current stream of a GPU)."""
-        starts, end = [], 0
-        for _, tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        data = self._at_least(slot, end)[:end]
-        places = [
-            data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, (_, tensor) in zip(starts, tensors, strict=True)
-        ]
-        torch._foreach_copy_(places, [tensor.detach() for _, tensor in tensors])
-        return FlatBucket(
-            data,
-            [name for name, _ in tensors],
-            [tensor.shape for _, tensor in tensors],
-            [tensor.dtype for _, tensor in tensors],
-            starts,
-        )
+        layout = _layout_of(tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors))
+        data = self._at_least(slot, layout.num_bytes)[: layout.num_bytes]
+        typed = {dtype: data.view(dtype) for dtype in {dtype for dtype, _, _, _ in layout.views}}
+        with torch.no_grad():
+            parts = [torch.as_strided(typed[dtype], *where) for dtype, *where in layout.views]
+            torch._foreach_copy_(parts, [tensor for _, tensor in tensors])
+        return FlatBucket(data, layout.places)
 
     def release(self) -> None:
         """Give all buffers back to the device."""

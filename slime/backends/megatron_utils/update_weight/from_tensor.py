@@ -122,9 +122,7 @@ class HandOver(Transport):
         if self._num_handles:
             self._kept.pop(slot, None)  # everyone has closed it, so that torch may forget it
             flat = self._buffers.fill(slot, bucket)
-            handles, self._kept[slot] = serialize_flat(
-                flat.data, list(zip(flat.names, flat.shapes, flat.dtypes, flat.starts, strict=True)), self._num_handles
-            )
+            handles, self._kept[slot] = serialize_flat(flat.data, flat.places, self._num_handles)
         return self._gather(handles)
 
     def _gather(self, handles: list[str]) -> list[list[str]]:

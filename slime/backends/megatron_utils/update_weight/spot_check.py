@@ -14,7 +14,7 @@ import torch
 
 from slime.backends.megatron_utils.update_weight.engines import Calls, EngineFleet, WeightSyncError, contact_of
 from slime.backends.megatron_utils.update_weight.transport import Bucket
-from slime.backends.sglang_utils.weight_transfer import agrees, sample
+from slime.backends.sglang_utils.weight_transfer import agrees, on_host, sample
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,13 @@ class SpotCheck:
                 self._samples[name] = (tuple(tensor.shape), sample(tensor))
 
     def ask(self, fleet: EngineFleet) -> Calls:
-        """Begin asking the engines for their samples."""
-        return fleet.start("sample_weights", sorted(self._samples)) if self._is_possible else {}
+        """Begin asking the engines for their samples; those of what was sent are fetched meanwhile."""
+        if not self._is_possible:
+            return {}
+        asked = fleet.start("sample_weights", sorted(self._samples))
+        shapes, samples = zip(*self._samples.values(), strict=True) if self._samples else ((), ())
+        self._samples = dict(zip(self._samples, zip(shapes, on_host(samples), strict=True), strict=True))
+        return asked
 
     def compare(self, fleet: EngineFleet, asked: Calls) -> None:
         """Wait for the answers.
