@@ -30,6 +30,8 @@ def check(args: Any) -> None:
     """Refuse what cannot run ahead."""
     if args.colocate:
         raise UsageError("--colocate: train_async.py uses trainer and engines at once; drop it, or use train.py")
+    if args.release_train:
+        raise UsageError("--release-train: train_async.py trains while engines generate; drop it, or use train.py")
 
 
 def train(args: Any) -> None:

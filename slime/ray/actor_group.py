@@ -51,22 +51,28 @@ class RayTrainGroup:
     ) -> None:
         self.args = args = parse_megatron_role_args(args, role)
         self.role = role
+        self._placement = placement
+        self._actor_cls = actor_cls
         self._name = NAMES[role]
         self.world_size = len(placement.trainer_bundles)
         self.log_dir = Path(args.output_dir).resolve() / "logs"
+        self._actors = self._create_actors()
+        self._starting: list[ray.ObjectRef] = []
+
+    def _create_actors(self) -> list[Any]:
+        args, placement = self.args, self._placement
         env = trainer_env(args.accelerator, self.world_size, args.train_env_vars, sleeps=args.offload_train)
-        remote_cls = ray.remote(actor_cls)
-        self._actors = [
+        remote_cls = ray.remote(self._actor_cls)
+        return [
             remote_cls.options(
                 name=None,
                 max_restarts=0,
                 scheduling_strategy=in_bundle(placement.group, bundle),
                 runtime_env={"env_vars": env},
                 **slot_options(args.accelerator, TRAINER_SHARE),
-            ).remote(args, rank, self.world_size, str(self.log_path(rank)), role)
+            ).remote(args, rank, self.world_size, str(self.log_path(rank)), self.role)
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
-        self._starting: list[ray.ObjectRef] = []
 
     def log_path(self, rank: int) -> Path:
         """Where a rank writes its output."""
@@ -130,9 +136,10 @@ class RayTrainGroup:
         """Write a checkpoint."""
         self._all("save_model", f"saving rollout {rollout_id}", rollout_id)
 
-    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int]) -> None:
-        """Hand the engines, with the GPUs of each, to every rank's weight updater."""
-        self._all("connect_rollout_engines", "connecting the trainer to the engines", engines, engine_sizes)
+    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
+        """Hand the engines, with the GPUs of each and the version of their weights, to every rank's weight updater."""
+        what = "connecting the trainer to the engines"
+        self._all("connect_rollout_engines", what, engines, engine_sizes, weight_version)
 
     def update_weights(self) -> dict[str, float]:
         """Send the weights to the engines; returns rank 0's metrics."""

@@ -8,7 +8,8 @@
 The driver says what is to come next; here it is known who is where, so only what has to move is moved. Where nobody
 has to leave (GPUs of their own, the CPU, --no-offload-*) every verb does nothing. Each verb waits until memory is free
 before it is taken by the next: a failure on the way, such as an engine that died while it had no memory, ends the run
-with its error. How memory is released is the actors' business.
+with its error. How memory is released is the actors' business; with
+--release-train trainers end in place of sleeping.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class GpuTurns:
     """The turns of one run.
 
     Args:
-        args: reads `colocate`, `offload_train`, `offload_rollout`.
+        args: reads `colocate`, `offload_train`, `offload_rollout`, `release_train`.
         manager: the rollout manager's actor.
     """
 
     def __init__(self, args: Any, manager: Any) -> None:
-        self.trainers_leave: bool = args.offload_train
+        self.trainers_leave: bool = args.offload_train or args.release_train
         self.engines_leave: bool = args.offload_rollout and args.colocate
-        self._is_shared: bool = args.colocate
+        self._leave_to_engines: bool = args.colocate or args.release_train
         self._manager = manager
         self._awake: RayTrainGroup | None = None
         self._engines_have: set[str] = {"weights", "kv"}
@@ -82,7 +83,7 @@ class GpuTurns:
 
     def to_engines(self) -> None:
         """Let the engines generate."""
-        if self._is_shared:
+        if self._leave_to_engines:
             self._trainers_out()
         self._engines_in("weights")
         self._engines_in("kv")

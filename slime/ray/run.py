@@ -28,6 +28,7 @@ from slime.observability.step_times import StepTimes
 from slime.ray.actor_group import Beside, RayTrainGroup
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.placement_group import connect_ray, create_placement
+from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
 from slime.ray.utils import actor_env, get
 from slime.rollout.weight_versions import SyncSchedule
@@ -299,7 +300,8 @@ class TrainingRun:
             return []
         if self.args.use_critic:
             self._critic = RayTrainGroup(self.args, self._placement, role="critic")
-        self._trainers = RayTrainGroup(self.args, self._placement)
+        group_cls = ReleasedTrainGroup if self.args.release_train else RayTrainGroup
+        self._trainers = group_cls(self.args, self._placement)
         return [*filter(None, [self._critic]), self._trainers]
 
     def _start_trainers(self, groups: list[RayTrainGroup], beside: Beside) -> dict[str, Any]:

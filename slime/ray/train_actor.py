@@ -105,9 +105,9 @@ class TrainRayActor(RayActor):
         """Write the checkpoint of `rollout_id`."""
         self._actor.save_model(rollout_id)
 
-    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int]) -> None:
+    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int) -> None:
         """Hand the engines to the weight updater."""
-        self._actor.connect_rollout_engines(engines, engine_sizes)
+        self._actor.connect_rollout_engines(engines, engine_sizes, weight_version)
 
     def update_weights(self) -> dict[str, float]:
         """Send the current weights to the engines; returns metrics."""

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 OWNER_FILE = ".slime_weight_sync.json"
 VERSIONS = "weight_v[0-9]*"
 FLAG = "--update-weight-disk-dir"
+GONE_AFTER_S = 30.0
 
 
 def version_dir(root: Path, version: int) -> Path:
@@ -55,8 +57,11 @@ class WeightDir:
         self._run = run
         self._file: IO[str] | None = None
 
-    def claim(self) -> None:
+    def claim(self, *, goes_on: bool = False) -> None:
         """Take the directory until this process ends, and remove what an earlier run would have removed, too.
+
+        Args:
+            goes_on: an earlier process of this very run had it, which may not be quite gone; its versions stay.
 
         Raises:
             UsageError: another run has it, or an earlier one kept versions there.
@@ -65,19 +70,26 @@ class WeightDir:
             return
         self.root.mkdir(parents=True, exist_ok=True)
         file = (self.root / OWNER_FILE).open("a+")
-        if not _lock(file):
-            raise UsageError(f"{FLAG} {self.root} {_in_use(self.root, _read(file))}")
-        earlier = _read(file)
-        if problem := _kept_versions(self.root, earlier):
-            raise UsageError(f"{FLAG} {self.root} {problem}")
-        for left in self.root.glob(VERSIONS):
-            logger.warning("removing %s, which an earlier run left behind", left)
-            shutil.rmtree(left)
+        deadline = time.monotonic() + (GONE_AFTER_S if goes_on else 0.0)
+        while not _lock(file):
+            if time.monotonic() >= deadline:
+                raise UsageError(f"{FLAG} {self.root} {_in_use(self.root, _read(file))}")
+            time.sleep(0.1)
+        if not goes_on:
+            self._take_over(_read(file))
         mine = {"run": self._run, "host": socket.gethostname(), "pid": os.getpid(), "keeps_files": self.keeps_files}
         file.truncate(0)
         file.write(json.dumps(mine))
         file.flush()
         self._file = file  # closing it would give the lock up
+
+    def _take_over(self, earlier: dict[str, Any]) -> None:
+        """Keep what an earlier run kept, and remove what it left."""
+        if problem := _kept_versions(self.root, earlier):
+            raise UsageError(f"{FLAG} {self.root} {problem}")
+        for left in self.root.glob(VERSIONS):
+            logger.warning("removing %s, which an earlier run left behind", left)
+            shutil.rmtree(left)
 
     def path(self, version: int) -> Path:
         """Where a version lies."""

@@ -229,3 +229,43 @@ def test_a_run_over_files_is_on_policy_after_every_sync(run: Run) -> None:
     assert {(path / "signed_by").read_text() for path in versions} == {"2 ranks, 1 engine"}
     (num_bytes,) = set(run.column("perf/update_weights_wire_bytes", "rollout/step"))
     assert num_bytes == sum(tensor.nbytes for tensor in written.values())
+
+
+# ---- trainers that end while engines generate
+
+
+@pytest.fixture(scope="module", params=[[], ["--colocate"]], ids=["separate", "colocate"])
+def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """(a run whose trainers stay, a run whose trainers end after every sync), bit by bit the same otherwise."""
+    work: Path = tmp_path_factory.mktemp("released")
+    model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl")
+    placement = request.param or ["--rollout-num-gpus", 1]
+
+    def launch(name: str, *more: Any) -> Run:
+        return train(
+            work / name, *grpo_flags(model, prompts), *placement, "--num-rollout", 3, "--save", work / name,
+            "--sglang-enable-deterministic-inference", "--sglang-max-running-requests", 1,
+            "--sglang-disable-radix-cache", "--lr-decay-style", "cosine", "--lr-decay-iters", 3,
+            "--save-interval", 1, "--update-weight-transport", "disk",
+            "--update-weight-disk-dir", work / f"{name}-sync", "--update-weight-disk-keep-files", *more,
+        )  # fmt: skip
+
+    return launch("stay"), launch("end", "--release-train")
+
+
+@pytest.mark.timeout(1200)
+def test_trainers_that_end_between_steps_train_as_those_that_stay(released: tuple[Run, Run]) -> None:
+    stay, end = released
+    for name in ("train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff", "rollout/raw_reward"):
+        assert end.column(name) == stay.column(name), name
+    assert len(end.column("train/loss")) == 3
+    assert (end.output_dir / "logs/trainer_0.log").read_text().count("imported everything") > 3
+    names = [f"weight_v{i:06d}" for i in (1, 2, 3, 4)]
+    assert sorted(path.name for path in end.output_dir.with_name("end-sync").glob("weight_*")) == names
+    for name in names:
+        of_both = [
+            {n: t for file in (run.output_dir.with_name(f"{run.output_dir.name}-sync") / name).glob("*.safetensors")
+             for n, t in load_file(file).items()}
+            for run in released
+        ]  # fmt: skip
+        assert all(torch.equal(of_both[0][n], of_both[1][n]) for n in of_both[0]), name

@@ -185,6 +185,10 @@ def test_v27_released_trainers_have_everything_on_disk(check: Check) -> None:
     has(wrong, "--release-train does not go with --keep-old-actor")
     has(wrong, "--release-train needs --save")
     has(wrong, "--release-train needs --update-weight-transport disk and --update-weight-mode full, not nccl and full")
-    right = check("--release-train --save out --update-weight-transport disk --update-weight-disk-dir sync")
-    assert right.problems.wrong == [] and right.args.save_interval == 1
+    line = "--release-train --save out --update-weight-transport disk --update-weight-disk-dir sync"
+    right = check(line)
+    assert right.problems == Problems() and right.args.save_interval == 1
+    has(check(f"{line} --save-interval 2").problems.wrong, "--release-train needs --save-interval 1, not 2")
+    contents = check(f"{line} --checkpoint-contents model").problems.wrong
+    has(contents, "--release-train needs --checkpoint-contents with optimizer and rng")
     assert check("--save out").args.save_interval is None

@@ -363,6 +363,20 @@ def test_what_a_run_left_behind_is_removed_and_what_it_kept_is_not(world: World)
     assert [*check_weight_dir(str(world.shared))][0].endswith("or give another directory.")
 
 
+def test_another_process_of_the_same_run_goes_on_in_its_directory(world: World) -> None:
+    first = WeightDir(world.shared, keeps_files=True, run="mine")
+    first.claim()
+    first.path(1).mkdir()
+    first._file.close()  # type: ignore[union-attr] - the process ends
+    updater = world.updater(FileEngine(), connect=False, update_weight_disk_keep_files=True)
+    updater.weight_version = 1
+    engine = FileEngine()
+    updater.connect([engine], engine_sizes=[1])
+    updater.update()
+    assert engine.version == "2"
+    assert sorted(path.name for path in world.shared.glob("weight_*")) == ["weight_v000001", "weight_v000002"]
+
+
 def test_a_look_at_a_directory_leaves_nothing_there(tmp_path: Path) -> None:
     assert why_not_ours(tmp_path / "gone") is None and not [*check_weight_dir(str(tmp_path / "gone"))]
     assert not list(tmp_path.iterdir())

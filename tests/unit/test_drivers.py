@@ -84,6 +84,7 @@ def run_args(**changes):
         "debug_train_only": False,
         "debug_rollout_only": False,
         "colocate": False,
+        "release_train": False,
         "calls": [],
     }
     return SimpleNamespace(**(defaults | changes))
@@ -200,6 +201,11 @@ def test_both_drivers_end_the_run_when_a_verb_fails(driver_module, monkeypatch):
 def test_the_asynchronous_driver_refuses_colocated_engines():
     with pytest.raises(UsageError, match="--colocate"):
         train_async.check(run_args(colocate=True))
+
+
+def test_the_asynchronous_driver_refuses_trainers_that_end_while_engines_generate():
+    with pytest.raises(UsageError, match="--release-train: train_async.py trains while engines generate"):
+        train_async.check(run_args(release_train=True))
 
 
 @pytest.fixture

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 import train
-from slime.ray import gpu_turns
+from slime.ray import actor_group, gpu_turns
 from slime.ray import run as run_module
 from slime.ray.gpu_turns import GpuTurns
+from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.run import RunPlan, TrainingRun
 from slime.ray.utils import ActorFailure
+from slime.utils.arguments.args import Args
 
 
 class Group:
@@ -51,7 +53,7 @@ class Manager:
         return {"eval": ([], []), "train_data": ([], []), "start": "engines start"}.get(verb, [])
 
 
-ON = {"colocate": True, "offload_train": True, "offload_rollout": True}
+ON = {"colocate": True, "offload_train": True, "offload_rollout": True, "release_train": False}
 
 
 @pytest.fixture
@@ -250,3 +252,71 @@ def test_times_of_several_moves_add_up_and_the_critics_have_its_name(calls: list
         "perf/critic_sleep_time": 2.0,
     }
     assert turns.take_metrics() == {}
+
+
+def test_released_trainers_leave_whoever_has_the_other_gpus(calls: list[str]) -> None:
+    off = {"offload_train": False, "offload_rollout": False}
+    for flags in ({"release_train": True, "colocate": False}, {"release_train": True}):
+        calls.clear()
+        run = run_of(calls, **(off | flags))
+        calls.clear()
+        run.sync_weights()
+        assert calls == ["actor update_weights", "engines set_weight_version", "actor sleep"]
+        calls.clear()
+        step(run)
+        assert [call for call in calls if call.startswith("actor")] == [
+            *["actor wake_up", "actor train", "actor save_model", "actor update_weights", "actor sleep"],
+        ]
+
+
+class Ranks(ReleasedTrainGroup):
+    """Its processes are lists of what they were asked."""
+
+    def __init__(self, args: Args) -> None:
+        self.made: list[list[Any]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(actor_group, "parse_megatron_role_args", lambda args, role: args)
+            super().__init__(args, SimpleNamespace(trainer_bundles=[0]))  # type: ignore[arg-type]
+
+    def _create_actors(self) -> list[Any]:
+        self.made.append([(self.args.load, self.args.finetune)])
+        return [SimpleNamespace(load=SimpleNamespace(remote=lambda: self.made[-1].append("load")))]
+
+    def _all(self, method: str, what: str, *values: Any, deadline_s: float = 0.0) -> list[Any]:
+        self.made[-1].append((method, *values))
+        return [{}]
+
+    def start(self, beside: Any = None) -> None:
+        self.made[-1].append("start")
+
+    def shutdown(self, *, graceful: bool = True) -> None:
+        self.made[-1].append("end")
+        self._is_awake = False
+
+
+def test_released_trainers_begin_again_from_the_last_save_with_the_version_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(actor_group, "get", lambda *_, **__: [{}])
+    args = Args(
+        load="hf", save="out", ckpt_step=7, finetune=True, no_load_optim=True, no_load_rng=True, output_dir="."
+    )
+    group = Ranks(args)
+    group.start()
+    group.wait_started()
+    group.connect_rollout_engines(["engine"], [1])
+    group.update_weights()
+    group.sleep()
+    group.wake_up()
+    group.save_model(0)
+    group.update_weights()
+    group.sleep()
+    group.wake_up()
+    first, second, third = group.made
+    connected = ("connect_rollout_engines", ["engine"], [1])
+    assert first == [("hf", True), "start", (*connected, 0), ("update_weights",), "end"]
+    assert second == [
+        *[("hf", True), "load", "start", (*connected, 1)],
+        *[("save_model", 0), ("update_weights",), "end"],
+    ], "nothing was saved yet"
+    assert third == [("out", False), "load", "start", (*connected, 2)]

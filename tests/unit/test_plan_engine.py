@@ -89,6 +89,8 @@ def test_a_shared_device_holds_both_unless_they_make_room():
     assert training.total == sum(training.parts.values()) > GPU.memory_bytes
     assert training.parts["engine"] == tight.engine_memory[0].static
     assert "--offload-train --offload-rollout" in training.remedy
+    ended = cuda_plan(colocate=True, release_train=True, offload_rollout=True)
+    assert ended.does_fit and ended.fit[1].parts["trainer (ended)"] == 0
     assert roomy.host_memory_per_node == 8 * (roomy.trainer_memory.stages[0].state + roomy.engine_memory[0].weights)
 
 

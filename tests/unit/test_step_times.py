@@ -74,7 +74,9 @@ def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.Mo
     monkeypatch.setattr(run_module, "get", lambda pending, *_: answers[pending])
     monkeypatch.setattr(run_module.logging_utils, "log", lambda args, metrics, key: logged.append(metrics))
     run = TrainingRun(SimpleNamespace(debug_train_only=False, debug_rollout_only=False))
-    run._turns = GpuTurns(SimpleNamespace(colocate=False, offload_train=False, offload_rollout=False), None)
+    run._turns = GpuTurns(
+        SimpleNamespace(colocate=False, offload_train=False, offload_rollout=False, release_train=False), None
+    )
     run._trainers = SimpleNamespace(train=lambda *_: (TRAINED, []))
     run.plan = SimpleNamespace(start_rollout_id=0)
     run.train_step(3, run.wait_generated(PendingRollout("samples", "data")))

@@ -299,10 +299,12 @@ class MegatronTrainActor:
         if "hf" in args.checkpoint_contents:
             save_hf(args, model, directory / HF_PART)
 
-    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int]) -> None:
-        """Tell the weight updater which engines to keep in step, and how many devices each has."""
+    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int = 0) -> None:
+        """Tell the weight updater which engines to keep in step, how many devices each has, and which version of the
+        weights an earlier trainer of this run has sent to them."""
         if self._updater is None:
             self._updater = build_weight_updater(self.args, self.state.model, colocated=self.args.colocate)
+            self._updater.weight_version = weight_version
         self._updater.connect(engines, engine_sizes=engine_sizes)
 
     def update_weights(self) -> dict[str, float]:

@@ -136,6 +136,17 @@ def check_release_train(args: argparse.Namespace) -> Iterable[str]:
         yield "--release-train does not go with --keep-old-actor, whose weights would be lost; leave one of them out."
     if not args.save:
         yield "--release-train needs --save: the trainers start again from the checkpoint."
+    if args.save_interval not in (None, 1):
+        yield (
+            f"--release-train needs --save-interval 1, not {args.save_interval}: what is not saved ends with the "
+            "trainers."
+        )
+    missing = [part for part in ("optimizer", "rng") if part not in args.checkpoint_contents]
+    if missing:
+        yield (
+            f"--release-train needs --checkpoint-contents with {' and '.join(missing)}: the trainers start again from "
+            "the checkpoint in the middle of the run."
+        )
     if (args.update_weight_transport, args.update_weight_mode) != ("disk", "full"):
         yield (
             f"--release-train needs --update-weight-transport disk and --update-weight-mode full, not "

@@ -69,5 +69,6 @@ class WeightSyncFlags:
         "engines keep a copy of the weights they start with and overwrite them; the first sync must restore every bit",
     )
     release_train: bool = flag(
-        False, "end the trainers while engines generate, start them again", later="several GPUs"
+        False,
+        "train.py: end the trainers while engines generate, and start them again from --save for each train step",
     )

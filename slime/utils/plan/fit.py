@@ -80,11 +80,13 @@ def _moment(where: str, when: str, parts: dict[str, int], limit: int, remedy: st
 
 
 def _released(args: argparse.Namespace) -> str:
-    return " (offloaded)" if args.offload_train else ""
+    return " (offloaded)" if args.offload_train else " (ended)" if args.release_train else ""
 
 
 def _at_rest(args: argparse.Namespace, device: Device, trainers: list[TrainerMemory]) -> int:
     """What trainers hold while others work."""
+    if args.release_train:
+        return 0
     states = [max(stage.state for stage in trainer.stages) for trainer in trainers]
     return len(states) * device.reserved_bytes if args.offload_train else sum(states)
 

@@ -70,6 +70,9 @@ class WeightUpdater(ABC):
         args: reads `update_weight_buffer_size`, `update_weights_in_flight`, `distributed_timeout_minutes`,
             `hf_checkpoint`, `check_weight_update_equal`.
         model: this rank's Megatron model chunks.
+
+    Attributes:
+        weight_version: of the last sync; another trainer of this run may have done it.
     """
 
     def __init__(self, args: Any, model: list[Any]) -> None:

@@ -79,7 +79,7 @@ class DiskWeightUpdater(WeightUpdater):
 
     def open(self, engine_sizes: list[int]) -> list[Transport]:
         """Take the directory; nothing goes bucket by bucket."""
-        self._on_source(self._dir.claim)
+        self._on_source(lambda: self._dir.claim(goes_on=self.weight_version > 0))
         return []
 
     def _prepare(self) -> None:
