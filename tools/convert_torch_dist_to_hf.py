@@ -60,6 +60,7 @@ def convert(args: argparse.Namespace) -> None:
         saved["vocab_size"] = args.vocab_size
     family = family_of(args.model_name or origin.get("model_type") or saved.get("model_type") or "")
     shape = TensorShape(
+        num_layers=saved["num_layers"],
         num_attention_heads=saved["num_attention_heads"],
         num_query_groups=saved["num_query_groups"],
         kv_channels=saved["kv_channels"],
@@ -70,7 +71,7 @@ def convert(args: argparse.Namespace) -> None:
     writer = HfWriter(args.output_dir, args.origin_hf_dir, dtypes=dtypes, shard_bytes=args.chunk_size)
     written: set[str] = set()
     for name, param in TorchDistReader(directory).parameters():
-        rule, hf_names = family.find(name)
+        rule, hf_names = family.find(name, shape.num_layers)
         writer.add(quantize_bucket(list(zip(hf_names, rule.layout.to_hf(param, shape), strict=True)), fmt))
         written.update(hf_names)
     if args.add_missing_from_origin_hf:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import string
 from collections.abc import Sequence
@@ -63,23 +64,40 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
 
 FAMILIES = {
     "qwen3": "Qwen3",
+    "mimo": "Qwen2",
     "glm4": "Glm4",
+    "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe",
     "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
     "deepseek_v3": "DeepseekV3",
+    "kimi_k2": "DeepseekV3",
 }
-"""model_type -> how transformers calls its classes."""
-DENSE = ("qwen3", "glm4")
+"""model_type -> how transformers calls its classes, or those that it is under another name."""
+MODULES = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+DENSE = ("qwen3", "mimo", "glm4")
+LATENT = ("glm4_moe_lite", "deepseek_v3", "kimi_k2")
+MIMO_CONFIG = """from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+"""
+"""What transformers, which does not know MiMo, loads with --trust-remote-code."""
 
 
 def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What a model with experts has beside the shape that the command line gives."""
     shared = {"n_routed_experts": args.experts, "n_shared_experts": 1, "first_k_dense_replace": 1}
     latent = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    latent |= {**shared, "num_key_value_heads": args.heads}
     settings: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"num_experts": args.experts, "norm_topk_prob": True},
         "glm4_moe": {**shared, "use_qk_norm": True},
-        "deepseek_v3": {**shared, **latent, "n_group": 4, "topk_group": 1, "num_key_value_heads": args.heads},
+        "qwen2_moe": {"num_experts": args.experts, "shared_expert_intermediate_size": 2 * args.expert_ffn_size},
+        "glm4_moe_lite": latent,
+        "deepseek_v3": {**latent, "n_group": 4, "topk_group": 1},
+        "kimi_k2": {**latent, "n_group": 1, "topk_group": 1},
     }
     experts = {"moe_intermediate_size": args.expert_ffn_size, "num_experts_per_tok": 2}
     return {} if args.family in DENSE else {**experts, **settings[args.family]}
@@ -87,9 +105,10 @@ def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
     """The shape from the command line; the vocabulary is rounded up, so that TP can split it without padding."""
-    module = importlib.import_module(f"transformers.models.{args.family}.configuration_{args.family}")
+    name = MODULES.get(args.family, args.family)
+    module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     vocab_size = -(-len(tokenizer) // args.vocab_multiple) * args.vocab_multiple
-    shape = {"head_dim": args.head_dim or args.hidden_size // args.heads} if args.family != "deepseek_v3" else {}
+    shape = {"head_dim": args.head_dim or args.hidden_size // args.heads} if args.family not in LATENT else {}
     settings = {"num_key_value_heads": args.kv_heads, **shape, **expert_settings(args)}
     config: PretrainedConfig = vars(module)[f"{FAMILIES[args.family]}Config"](
         vocab_size=vocab_size,
@@ -116,7 +135,8 @@ def make_tiny_model(args: argparse.Namespace) -> int:
     """Write tokenizer, config and fp32 safetensors to `args.output`; returns the number of parameters."""
     import torch
 
-    modeling = importlib.import_module(f"transformers.models.{args.family}.modeling_{args.family}")
+    name = MODULES.get(args.family, args.family)
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     tokenizer = build_tokenizer(args.extra_tokens)
     torch.manual_seed(args.seed)
     model = vars(modeling)[f"{FAMILIES[args.family]}ForCausalLM"](build_config(args, tokenizer)).to(torch.float32)
@@ -124,7 +144,20 @@ def make_tiny_model(args: argparse.Namespace) -> int:
     tokenizer.save_pretrained(args.output)
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):  # a progress bar over one shard
         model.save_pretrained(args.output)
+    if name != args.family:
+        rename_family(args.output, args.family)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def rename_family(model: Path, family: str) -> None:
+    """Let the config.json of a saved model say `family`, for which transformers has no class of its own."""
+    config = json.loads((model / "config.json").read_text()) | {"model_type": family}
+    if family == "mimo":
+        config |= {"architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+        (model / "configuration_mimo.py").write_text(MIMO_CONFIG)
+    if family == "kimi_k2":  # what SGLang reads, and the published config has
+        config |= {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ raising.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import socket
@@ -49,8 +50,6 @@ SLIME_DEFAULTS: dict[str, Any] = {
 
 def make_args(hf_path: Path | None = None, flags: str = "", **overrides: Any) -> argparse.Namespace:
     """Flags of a CPU run of the HF model at `hf_path`, derived; `overrides` are set before deriving."""
-    import json
-
     parser = add_megatron_arguments(argparse.ArgumentParser())
     args = parser.parse_args(flags.split())
     values = SLIME_DEFAULTS | overrides
@@ -73,9 +72,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16, "pad_token_id": None},
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, **_EXPERTS},
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, **_EXPERTS, **_SHARED},
+    "qwen2_moe": {"num_experts": 8, "norm_topk_prob": False, "shared_expert_intermediate_size": 40, **_EXPERTS},
+    # transformers' latent norms have this epsilon, whatever the config says.
+    "glm4_moe_lite": {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, **_LATENT, **_EXPERTS, **_SHARED},
     "deepseek_v3": {"n_group": 4, "topk_group": 1, "num_key_value_heads": 4, **_LATENT, **_EXPERTS, **_SHARED},
+    "kimi_k2": {"n_group": 1, "topk_group": 1, "num_key_value_heads": 4, **_LATENT, **_EXPERTS, **_SHARED},
 }
 """What a tiny model of a family has of its own."""
+NAMED_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+"""Families without a class of transformers -> the one that they are under another name."""
 
 
 def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, vocab: int = 100, **config: Any) -> Any:
@@ -93,7 +98,9 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
         "tie_word_embeddings": tied,
         "dtype": "float32",
     }
-    hf_config = hf.AutoConfig.for_model(family, **(settings | OF_FAMILY.get(family, {}) | config))
+    hf_config = hf.AutoConfig.for_model(
+        NAMED_AS.get(family, family), **(settings | OF_FAMILY.get(family, {}) | config)
+    )
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(hf_config).to(hf_config.dtype).eval()
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
@@ -102,6 +109,9 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
             spread = torch.randn_like(param, dtype=torch.float32)
             param.copy_(1 + 0.1 * spread if "norm" in name else 0.1 * spread)
     model.save_pretrained(path)
+    if family in NAMED_AS:
+        written = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(written | {"model_type": family}))
     return model
 
 

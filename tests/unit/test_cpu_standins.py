@@ -64,3 +64,11 @@ def test_sglang_imports_after_install_and_a_second_install_changes_nothing() -> 
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert "sgl_kernel.top_k_renorm_prob has no CPU stand-in" in ran.stdout
+
+
+def test_a_shared_expert_is_added_by_its_gate():
+    hidden, shared, total = (torch.randn(5, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    gate = torch.randn(8, generator=torch.Generator().manual_seed(3))
+    expected = torch.stack([t + torch.sigmoid(gate.dot(h)) * s for h, s, t in zip(hidden, shared, total, strict=True)])
+    cpu_standins.add_gated(hidden, gate, shared, total)
+    torch.testing.assert_close(total, expected)

@@ -49,9 +49,16 @@ def test_fused_experts_are_served_only_where_a_trainer_sends_them(tmp_path):
 
 
 def test_a_tied_model_with_experts_is_refused_where_sglang_gives_it_another_output_layer(tmp_path):
-    for family in ("qwen3_moe", "glm4_moe"):
+    for family in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
         (sentence,) = problems(tmp_path, model_type=family, tie_word_embeddings=True)
         assert f"SGLang ignores tie_word_embeddings of {family}" in sentence
     assert problems(tmp_path, model_type="qwen3_moe", tie_word_embeddings=False) == []
     assert problems(tmp_path, model_type="qwen3", tie_word_embeddings=True) == []
     assert problems(tmp_path, model_type="deepseek_v3", tie_word_embeddings=True) == []
+
+
+def test_a_config_without_the_number_of_dense_layers_is_refused_where_sglang_needs_it(tmp_path):
+    (sentence,) = problems(tmp_path, model_type="glm4_moe_lite")
+    assert "config.json has no first_k_dense_replace, which SGLang needs for glm4_moe_lite" in sentence
+    assert problems(tmp_path, model_type="glm4_moe_lite", first_k_dense_replace=1) == []
+    assert problems(tmp_path, model_type="glm4_moe") == []

@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.hf_config import (
 from slime.backends.megatron_utils.hf_config_check import CROSS_CHECKED, config_mismatches, flag_of
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
 from slime.utils.errors import UsageError
+from tests.unit.megatron_fakes import NAMED_AS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_configs"
 ALL = sorted(path.stem for path in FIXTURES.glob("*.json"))
@@ -80,7 +81,7 @@ def test_the_number_of_experts_is_read_under_the_name_that_transformers_5_writes
 def test_what_a_config_leaves_out_is_what_transformers_takes(model_type):
     import transformers
 
-    written = transformers.AutoConfig.for_model(model_type).to_dict()
+    written = transformers.AutoConfig.for_model(NAMED_AS.get(model_type, model_type)).to_dict()
     if "num_local_experts" in written:
         written["num_experts"] = written["num_local_experts"]
     ours = DEFAULTS[model_type]
@@ -195,7 +196,7 @@ def test_a_type_whose_flags_cannot_be_derived_points_to_the_flags(model_type):
 
 def test_a_type_without_weight_rules_is_not_supported_yet():
     (sentence,) = unsupported_model(fixture("qwen3-4B", model_type="mamba"))
-    assert "not supported yet (model families); use llama, qwen2, qwen3" in sentence
+    assert "not supported yet (model families); use llama, qwen2, mimo, qwen3" in sentence
     assert unsupported_model(fixture("qwen3-4B")) == []
 
 
@@ -206,3 +207,83 @@ def test_fp8_weights_have_the_same_flags_as_unquantized_ones():
     hf["quantization_config"]["quant_method"] = "awq"
     (sentence,) = unsupported_model(hf)
     assert "quant_method 'awq' is not supported" in sentence and "tools/convert_hf_to_fp8.py" in sentence
+
+
+KIMI_K2 = {
+    "model_type": "kimi_k2",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "vocab_size": 163840,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.827,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "num_nextn_predict_layers": 0,
+}
+
+
+def test_the_config_of_kimi_k2_is_taken_as_it_is():
+    derived = model_args_from_hf(KIMI_K2)
+    assert (derived["num_moe_experts"], derived["moe_layer_freq"]) == (384, [0] + [1] * 60)
+    assert (derived["rope_type"], derived["beta_fast"], derived["rotary_base"]) == ("yarn", 1.0, 50_000)
+    assert derived["moe_router_num_groups"] is None  # one group: every expert is looked at
+    assert config_mismatches(flags_of(KIMI_K2), KIMI_K2) == []
+    # Moonlight is the same architecture under DeepSeek-V3's name, with queries of full rank.
+    moonlight = KIMI_K2 | {"model_type": "deepseek_v3", "q_lora_rank": None, "rope_scaling": None}
+    derived = model_args_from_hf(moonlight)
+    assert (derived["q_lora_rank"], derived["rope_type"]) == (None, "rope")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scoring_func": "softmax"},
+        {"topk_method": "greedy"},
+        {"moe_layer_freq": 2},
+        {"mlp_layer_types": ["sparse"] * 61},
+    ],
+)
+def test_another_choice_of_experts_than_our_models_is_refused(changes):
+    with pytest.raises(UsageError, match=f"the HF config has {next(iter(changes))}"):
+        model_args_from_hf(KIMI_K2 | changes)
+
+
+def test_layers_with_experts_are_read_from_their_number_or_from_their_list():
+    lite = KIMI_K2 | {"model_type": "glm4_moe_lite", "num_hidden_layers": 4, "rope_scaling": None}
+    assert model_args_from_hf(lite)["moe_layer_freq"] == [0, 1, 1, 1]
+    del lite["first_k_dense_replace"]
+    assert model_args_from_hf(lite)["moe_layer_freq"] == [0, 1, 1, 1]
+    listed = lite | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}
+    assert model_args_from_hf(listed)["moe_layer_freq"] == [0, 0, 1, 1]
+
+
+def test_prediction_layers_of_a_family_without_rules_for_them_are_refused():
+    args = flags_of(fixture("qwen3-4B"), mtp_num_layers=1)
+    (sentence,) = config_mismatches(args, fixture("qwen3-4B", num_nextn_predict_layers=1))
+    assert "there are rules for those of mimo, glm4_moe, glm4_moe_lite, deepseek_v3" in sentence

@@ -21,7 +21,9 @@ from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = TensorShape(num_attention_heads=4, num_query_groups=2, kv_channels=3, vocab_size=5, padded_vocab_size=8)
+SHAPE = TensorShape(
+    num_layers=2, num_attention_heads=4, num_query_groups=2, kv_channels=3, vocab_size=5, padded_vocab_size=8
+)
 
 
 def run_tool(tool, *argv: str) -> None:
@@ -61,7 +63,7 @@ def test_each_rank_of_a_gated_mlp_has_matching_rows_of_gate_and_up():
 
 
 def test_padding_vocabulary_is_zero_when_loaded_and_gone_when_exported():
-    rule, (hf_name,) = FAMILIES["llama"].find("module.module.embedding.word_embeddings.weight")
+    rule, (hf_name,) = FAMILIES["llama"].find("module.module.embedding.word_embeddings.weight", num_layers=2)
     assert hf_name == "model.embed_tokens.weight"
     padded = rule.layout.to_megatron([torch.ones(5, 2)], SHAPE)
     assert padded.sum(1).tolist() == [2] * 5 + [0] * 3
@@ -79,16 +81,11 @@ def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
     assert family_of("glm4_moe").model_type == "glm4_moe"
     assert family_of("GLM-4-9B-0414").model_type == "glm4"
     assert family_of("DeepSeek-V3-0324").model_type == "deepseek_v3"
-    others = (
-        "qwen3_next",
-        "qwen3_5",
-        "glm4_moe_lite",
-        "glm4v",
-        "GLM-4.5",
-        "deepseek_v32",
-        "DeepSeek-V3.2",
-        "qwen2_moe",
-    )
+    for name in ("mimo", "qwen2_moe", "glm4_moe_lite", "kimi_k2"):
+        assert family_of(name).model_type == name
+    assert family_of("MiMo-7B-RL").model_type == "mimo"
+    assert family_of("Qwen2-57B-A14B").model_type == "qwen2_moe"
+    others = ("qwen3_next", "qwen3_5", "glm4v", "GLM-4.5", "deepseek_v32", "DeepSeek-V3.2", "mimo_v2", "kimi_k25")
     for other in others:
         with pytest.raises(UsageError, match="llama"):
             family_of(other)
@@ -161,6 +158,10 @@ def export(args, out, buffer_size):
         ("qwen3_moe", False, "--expert-tensor-parallel-size 2"),
         ("glm4_moe", False, "--expert-model-parallel-size 2"),
         ("deepseek_v3", False, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("mimo", False, "--tensor-model-parallel-size 2"),
+        ("kimi_k2", False, "--expert-model-parallel-size 2"),
+        ("qwen2_moe", False, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+        ("glm4_moe_lite", False, "--expert-model-parallel-size 2"),
     ],
 )
 def test_an_exported_model_is_the_loaded_one(tmp_path, family, tied, flags):

@@ -25,7 +25,18 @@ YARN_ROPE = {
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
 }
+KIMI_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+FAMILIES = ("qwen3", "mimo", "glm4", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2")
 # The norm of queries and keys makes the gradients of a weight's length vanish: what is left is rounding.
 GRADIENT_TOLERANCE = 1e-4
 
@@ -67,10 +78,17 @@ def check_logits(args, ids, expected):
         ("llama", False, "--tensor-model-parallel-size 2 --sequence-parallel", {"rope_theta": 500000.0}),
         ("glm4", False, "", {}),
         ("glm4", True, TP2, {"attention_bias": False, "partial_rotary_factor": 0.25}),
+        ("mimo", False, TP2, {}),
+        ("qwen2_moe", False, "", {"mlp_only_layers": [0], "norm_topk_prob": True}),
+        ("qwen2_moe", False, f"{TP2} --expert-model-parallel-size 2", {}),
+        ("qwen2_moe", True, "", {"qkv_bias": False}),
         ("qwen3_moe", False, "", {"mlp_only_layers": [0]}),
         ("qwen3_moe", False, "--expert-model-parallel-size 2", {"norm_topk_prob": False}),
         ("glm4_moe", False, "", {}),
         ("glm4_moe", True, "--expert-model-parallel-size 2", {"attention_bias": False, "use_qk_norm": False}),
+        ("glm4_moe_lite", False, "", {}),
+        ("glm4_moe_lite", True, f"{TP2} --expert-tensor-parallel-size 1", {"q_lora_rank": None}),
+        ("kimi_k2", False, "--expert-model-parallel-size 2", {"rope_parameters": KIMI_ROPE}),
         ("deepseek_v3", False, "", {}),
         ("deepseek_v3", False, "", {"q_lora_rank": None, "n_group": 1, "rope_parameters": YARN_ROPE}),
         ("deepseek_v3", True, f"{TP2} --expert-tensor-parallel-size 1", {"num_experts_per_tok": 4, "topk_group": 2}),
@@ -122,7 +140,7 @@ def reference_gradients(hf_model, ids, weights):
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_those_of_the_hf_model(tmp_path, family):
     hf_model = make_hf_model(tmp_path / "hf", family)
     ids = token_ids(100)

@@ -159,7 +159,7 @@ def hf_names(model_type: str, megatron_name: str) -> tuple[str, ...]:
     layer, _, inner = name.removeprefix("decoder.layers.").partition(".")
     if name.startswith("decoder.layers.") and inner in JOINED_EXPERTS:
         return (f"model.layers.{layer}.{JOINED_EXPERTS[inner]}",)
-    return FAMILIES[model_type].find(name)[1]
+    return FAMILIES[model_type].find(name, num_layers=0)[1]
 
 
 def check_shapes(args: argparse.Namespace, config: dict[str, Any], hf: Shapes, total: int) -> None:

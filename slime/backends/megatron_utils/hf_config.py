@@ -12,10 +12,31 @@ from typing import Any
 from slime.utils.errors import UsageError
 from slime.utils.fp8_format import Fp8Format
 
-# What transformers takes where a config.json does not say, by model_type.
+_QWEN2 = {"num_key_value_heads": 32}
+_DEEPSEEK_V3 = {
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+# What transformers takes where a config.json does not say, by model_type. It has no class of mimo, which is Qwen2 with
+# layers that predict further tokens, and of kimi_k2, which is DeepSeek-V3 under another name.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None},
-    "qwen2": {"num_key_value_heads": 32},
+    "qwen2": _QWEN2,
+    "mimo": _QWEN2,
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "glm4": {
         "num_key_value_heads": 2,
@@ -23,6 +44,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1.5625e-7,
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "qkv_bias": True,
     },
     "qwen3_moe": {
         "num_key_value_heads": 4,
@@ -48,27 +79,30 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
+    "glm4_moe_lite": {
+        "num_key_value_heads": 20,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
         "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
+        "qk_nope_head_dim": 192,
         "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        "v_head_dim": 256,
         "rope_interleave": True,
-        "n_routed_experts": 256,
+        "n_routed_experts": 64,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "topk_group": 1,
         "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
+        "routed_scaling_factor": 1.8,
     },
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
 }
-_WITH_SHARED_EXPERTS = ("glm4_moe", "deepseek_v3")
-_LATENT = ("deepseek_v3",)
+_WITH_SHARED_EXPERTS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2")
+_QWEN_MOE = ("qwen2_moe", "qwen3_moe")
+_LATENT = ("glm4_moe_lite", "deepseek_v3", "kimi_k2")
 SUPPORTED_MODEL_TYPES = tuple(DEFAULTS)
 """`model_type`s that can be trained: their Megatron flags follow from the config, and their weights have rules."""
 
@@ -119,7 +153,7 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "swiglu": True,
         "add_bias_linear": False,
-        "add_qkv_bias": model_type == "qwen2" or (model_type in ("glm4", "glm4_moe") and hf["attention_bias"]),
+        "add_qkv_bias": _has_qkv_bias(hf),
         "qk_layernorm": model_type in ("qwen3", "qwen3_moe", *_LATENT) or bool(hf.get("use_qk_norm")),
         "post_self_attn_layernorm": model_type == "glm4",
         "post_mlp_layernorm": model_type == "glm4",
@@ -129,14 +163,22 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return values | _rope_args(hf) | _latent_args(hf) | _moe_args(hf)
 
 
+def _has_qkv_bias(hf: Mapping[str, Any]) -> bool:
+    """Whether queries, keys and values have a bias."""
+    name = {"qwen2_moe": "qkv_bias", "glm4": "attention_bias", "glm4_moe": "attention_bias"}.get(hf["model_type"])
+    return bool(hf[name]) if name else hf["model_type"] in ("qwen2", "mimo")
+
+
 def _number_problems(hf: Mapping[str, Any]) -> list[str]:
     """One sentence for each number that is missing or cannot be one."""
     values = {name: hf.get(name) for name in _SIZES}
     model_type = hf["model_type"]
-    if model_type == "qwen3_moe" or model_type in _WITH_SHARED_EXPERTS:
+    if model_type in (*_QWEN_MOE, *_WITH_SHARED_EXPERTS):
         values |= {name: hf[name] for name in _MOE_SIZES} | {"num_experts": _num_experts(hf)}
-    if model_type == "qwen3_moe":
+    if model_type in _QWEN_MOE:
         values["decoder_sparse_step"] = hf["decoder_sparse_step"]
+    if model_type == "qwen2_moe":
+        values["shared_expert_intermediate_size"] = hf["shared_expert_intermediate_size"]
     values |= {name: hf[name] for name in _SHARED_SIZES if model_type in _WITH_SHARED_EXPERTS}
     values |= {name: hf[name] for name in _LATENT_SIZES if model_type in _LATENT}
     problems = [
@@ -227,7 +269,7 @@ def _latent_args(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _moe_args(hf: Mapping[str, Any]) -> dict[str, Any]:
     if hf["model_type"] in _WITH_SHARED_EXPERTS:
         return _shared_moe_args(hf)
-    if hf["model_type"] != "qwen3_moe":
+    if hf["model_type"] not in _QWEN_MOE:
         return {"num_moe_experts": None, "moe_ffn_hidden_size": None}
     step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
     pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])]
@@ -242,12 +284,15 @@ def _moe_args(hf: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_pre_softmax": not hf["norm_topk_prob"],
         # transformers adds the load-balancing loss only when it is told to return the router's logits.
         "moe_aux_loss_coeff": hf.get("router_aux_loss_coef", 0.001) if hf.get("output_router_logits") else 0.0,
+        # Qwen2's shared expert is weighted token by token, by the sigmoid of one more output of the router.
+        "moe_shared_expert_intermediate_size": hf.get("shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": hf["model_type"] == "qwen2_moe",
     }
 
 
 def _shared_moe_args(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Experts of DeepSeek-V3's kind (arXiv:2412.19437): sigmoid scores, a bias for the choice, shared experts."""
-    dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
+    dense, layers = _num_dense_layers(hf), hf["num_hidden_layers"]
     has_groups, scale = hf["n_group"] > 1, float(hf["routed_scaling_factor"])
     return {
         "num_moe_experts": _num_experts(hf),
@@ -262,8 +307,16 @@ def _shared_moe_args(hf: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,  # pre-training balances the load with it; here it is the model's
         "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
+        "moe_shared_expert_gate": False,
         "moe_aux_loss_coeff": 0.0,
     }
+
+
+def _num_dense_layers(hf: Mapping[str, Any]) -> int:
+    """How many layers before those with experts; transformers >= 5 lists the kind of every layer of some families."""
+    kinds = list(hf.get("mlp_layer_types") or ["dense"])
+    number: int | None = hf.get("first_k_dense_replace")
+    return kinds.count("dense") if number is None else number
 
 
 def _underivable_features(hf: Mapping[str, Any]) -> list[str]:
@@ -278,8 +331,8 @@ def _underivable_features(hf: Mapping[str, Any]) -> list[str]:
         f"rotary embedding of type {kind!r} without {', '.join(missing)}": bool(missing),
         f"partial_rotary_factor {partial}": partial != 1.0 and model_type not in ("glm4", "glm4_moe"),
         f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
-        # Where transformers reads it, but for GLM, the output projection has a bias, too.
-        "attention_bias": bool(hf.get("attention_bias")) and model_type not in ("glm4", "glm4_moe"),
+        # Where transformers reads it, but for GLM, the output projection has a bias, too. MiMo says what Qwen2 is.
+        "attention_bias": bool(hf.get("attention_bias")) and model_type not in ("glm4", "glm4_moe", "mimo"),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "use_sliding_window": bool(hf.get("use_sliding_window")),
     }
@@ -290,12 +343,23 @@ def _underivable_features(hf: Mapping[str, Any]) -> list[str]:
             # Megatron ranks a group by the sum of its best num_experts_per_tok / topk_group experts, HF of its best 2.
             f"num_experts_per_tok {per_tok} with topk_group {groups}": hf["n_group"] > 1 and per_tok // groups != 2,
             "rope_interleave false": not hf.get("rope_interleave", True),
+            # What transformers does not read, and the models' own code does.
+            f"scoring_func {hf.get('scoring_func')!r}": hf.get("scoring_func", "sigmoid") != "sigmoid",
+            f"topk_method {hf.get('topk_method')!r}": hf.get("topk_method", "noaux_tc") != "noaux_tc",
+            f"moe_layer_freq {hf.get('moe_layer_freq')!r}": hf.get("moe_layer_freq", 1) != 1,
+            "mlp_layer_types with a dense layer behind one with experts": not _begins_with_dense_layers(hf),
         }
     return [
         f"the HF config has {name}, which our model of this family does not have."
         for name, is_so in found.items()
         if is_so
     ]
+
+
+def _begins_with_dense_layers(hf: Mapping[str, Any]) -> bool:
+    dense = _num_dense_layers(hf)
+    expected = ["dense"] * dense + ["sparse"] * (hf["num_hidden_layers"] - dense)
+    return list(hf.get("mlp_layer_types") or expected) == expected
 
 
 def unsupported_model(hf_config: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf, moe_layer_pattern
 from slime.utils.errors import UsageError
 
-PREDICTING = ("glm4_moe", "deepseek_v3")
+PREDICTING = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 """`model_type`s with rules for layers that predict further tokens."""
 
 FLAG_OF = {
@@ -57,6 +57,7 @@ CROSS_CHECKED = [
     "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
     "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
     "multi_latent_attention",
     "q_lora_rank",
     "kv_lora_rank",

@@ -75,13 +75,13 @@ def gather_hf_tensors(weight: Weight, family: Family, shape: TensorShape) -> Buc
 
     Collective over the tensor-parallel ranks (the experts' own, for an expert), and over the expert-parallel ones.
     """
-    rule, hf_names = family.find(weight.name)
+    rule, hf_names = family.find(weight.name, shape.num_layers)
     full = gather_cut(weight, rule.layout)
     if not weight.num_experts_here:
         return list(zip(hf_names, rule.layout.to_hf(full, shape), strict=True))
     found: Bucket = []
     for name, tensor in gather_experts(weight, full):
-        _, hf_names = family.find(name)
+        _, hf_names = family.find(name, shape.num_layers)
         found += zip(hf_names, rule.layout.to_hf(tensor, shape), strict=True)
     return found
 

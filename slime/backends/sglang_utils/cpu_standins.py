@@ -8,7 +8,7 @@ package that is installed is left alone, and on a machine with CUDA nothing at a
 
 `install_deterministic()` adds what seeded, batch-independent sampling needs on CPU: SGLang honours `sampling_seed`
 only with `--enable-deterministic-inference`, and that refuses the CPU attention backend and hashes with a triton
-kernel.
+kernel. `install_kernels()` stands in for the triton kernels that models call without looking at the device.
 
 It does not know about servers, flags, Ray or Megatron (whose CPU shim may be installed before or after it in the same
 process).
@@ -82,6 +82,13 @@ def install_deterministic() -> None:
         setattr(importlib.import_module(module), name, replacement)
 
 
+def install_kernels() -> None:
+    """Let the models of a server that has no triton compute with torch; called before SGLang imports them."""
+    from sglang.kernels.ops.elementwise import elementwise
+
+    elementwise.fused_gate_sigmoid_mul_add = add_gated
+
+
 def drop_pinned_memory() -> None:
     """Let torch's factories ignore `pin_memory`, which needs CUDA: SGLang's buffers of routed experts ask for it."""
     import torch
@@ -118,6 +125,18 @@ def murmur_hash32(seed: Any, positions: Any, col_indices: Any) -> Any:
     hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _MASK_32
     hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _MASK_32
     return hashed ^ (hashed >> 16)
+
+
+def add_gated(hidden: Any, gate_weight: Any, shared: Any, total: Any) -> None:
+    """Add the output of a shared expert, weighted by its gate, in place.
+
+    Args:
+        hidden: `[n, H]` what the gate sees.
+        gate_weight: `[H]`.
+        shared: `[n, H]` what the shared expert made of it.
+        total: `[n, H]` what it is added to.
+    """
+    total.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
 
 
 def _rotate_left(value: Any, bits: int) -> Any:

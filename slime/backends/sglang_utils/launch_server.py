@@ -87,6 +87,7 @@ def _prepare_cpu(server_args: dict[str, Any]) -> None:
         cpu_standins.install_deterministic()
     else:
         cpu_standins.install()
+    cpu_standins.install_kernels()
     if server_args.get("enable_return_routed_experts"):
         cpu_standins.drop_pinned_memory()
     cpu_attention.install()

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.utils.fused_experts import is_fused
 
-OWN_HEAD = ("qwen3_moe", "glm4_moe")
+OWN_HEAD = ("qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite")
 """Families whose models in SGLang have an output layer of their own, whatever tie_word_embeddings says."""
 
 
@@ -29,6 +29,11 @@ def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_s
         problems.append(
             f"--hf-checkpoint {checkpoint}: SGLang ignores tie_word_embeddings of {model_type} and would sample with "
             "a random output layer; save the embedding as lm_head.weight, too, and set tie_word_embeddings to false."
+        )
+    if model_type == "glm4_moe_lite" and hf_config.get("first_k_dense_replace") is None:
+        problems.append(
+            f"--hf-checkpoint {checkpoint}: config.json has no first_k_dense_replace, which SGLang needs for "
+            "glm4_moe_lite and transformers does not write; set it to the number of dense layers (1 in GLM-4.7-Flash)."
         )
     if not is_synced and any(map(is_fused, _names(Path(checkpoint)))):
         problems.append(

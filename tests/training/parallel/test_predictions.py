@@ -18,8 +18,9 @@ from tests.training.parallel.layout_world import Case, Job, run_jobs
 from tests.training.parallel.layout_world import train as train_layout
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
-FAMILIES = ("glm4_moe", "deepseek_v3")
+FAMILIES = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 OWN = {"enorm": (32,), "hnorm": (32,), "shared_head.norm": (32,), "eh_proj": (32, 64)}
+IN_MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "shared_head.norm": "final_layernorm"}
 COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
 LAYER = "model.layers.2."
 
@@ -32,6 +33,8 @@ def make_predicting_model(path: Path, family: str) -> Any:
         spread = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(i))
         tensors[f"{LAYER}{name}.weight"] = spread if name == "eh_proj" else 1 + spread
     tensors |= {f"{LAYER}{copy}.weight": tensors[f"{name}.weight"].clone() for copy, name in COPIES.items()}
+    if family == "mimo":
+        tensors = as_in_mimo(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     for name, value in config.items():  # what transformers lists layer by layer
@@ -40,6 +43,30 @@ def make_predicting_model(path: Path, family: str) -> Any:
     config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     (path / "config.json").write_text(json.dumps(config))
     return model
+
+
+def as_in_mimo(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The last layer under MiMo's names, which has no copies and joins [hidden state, embedding]."""
+    renamed = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER)}
+    for name, tensor in tensors.items():
+        part = name.removeprefix(LAYER).removesuffix(".weight")
+        if part == "eh_proj":
+            renamed["model.mtp_layers.0.input_proj.weight"] = torch.cat([tensor[:, 32:], tensor[:, :32]], dim=1)
+        elif part in IN_MIMO:
+            renamed[f"model.mtp_layers.0.{IN_MIMO[part]}.weight"] = tensor
+        elif name.startswith(LAYER) and part not in COPIES:
+            renamed[name.replace(LAYER, "model.mtp_layers.0.")] = tensor
+    return renamed
+
+
+def own_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """What a prediction layer has beside a layer of the model, by the names of `OWN`."""
+    tensors = load_file(path / "model.safetensors")
+    if f"{LAYER}eh_proj.weight" in tensors:
+        return {name: tensors[f"{LAYER}{name}.weight"] for name in OWN}
+    norms = {name: tensors[f"model.mtp_layers.0.{theirs}.weight"] for name, theirs in IN_MIMO.items()}
+    of_hidden, of_embedding = tensors["model.mtp_layers.0.input_proj.weight"].chunk(2, dim=1)
+    return norms | {"eh_proj": torch.cat([of_embedding, of_hidden], dim=1)}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -51,10 +78,10 @@ def predicting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @torch.no_grad()
 def predicted_by_formula(model: Any, path: Path, tokens: list[int]) -> torch.Tensor:
     """[T - 1, V]: row p predicts the token at p + 2, from the hidden state at p and the token at p + 1."""
-    own = load_file(path / "model.safetensors")
+    own = own_tensors(path)
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, (32,), own[f"{LAYER}{name}.weight"], model.config.rms_norm_eps)
+        return torch.nn.functional.rms_norm(x, (32,), own[name], model.config.rms_norm_eps)
 
     inner, ids = model.model, torch.tensor([tokens])
     embedded = inner.embed_tokens(ids)
@@ -65,7 +92,7 @@ def predicted_by_formula(model: Any, path: Path, tokens: list[int]) -> torch.Ten
     hidden = inner.norm(hidden)[:, :-1]
     joined = torch.cat([norm(embedded[:, 1:], "enorm"), norm(hidden, "hnorm")], dim=-1)
     rope = inner.rotary_emb(embedded, torch.arange(len(tokens) - 1)[None])
-    output = inner.layers[2](joined @ own[f"{LAYER}eh_proj.weight"].t(), position_embeddings=rope, attention_mask=None)
+    output = inner.layers[2](joined @ own["eh_proj"].t(), position_embeddings=rope, attention_mask=None)
     return model.lm_head(norm(output, "shared_head.norm"))[0]
 
 

@@ -43,7 +43,8 @@ def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], 
         for weight in iter_weights(module):
             if head is not None and is_of_head(weight.name):
                 continue
-            rule, hf_names = family.find(EMBEDDING if is_tied_copy(module, weight) else weight.name)
+            name = EMBEDDING if is_tied_copy(module, weight) else weight.name
+            rule, hf_names = family.find(name, shape.num_layers)
             try:
                 full = rule.layout.to_megatron([reader.get(hf_name) for hf_name in hf_names], shape)
             except RuntimeError as error:

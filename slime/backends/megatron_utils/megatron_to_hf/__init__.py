@@ -43,7 +43,7 @@ def convert_to_hf(
         KeyError: when the family has no such parameter.
         UsageError: a quantisation that is not supported.
     """
-    rule, hf_names = family_of(model_name).find(numbered_in_model(name, args.num_layers))
+    rule, hf_names = family_of(model_name).find(numbered_in_model(name, args.num_layers), args.num_layers)
     found = list(zip(hf_names, rule.layout.to_hf(param, TensorShape.of(args)), strict=True))
     return quantize_params(args, name, found, quantization_config)
 

@@ -33,8 +33,9 @@ def _concatenate(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorShape:
-    """The numbers of a model that layouts need."""
+    """The numbers of a model that names and layouts need."""
 
+    num_layers: int
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
@@ -45,6 +46,7 @@ class TensorShape:
     def of(cls, args: argparse.Namespace) -> TensorShape:
         """Read them from derived flags."""
         return cls(
+            num_layers=args.num_layers,
             num_attention_heads=args.num_attention_heads,
             num_query_groups=args.num_query_groups,
             kv_channels=args.kv_channels,
@@ -161,12 +163,26 @@ class GateUpTogether(GateUp):
         return tensor
 
 
+class SwappedHalves(Same):
+    """The two halves of the columns, the other way around: what multiplies [a, b] here multiplies [b, a] in HF."""
+
+    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
+        """[H, 2 H] -> [[H, 2 H]]."""
+        return [_concatenate(param.chunk(2, 1)[::-1], dim=1)]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
+        """[[H, 2 H]] -> [H, 2 H]."""
+        (tensor,) = tensors
+        return _concatenate(tensor.chunk(2, 1)[::-1], dim=1)
+
+
 @dataclass(frozen=True)
 class Rule:
     """One Megatron parameter of each layer (or of the model) and the HF tensors that it holds."""
 
     megatron: str
-    """Name below the model; "{i}" stands for the layer, "{e}" for the expert."""
+    """Name below the model; "{i}" stands for the layer, "{e}" for the expert, in the HF names "{k}" for the number of
+    a layer that predicts further tokens among its like."""
     hf: tuple[str, ...]
     layout: Layout = Same()
 
@@ -216,6 +232,10 @@ _EXPERTS = (
     *_mlp("mlp.experts.local_experts.{e}", "mlp.experts.{e}"),
 )
 _SHARED_EXPERTS = _mlp("mlp.shared_experts", "mlp.shared_experts")
+_GATED_SHARED_EXPERT = (
+    *_mlp("mlp.shared_experts", "mlp.shared_expert"),
+    _layer("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+)
 _EXPERT_BIAS = (_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),)
 _SHARED_EXPERT_RULES = _EXPERTS + _SHARED_EXPERTS + _EXPERT_BIAS
 _LATENT_ATTENTION = (
@@ -231,19 +251,50 @@ _LATENT_ATTENTION = (
 _LATENT_DENSE = _EMBEDDINGS + _LAYER_NORMS + _LATENT_ATTENTION + _mlp("mlp", "mlp")
 
 
-def _with_predictions(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The same rules, and those of layers that predict further tokens, numbered behind the others."""
+@dataclass(frozen=True)
+class _Predictions:
+    """What HF calls the layers that predict further tokens: a layer of the model and what is around it."""
 
-    def rule(megatron: str, hf: str) -> Rule:
-        return Rule(f"mtp.layers.{{i}}.{megatron}.weight", (f"model.layers.{{i}}.{hf}.weight",))
+    layer: str = "model.layers.{i}"
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    join: str = "eh_proj"
+    join_layout: Layout = Same()
+    last_norm: str = "shared_head.norm"
 
-    names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
-    layers = [
-        replace(r, megatron=r.megatron.replace("decoder.layers.{i}.", "mtp.layers.{i}.transformer_layer."))
-        for r in rules
-        if r.megatron.startswith("decoder.layers.")
-    ]
-    return (*rules, *(rule(megatron, hf) for megatron, hf in names.items()), *layers)
+    def after(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        """The rules of a model, and those of its prediction layers."""
+        layers = [
+            replace(
+                rule,
+                megatron=rule.megatron.replace("decoder.layers.{i}.", "mtp.layers.{i}.transformer_layer."),
+                hf=tuple(name.replace("model.layers.{i}", self.layer) for name in rule.hf),
+            )
+            for rule in rules
+            if rule.megatron.startswith("decoder.layers.")
+        ]
+        around = (
+            self._rule("enorm", self.embedding_norm),
+            self._rule("hnorm", self.hidden_norm),
+            self._rule("eh_proj", self.join, self.join_layout),
+            self._rule("final_layernorm", self.last_norm),
+        )
+        return (*rules, *around, *layers)
+
+    def _rule(self, megatron: str, hf: str, layout: Layout | None = None) -> Rule:
+        return Rule(f"mtp.layers.{{i}}.{megatron}.weight", (f"{self.layer}.{hf}.weight",), layout or Same())
+
+
+# MiMo's join takes [hidden state, embedding], the others' [embedding, hidden state].
+_MIMO_PREDICTIONS = _Predictions(
+    layer="model.mtp_layers.{k}",
+    embedding_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    join="input_proj",
+    join_layout=SwappedHalves(),
+    last_norm="final_layernorm",
+)
+_LATENT_WITH_EXPERTS = _Predictions().after(_LATENT_DENSE + _SHARED_EXPERT_RULES)
 
 
 @dataclass(frozen=True)
@@ -258,26 +309,30 @@ class Family:
         return [(_pattern(rule.megatron), rule) for rule in self.rules]
 
     @cached_property
-    def _found(self) -> dict[str, tuple[Rule, tuple[str, ...]]]:
+    def _found(self) -> dict[tuple[str, int], tuple[Rule, tuple[str, ...]]]:
         return {}  # a weight sync asks for the same names again and again
 
-    def find(self, name: str) -> tuple[Rule, tuple[str, ...]]:
+    def find(self, name: str, num_layers: int) -> tuple[Rule, tuple[str, ...]]:
         """Return (rule, HF names) of a Megatron parameter.
 
         Args:
             name: global name, with or without the "module." of wrappers before it.
+            num_layers: of the model, behind which layers that predict further tokens are numbered.
 
         Raises:
             KeyError: when no rule of this family has that name.
         """
-        if name not in self._found:
-            self._found[name] = self._search(strip_wrappers(name))
-        return self._found[name]
+        key = (name, num_layers)
+        if key not in self._found:
+            self._found[key] = self._search(strip_wrappers(name), num_layers)
+        return self._found[key]
 
-    def _search(self, bare: str) -> tuple[Rule, tuple[str, ...]]:
+    def _search(self, bare: str, num_layers: int) -> tuple[Rule, tuple[str, ...]]:
         for pattern, rule in self._patterns:
             if match := pattern.fullmatch(bare):
                 places = match.groupdict()
+                if bare.startswith("mtp."):
+                    places["k"] = str(int(places["i"]) - num_layers)
                 return rule, tuple(_fill(hf, places) for hf in rule.hf)
         raise KeyError(f"no rule of the family {self.model_type} names the Megatron parameter {bare}.")
 
@@ -298,11 +353,15 @@ FAMILIES = {
     for family in (
         Family("llama", _DENSE),
         Family("qwen2", _DENSE + _QKV_BIAS),
+        Family("mimo", _MIMO_PREDICTIONS.after(_DENSE + _QKV_BIAS)),
+        Family("qwen2_moe", _DENSE + _QKV_BIAS + _EXPERTS + _GATED_SHARED_EXPERT),
         Family("qwen3", _DENSE + _QK_NORM),
         Family("glm4", _SANDWICH + _QKV_BIAS),
         Family("qwen3_moe", _DENSE + _QK_NORM + _EXPERTS),
-        Family("glm4_moe", _with_predictions(_DENSE + _QKV_BIAS + _QK_NORM + _SHARED_EXPERT_RULES)),
-        Family("deepseek_v3", _with_predictions(_LATENT_DENSE + _SHARED_EXPERT_RULES)),
+        Family("glm4_moe", _Predictions().after(_DENSE + _QKV_BIAS + _QK_NORM + _SHARED_EXPERT_RULES)),
+        Family("glm4_moe_lite", _LATENT_WITH_EXPERTS),
+        Family("deepseek_v3", _LATENT_WITH_EXPERTS),
+        Family("kimi_k2", _LATENT_WITH_EXPERTS),
     )
 }
 
@@ -326,11 +385,11 @@ def family_of(model_name: str) -> Family:
     plain = re.sub(r"[^a-z0-9.]", "", model_name.lower())
     if "qwen2.5" in plain:
         plain = plain.replace("qwen2.5", "qwen2")
-    plain = re.sub(r"qwen3(?=.*a\d+b)(?!.*(moe|next|vl))", "qwen3moe", plain)  # Qwen3-30B-A3B: 3 B of 30 B are active
+    plain = re.sub(r"(qwen[23])(?=.*a\d+b)(?!.*(moe|next|vl))", r"\1moe", plain)  # 30B-A3B: 3 B of 30 B are active
     found = [family for name, family in FAMILIES.items() if name.replace("_", "") in plain]
     longest = max(found, key=lambda family: len(family.model_type), default=None)
     rest = plain.replace(longest.model_type.replace("_", ""), "", 1) if longest else ""
-    is_variant = re.search(r"moe|next|vl|lite|qwen|llama|^4|^v|^\.?2$|^\.\d|^\.?5", rest)
+    is_variant = re.search(r"moe|next|vl|lite|audio|qwen|llama|^4|^v|^\.?2$|^\.\d|^\.?5(?!\d*b)", rest)
     if longest is None or is_variant:
         raise UsageError(
             f"no weight rules for {model_name!r}; there are rules for {', '.join(SUPPORTED_MODEL_TYPES)}."

@@ -33,7 +33,9 @@ def expected_hf_names(checkpoint: Path, num_predictions: int = 0) -> set[str]:
     return {
         name
         for name in names
-        if not name.endswith(NOT_WEIGHTS) and not prediction_copy_of(name) and (_layer(name) or 0) < last
+        if not name.endswith(NOT_WEIGHTS)
+        and not prediction_copy_of(name)
+        and _is_of_first_layers(name, last, num_predictions)
     }
 
 
@@ -44,9 +46,10 @@ def prediction_copy_of(name: str) -> str | None:
     return "model.embed_tokens.weight" if match[1] == "embed_tokens" else "lm_head.weight"
 
 
-def _layer(name: str) -> int | None:
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(match[1]) if match else None
+def _is_of_first_layers(name: str, num_layers: float, num_predictions: int) -> bool:
+    """Whether it is of no layer, or of the first so many; MiMo counts prediction layers by themselves."""
+    match = re.match(r"model\.(mtp_)?layers\.(\d+)\.", name)
+    return match is None or int(match[2]) < (num_predictions if match[1] else num_layers)
 
 
 def _names(checkpoint: Path) -> set[str]:
