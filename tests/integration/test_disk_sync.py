@@ -234,7 +234,10 @@ def test_a_run_over_files_is_on_policy_after_every_sync(run: Run) -> None:
 # ---- trainers that end while engines generate
 
 
-@pytest.fixture(scope="module", params=[[], ["--colocate"]], ids=["separate", "colocate"])
+COLOCATED = pytest.param(["--colocate"], marks=pytest.mark.slow, id="colocate")
+
+
+@pytest.fixture(scope="module", params=[pytest.param([], id="separate"), COLOCATED])
 def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """(a run whose trainers stay, a run whose trainers end after every sync), bit by bit the same otherwise."""
     work: Path = tmp_path_factory.mktemp("released")
