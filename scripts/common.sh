@@ -5,6 +5,8 @@
 #   slime_train [flags of train.py]      a whole run: environment, Ray head, and train.py as a Ray job on it. With a flag that only asks
 #                                        (--dry-run, --help ...) train.py answers right here: no Ray, and no installation where .venv is
 #                                        complete. Without GPUs (--accelerator cpu) NUM_SLOTS=N says how many slots the run needs.
+#                                        RAY_ADDRESS=host:port uses a Ray that runs already, and leaves it running; a run on
+#                                        NUM_NODES > 1 machines needs one.
 #   slime_only_asks [flags of train.py]  succeeds if one of the flags only asks.
 #   slime_env_to_ask                     slime_env for that: a .venv that is complete is used as it is.
 #   slime_ray_start NUM_SLOTS [NUM_GPUS] start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
@@ -57,7 +59,16 @@ slime_train() {
         (cd "$SLIME_ROOT" && "$PYTHON" train.py "$@")
         return
     fi
+    if [ "${NUM_NODES:-1}" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ]; then
+        slime_say "this run takes $NUM_NODES machines: start Ray on them (ray start --head --port 6379 on this one, ray start --address" \
+            "THIS_HOST:6379 on the others), each with this repository and its .venv at the same place, and set RAY_ADDRESS=THIS_HOST:6379"
+        return 2
+    fi
     slime_env || return
+    if [ -n "${RAY_ADDRESS:-}" ]; then
+        (cd "$SLIME_ROOT" && "$PYTHON" train.py "$@")
+        return
+    fi
     slime_ray_start "${NUM_SLOTS:-0}" || return
     slime_submit "$PYTHON" train.py "$@"
 }

@@ -29,4 +29,4 @@ SGLANG_ARGS=(
     --sglang-mem-fraction-static 0.7
 )
 
-dapo_math_train "$@"
+recipe_train "$@"

@@ -75,6 +75,9 @@ def write_json(plan: Plan, path: str) -> None:
 def gather_facts(args: Any, refused: list[str]) -> Facts:
     """Everything that the plan needs and that is not in the flags."""
     data, rows, missing = read_rows_of(args)
+    has_engines = bool(args.hf_checkpoint) and not args.debug_train_only
+    if has_engines and not Path(args.hf_checkpoint, "config.json").is_file():
+        missing.append(f"config.json in {args.hf_checkpoint}: engines are planned in 16 bit, and may run in fp8")
     return Facts(
         device=find_device(args.accelerator, args.plan_device),
         data=data,

@@ -1,18 +1,10 @@
-"""The model scripts say what the HF configs say, and both models have the published parameters; the run scripts start
-train.py with flags that it knows.
-"""
+"""The model scripts say what the HF configs say, and both models have the published parameters."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
-import os
-import shutil
-import subprocess
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,20 +14,15 @@ from slime.backends.megatron_utils.arguments import add_megatron_arguments
 from slime.backends.megatron_utils.hf_config import model_args_from_hf
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, strip_wrappers
 from slime.utils.arguments import CommandLine
-from slime.utils.arguments.debug import AskFlags
-from slime.utils.arguments.flags import option_name
 from tests.unit.megatron_fakes import make_args, run_world
+from tests.unit.script_fakes import FIXTURES, ROOT, SHORTENED, hf_config, script_flags
 
-ROOT = Path(__file__).parents[2]
-FIXTURES = ROOT / "tests" / "fixtures" / "hf_configs"
 # Scripts under the names of older documents, or of a platform.
 ALIASES = {
     "llama3-8B": "llama3.1-8B-Instruct",
     "llama3.2-3B-Instruct-amd": "llama3.2-3B-Instruct",
     "qwen3-4b": "qwen3-4B",
 }
-# The first layers of a larger model.
-SHORTENED = {"deepseek-v3-5layer": ("deepseek-v3", 5), "deepseek-v3-20layer": ("deepseek-v3", 20)}
 # Parameters of the published models, tied embeddings counted once; the hub counts as many. Known only rounded are
 # deepseek-v3 (671 B), glm4-32B (33 B) and moonlight (16 B). The hub counts the two glm4.5 with their prediction layer:
 # HUB_WITH_PREDICTION_LAYER. Nobody publishes the first layers of deepseek-v3: those numbers say only that both models
@@ -75,19 +62,6 @@ JOINED_EXPERTS = {
     "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
 }
 Shapes = dict[str, tuple[int, ...]]
-
-
-def hf_config(name: str) -> dict[str, Any]:
-    whole, num_layers = SHORTENED.get(name, (name, None))
-    config = json.loads((FIXTURES / f"{whole}.json").read_text())
-    return config if num_layers is None else config | {"num_hidden_layers": num_layers}
-
-
-def script_flags(name: str) -> list[str]:
-    """MODEL_ARGS of a model script, as bash expands it."""
-    command = f'set -eu; . scripts/models/{name}.sh; printf "%s\\0" "${{MODEL_ARGS[@]}}"'
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.split("\0")[:-1]
 
 
 def parse(flags: list[str]) -> argparse.Namespace:
@@ -201,108 +175,7 @@ def test_with_its_prediction_layer_and_biases_a_model_has_as_many_numbers_as_on_
     assert PARAMETERS[name] + predicting + biases == on_the_hub
 
 
-RUN_SCRIPTS = ["run-glm4-9B", "run-qwen3-4B"]
-# Stands for python: says what it was told to do, and plays Ray's part, down to running a submitted job.
-FAKE_PYTHON = """#!/usr/bin/env bash
-echo "$@" >>"$FAKE_LOG"
-case "$*" in
-    train.py*) printf '%s\\0' "$@" ;;
-    *create_server*) echo 1001 1002 1003 1004 ;;
-    *env_vars*) echo '{}' ;;
-    *"job submit"*) bash "${@: -1}" ;;
-esac
-"""
-# A flag that needs another one says how that one's answer is to be.
-QUESTIONS = ["-h", "--help", *(option_name(f) for f in dataclasses.fields(AskFlags) if not f.metadata["needs"])]
-GROUPS = ["MODEL", "CKPT", "ROLLOUT", "EVAL", "PERF", "GRPO", "OPTIMIZER", "WANDB", "SGLANG", "MISC"]
-
-
-def run_script(tmp_path: Path, name: str, *arguments: str, **environment: str) -> tuple[list[str], str]:
-    """(the flags with which a run script starts train.py, everything that python was told to do)."""
-    fake, log = tmp_path / "python", tmp_path / "log"
-    fake.write_text(FAKE_PYTHON)
-    fake.chmod(0o755)
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLIME_", "WANDB_", "RAY_"))}
-    done = subprocess.run(
-        ["bash", f"scripts/{name}.sh", *arguments],
-        cwd=ROOT,
-        env=kept | {"SLIME_PYTHON": str(fake), "FAKE_LOG": str(log), "TMPDIR": str(tmp_path)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    program, *flags = done.stdout.split("\0")[:-1]
-    assert program == "train.py"
-    return flags, log.read_text()
-
-
-@pytest.mark.parametrize("name", RUN_SCRIPTS)
-def test_a_run_script_has_the_groups_that_users_know_and_the_model_of_its_name(tmp_path, name):
-    flags, _ = run_script(tmp_path, name, "--dry-run", SLIME_HOME="/data")
-    text = "".join((ROOT / "scripts" / file).read_text() for file in (f"{name}.sh", "dapo_math.sh"))
-    assert all(f'"${{{group}_ARGS[@]}}"' in text for group in GROUPS)
-    model = script_flags(name.removeprefix("run-"))
-    assert flags[: len(model)] == model
-    paths = [flag for flag in flags if flag.startswith("/")]
-    assert len(paths) == 6 and all(path.startswith("/data/") for path in paths)
-
-
-@pytest.mark.parametrize("name", RUN_SCRIPTS)
-def test_every_flag_of_a_run_script_is_known_and_none_is_wrong(tmp_path, name):
-    flags, _ = run_script(tmp_path, name, "--dry-run", SLIME_HOME=str(tmp_path), WANDB_API_KEY="key")
-    checked = CommandLine().check(flags)
-    assert checked.problems.wrong == []
-    assert (checked.args.use_wandb, checked.args.dry_run) == (True, True)
-    assert (checked.args.actor_num_gpus_per_node, checked.args.colocate, checked.args.accelerator) == (8, True, "cuda")
-    assert checked.args.global_batch_size == checked.args.rollout_batch_size * checked.args.n_samples_per_prompt
-
-
 @pytest.mark.parametrize("name", [*PARAMETERS, *ALIASES])
 def test_every_flag_of_a_model_script_is_known(name):
     wrong = CommandLine().check(script_flags(name)).problems.wrong
     assert not [sentence for sentence in wrong if "unknown" in sentence or "did you mean" in sentence], wrong
-
-
-def test_a_flag_on_the_command_line_of_a_script_overrides_the_scripts(tmp_path):
-    flags, _ = run_script(tmp_path, "run-glm4-9B", "--dry-run", "--lr", "3e-6")
-    assert flags[-3:] == ["--dry-run", "--lr", "3e-6"]
-    assert CommandLine().check(flags).args.lr == 3e-6
-
-
-def test_weights_and_biases_is_used_where_there_is_a_key(tmp_path):
-    assert "--use-wandb" not in run_script(tmp_path, "run-qwen3-4B", "--dry-run")[0]
-    assert "--use-wandb" in run_script(tmp_path, "run-qwen3-4B", "--dry-run", WANDB_API_KEY="key")[0]
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_to_a_script_starts_no_ray(tmp_path, question):
-    flags, log = run_script(tmp_path, "run-glm4-9B", question)
-    assert flags[-1] == question
-    assert "ray" not in log
-
-
-def test_a_question_is_answered_by_a_complete_environment_as_it_is(tmp_path):
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    (tmp_path / "scripts" / "setup_env.sh").write_text("echo installing >&2; exit 7")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text('#!/bin/sh\necho "$@"')
-    python.chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLIME_")}
-
-    def dry_run() -> subprocess.CompletedProcess[str]:
-        command = ["bash", str(tmp_path / "scripts" / "run-qwen3-4B.sh"), "--dry-run"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-
-    assert (dry_run().returncode, dry_run().stderr) == (7, "installing\n")
-    (tmp_path / ".venv" / ".stamp-slime").touch()
-    assert dry_run().stdout.startswith("train.py --num-layers 36")
-
-
-def test_a_script_submits_its_flags_to_a_ray_of_its_own_unchanged_by_any_shell(tmp_path):
-    odd = ["--custom-config-path", "a b/$HOME (1)*.yaml", "--router-x", '{"y": [1, "it\'s"]}']
-    flags, log = run_script(tmp_path, "run-glm4-9B", *odd)
-    assert flags[-4:] == odd
-    assert "start --head" in log and "job submit" in log
-    assert not list(tmp_path.glob("slime-ray.*"))

@@ -10,8 +10,9 @@ import pytest
 
 from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.sglang_engine import EngineStartError
+from slime.ray.rollout import server_group
 from slime.ray.rollout.router import Router, RouterAddress, router_values
-from slime.ray.rollout.server_group import EngineActor, threads_per_engine
+from slime.ray.rollout.server_group import SHOW_ALL_GPUS, EngineActor, threads_per_engine
 
 
 class FakeEngine(EngineActor):
@@ -114,3 +115,19 @@ def test_a_router_that_runs_already_is_used_and_not_started(tmp_path: Path) -> N
     ours = Namespace(sglang_router_ip=None, sglang_router_port=3000)
     router = Router(ours, host="127.0.0.1", log_path=tmp_path / "router.log")
     assert (router.is_ours, router.address.url) == (True, "http://127.0.0.1:3000")
+
+
+@pytest.mark.parametrize("kind", ["CUDA", "HIP"])
+def test_an_engine_sees_all_gpus_that_ray_was_given_and_starts_at_its_own(monkeypatch, kind: str) -> None:
+    from ray._private.accelerators import amd_gpu, nvidia_gpu
+
+    # Ray reads the variables by these names; a new name would leave an engine of two GPUs with one.
+    modules = {"CUDA": nvidia_gpu, "HIP": amd_gpu}
+    assert vars(modules[kind])[f"NOSET_{kind}_VISIBLE_DEVICES_ENV_VAR"] in SHOW_ALL_GPUS
+    for name in modules:
+        monkeypatch.delenv(f"{name}_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(server_group.ray, "get_gpu_ids", lambda: ["6"])
+    assert server_group._device_arguments("cuda") == {"base_gpu_id": 6}
+    monkeypatch.setenv(f"{kind}_VISIBLE_DEVICES", "4,5,6,7")
+    assert server_group._device_arguments("cuda") == {"base_gpu_id": 2}
+    assert server_group._device_arguments("cpu") == {}

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 START_DEADLINE_S = {"cpu": 600.0, "cuda": 1800.0}  # a large model takes many minutes to load and to capture graphs
 SHUTDOWN_DEADLINE_S = 30.0
 MAX_STARTS = 3
+# A server takes as many GPUs as it is large, so it has to see them all, not only its actor's own (HIP: AMD's).
+SHOW_ALL_GPUS = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP")}
 SMALL_MODEL_BYTES = 100 * 2**20
 # Offsets in an engine's block of ports; the server's own is 0. Behind the bootstrap port comes that for encoders.
 NCCL_PORT, BOOTSTRAP_PORT, ENCODER_PORT, DIST_INIT_PORT = 1, 2, 3, 4
@@ -99,7 +101,7 @@ def _device_arguments(accelerator: str) -> dict[str, Any]:
     if accelerator != "cuda":
         return {}
     first = str(ray.get_gpu_ids()[0])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
     return {"base_gpu_id": visible.split(",").index(first) if visible else int(first)}
 
 
@@ -136,8 +138,7 @@ class ServerGroup:
     ) -> Any:
         group, bundle = placement
         accelerator = self._args.accelerator
-        # The server takes as many GPUs as it is large, so it has to see them all, not only the actor's own.
-        extra = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if accelerator == "cuda" else {}
+        extra = SHOW_ALL_GPUS if accelerator == "cuda" else {}
         options = slot_options(accelerator, ENGINE_SHARE) | {"runtime_env": {"env_vars": actor_env(extra)}}
         if group is not None:
             options["scheduling_strategy"] = in_bundle(group, bundle)
