@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from typing import Any
 
@@ -41,12 +42,13 @@ class TrainRayActor(RayActor):
         # patches come first: some work only on a megatron that is not yet imported.
         from slime.backends.megatron_utils import megatron_patch
 
-        start = time.monotonic()
+        start, is_first = time.monotonic(), "slime.backends.megatron_utils.actor" not in sys.modules
         megatron_patch.apply(self.args.accelerator)
         import slime.backends.megatron_utils.actor
         import slime.backends.megatron_utils.critic  # noqa: F401
 
-        logger.info("imported everything in %.1f s", time.monotonic() - start)
+        if is_first:
+            logger.info("imported everything in %.1f s", time.monotonic() - start)
 
     def init(self, master_addr: str, master_port: int) -> dict[str, Any]:
         """Build the trainer of this rank; the first that takes the GPU.
@@ -70,7 +72,7 @@ class TrainRayActor(RayActor):
         with collect_warnings() as warnings:
             started = self._actor.init()
         if self._role == "actor" and not self.args.debug_train_only:
-            weight_transfer.preload()  # the engines are still starting: nobody waits for it
+            weight_transfer.preload()  # where engines are still starting, nobody waits for it
         _settle()
         return {**started, "parallel_config": self._actor.parallel_config(), "warnings": warnings}
 
