@@ -33,4 +33,6 @@ SGLANG_ARGS=(
     --sglang-mem-fraction-static 0.7
 )
 
+MISC_ARGS+=(--trust-remote-code) # the tokenizer is code that comes with the checkpoint
+
 recipe_train "$@"

@@ -24,9 +24,10 @@ ALIASES = {
     "qwen3-4b": "qwen3-4B",
 }
 # Parameters of the published models, tied embeddings counted once; the hub counts as many. Known only rounded are
-# deepseek-v3 (671 B), glm4-32B (33 B) and moonlight (16 B). The hub counts the two glm4.5 with their prediction layer:
-# HUB_WITH_PREDICTION_LAYER. Nobody publishes the first layers of deepseek-v3: those numbers say only that both models
-# agree.
+# deepseek-v3 (671 B), glm4-32B (33 B), moonlight (16 B), both kimi-k2 (1 T) and mimo-7B-rl (7.83 B with a prediction
+# layer of 0.21 B). The hub counts the two glm4.5 with their prediction layer: HUB_WITH_PREDICTION_LAYER. Nobody
+# publishes the first layers of deepseek-v3: those numbers say only that both models agree. What no count shows (rotary
+# base and scaling, epsilon) is compared with config.json when a run starts.
 PARAMETERS = {
     "deepseek-v3": 671_026_404_352,
     "deepseek-v3-5layer": 26_618_387_456,
@@ -35,8 +36,11 @@ PARAMETERS = {
     "glm4-32B": 32_566_081_536,
     "glm4.5-106B-A12B": 106_852_245_504,
     "glm4.5-355B-A32B": 352_797_814_784,
+    "kimi-k2": 1_026_408_209_408,
+    "kimi-k2-thinking": 1_026_408_209_408,
     "llama3.1-8B-Instruct": 8_030_261_248,
     "llama3.2-3B-Instruct": 3_212_749_824,
+    "mimo-7B-rl": 7_622_619_136,
     "moonlight": 15_960_108_544,
     "qwen2.5-0.5B": 494_032_768,
     "qwen2.5-1.5B": 1_543_714_304,
@@ -61,6 +65,8 @@ JOINED_EXPERTS = {
     "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
 }
+# Types without a class in transformers: the one that has their layers.
+CLASS_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -103,9 +109,8 @@ def hf_shapes(config: dict[str, Any]) -> Shapes:
     import transformers
 
     values = {key: value for key, value in config.items() if key not in ("_source", "model_type")}
-    built = transformers.AutoConfig.for_model(
-        config["model_type"], **(values | {"num_hidden_layers": num_kept(config)})
-    )
+    model_type = CLASS_OF.get(config["model_type"], config["model_type"])
+    built = transformers.AutoConfig.for_model(model_type, **(values | {"num_hidden_layers": num_kept(config)}))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(built)
     return {key: tuple(param.shape) for key, param in model.named_parameters()}

@@ -26,6 +26,7 @@ MODEL_OF = {
     "run-deepseek-r1": "deepseek-v3",
     "run-glm4-9B": "glm4-9B",
     "run-glm4.5-355B-A32B": "glm4.5-355B-A32B",
+    "run-kimi-k2-Instruct": "kimi-k2",
     "run-moonlight-16B-A3B": "moonlight",
     "run-qwen2.5-0.5B-gb10-smoke": "qwen2.5-0.5B",
     "run-qwen2.5-0.5B-reproducibility": "qwen2.5-0.5B",
@@ -40,23 +41,31 @@ MODEL_OF = {
 NUM_NODES = {
     "run-deepseek-r1": 16,
     "run-glm4.5-355B-A32B": 8,
+    "run-kimi-k2-Instruct": 32,
     "run-qwen3-235B-A22B": 8,
     "run-qwen3-235B-A22B-sft": 8,
 }
 NUM_GPUS = {"run-qwen2.5-0.5B-gb10-smoke": 1}
 # Whose engines run the weights of a checkpoint in fp8.
-FP8 = {"low_precision/run-qwen3-30b-a3b-fp8", "low_precision/run-qwen3-4b-fp8", "run-deepseek-r1"}
+FP8 = {
+    "low_precision/run-qwen3-30b-a3b-fp8",
+    "low_precision/run-qwen3-4b-fp8",
+    "run-deepseek-r1",
+    "run-kimi-k2-Instruct",
+}
 FP8_FORMAT = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "weight_block_size": [128, 128],
     "activation_scheme": "dynamic",
 }
-NEEDS_CONFIG = {"run-deepseek-r1"}  # fits only with what its config.json says of fp8
+# Fit only with what their config.json says of fp8.
+NEEDS_CONFIG = {"run-deepseek-r1", "run-kimi-k2-Instruct"}
 # What is not built yet: the sentences of a dry run.
 NOT_BUILT = {
     "run-deepseek-r1": "engines over several nodes are not supported yet",
     "run-glm4.5-355B-A32B": "engines over several nodes are not supported yet",
+    "run-kimi-k2-Instruct": "engines over several nodes are not supported yet",
 }
 ON_ITS_OWN = {"run-tiny-cpu", "run-smollm2-135M"}  # the small runs that are real tests (docs/quick_start.md)
 # A flag that needs another one says how that one's answer is to be.
