@@ -89,15 +89,17 @@ class MiMoConfig(Qwen2Config):
 def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What a model with experts has beside the shape that the command line gives."""
     shared = {"n_routed_experts": args.experts, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    latent = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    latent = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20}
+    # What SGLang reads, and the published configs have; transformers does not know it.
+    deepseek = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     latent |= {**shared, "num_key_value_heads": args.heads}
     settings: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"num_experts": args.experts, "norm_topk_prob": True},
         "glm4_moe": {**shared, "use_qk_norm": True},
         "qwen2_moe": {"num_experts": args.experts, "shared_expert_intermediate_size": 2 * args.expert_ffn_size},
         "glm4_moe_lite": latent,
-        "deepseek_v3": {**latent, "n_group": 4, "topk_group": 1},
-        "kimi_k2": {**latent, "n_group": 1, "topk_group": 1},
+        "deepseek_v3": {**latent, **deepseek, "n_group": 4, "topk_group": 1},
+        "kimi_k2": {**latent, **deepseek, "n_group": 1, "topk_group": 1},
     }
     experts = {"moe_intermediate_size": args.expert_ffn_size, "num_experts_per_tok": 2}
     return {} if args.family in DENSE else {**experts, **settings[args.family]}
@@ -155,8 +157,6 @@ def rename_family(model: Path, family: str) -> None:
     if family == "mimo":
         config |= {"architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
         (model / "configuration_mimo.py").write_text(MIMO_CONFIG)
-    if family == "kimi_k2":  # what SGLang reads, and the published config has
-        config |= {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -54,11 +54,14 @@ def test_a_tied_model_with_experts_is_refused_where_sglang_gives_it_another_outp
         assert f"SGLang ignores tie_word_embeddings of {family}" in sentence
     assert problems(tmp_path, model_type="qwen3_moe", tie_word_embeddings=False) == []
     assert problems(tmp_path, model_type="qwen3", tie_word_embeddings=True) == []
-    assert problems(tmp_path, model_type="deepseek_v3", tie_word_embeddings=True) == []
+    read = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
+    assert problems(tmp_path, model_type="deepseek_v3", tie_word_embeddings=True, **read) == []
 
 
-def test_a_config_without_the_number_of_dense_layers_is_refused_where_sglang_needs_it(tmp_path):
+def test_a_config_without_what_sglang_reads_and_transformers_does_not_write_is_refused(tmp_path):
     (sentence,) = problems(tmp_path, model_type="glm4_moe_lite")
     assert "config.json has no first_k_dense_replace, which SGLang needs for glm4_moe_lite" in sentence
     assert problems(tmp_path, model_type="glm4_moe_lite", first_k_dense_replace=1) == []
     assert problems(tmp_path, model_type="glm4_moe") == []
+    frequency, method = problems(tmp_path, model_type="kimi_k2")
+    assert "no moe_layer_freq" in frequency and "no topk_method" in method and "'noaux_tc'" in method

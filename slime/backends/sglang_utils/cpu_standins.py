@@ -89,6 +89,28 @@ def install_kernels() -> None:
     elementwise.fused_gate_sigmoid_mul_add = add_gated
 
 
+def install_latent_attention() -> None:
+    """Let models with latent attention run without CUDA, YaRN or not; called before the server makes one.
+
+    SGLang sends a prompt through uncompressed keys where a backend has not said otherwise, and its torch attention
+    takes keys from the cache, which holds the compressed ones: log-probs would be wrong without a word. Its CPU path
+    knows YaRN's rotary embedding alone.
+    """
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+    from sglang.srt.models import deepseek_v2
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handlers.AttentionBackendRegistry.register(CPU_ATTENTION_BACKEND, handlers._dispatch_mla_subtype)
+    with_yarn = deepseek_v2.get_rope_wrapper
+
+    def rope(*sizes: Any, rope_scaling: Any = None, device: Any = None, **options: Any) -> Any:
+        if rope_scaling is not None and rope_scaling.get("rope_type") == "deepseek_yarn":
+            return with_yarn(*sizes, rope_scaling=rope_scaling, device=device, **options)
+        return get_rope(*sizes, rope_scaling=rope_scaling, **options)
+
+    deepseek_v2.get_rope_wrapper = rope
+
+
 def drop_pinned_memory() -> None:
     """Let torch's factories ignore `pin_memory`, which needs CUDA: SGLang's buffers of routed experts ask for it."""
     import torch

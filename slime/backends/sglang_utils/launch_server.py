@@ -57,6 +57,10 @@ def prepare(launch: dict[str, Any]) -> None:
 
         routed_experts.install()
     model_path = Path(launch["server_args"]["model_path"])
+    if launch["accelerator"] == "cpu" and _config(model_path).get("kv_lora_rank"):
+        from slime.backends.sglang_utils import cpu_standins
+
+        cpu_standins.install_latent_attention()
     if _serves_fp8(model_path):
         from slime.backends.sglang_utils import fp8_engine
 

@@ -15,6 +15,14 @@ from slime.utils.fused_experts import is_fused
 OWN_HEAD = ("qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite")
 """Families whose models in SGLang have an output layer of their own, whatever tie_word_embeddings says."""
 
+_DEEPSEEK: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
+NEEDED: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+}
+"""What SGLang reads of a family's config and transformers does not know -> the value of the published models."""
+
 
 def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_synced: bool) -> list[str]:
     """Sentences about a model that engines would compute with weights that nothing loads.
@@ -30,11 +38,12 @@ def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_s
             f"--hf-checkpoint {checkpoint}: SGLang ignores tie_word_embeddings of {model_type} and would sample with "
             "a random output layer; save the embedding as lm_head.weight, too, and set tie_word_embeddings to false."
         )
-    if model_type == "glm4_moe_lite" and hf_config.get("first_k_dense_replace") is None:
-        problems.append(
-            f"--hf-checkpoint {checkpoint}: config.json has no first_k_dense_replace, which SGLang needs for "
-            "glm4_moe_lite and transformers does not write; set it to the number of dense layers (1 in GLM-4.7-Flash)."
-        )
+    problems += [
+        f"--hf-checkpoint {checkpoint}: config.json has no {name}, which SGLang needs for {model_type} and "
+        f"transformers does not write; add it as the published model has it ({value!r})."
+        for name, value in NEEDED.get(str(model_type), {}).items()
+        if hf_config.get(name) is None
+    ]
     if not is_synced and any(map(is_fused, _names(Path(checkpoint)))):
         problems.append(
             f"--hf-checkpoint {checkpoint} stores the experts of a layer as one tensor, which SGLang does not load "

@@ -125,6 +125,7 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     hf = Path(args.hf_checkpoint)
     sent = {name for bucket in iter_hf_buckets(args, [model], buffer_size=10_000) for name, _ in bucket}
     assert sent == expected_hf_names(hf, 1)
+    assert expected_hf_names(hf) == {name for name in sent if not name.startswith((LAYER, "model.mtp_layers."))}
     save_hf(args, [model], out)
     exported, original = load_file(out / "model.safetensors"), load_file(hf / "model.safetensors")
     assert exported.keys() == original.keys()
