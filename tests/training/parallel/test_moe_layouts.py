@@ -64,15 +64,19 @@ LAYOUTS = {
 MOVES_BIASES = {"moe_router_bias_update_rate": 0.01}
 REPLAYS = {"use_routing_replay": True, "lr": 0.01}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "glm4_moe": ("glm4_moe", MOVES_BIASES),
+    "glm4_moe_lite": ("glm4_moe_lite", MOVES_BIASES),
     "deepseek_v3": ("deepseek_v3", MOVES_BIASES),
     "qwen3_moe, R2": ("qwen3_moe", REPLAYS),
     "deepseek_v3, R3": ("deepseek_v3", {**REPLAYS, **MOVES_BIASES, "use_rollout_routing_replay": True}),
 }
 """Name -> (family, flags): of each model without replay all is compared, of those with replay the training."""
 ALWAYS = {
+    "qwen2_moe": ("TP 2, EP 2",),
     "qwen3_moe": ("TP 2 DP 2, EP 2, ETP 2",),
+    "glm4_moe_lite": ("TP 2, EP 2",),
     "deepseek_v3": ("PP 2 VPP 2 DP 2, EP 2, recomputed", "TP 2 CP 2, EP 4"),
     "qwen3_moe, R2": ("CP 2, EP 2, passes of other sizes",),
     "deepseek_v3, R3": ("TP 2 PP 2, EP 2",),
