@@ -90,8 +90,8 @@ def make_world(seed=0):
     return logits, columns, tokens
 
 
-def run(args, logits, columns, tokens, *, rewards=REWARDS):
-    """(gradient of the logits, metrics) of the loss of slime."""
+def run(args, logits, columns, tokens, *, rewards=REWARDS, num_microbatches=1, dp_size=1):
+    """(gradient of the logits, metrics) of the loss of slime, in a step of so many micro-batches and ranks."""
     sums = [sum(sum(MASKS[j]) for j in range(len(MASKS)) if ROLLOUTS[j] == ROLLOUTS[i]) for i in range(len(MASKS))]
     data = {
         "tokens": tokens,
@@ -114,7 +114,7 @@ def run(args, logits, columns, tokens, *, rewards=REWARDS):
     losses.compute_advantages_and_returns(args, data)
     batch = next(iter(MicroBatches(data).all()))
     logits = logits.clone().requires_grad_()
-    scale = {"num_microbatches": 1, "global_batch_size": NUM_ROLLOUTS, "dp_size": 1}
+    scale = {"num_microbatches": num_microbatches, "global_batch_size": NUM_ROLLOUTS, "dp_size": dp_size}
     loss, _, report = losses.loss_function(args, batch, logits, **scale)
     loss.backward()
     return logits.grad, dict(zip(report["keys"], report["values"][1:].tolist(), strict=True)), data

@@ -55,6 +55,15 @@ def test_the_modes_differ_and_the_norm_divides_by_a_constant():
     torch.testing.assert_close(found["seq-mean-token-sum"] * NUM_ROLLOUTS, found["token-mean"])
 
 
+def test_what_megatron_divides_by_is_made_good_unless_it_divides_by_tokens():
+    """It averages over the micro-batches of a step and over ranks; the step is to be a mean over its rollouts."""
+    logits, columns, tokens = make_world(3)
+    for mode, factor in {"token-mean": 1, "seq-mean-token-mean": 3 * 2}.items():
+        alone = run(mode_args(mode), logits, columns, tokens)[0]
+        one_of_many = run(mode_args(mode), logits, columns, tokens, num_microbatches=3, dp_size=2)[0]
+        torch.testing.assert_close(one_of_many, factor * alone)
+
+
 def test_the_modes_hold_for_demonstrations_too():
     logits, columns, tokens = make_world(1)
     for mode in MODES:
