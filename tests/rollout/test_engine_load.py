@@ -173,5 +173,6 @@ def test_an_engine_killed_in_the_middle_costs_no_sample(
     assert [sample.index for sample in samples] == list(range(CONCURRENT))
     assert [sample.response_length for sample in samples] == [length_of(sample) for sample in samples]
     num_answered = answered([survivor]) - before
-    assert CONCURRENT / 2 < num_answered < CONCURRENT, "what the victim had in flight was done by the survivor, once"
+    # All of them, if the few answers of the victim were still on their way when it was killed.
+    assert CONCURRENT / 2 < num_answered <= CONCURRENT, "what the victim had in flight was done by the survivor, once"
     assert not [text for text in caplog.messages if "attempt 3" in text], "tried once more by our client at the most"
