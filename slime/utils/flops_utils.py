@@ -9,7 +9,8 @@ The second line is attention: scores and weighted values are two products of 2 x
 causal mask drops half. With experts a token goes through the router, `topk` experts and the shared one, not through
 all. With latent attention (arXiv:2405.04434) the matrices are the low-rank ones, and keys are as wide as queries. A
 backward pass costs twice as much: gradients of inputs and of weights. Not counted: embedding look-up, norms, softmax,
-rotation, biases, and what recomputation does a second time. It knows nothing about devices or parallel layout.
+rotation, biases, and what recomputation does a second time. Layers that predict further tokens run in training alone
+and are counted by themselves. It knows nothing about devices or parallel layout.
 """
 
 from __future__ import annotations
@@ -37,6 +38,28 @@ def calculate_fwd_flops(seqlens: Iterable[int], args: Any) -> float:
     per_token, per_pair = _coefficients(shape)
     lengths = list(seqlens)
     return float(per_token * sum(lengths) + per_pair * sum(length * length for length in lengths))
+
+
+def calculate_prediction_flops(seqlens: Iterable[int], num_predicted: int, args: Any) -> float:
+    """FLOPs of training the layers that predict further tokens (--enable-mtp-training), forward and backward.
+
+    Each layer is one like the model's last and a projection from two hidden states to one, 3 x the forward pass over
+    all tokens; and the output layer over the tokens that are predicted, 2 x: its weights get no gradient from here.
+
+    Args:
+        seqlens: as `calculate_fwd_flops`.
+        num_predicted: response tokens.
+        args: Megatron's size attributes.
+    """
+    shape = ModelShape.of(args)
+    if shape is None or not shape.num_mtp_layers:
+        return 0.0
+    has_experts, lengths = shape.moe_layers[-1], list(seqlens)
+    mlp = _active_expert_weights(shape) if has_experts else _mlp(shape, shape.ffn_hidden_size)
+    weights = _attention_weights(shape) + mlp + 2 * shape.hidden_size**2
+    pairs = (shape.query_width + shape.attention_out_width) * sum(length * length for length in lengths)
+    head = 2 * shape.embedding_params * num_predicted
+    return float(shape.num_mtp_layers * (3 * (2 * weights * sum(lengths) + pairs) + 2 * head))
 
 
 @lru_cache(maxsize=8)

@@ -50,6 +50,8 @@ def text_problem(text: str, pp: int, *, num_layers: int, num_mtp_layers: int = 0
     for letter, wanted, what in (("t", num_layers, "decoder layers"), ("m", num_mtp_layers, "prediction layers")):
         if letters.count(letter) != wanted:
             return f"it has {letters.count(letter)} {what} ({letter}), the model has {wanted}"
+    if "m" in letters and not re.fullmatch(r"E?t*m+L", stages[-1]):
+        return f"prediction layers (m) must stand right before the output L, in the last stage, which is {stages[-1]}"
     return None
 
 

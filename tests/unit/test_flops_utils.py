@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slime.utils.flops_utils import calculate_fwd_flops
+from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops
 from tests.unit.megatron_fakes import make_args, make_hf_model
 
 LENGTHS = (10, 23)
@@ -37,6 +37,18 @@ def test_one_layer_by_hand():
     attention = 2 * (2 * n * n * query) / 2
     mlp = 3 * 2 * n * hidden * ffn
     assert calculate_fwd_flops([n], sizes()) == projections + attention + mlp + 2 * n * hidden * vocab
+
+
+def test_a_layer_that_predicts_is_trained_like_a_layer_but_for_the_output_layers_weights():
+    n, num_predicted, hidden, vocab = 10, 6, 4, 7
+    layer = calculate_fwd_flops([n], sizes(num_layers=2)) - calculate_fwd_flops([n], sizes())
+    projection = 2 * n * (2 * hidden) * hidden
+    head = 2 * num_predicted * hidden * vocab  # forward, and as much for the gradient of its input
+    expected = 3 * (layer + projection) + 2 * head
+    assert calculate_prediction_flops([n], num_predicted, sizes(mtp_num_layers=1)) == expected
+    assert calculate_prediction_flops([n], num_predicted, sizes(mtp_num_layers=2)) == 2 * expected
+    assert calculate_prediction_flops([n], num_predicted, sizes()) == 0
+    assert calculate_fwd_flops([n], sizes(mtp_num_layers=1)) == calculate_fwd_flops([n], sizes())
 
 
 def test_attention_does_not_cross_sequences():

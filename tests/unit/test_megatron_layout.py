@@ -224,6 +224,27 @@ def test_interleaved_stages_and_other_exchanges_that_cannot_work_are_named(flags
     assert any(sentence in problem for problem in found) if sentence else not found
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("Et*16|t*16mL", None),
+        (
+            "Et*16|t*16|m|L",
+            "prediction layers (m) must stand right before the output L, in the last stage, which is L",
+        ),
+        ("Et*16|t*15mtL", "in the last stage, which is t"),
+        ("Et*16m|t*16L", "prediction layers (m) must stand right before the output L"),
+        ("Et*16|t*16L", "it has 0 prediction layers (m), the model has 1"),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_placed_at_the_end(text, sentence):
+    args, explicit = parse(
+        f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {text}", mtp_num_layers=1
+    )
+    problems = megatron_problems(args, None, explicit).wrong
+    assert [sentence in problem for problem in problems] == ([True] if sentence else [])
+
+
 def test_layers_that_differ_at_the_ends_divide():
     # DeepSeek-V3's 61 layers on 8 stages: 6 times 8, and 7 and 6 at the ends
     args, explicit = parse(

@@ -89,6 +89,25 @@ def test_stages_and_tensor_parallel_ranks_hold_the_model_between_them(is_untied)
     assert held == shape.num_params + norms + (0 if is_untied else 256 * 64)
 
 
+def test_layers_that_predict_further_tokens_cost_what_they_are_used_for():
+    """Untrained they are weights; trained they have gradients, moments, activations and a lent embedding."""
+    staged = {"pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "mtp_num_layers": 1}
+    staged |= {"untie_embeddings_and_output_weights": True}
+    without = memory_of(**staged | {"mtp_num_layers": None})
+    frozen, trained = memory_of(**staged), memory_of(**staged, enable_mtp_training=True)
+    for found in (frozen, trained):
+        assert found.stages[0] == without.stages[0]
+    layer = parts(**staged)[1].mtp_params().total
+    (_, last), (_, is_frozen), (_, is_trained) = without.stages, frozen.stages, trained.stages
+    assert is_frozen.params == last.params + layer
+    assert (is_frozen.trained_params, is_frozen.optimizer) == (last.trained_params, last.optimizer)
+    assert is_frozen.activations == last.activations
+    assert is_trained.params == last.params + layer + 256 * 64  # vocabulary x hidden size
+    assert is_trained.trained_params == last.trained_params + layer
+    # Two decoder layers and the final norm, and then three layers.
+    assert is_trained.activations == pytest.approx(last.activations * 3 / 2, rel=0.02)
+
+
 def test_experts_are_divided_over_their_own_ranks():
     _, shape, layout = parts(
         actor_num_gpus_per_node=8,

@@ -9,7 +9,7 @@ import torch
 
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
 from slime.backends.megatron_utils.metrics import column_means, perf_metrics
-from slime.utils.flops_utils import calculate_fwd_flops
+from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops
 
 ONE_RANK = SimpleNamespace(size=lambda: 1)
 
@@ -67,9 +67,10 @@ def test_times_become_rates():
         pipeline_model_parallel_size=3,
         context_parallel_size=5,
         ppo_epochs=2,
+        enable_mtp_training=False,
     )
     seconds = {"train_wait": 3.0, "train": 1.0, "actor_train": 0.5, "log_probs": 0.25}
-    metrics = perf_metrics(args, seconds, [10, 20])
+    metrics = perf_metrics(args, seconds, [10, 20], [4, 5])
     tflops = calculate_fwd_flops([10, 20], args) / (2 * 3 * 5) / 1e12
     assert metrics["perf/step_time"] == 4.0
     assert metrics["perf/wait_time_ratio"] == 0.75
@@ -78,4 +79,10 @@ def test_times_become_rates():
     assert metrics["perf/actor_train_tok_per_gpu_per_sec"] == 2 * (10 + 20) / 0.5 / (2 * 3 * 5)
     assert metrics["perf/actor_train_tflops"] == pytest.approx(2 * 3 * tflops / 0.5)
     assert metrics["perf/log_probs_tflops"] == pytest.approx(tflops / 0.25)
+
+    args.mtp_num_layers, args.enable_mtp_training = 1, True
+    more = calculate_prediction_flops([10, 20], 4 + 5, args) / (2 * 3 * 5) / 1e12
+    found = perf_metrics(args, seconds, [10, 20], [4, 5])
+    assert found["perf/actor_train_tflops"] == pytest.approx(2 * (3 * tflops + more) / 0.5)
+    assert found["perf/log_probs_tflops"] == metrics["perf/log_probs_tflops"]  # predictions do not run there
     assert "perf/ref_log_probs_tflops" not in metrics

@@ -185,7 +185,7 @@ class MegatronTrainActor:
         seconds = Timer().log_dict()
         Timer().reset()
         Timer().start("train_wait")
-        perf = self._perf(seconds, data["total_lengths"])
+        perf = self._perf(seconds, data)
         return [({**perf, "rollout/step": rollout_id}, "rollout/step"), *records]
 
     def _fetch(self, refs: list[Any]) -> dict[str, Any]:
@@ -194,8 +194,8 @@ class MegatronTrainActor:
             layout = self.parallel_config()
             return process_rollout_data(self.args, refs, layout["dp_rank"], layout["dp_size"])
 
-    def _perf(self, seconds: dict[str, float], seqlens: list[int]) -> dict[str, float]:
-        return perf_metrics(self.args, seconds, seqlens)
+    def _perf(self, seconds: dict[str, float], data: dict[str, Any]) -> dict[str, float]:
+        return perf_metrics(self.args, seconds, data["total_lengths"], data["response_lengths"])
 
     def train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
         """Train on this rank's share of a rollout, given as plain lists (`train` without Ray and without times)."""

@@ -40,5 +40,5 @@ class MegatronCriticActor(MegatronTrainActor):
     def _train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
         return self._update(rollout_id, self._pack(rollout_data), prefix="train/critic-")
 
-    def _perf(self, seconds: dict[str, float], seqlens: list[int]) -> dict[str, float]:
+    def _perf(self, seconds: dict[str, float], data: dict[str, Any]) -> dict[str, float]:
         return {f"perf/{name}_time": seconds[name] for name in TIMES if name in seconds}

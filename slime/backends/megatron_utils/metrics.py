@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss.reducers import all_reduce_sum
-from slime.utils.flops_utils import calculate_fwd_flops
+from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops
 
 NOT_LOGGED = ("tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums")
 FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
@@ -50,16 +50,19 @@ def _column_sum(column: Sequence[Any], response_lengths: Sequence[int], mean_of_
     return None
 
 
-def perf_metrics(args: Any, seconds: Mapping[str, float], seqlens: Sequence[int]) -> dict[str, float]:
+def perf_metrics(
+    args: Any, seconds: Mapping[str, float], seqlens: Sequence[int], response_lengths: Sequence[int]
+) -> dict[str, float]:
     """Times and rates of one rollout's training on this rank.
 
     Rates are of one device, with the FLOPs of `slime.utils.flops_utils`; a pass of training costs three forward
     passes, and --ppo-epochs says how often the rollout was trained on.
 
     Args:
-        args: the model's sizes, those over which one copy of it is spread, and `ppo_epochs`.
+        args: the model's sizes, those over which one copy of it is spread, `enable_mtp_training` and `ppo_epochs`.
         seconds: seconds of each timer; `actor_train`, `train` and `train_wait` and the forward passes are known here.
         seqlens: tokens of each sample that this rank trained on.
+        response_lengths: those of them that are its response's.
 
     Returns:
         `perf/<timer>_time`, `perf/<pass>_tflops`, `perf/actor_train_tok_per_s` (of this rank's data, which the devices
@@ -74,7 +77,10 @@ def perf_metrics(args: Any, seconds: Mapping[str, float], seqlens: Sequence[int]
             metrics[f"perf/{name}_tflops"] = forward_tflops / seconds[name]
     if training_s := seconds.get("actor_train"):
         tokens_per_s = args.ppo_epochs * sum(seqlens) / training_s
-        metrics["perf/actor_train_tflops"] = 3 * args.ppo_epochs * forward_tflops / training_s
+        tflops = 3 * forward_tflops
+        if args.enable_mtp_training:
+            tflops += calculate_prediction_flops(seqlens, sum(response_lengths), args) / devices / 1e12
+        metrics["perf/actor_train_tflops"] = args.ppo_epochs * tflops / training_s
         metrics["perf/actor_train_tok_per_s"] = tokens_per_s
         metrics["perf/actor_train_tok_per_gpu_per_sec"] = tokens_per_s / devices
     waited, trained = seconds.get("train_wait", 0.0), seconds.get("train", 0.0)

@@ -97,9 +97,10 @@ def build_gpt(
     """Return the GPT of the flags, with the embedding and the output layer where asked for."""
     config = transformer_config(args)
     predictions: dict[str, Any] = {}
-    if args.mtp_num_layers and post_process:
+    if args.mtp_num_layers:
         layer = last_layer_spec(config, args)
-        predictions["mtp_block_spec"] = prediction_spec(layer, norm=RMSNorm, num_layers=args.mtp_num_layers)
+        spec = prediction_spec(layer, norm=RMSNorm, num_layers=args.mtp_num_layers)
+        predictions = {"predictions": spec, "are_trained": args.enable_mtp_training}
     model = (PredictingGPT if predictions else GPTModel)(
         config=config,
         transformer_layer_spec=block_spec(config, args, vp_stage),
@@ -115,7 +116,7 @@ def build_gpt(
         vp_stage=vp_stage,
         **predictions,
     )
-    if predictions and not args.enable_mtp_training:
+    if predictions and post_process and not args.enable_mtp_training:
         model.mtp.requires_grad_(False)
     if args.use_rope_scaling:
         _scale_rope(model.rotary_pos_emb, args)

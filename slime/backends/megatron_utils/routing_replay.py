@@ -33,21 +33,21 @@ _is_free = False
 def tell_routers(model: torch.nn.Module, batch: dict[str, Any]) -> None:
     """Tell the routers of a chunk about the micro-batch that it computes next."""
     chunk = unwrap(model)
-    routers = routers_of(chunk)
-    if not routers:
+    routers, predicting = routers_of(chunk), prediction_routers_of(chunk)
+    if not routers and not predicting:
         return
     masks = batch["loss_masks"]
     routing = Routing(batch["padding"], sum((mask.sum() for mask in masks), torch.zeros_like(masks[0].sum())))
-    if _recorded is not None:
+    if _recorded is not None and routers:
         routing.recorded = {}
         routing.extra = {"stage": getattr(chunk, "vp_stage", None) or 0, "rows": batch["sample_rows"]}
         _recorded.append(routing)
-    elif not _is_free and COLUMN in batch:
+    elif not _is_free and COLUMN in batch and routers:
         first = getattr(chunk, "first_router", 0)
         routing.replayed = _packed(batch[COLUMN], len(batch["padding"]))[:, first : first + len(routers)]
     for router in routers:
         router.told = routing
-    for router in prediction_routers_of(chunk):
+    for router in predicting:
         router.told = Routing(routing.padding, routing.num_trained)
 
 

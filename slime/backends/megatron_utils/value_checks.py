@@ -264,11 +264,5 @@ def check_built_models(args: argparse.Namespace) -> Iterator[str]:
         yield f"an MLP without --swiglu {ours} it."
     if args.add_bias_linear:
         yield f"a model with biases {ours} --disable-bias-linear."
-    if args.mtp_num_layers and args.pipeline_model_parallel_size > 1:
-        yield (
-            f"--mtp-num-layers {args.mtp_num_layers} with --pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size} is not supported: the layers need the embedding, which the last "
-            "stage does not have; use one stage."
-        )
     if args.attention_dropout:
         yield f"--attention-dropout {args.attention_dropout} is not supported: our attention has no dropout; use 0."

@@ -186,11 +186,8 @@ def rank_params(shape: ModelShape, layout: ParallelLayout, stage: int) -> tuple[
     if is_last:
         layers += [shape.mtp_params()] * shape.num_mtp_layers
     dense = sum((layer.attention + layer.mlp) // layout.tp + layer.replicated for layer in layers)
-    # A tied output layer has a matrix of its own only where the embedding is on another stage; prediction layers read
-    # the embedding on the last one.
+    # A tied output layer has a matrix of its own only where the embedding is on another stage.
     embeddings = is_first + (is_last and (not shape.is_tied or not is_first))
-    if is_last and not is_first and shape.num_mtp_layers and not shape.is_tied:
-        embeddings += 1
     dense += embeddings * shape.embedding_params // layout.tp + is_last * shape.norm_params
     return dense, sum(layer.experts for layer in layers) // (layout.ep * layout.etp)
 
@@ -290,11 +287,21 @@ class _Trainer:
     def num_params(self, stage: int) -> tuple[int, int, float]:
         """(parameters, those with gradients, those whose optimizer state this rank keeps)."""
         layout = self.layout
-        dense, experts = rank_params(self.shape, layout, stage)
+        num_params = sum(rank_params(self.shape, layout, stage))
         if self.args.lora_rank:
             adapters = self.shape.adapter_params(self.args.lora_rank) // (layout.tp * layout.pp)
-            return dense + experts + adapters, adapters, adapters / layout.optimizer_shards
-        return dense + experts, dense + experts, dense / layout.optimizer_shards + experts / layout.expert_dp
+            return num_params + adapters, adapters, adapters / layout.optimizer_shards
+        if self.predictions(stage) and stage > 0:  # the first stage's embedding, lent
+            num_params += self.shape.embedding_params // layout.tp
+        # layers that predict further tokens are frozen unless they are trained
+        trained = replace(self.shape, num_mtp_layers=self.predictions(stage))
+        dense, experts = rank_params(trained, layout, stage)
+        return num_params, dense + experts, dense / layout.optimizer_shards + experts / layout.expert_dp
+
+    def predictions(self, stage: int) -> int:
+        """Layers of a stage that predict further tokens and are trained."""
+        is_last = stage == self.layout.pp - 1
+        return self.shape.num_mtp_layers if is_last and self.args.enable_mtp_training else 0
 
     def num_offloaded(self, stage: int) -> int:
         """Layers of a stage whose activations wait in host memory (--cpu-offloading)."""
@@ -314,6 +321,7 @@ class _Trainer:
         tokens, layers = self.batch.micro_batch_tokens, layout.stage_layers[stage]
         if self.num_offloaded(stage) and not compute.is_cpu:
             layers = layers[max(0, self.num_offloaded(stage) - 2) :]  # two are on their way
+        layers += (shape.num_layers - 1,) * self.predictions(stage)  # they are like the last layer
         kept, again = stage_saved(shape, layers, layout, compute, recompute_of(self.args))
         saved = round(kept * tokens * in_flight(layout, stage, self.batch.micro_batches_per_rank))
         layer = layers[-1] if layers else 0

@@ -109,7 +109,8 @@ def _child(rank: int, listener: socket.socket, world: int, job: Job, out: Path) 
             torch.save(result, out / f"{job.name}.pt")
         torch.distributed.barrier()
     except BaseException:  # noqa: BLE001  (whatever it is, the other ranks would wait for this one)
-        (out / f"{job.name}.error").write_text(f"{job.name}, rank {rank}: {traceback.format_exc()}")
+        with (out / f"{job.name}.error").open("a") as file:  # the first rank's comes first; the others lose it
+            file.write(f"{job.name}, rank {rank}: {traceback.format_exc()}\n")
         os._exit(1)
     os._exit(0)
 

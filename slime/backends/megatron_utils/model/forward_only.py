@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
-from slime.backends.megatron_utils.model.prediction import PredictingGPT
+from slime.backends.megatron_utils.model.prediction import as_predicting
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import columns_from_last_stage
 from slime.backends.megatron_utils.routing_replay import tell_routers
@@ -64,12 +64,7 @@ def run_model_with_predictions(
     Raises:
         UsageError: the model of a --custom-model-provider-path has no such layers.
     """
-    gpt = unwrap(model)
-    if not isinstance(gpt, PredictingGPT):
-        raise UsageError(
-            f"--enable-mtp-training needs the layers of --mtp-num-layers, which the {type(gpt).__name__} of "
-            "--custom-model-provider-path does not have; leave it out."
-        )
+    gpt = as_predicting(unwrap(model))
     gpt.further_tokens = batch["further_tokens"]
     try:
         output = run(model, batch)

@@ -6,23 +6,34 @@ reaches the model's hidden states, its embedding or its output layer, so that th
 without them. They run only where they are trained (--enable-mtp-training), and are frozen otherwise. Which token is
 how far on is known to slime.backends.megatron_utils.data, which respects the samples of a pack; the loss is
 slime.backends.megatron_utils.loss.prediction's.
+
+They are on the last pipeline stage, behind the model's layers. Megatron (0.16.1) would give that stage an embedding
+that is trained twice, with moments and a sum of gradients; none comes from here, so that a copy which the first stage
+fills before each train step (`lend_embedding`) is enough.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.utils.errors import UsageError
 
 
 def prediction_spec(layer: ModuleSpec, *, norm: type, num_layers: int) -> MultiTokenPredictionBlockSubmodules:
@@ -57,16 +68,40 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 
 class PredictingGPT(GPTModel):
-    """A GPT with prediction layers; its output is a GPT's."""
+    """A pipeline stage of a GPT with prediction layers, which the last one has; its output is a GPT's.
+
+    Args:
+        predictions: the spec of the layers.
+        are_trained: whether they ever run.
+        told: a GPTModel's.
+    """
 
     further_tokens: Sequence[torch.Tensor] | None = None
     """For each layer the tokens [1, T] that it embeds; None: the layers do not run."""
     predicted: Sequence[torch.Tensor] = ()
     """What the layers made of the last micro-batch: hidden states [T, 1, H] behind their norms."""
 
+    def __init__(self, *, predictions: MultiTokenPredictionBlockSubmodules, are_trained: bool, **told: Any) -> None:
+        super().__init__(**told)
+        config, is_last = told["config"], told["post_process"]
+        self.config = _without_predictions(config)
+        if is_last:  # Megatron asks by the attribute whether there are layers
+            self.mtp = MultiTokenPredictionBlock(config, predictions, vp_stage=told["vp_stage"])
+        # In a tuple, so that it is no module of this one: neither trained nor saved nor sent.
+        self.lent_embedding: tuple[LanguageModelEmbedding, ...] = ()
+        if is_last and are_trained and not told["pre_process"]:
+            sizes = (config, told["vocab_size"], told["max_sequence_length"], told["position_embedding_type"])
+            self.lent_embedding = (LanguageModelEmbedding(*sizes).requires_grad_(False),)
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """As for a GPT without prediction layers; its constructor calls it."""
+        self.config = _without_predictions(self.config)
+        super().setup_embeddings_and_output_layer()
+
     def _postprocess(self, **told: Any) -> torch.Tensor:
         hidden: torch.Tensor = told["hidden_states"]
-        self.predicted = self._predict(hidden, told) if self.further_tokens is not None else ()
+        runs = self.further_tokens is not None and hasattr(self, "mtp")
+        self.predicted = self._predict(hidden, told) if runs else ()
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -77,9 +112,55 @@ class PredictingGPT(GPTModel):
     def _predict(self, hidden: torch.Tensor, told: dict[str, Any]) -> list[torch.Tensor]:
         names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
         inputs = {name: told[name] for name in names}
+        (embedding,) = self.lent_embedding or (self.embedding,)
         predicted, hidden = [], hidden.detach()
         for layer, tokens in zip(self.mtp.layers, self.further_tokens or (), strict=True):
-            embedded = self.embedding(input_ids=tokens, position_ids=told["position_ids"]).detach()
+            embedded = embedding(input_ids=tokens, position_ids=told["position_ids"]).detach()
             hidden = layer.predict(hidden, embedded, **inputs)
             predicted.append(hidden)
         return predicted
+
+
+def _without_predictions(config: TransformerConfig) -> TransformerConfig:
+    """What Megatron's schedules and gradient sums read, which would train an embedding on the last stage, too."""
+    config = copy.copy(config)
+    config.mtp_num_layers = None
+    return config
+
+
+def as_predicting(chunk: torch.nn.Module) -> PredictingGPT:
+    """A bare chunk of the model whose prediction layers are to be trained.
+
+    Raises:
+        UsageError: the model of a --custom-model-provider-path has no such layers.
+    """
+    if isinstance(chunk, PredictingGPT):
+        return chunk
+    raise UsageError(
+        f"--enable-mtp-training needs the layers of --mtp-num-layers, which the {type(chunk).__name__} of "
+        "--custom-model-provider-path does not have; leave it out."
+    )
+
+
+def lend_embedding(chunks: Sequence[torch.nn.Module]) -> None:
+    """Copy the first pipeline stage's embedding to the last one's prediction layers; every rank calls it.
+
+    Args:
+        chunks: this rank's, bare, of a model whose prediction layers are trained.
+
+    Raises:
+        UsageError: as `as_predicting`.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    if parallel_state.is_pipeline_first_stage():
+        embedding = as_predicting(chunks[0]).embedding.word_embeddings
+        # It is not called: wait for its weight (--overlap-param-gather) as a call would.
+        for wait in embedding._forward_pre_hooks.values():
+            wait(embedding, ())
+    elif parallel_state.is_pipeline_last_stage():
+        embedding = as_predicting(chunks[-1]).lent_embedding[0].word_embeddings
+    else:
+        return
+    source, group = parallel_state.get_pipeline_model_parallel_first_rank(), parallel_state.get_embedding_group()
+    dist.broadcast(embedding.weight.data, src=source, group=group)

@@ -17,8 +17,10 @@ from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
 from slime.backends.megatron_utils.model.forward_only import run_model, run_model_to_hidden, run_model_with_predictions
+from slime.backends.megatron_utils.model.prediction import lend_embedding
 from slime.backends.megatron_utils.model.routing import load_balancing_metrics
 from slime.backends.megatron_utils.model.setup import TrainState
+from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import from_last_stage
 from slime.utils.misc import load_function
 
@@ -81,6 +83,7 @@ def _forward_backward(
     run: Callable[..., Any] = run_model_to_hidden if defers_logits else run_model
 
     if args.enable_mtp_training:
+        lend_embedding([unwrap(chunk) for chunk in model])
         run = partial(run_model_with_predictions, run)
 
     def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[Any, Any]:
