@@ -41,7 +41,7 @@ CUDA = {
     "sampling_backend": "pytorch",
     "dtype": "bfloat16",
     "mem_fraction_static": 0.3,
-    "cuda_graph_max_bs": 4,  # with graphs: a sync must write where they read
+    "cuda_graph_max_bs_decode": 4,  # with graphs: a sync must write where they read
     "enable_deterministic_inference": False,
     "max_total_tokens": None,
 }

@@ -115,5 +115,12 @@ def test_a_gpu_without_room_for_a_context_is_held_by_another_process() -> None:
     assert advice is not None and "another process holds the GPU's memory" in advice
 
 
+def test_a_gpu_with_room_for_nothing_but_a_context_is_held_by_another_process() -> None:
+    # as on an H200 of which another process had left 0.7 GB: the engine began, and its weights (tiny) fitted
+    log = NO_CACHE.replace("avail mem=40.00", "avail mem=0.04").replace("avail mem=31.90", "avail mem=0.03")
+    advice = memory_advice(log, {"mem_fraction_static": 0.5})
+    assert advice is not None and advice.startswith("another process holds the GPU: 0.0 GB of it were free")
+
+
 def test_another_failure_gets_no_advice_about_memory() -> None:
     assert memory_advice("AssertionError: head_dim", {}) is None

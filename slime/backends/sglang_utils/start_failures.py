@@ -33,6 +33,7 @@ NO_CACHE = (
     "Not enough memory. Please try to increase --mem-fraction-static",
 )
 """Nothing is left of its share, or less than one page."""
+FREE_IT = "free what else holds the GPU (with --colocate: give --offload-train)"
 GRAPHS = "Capture cuda graph failed"
 
 
@@ -58,13 +59,12 @@ def _too_little_for_the_cache(log: str, settings: Mapping[str, Any]) -> str:
     what = f"the engine's weights leave no GPU memory for the KV cache in its {FLAG} {_shown(fraction)}"
     if begin is None or end is None:
         return f"{what}; raise it, or raise --rollout-num-gpus-per-engine."
+    if begin < CACHE_GB:
+        return f"another process holds the GPU: {begin:.1f} GB of it were free at the engine's start; {FREE_IT}."
     needed = math.ceil(100 * ((begin - end + CACHE_GB) / begin + MARGIN)) / 100
     found = f"{what}: of {begin:.1f} GB that were free at its start the weights took {begin - end:.1f} GB"
     if needed >= 1.0:
-        return (
-            f"{found}; raise --rollout-num-gpus-per-engine, or free what else holds the GPU (with --colocate: give "
-            "--offload-train)."
-        )
+        return f"{found}; raise --rollout-num-gpus-per-engine, or {FREE_IT}."
     return f"{found}; raise it to {needed:.2f} or more."
 
 

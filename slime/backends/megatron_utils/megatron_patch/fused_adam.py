@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from slime.utils.accelerator import reserve_segment
+
 
 class Adam(torch.optim.Optimizer):
     """Adam with decoupled weight decay (`adam_w_mode`) or L2 regularisation; same maths as torch.optim.AdamW / Adam.
@@ -57,7 +59,8 @@ class Adam(torch.optim.Optimizer):
 
     def _fill(self, params: list[torch.Tensor]) -> None:
         new = [param for param in params if not self.state[param]]
-        make_room_of_its_own(new)
+        if new and new[0].is_cuda:
+            reserve_segment(param.nbytes for param in new for _ in range(2))
         for param in new:
             self.state[param].update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
@@ -98,16 +101,6 @@ class Adam(torch.optim.Optimizer):
             amsgrad=False,
             maximize=False,
         )
-
-
-def make_room_of_its_own(params: list[torch.Tensor]) -> None:
-    """Have torch's allocator put the state of these parameters, which is about to be made, apart from other memory.
-
-    In the large blocks that a first forward and backward pass leaves behind, it would keep them from being given back
-    for as long as it lives: a sleeping trainer would copy the holes to the host as well.
-    """
-    if params and params[0].is_cuda:
-        torch.cuda.empty_cache()
 
 
 def apply() -> None:

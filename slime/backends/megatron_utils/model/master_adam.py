@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam, make_room_of_its_own
+from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.utils.accelerator import reserve_segment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -117,11 +118,13 @@ class MasterAdam(Adam):
         if not self._host:
             self._host = dict(self._places())
         new = [param for param in params if not self.state[param]]
-        make_room_of_its_own(new)
+        dtypes = (self._held.exp_avg_dtype, torch.float32)
+        if new and new[0].is_cuda:
+            on_device = [param.numel() for param in new if self._host[param] is None]
+            reserve_segment(numel * dtype.itemsize for numel in on_device for dtype in (torch.float32, *dtypes))
         for param in new:
             device = param.device if self._host[param] is None else torch.device("cpu")
             master = param.detach().to(device, torch.float32, copy=True)
-            dtypes = (self._held.exp_avg_dtype, torch.float32)
             moments = [torch.zeros_like(master, dtype=dtype) for dtype in dtypes]
             self.state[param].update(zip(("master_param", *MOMENTS), (master, *moments), strict=True))
 

@@ -5,6 +5,7 @@ It builds and connects; it loads no weights and runs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,18 @@ def _make_optimizer(args: Any, model: list[DistributedDataParallel]) -> Megatron
         "exp_avg_dtype": torch.float32,
     }
     config = OptimizerConfig(**config_kwargs(OptimizerConfig, args) | ours)
-    return get_megatron_optimizer(config, model) if held is None else make_optimizer(config, model, held)
+    if held is not None:
+        return make_optimizer(config, model, held)
+    accelerator.reserve_segment(_master_sizes(model))
+    return get_megatron_optimizer(config, model)
+
+
+def _master_sizes(model: list[DistributedDataParallel]) -> Iterator[int]:
+    """Bytes of the fp32 copies that Megatron's optimizer makes of 16-bit parameters, each rank's share of them."""
+    for chunk in model:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            if buffer.param_dtype != torch.float32:
+                yield 4 * buffer.numel // buffer.data_parallel_world_size
 
 
 def build_model(args: Any, vp_stage: int | None = None) -> torch.nn.Module:
