@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +18,6 @@ from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.sglang_utils import server_control, weight_transfer
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
 from slime.utils import http_utils
-from slime.utils.distributed_utils import store_at
-from slime.utils.misc import listen_anywhere
 from tests.integration.conftest import make_engine
 
 T = TypeVar("T")
@@ -87,37 +84,6 @@ def test_weights_sent_as_a_bucket_are_the_ones_it_answers_with(engine: SGLangEng
     assert largest_gap(engine, models[1], temperature=1.0, sampling_seed=3) < 1e-4
     assert engine.get_weight_version() == "7"
     assert run(server_control.weight_version(engine.url)) == "7"
-
-
-def test_weights_broadcast_over_gloo_are_the_ones_it_answers_with(engine: SGLangEngine, models: list[Any]) -> None:
-    listener = listen_anywhere()
-    port = listener.getsockname()[1]
-    store = store_at(listener, 2, timedelta(seconds=60))
-    joining = threading.Thread(
-        target=engine.init_weights_update_group, args=("127.0.0.1", port, 1, 2, "test-group", "gloo")
-    )
-    joining.start()
-    group = weight_transfer.init_process_group("gloo", store, 2, 0, "test-group", timeout_s=60)
-    joining.join()
-    for version, model in (("8", models[0]), ("9", models[1])):
-        named = weights(model)
-        receiving = threading.Thread(
-            target=engine.update_weights_from_distributed,
-            args=(
-                [name for name, _ in named],
-                [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
-                [list(tensor.shape) for _, tensor in named],
-            ),
-            kwargs={"group_name": "test-group", "flush_cache": True, "weight_version": version},
-        )
-        receiving.start()
-        for _, tensor in named:
-            torch.distributed.broadcast(tensor, 0, group=group)
-        receiving.join()
-        assert engine.get_weight_version() == version
-        assert largest_gap(engine, model) < 1e-4
-    engine.destroy_weights_update_group("test-group")
-    torch.distributed.destroy_process_group(group)
 
 
 def test_a_bucket_has_a_handle_for_each_receiver(engine: SGLangEngine, models: list[Any]) -> None:

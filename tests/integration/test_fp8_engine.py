@@ -10,10 +10,12 @@ import torch
 
 from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
+from slime.backends.megatron_utils.update_weight import base
 from slime.backends.sglang_utils import weight_transfer
 from slime.utils.fp8_format import fp8_format_of
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model
+from tests.integration.test_distributed_sync import leave, updater_to
 from tests.integration.test_engine import largest_gap
 from tools import convert_hf_to_fp8
 
@@ -32,7 +34,10 @@ def unquantized_twin(fp8: Path) -> Any:
 
 
 @pytest.mark.parametrize("strategy", [("--block-size", "16"), ("--strategy", "tensor")], ids=["block", "tensor"])
-def test_an_engine_answers_with_the_weights_that_fp8_stands_for(strategy: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_engine_answers_with_the_weights_that_fp8_stands_for(
+    strategy: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a bucket in shared memory, and after broadcasts."""
     models = []
     for seed in (0, 1):
         make_model(tmp_path / f"hf{seed}", "--seed", seed)
@@ -55,5 +60,20 @@ def test_an_engine_answers_with_the_weights_that_fp8_stands_for(strategy: tuple[
         engine.flush_cache()
         assert largest_gap(engine, models[1]) < 1e-4
         assert largest_gap(engine, models[0]) > 0.1
+        source = SafetensorsReader(tmp_path / "hf0")
+        found = [(name, source.get(name)) for name in source.names()]
+        # What an engine fuses is of one parameter of the trainer, and so of one bucket.
+        parts = [[item for item in found if f"layers.{layer}." in item[0]] for layer in range(2)]
+        parts.append([item for item in found if "layers." not in item[0]])
+        fmt = fp8_format_of(tmp_path / "fp8_0")
+        monkeypatch.setattr(
+            base, "iter_hf_buckets", lambda args, model, *, buffer_size: (quantize_bucket(part, fmt) for part in parts)
+        )
+        updater = updater_to(engine, tmp_path / "fp8_0")
+        for version in ("1", "2"):
+            updater.update()
+            assert engine.get_weight_version() == version
+            assert largest_gap(engine, models[0]) < 1e-4, "types of several sizes lie in one bucket"
+        leave(updater)
     finally:
         engine.shutdown()

@@ -35,12 +35,14 @@ class Engine:
         self.more(tensors)
         return "Success"
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> str:
+    def load(self, tensors: dict[str, torch.Tensor], *, pad_last: bool = True) -> str:
         """As the server does: out of one run of bytes."""
         starts, data = [], b""
         for tensor in tensors.values():
             starts.append(len(data))
             data += tensor.contiguous().numpy().tobytes().ljust(256, b"\0")
+        if not pad_last:
+            data = data[: starts[-1] + tensor.nbytes]
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.bucket = weakref.ref(flat.untyped_storage())
         metadata = [
@@ -118,6 +120,18 @@ def test_a_load_that_is_more_than_copying_is_never_shortened(more: Any, caplog: 
         engine.load(random_tensors(seed))
     assert engine.num_walks == 3
     assert caplog.text.count("(gate, ...) is always loaded tensor by tensor") == 1
+
+
+def test_bytes_at_the_end_of_a_bucket_that_fill_no_element_of_another_type_do_no_harm():
+    engine = Engine()
+    engine.model["flag"] = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    engine.more = lambda tensors: engine.model["flag"].data.copy_(tensors["flag"])
+    for seed in range(2):
+        tensors = {**random_tensors(seed), "flag": torch.full((3,), seed, dtype=torch.uint8)}
+        engine.load(tensors, pad_last=False)
+        assert_holds(engine, tensors)
+        assert engine.model["flag"].tolist() == [seed] * 3
+    assert engine.num_walks == 1
 
 
 def test_a_parameter_that_moved_is_found_by_a_walk():

@@ -198,16 +198,19 @@ class EngineClient:
         shapes: Sequence[Sequence[int]],
         *,
         group_name: str,
+        load_format: str | None = None,
         flush_cache: bool = False,
         weight_version: str | None = None,
     ) -> str:
-        """Receive tensors that rank 0 of the group broadcasts, in the order of `names`, and load them.
+        """Receive tensors that rank 0 of the group broadcasts, and load them.
 
         Args:
             names: HF names.
             dtypes: "float32", "bfloat16", ...; gloo does not notice when they differ from what is sent.
             shapes: of each tensor.
             group_name: of `init_weights_update_group`.
+            load_format: "flattened_bucket" for one broadcast of all, uint8 [num_bytes], in which they follow each
+                other without a gap; None for a broadcast of each. Both in the order of `names`.
             flush_cache: forget the prefix cache afterwards.
             weight_version: the server's version from now on; None leaves it.
 
@@ -220,6 +223,7 @@ class EngineClient:
             dtypes=list(dtypes),
             shapes=[list(shape) for shape in shapes],
             group_name=group_name,
+            load_format=load_format,
             flush_cache=flush_cache,
             weight_version=weight_version,
         )

@@ -21,6 +21,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slime.utils.flat_bytes import view_as
+
 logger = logging.getLogger(__name__)
 
 MAX_BUCKETS = 4096
@@ -81,7 +83,7 @@ class Recipe:
     @torch.no_grad()
     def load(self, data: torch.Tensor) -> None:
         """Copy everything out of a bucket, uint8 [num_bytes]."""
-        typed = {dtype: data.view(dtype) for dtype in {copy.dtype for copy in self.copies}}
+        typed = {dtype: view_as(data, dtype) for dtype in {copy.dtype for copy in self.copies}}
         first = {dtype: view.storage_offset() for dtype, view in typed.items()}
         sources = [
             torch.as_strided(typed[copy.dtype], copy.shape, copy.stride, first[copy.dtype] + copy.start)
@@ -178,7 +180,7 @@ def _copy_of(data: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> 
     """A copy of a part of the bucket; None where it is of something else, or of another shape."""
     item = source.element_size()
     is_of_bucket = source.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
-    if not is_of_bucket or target.shape != source.shape or data.numel() % item or data.storage_offset() % item:
+    if not is_of_bucket or target.shape != source.shape or data.storage_offset() % item:
         return None
     start = source.storage_offset() - data.storage_offset() // item
     return _Copy(target, source.dtype, source.shape, source.stride(), start)
@@ -207,7 +209,10 @@ def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def install() -> None:
-    """Shorten what SGLang does with a "flattened_bucket" in this process; imports SGLang."""
+    """Shorten what SGLang does with a "flattened_bucket" in this process; imports SGLang.
+
+    That of a broadcast is one only with `receive_bucket`.
+    """
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     load = WeightUpdater._update_weights_from_flattened_bucket

@@ -41,6 +41,7 @@ from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStre
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError, reach
 from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
 from slime.backends.megatron_utils.update_weight.spot_check import SpotCheck
+from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
 
 __all__ = ["Bucket", "EngineFleet", "Posted", "Transport", "WeightSyncError", "WeightUpdater"]
@@ -190,22 +191,38 @@ class WeightUpdater(ABC):
         """Send every bucket and compare; all ranks go through all buckets, whatever fails on the way."""
         slots = min(transport.num_slots for transport in self.transports)
         shares_memory = any(transport.shares_memory for transport in self.transports)
-        stream = None
+        stream, times = None, Timeline()
         if self.is_source:
             stream = BucketStream(self.fleet, self._post, version=self.weight_version, num_slots=slots)
-        for number, bucket in enumerate(self._buckets()):
+        for number, bucket in enumerate(times.making("tensors", self._buckets())):
             slot = number % slots
             if stream is not None:
-                stream.make_room(slot)
+                with times.stage("waiting for a buffer"):
+                    stream.make_room(slot)
             if shares_memory:
                 self._barrier()  # what other ranks prepared there has been loaded as well
-            prepared = [transport.prepare(bucket, slot=slot) for transport in self.transports]
+            with times.stage("filling buffers"):
+                prepared = [transport.prepare(bucket, slot=slot) for transport in self.transports]
             if stream is not None:
-                stream.send(prepared, slot)
+                with times.stage("handing over"):
+                    stream.send(prepared, slot)
         if stream is None:
             return None
-        stream.finish()
-        return stream.error or self._compare()
+        with times.stage("last answers"):
+            stream.finish()
+        with times.stage("comparison"):
+            error = stream.error or self._compare()
+        self._tell(times, stream)
+        return error
+
+    def _tell(self, times: Timeline, stream: BucketStream) -> None:
+        """One line that says where the time of an attempt went."""
+        parts = [str(times), *filter(None, (transport.timings() for transport in self.transports))]
+        answers = stream.answer_times()
+        if answers:
+            parts.append(f"answers after {sum(answers) / len(answers):.4f}, the slowest {max(answers):.4f}")
+        size = f"{len(answers)} buckets, {self._sent.num_bytes / 1e9:.3f} GB"
+        logger.info("weight sync %d, %s; seconds: %s", self.weight_version, size, "; ".join(parts))
 
     def _buckets(self) -> Iterator[Bucket]:
         """All buckets (collective); the source rank notes what goes through it, for `_compare`."""

@@ -8,6 +8,7 @@ through all buckets, so this one has to as well.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,7 +50,12 @@ class BucketStream:
         self._num_slots = num_slots
         self._under_way: list[_UnderWay] = []
         self._num_posted = 0
+        self._answer_times: list[float] = []
         self.error: WeightSyncError | None = None
+
+    def answer_times(self) -> list[float]:
+        """Seconds from posting each bucket to its last answer, which may have waited for those of earlier ones."""
+        return list(self._answer_times)
 
     def make_room(self, slot: int) -> None:
         """Wait until `slot` is free."""
@@ -77,8 +83,17 @@ class BucketStream:
         if len(self._under_way) == self._num_slots:
             self._confirm_first()
         version = f"{self._version}.{self._num_posted}"
-        self._under_way.append(_UnderWay(slot, version, self._post(prepared, version)))
-        self._num_posted += 1
+        begin = time.monotonic()
+        posted = self._post(prepared, version)
+        self._under_way.append(_UnderWay(slot, version, posted))
+        index, self._num_posted = self._num_posted, self._num_posted + 1
+        self._answer_times.append(0.0)
+
+        def note(_: Any) -> None:
+            self._answer_times[index] = time.monotonic() - begin
+
+        for call in posted.calls.values():
+            call.add_done_callback(note)
 
     def _wait_while(self, is_in_the_way: Callable[[_UnderWay], bool]) -> None:
         while any(is_in_the_way(one) for one in self._under_way):

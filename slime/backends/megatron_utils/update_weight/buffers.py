@@ -1,12 +1,17 @@
-"""Memory in which a bucket lies as one run of bytes, and from which other processes read it.
+"""Memory in which a bucket lies as one run of bytes, and from which it is read or broadcast.
 
-On CPU it is shared memory, on CUDA device memory for IPC handles. There is one buffer a slot, so that a bucket can be
-made ready while another one is read. It knows nothing about engines or handles.
+On CPU it is shared memory, on CUDA device memory for IPC handles and NCCL. There is one buffer a slot, so that a
+bucket can be made ready while another one is read. It knows nothing about engines or handles.
+
+Tensors follow each other without a gap: that is how SGLang lays a bucket out that it receives in a broadcast, where
+only names, types and shapes are told. Their order makes sure that a view of each may begin where it does: first those
+of whole blocks of 256 bytes, which are nearly all, then the others, the widest type first.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +20,11 @@ from typing import Any
 import torch
 
 from slime.backends.sglang_utils.weight_transfer import Place
+from slime.utils.flat_bytes import view_as
 from slime.utils.memory_saver import outside_saver
 
-ALIGNMENT = 256
-"""Bytes: what a view of any dtype needs, and what lets the device copy at full speed."""
+BLOCK = 256
+"""Bytes: where a tensor begins at a multiple of it, the device copies at full speed."""
 
 
 Kind = tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -32,7 +38,7 @@ class FlatBucket:
 
     Attributes:
         data: uint8 [num_bytes].
-        places: of the tensors.
+        places: of the tensors, in the order in which they lie.
     """
 
     data: torch.Tensor
@@ -41,9 +47,17 @@ class FlatBucket:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tensors of a bucket lie; `views` has (type, shape, strides, first element) of each."""
+    """Where the tensors of a bucket lie.
+
+    Attributes:
+        num_bytes: of all.
+        order: numbers of the tensors, in the order in which they lie; the others are in this order.
+        places: as of `FlatBucket`.
+        views: (type, shape, strides, first element) of each.
+    """
 
     num_bytes: int
+    order: list[int]
     places: tuple[Place, ...]
     views: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
 
@@ -51,13 +65,17 @@ class _Layout:
 @functools.lru_cache(maxsize=MAX_LAYOUTS)
 def _layout_of(kind: Kind) -> _Layout:
     """Computed once: the buckets of every sync are the same."""
-    places, views, end = list[Place](), [], 0
-    for name, shape, dtype in kind:
-        places.append((name, shape, dtype, end))
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        views.append((dtype, shape, strides, end // dtype.itemsize))
-        end += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return _Layout(end, tuple(places), views)
+    sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in kind]
+    # Sorting is stable: as far as may be, tensors stay in the order in which they came.
+    order = sorted(range(len(kind)), key=lambda i: -kind[i][2].itemsize if sizes[i] % BLOCK else -BLOCK)
+    starts = list(itertools.accumulate((sizes[i] for i in order), initial=0))
+    placed = [(*kind[i], start) for i, start in zip(order, starts[:-1], strict=True)]
+    views = [(dtype, shape, _strides(shape), start // dtype.itemsize) for _, shape, dtype, start in placed]
+    return _Layout(starts[-1], order, tuple(placed), views)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 class BucketBuffers:
@@ -79,10 +97,10 @@ class BucketBuffers:
         """Copy tensors into a buffer, each straight from where it lies (queued on the current stream of a GPU)."""
         layout = _layout_of(tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors))
         data = self._at_least(slot, layout.num_bytes)[: layout.num_bytes]
-        typed = {dtype: data.view(dtype) for dtype in {dtype for dtype, _, _, _ in layout.views}}
+        typed = {dtype: view_as(data, dtype) for dtype in {dtype for dtype, _, _, _ in layout.views}}
         with torch.no_grad():
             parts = [torch.as_strided(typed[dtype], *where) for dtype, *where in layout.views]
-            torch._foreach_copy_(parts, [tensor for _, tensor in tensors])
+            torch._foreach_copy_(parts, [tensors[i][1] for i in layout.order])
         return FlatBucket(data, layout.places)
 
     def release(self) -> None:

@@ -53,7 +53,7 @@ class EngineFleet:
     Args:
         engines: by number, or all in order.
         deadline_s: seconds that one call may take.
-        threads: that make the calls; None makes some.
+        threads: that make the calls to each; None makes some for all.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class EngineFleet:
         engines: Mapping[int, Any] | Sequence[Any],
         *,
         deadline_s: float,
-        threads: cf.ThreadPoolExecutor | None = None,
+        threads: Mapping[int, cf.ThreadPoolExecutor] | None = None,
     ) -> None:
         self.engines = dict(engines) if isinstance(engines, Mapping) else dict(enumerate(engines))
         self.deadline_s = deadline_s
-        workers = max(1, CALLS_PER_ENGINE * len(self.engines))
-        self._threads = threads or cf.ThreadPoolExecutor(max_workers=workers, thread_name_prefix="engine-call")
+        self._threads = dict.fromkeys(self.engines, _threads(CALLS_PER_ENGINE * len(self.engines)))
+        self._threads |= threads or {}
 
     def __len__(self) -> int:
         return len(self.engines)
@@ -76,6 +76,14 @@ class EngineFleet:
         chosen = {number: self.engines[number] for number in numbers}
         return type(self)(chosen, deadline_s=self.deadline_s, threads=self._threads)
 
+    def in_order(self) -> Self:
+        """The same engines: a call begins on one of them when it has answered the call before.
+
+        Calls that are begun together may arrive in another order, for each has a connection of its own.
+        """
+        threads = {number: _threads(1) for number in self.engines}
+        return type(self)(self.engines, deadline_s=self.deadline_s, threads=threads)
+
     def start(self, method: str, *values: Any, **keywords: Any) -> Calls:
         """Begin the same call on every engine."""
         return self.start_each(method, [(values, keywords)] * len(self.engines))
@@ -83,7 +91,7 @@ class EngineFleet:
     def start_each(self, method: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Calls:
         """Begin a call on every engine, each with its own (arguments, keywords)."""
         return {
-            number: self._threads.submit(getattr(engine, method), *values, **keywords)
+            number: self._threads[number].submit(getattr(engine, method), *values, **keywords)
             for (number, engine), (values, keywords) in zip(self.engines.items(), calls, strict=True)
         }
 
@@ -98,6 +106,11 @@ class EngineFleet:
     def call(self, method: str, *values: Any, what: str | None = None, **keywords: Any) -> list[Any]:
         """Call every engine and wait; results in the engines' order."""
         return self.wait(self.start(method, *values, **keywords), what or method)
+
+
+def _threads(count: int) -> cf.ThreadPoolExecutor:
+    """At most so many; none is started before there is work for it."""
+    return cf.ThreadPoolExecutor(max_workers=max(1, count), thread_name_prefix="engine-call")
 
 
 def _is_remote(engine: Any) -> bool:

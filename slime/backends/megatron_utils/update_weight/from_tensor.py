@@ -48,18 +48,27 @@ class TensorWeightUpdater(WeightUpdater):
             receivers, others = split_engines(slots, engine_sizes, num_ranks if is_cuda else 0)
         receivers, others = gathered((receivers, others))[0]
         transports: list[Transport] = []
+        buffer_size, keeps_buffers = self.args.update_weight_buffer_size, not self.args.offload_train
         if refusal:
             receivers, others = {}, sorted([*receivers, *others])
         if receivers:
             fleet = self.fleet.some(sorted(receivers)) if self.is_source else None
-            buffer_size, keeps = self.args.update_weight_buffer_size, not self.args.offload_train
-            transports.append(HandOver(fleet, receivers, buffer_size=buffer_size, keeps_buffers=keeps))
+            transports.append(HandOver(fleet, receivers, buffer_size=buffer_size, keeps_buffers=keeps_buffers))
         if others:
             fleet = self.fleet.some(others) if self.is_source else None
             sizes = [engine_sizes[number] for number in others]
             # NCCL takes no two ranks on one GPU.
             backend = "gloo" if refusal else None
-            transports.append(CollectiveTransport(fleet, sizes, deadline_s=self.deadline_s, backend=backend))
+            transports.append(
+                CollectiveTransport(
+                    fleet,
+                    sizes,
+                    deadline_s=self.deadline_s,
+                    buffer_size=buffer_size,
+                    keeps_buffers=keeps_buffers,
+                    backend=backend,
+                )
+            )
         return transports
 
 

@@ -56,5 +56,9 @@ class Transport(ABC):
     def post(self, prepared: Any, *, version: str) -> Posted:
         """Begin handing it over, as this version of the engines' weights (source rank only)."""
 
+    def timings(self) -> str:
+        """For the log, what a device did since this was last asked; of most transports nothing is known."""
+        return ""
+
     def release(self) -> None:  # noqa: B027 - most have nothing to give up
         """Give up what is needed only during a sync."""

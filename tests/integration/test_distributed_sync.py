@@ -1,0 +1,104 @@
+"""A weight sync by broadcasts over gloo, from a trainer of one rank to real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.backends.megatron_utils.update_weight import base
+from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
+from slime.backends.megatron_utils.update_weight.from_distributed import (
+    GROUP_NAME,
+    CollectiveTransport,
+    DistributedWeightUpdater,
+    announcement,
+)
+from slime.backends.sglang_utils import weight_transfer
+from slime.backends.sglang_utils.quick_load import NOT_SHORT
+from slime.backends.sglang_utils.receive_bucket import layout_of
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+
+def updater_to(engine: SGLangEngine, model: Path) -> DistributedWeightUpdater:
+    """An updater of a run of `model`, in a group with the engine."""
+    args = SimpleNamespace(
+        update_weights_in_flight=False,
+        update_weight_buffer_size=1,
+        distributed_timeout_minutes=1.0,
+        hf_checkpoint=str(model),
+        mtp_num_layers=None,
+        check_weight_update_equal=False,
+        offload_train=False,
+    )
+    made = DistributedWeightUpdater(args, model=[])
+    made.connect([engine], engine_sizes=[1])
+    return made
+
+
+@pytest.fixture
+def iterated(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, torch.Tensor]]]:
+    """What the iterator over the model yields; a test fills and changes it."""
+    found: list[list[tuple[str, torch.Tensor]]] = []
+    monkeypatch.setattr(base, "iter_hf_buckets", lambda args, model, *, buffer_size: iter(found))
+    return found
+
+
+def leave(updater: DistributedWeightUpdater) -> None:
+    """End the group on both sides: the next test makes one of the same name."""
+    updater.fleet.call("destroy_weights_update_group", GROUP_NAME)
+    assert isinstance(updater.transports[0], CollectiveTransport)
+    torch.distributed.destroy_process_group(updater.transports[0]._group)
+
+
+def cut(model: Path, count: int) -> list[list[tuple[str, torch.Tensor]]]:
+    weights = list(load_file(model / "model.safetensors").items())
+    return [weights[i::count] for i in range(count)]
+
+
+def test_buckets_that_come_again_restore_every_bit(
+    engine: SGLangEngine, tiny_models: tuple[Path, Path], iterated: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """More of them than there are buffers; from the second sync on the engine loads them by `quick_load`."""
+    updater = updater_to(engine, tiny_models[0])
+    caplog.set_level("INFO")
+    for version, model in enumerate([*tiny_models, *tiny_models], start=1):
+        iterated[:] = cut(model, 5)
+        updater.update()
+        if version == 2:
+            engine.check_weights("snapshot")
+    assert engine.get_weight_version() == "4"
+    engine.check_weights("reset_tensors")
+    with pytest.raises(RuntimeError, match="check tensor equality failed"):
+        engine.check_weights("compare")
+    updater.update()
+    engine.check_weights("compare")
+    assert NOT_SHORT not in Path(engine.contact().log_path).read_text()
+    assert "weight sync 5, 5 buckets, " in caplog.text and "; answers after " in caplog.text
+    leave(updater)
+
+
+def test_what_is_broadcast_is_what_a_stock_server_expects() -> None:
+    """It is told names, types and shapes only, and lays its buffer out from them."""
+    weight_transfer.preload()
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    sent = [("scale", torch.rand(3)), ("flag", torch.ones(5).bool()), ("w", torch.randn(16, 32).bfloat16())]
+    flat = BucketBuffers(1, 1, torch.device("cpu")).fill(0, sent)
+    names, dtypes, shapes = announcement(flat.places)
+    empty = [
+        (name, torch.empty(shape, dtype=getattr(torch, dtype)))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
+    stock = FlattenedTensorBucket(named_tensors=empty)
+    stock.get_flattened_tensor().copy_(flat.data)
+    assert all(torch.equal(tensor, dict(sent)[name]) for name, tensor in stock.reconstruct_tensors())
+    num_bytes, ours = layout_of(tuple(names), tuple(dtypes), tuple(map(tuple, shapes)))
+    assert num_bytes == flat.data.numel()
+    assert [(m.name, m.start_idx, m.end_idx) for m in ours] == [
+        (m.name, m.start_idx, m.end_idx) for m in stock.get_metadata()
+    ]
