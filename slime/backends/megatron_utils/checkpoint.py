@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
-from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.backends.megatron_utils.model.optimizer_state import make_moments
 from slime.backends.megatron_utils.model.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
@@ -231,7 +231,7 @@ def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loadi
         name: unwrap(chunk).sharded_state_dict() for name, chunk in zip(names, model, strict=True)
     }
     if optimizer is not None:
-        _fill_optimizer_state(optimizer)
+        make_moments(optimizer)  # before the first step, so that there is something to save or to load into
         weights = _weights_with_state(model, state)
         state["optimizer"] = optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
@@ -257,14 +257,6 @@ def _weights_with_state(model: Sequence[torch.nn.Module], state: dict[str, Any])
 def _chunk_names(model: Sequence[torch.nn.Module]) -> list[str]:
     """Where each chunk's weights are in the state dict; in the file a tensor has its name in the whole model."""
     return ["model"] if len(model) == 1 else [f"model{i}" for i in range(len(model))]
-
-
-def _fill_optimizer_state(optimizer: Any) -> None:
-    """Let Adam have its moments before its first step, so that there is something to save or to load into."""
-    chained = vars(optimizer).get("chained_optimizers", [optimizer])
-    for inner in (part.optimizer for part in chained):
-        if isinstance(inner, Adam):
-            inner.fill_state()
 
 
 def _layout() -> dict[str, int]:

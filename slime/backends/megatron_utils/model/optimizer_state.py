@@ -1,6 +1,6 @@
-"""What an optimizer remembers between steps: forgotten (--reset-optimizer-states), never kept (--use-stateless-adam).
+"""What an optimizer remembers between steps: made before the first, forgotten (--reset-optimizer-states), never kept.
 
-It changes no weight (nor the fp32 copies of them), no learning rate and no schedule.
+The last is --use-stateless-adam. It changes no weight (nor the fp32 copies of them), no learning rate and no schedule.
 """
 
 from __future__ import annotations
@@ -13,6 +13,14 @@ from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
 
 MASTER_WEIGHTS = ("param", "master_param")
 """Keys of a parameter's state that hold weights, not moments (Megatron's precision-aware and CPU optimizers)."""
+
+
+def make_moments(optimizer: Any) -> None:
+    """Let every Adam of Megatron's optimizer have its (zero) moments now, where it has none; it would at its first
+    step."""
+    for one in vars(optimizer).get("chained_optimizers", [optimizer]):
+        if isinstance(one.optimizer, Adam):
+            one.optimizer.fill_state()
 
 
 def keep_no_moments(optimizer: Any) -> None:

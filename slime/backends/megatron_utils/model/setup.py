@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from slime.backends.megatron_utils.config_values import config_kwargs
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
 from slime.backends.megatron_utils.model.master_adam import held_by, make_optimizer
-from slime.backends.megatron_utils.model.optimizer_state import keep_no_moments
+from slime.backends.megatron_utils.model.optimizer_state import keep_no_moments, make_moments
 from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
 from slime.backends.megatron_utils.model.value_head import is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model_provider import build_stage, virtual_stages_here
@@ -74,7 +74,10 @@ def _make_optimizer(args: Any, model: list[DistributedDataParallel]) -> Megatron
     if held is not None:
         return make_optimizer(config, model, held)
     accelerator.reserve_segment(_master_sizes(model))
-    return get_megatron_optimizer(config, model)
+    optimizer = get_megatron_optimizer(config, model)
+    if not args.use_stateless_adam:
+        make_moments(optimizer)  # the first step would put them between gradients and activations: holes, in a sleep
+    return optimizer
 
 
 def _master_sizes(model: list[DistributedDataParallel]) -> Iterator[int]:
