@@ -263,6 +263,18 @@ def test_models_that_are_not_built_are_unsupported():
     assert any("'mamba'" in sentence for sentence in problems_of(hf_config=other).unsupported)
 
 
+def test_layers_of_transformer_engine_are_refused_where_they_are_asked_for(hf):
+    args = make_args(hf, "--transformer-impl transformer_engine")
+    (problem,) = megatron_problems(args, QWEN3, {"transformer_impl"}).unsupported
+    assert problem.startswith(
+        "--transformer-impl transformer_engine is not supported: TransformerEngine is not installed"
+    )
+    assert problem.endswith("give local or leave it out.")
+    assert megatron_problems(args, QWEN3, set()).unsupported == []  # Megatron's own default
+    local = make_args(hf, "--transformer-impl local")
+    assert megatron_problems(local, QWEN3, {"transformer_impl"}).unsupported == []
+
+
 def test_predicting_layers_that_the_model_does_not_have_are_refused(hf):
     (problem,) = megatron_problems(make_args(hf, mtp_num_layers=1), QWEN3).wrong
     assert problem.startswith("--mtp-num-layers 1: the HF config (model_type qwen3) has 0 layers")

@@ -63,11 +63,6 @@ def test_weight_decay_of_qk_norms_has_two_names():
     assert derive().apply_wd_to_qk_layernorm is False
 
 
-def test_sequence_parallelism_needs_tensor_parallel_ranks():
-    assert derive("--sequence-parallel").sequence_parallel is False
-    assert derive("--sequence-parallel --tensor-model-parallel-size 2").sequence_parallel is True
-
-
 def test_tokens_are_dispatched_all_to_all():
     assert derive().moe_token_dispatcher_type == "alltoall"
     assert derive("--moe-token-dispatcher-type allgather").moe_token_dispatcher_type == "alltoall"

@@ -245,13 +245,12 @@ def test_nothing_is_refused_without_options():
 
 
 def test_one_warning_names_all_options_without_effect():
-    tokens = ["--no-rope-fusion", "--train-iters", "5", "--sequence-parallel", "--num-layers", "2"]
+    tokens = ["--no-rope-fusion", "--train-iters", "5", "--num-layers", "2"]
     explicit = {registered()[token].dest for token in tokens if token in registered()}
     (sentence,) = megatron_warnings(parse(tokens), explicit)
     assert sentence.startswith("accepted, without effect: ")
     assert "--no-rope-fusion (it belongs to kernels of TransformerEngine" in sentence
     assert "--train-iters (--num-rollout, --num-epoch" in sentence
-    assert "--sequence-parallel (--tensor-model-parallel-size 1 leaves nothing to split)" in sentence
     assert "--num-layers" not in sentence
     assert megatron_warnings(parse([]), set()) == []
 

@@ -98,6 +98,33 @@ def parse(flags: str, *, gpus: int = 8, **values):
             "8 trainer GPUs or slots do not divide by --expert-tensor-parallel-size 1 x --expert-model-parallel-size "
             "16 x --pipeline-model-parallel-size 1 = 16; the nearest --expert-model-parallel-size that works is 8.",
         ),
+        (
+            2,
+            f"{EXPERTS} --expert-tensor-parallel-size 4 --expert-model-parallel-size 2",
+            "2 trainer GPUs or slots do not divide by --expert-tensor-parallel-size 4 x --expert-model-parallel-size "
+            "2 x --pipeline-model-parallel-size 1 = 8; the nearest --expert-tensor-parallel-size that works is 2, "
+            "with --expert-model-parallel-size 1.",
+        ),
+        (
+            8,
+            f"{EXPERTS} --moe-ffn-hidden-size 1002 --expert-tensor-parallel-size 4",
+            "--moe-ffn-hidden-size 1002 does not divide by --expert-tensor-parallel-size 4; the nearest that works is "
+            "3.",
+        ),
+        (
+            8,
+            f"{EXPERTS} --moe-shared-expert-intermediate-size 1001 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1",
+            "--moe-shared-expert-intermediate-size 1001 does not divide by --tensor-model-parallel-size 2; the "
+            "nearest that works is 1.",
+        ),
+        (
+            8,
+            "--sequence-parallel",
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1, which leaves nothing to split (the "
+            "nearest that works is 2); leave it out.",
+        ),
+        (8, "--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size has no effect without --num-experts"),
         (8, f"{EXPERTS} --tensor-model-parallel-size 2", "needs --sequence-parallel"),
         (8, f"{EXPERTS} --moe-layer-freq [1]*31", "--moe-layer-freq lists 31 layers, --num-layers says 32."),
         (8, "--kv-channels 7", "--rotary-percent 1.0 of --kv-channels 7 is not an even number"),
@@ -141,7 +168,6 @@ def test_a_layout_that_cannot_be_is_wrong_and_the_nearest_is_named(gpus, flags, 
     [
         "--tensor-model-parallel-size 8 --sequence-parallel",
         "--tensor-model-parallel-size 1 --expert-tensor-parallel-size 1 --expert-model-parallel-size 1",
-        "--sequence-parallel",
     ],
 )
 def test_layouts_of_dense_models_with_tensor_parallelism_work(flags):

@@ -40,7 +40,6 @@ def derive_megatron(args: argparse.Namespace) -> dict[str, Any]:
         ),
         "attention_backend": attention_backend(args.attention_backend, use_flash_attn=args.use_flash_attn),
         "apply_wd_to_qk_layernorm": args.apply_wd_to_qk_layernorm or args.no_weight_decay_cond_type is not None,
-        "sequence_parallel": splits_sequences(args.sequence_parallel, tensor),
         "moe_token_dispatcher_type": token_dispatcher(args.moe_token_dispatcher_type),
         "rope_type": args.rope_type or ("yarn" if latent else "rope"),
         **lengths(args.seq_length, args.max_position_embeddings),
@@ -79,11 +78,6 @@ def gradients_in_fp32(given: bool, *, bf16: bool, in_bf16: bool) -> bool:
 def attention_backend(given: str, *, use_flash_attn: bool) -> str:
     """The older switch asks for flash, unless a backend is named."""
     return "flash" if use_flash_attn and given == "auto" else given
-
-
-def splits_sequences(given: bool, tensor: int) -> bool:
-    """Sequence parallelism, which has nothing to split with one tensor-parallel rank (as in Megatron)."""
-    return given and tensor > 1
 
 
 def token_dispatcher(given: str) -> str:

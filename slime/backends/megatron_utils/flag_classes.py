@@ -85,8 +85,6 @@ def megatron_warnings(args: argparse.Namespace, explicit: Collection[str]) -> li
         group = groups_by_option().get(option)
         if group is not None and group.kind == "warned" and action.dest in explicit:
             given.setdefault(group.reason, []).append(option)
-    if "sequence_parallel" in explicit and args.tensor_model_parallel_size == 1:
-        given["--tensor-model-parallel-size 1 leaves nothing to split"] = ["--sequence-parallel"]
     if not given:
         return []
     return ["accepted, without effect: " + "; ".join(f"{', '.join(o)} ({why})" for why, o in given.items()) + "."]

@@ -286,17 +286,39 @@ def check_experts(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
             f"--num-experts {experts} does not divide by --expert-model-parallel-size {layout.expert}; the "
             f"nearest that works is {nearest}."
         )
+    ffn, shared = args.moe_ffn_hidden_size or ffn_size(args), args.moe_shared_expert_intermediate_size
+    if ffn % layout.expert_tensor:
+        nearest = nearest_divisor(layout.expert_tensor, [ffn])
+        yield (
+            f"--moe-ffn-hidden-size {ffn} does not divide by --expert-tensor-parallel-size {layout.expert_tensor}; "
+            f"the nearest that works is {nearest}."
+        )
+    if shared and shared % layout.tensor:
+        nearest = nearest_divisor(layout.tensor, [shared])
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} does not divide by --tensor-model-parallel-size "
+            f"{layout.tensor}; the nearest that works is {nearest}."
+        )
     spread = layout.expert_tensor * layout.expert * layout.pipeline
     if layout.world % spread:
-        per_stage = max(1, layout.world // (layout.expert_tensor * layout.pipeline))
-        nearest = nearest_divisor(layout.expert, [experts, per_stage])
+        of_stage = max(1, layout.world // layout.pipeline)
         yield (
             f"{layout.world} trainer GPUs or slots do not divide by --expert-tensor-parallel-size "
             f"{layout.expert_tensor} x --expert-model-parallel-size {layout.expert} x --pipeline-model-parallel-size "
-            f"{layout.pipeline} = {spread}; the nearest --expert-model-parallel-size that works is {nearest}."
+            f"{layout.pipeline} = {spread}; the nearest {_nearest_spread(layout, experts, ffn, of_stage)}."
         )
     if layout.tensor > 1 and not args.sequence_parallel:
         yield f"--num-experts {experts} with --tensor-model-parallel-size {layout.tensor} needs --sequence-parallel."
+
+
+def _nearest_spread(layout: Layout, experts: int, ffn: int, of_stage: int) -> str:
+    """The size that works with the GPUs of a pipeline stage: EP's with this ETP, or ETP's where none would."""
+    if of_stage % layout.expert_tensor == 0:
+        nearest = nearest_divisor(layout.expert, [experts, of_stage // layout.expert_tensor])
+        return f"--expert-model-parallel-size that works is {nearest}"
+    nearest = nearest_divisor(layout.expert_tensor, [ffn, of_stage])
+    more = nearest_divisor(layout.expert, [experts, of_stage // nearest])
+    return f"--expert-tensor-parallel-size that works is {nearest}, with --expert-model-parallel-size {more}"
 
 
 def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:

@@ -123,6 +123,7 @@ TABLE: tuple[Group, ...] = (
         --ckpt-fully-parallel-save --moe-token-dispatcher-type""",
         ALWAYS,
     ),
+    Group("warned", "--transformer-impl", "it is local, whatever Megatron's default is"),
     Group(
         "warned",
         "--cpu-offloading-double-buffering",
@@ -135,7 +136,7 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "warned",
-        """--transformer-impl --no-rope-fusion --no-masked-softmax-fusion
+        """--no-rope-fusion --no-masked-softmax-fusion
         --no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm
         --memory-efficient-layer-norm --te-rng-tracker --inference-rng-tracker --fused-single-qkv-rope
         --use-fused-weighted-squared-relu --no-async-tensor-model-parallel-allreduce

@@ -289,7 +289,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     args.accelerator = _accelerator(args, problems)
     if trainer_problems := list(check_trainer(args)):
         problems.wrong += trainer_problems
-        args.tensor_model_parallel_size = 1
+        args.tensor_model_parallel_size, args.sequence_parallel = 1, False
     hf_config, hf_problems = check_files.read_hf_config(args.hf_checkpoint)
     problems.environment += hf_problems
     if args.model_args_from_hf and hf_config is not None:
