@@ -121,8 +121,8 @@ def parse(flags: str, *, gpus: int = 8, **values):
         (
             8,
             "--sequence-parallel",
-            "--sequence-parallel has no effect with --tensor-model-parallel-size 1, which leaves nothing to split (the "
-            "nearest that works is 2); leave it out.",
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1, which leaves nothing to split ("
+            "the nearest that works is 2); leave it out.",
         ),
         (8, "--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size has no effect without --num-experts"),
         (8, f"{EXPERTS} --tensor-model-parallel-size 2", "needs --sequence-parallel"),
