@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,11 @@ from slime.backends.sglang_utils import weight_transfer
 from slime.backends.sglang_utils.quick_load import NOT_SHORT
 from slime.backends.sglang_utils.receive_bucket import layout_of
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from tests.integration.conftest import make_engine
+from tests.integration.launch import make_model
+from tests.integration.test_engine import largest_gap
+from tests.integration.trainer_world import trainer_args
+from tests.unit.megatron_fakes import run_world
 
 
 def updater_to(engine: SGLangEngine, model: Path) -> DistributedWeightUpdater:
@@ -50,7 +57,7 @@ def iterated(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, torch.Tens
 
 def leave(updater: DistributedWeightUpdater) -> None:
     """End the group on both sides: the next test makes one of the same name."""
-    updater.fleet.call("destroy_weights_update_group", GROUP_NAME)
+    updater.fleet.call("destroy_weights_update_group", f"{GROUP_NAME}0")
     assert isinstance(updater.transports[0], CollectiveTransport)
     torch.distributed.destroy_process_group(updater.transports[0]._group)
 
@@ -102,3 +109,45 @@ def test_what_is_broadcast_is_what_a_stock_server_expects() -> None:
     assert [(m.name, m.start_idx, m.end_idx) for m in ours] == [
         (m.name, m.start_idx, m.end_idx) for m in stock.get_metadata()
     ]
+
+
+def send_twice(args: argparse.Namespace, url: str, out: Path) -> None:
+    """What each trainer rank does; rank r notes its group with the engine, and the pairs (version, size) it sent."""
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.model.setup import build_model
+
+    model = build_model(args)
+    load_hf_weights(args, [model], args.hf_checkpoint)
+    updater = DistributedWeightUpdater(args, [model])
+    posted = []
+    post = updater._post
+    updater._post = lambda prepared, version: posted.append(version) or post(prepared, version)  # type: ignore[method-assign]
+    updater.connect(
+        [weight_transfer.DirectEngine(weight_transfer.EngineContact(0, url, "engine.log"))], engine_sizes=[1]
+    )
+    for _ in range(2):
+        updater.update()
+    (out / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(posted))
+
+
+def test_each_pipeline_stage_sends_its_own_layers_with_the_experts_of_all_ranks(tmp_path: Path) -> None:
+    import transformers as hf
+
+    models = [make_model(tmp_path / str(seed), "--family", "qwen3_moe", "--seed", seed) for seed in (0, 1)]
+    engine = make_engine(models[0], tmp_path / "engine_0.log")
+    engine.start(deadline_s=170)
+    try:
+        flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
+        args = trainer_args(models[1], flags, dp_size=2, update_weight_buffer_size=100_000)
+        run_world(4, send_twice, args, engine.url, tmp_path)
+        assert engine.get_weight_version() == "2"
+        expected = hf.AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.float32).eval()
+        assert largest_gap(engine, expected) < 1e-4
+    finally:
+        engine.shutdown()
+    sent = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert sent[1] == sent[3] == [], "ranks 1 and 3 only help to gather experts"
+    for stage, versions in enumerate((sent[0], sent[2])):
+        count = len(versions) // 2
+        assert count > 1
+        assert versions == [f"{sync}.{stage}.{i}" for sync in (1, 2) for i in range(count)]

@@ -1,8 +1,8 @@
 """Walk over a Megatron model as HF tensors, in buckets of bounded size.
 
-It is collective: every rank iterates, and each gets the full tensors of the tensor-, expert- and pipeline-parallel
-ranks of its copy of the model. Where --hf-checkpoint is quantised, so are they: an engine and an HF export take the
-same. It does not know where they go.
+It is collective: every rank iterates, and each gets the full tensors of the tensor- and expert-parallel ranks of its
+copy of the model, of all pipeline stages or of its own. Where --hf-checkpoint is quantised, so are they: an engine and
+an HF export take the same. It does not know where they go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket, stored_bytes
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family, Layout, TensorShape
 from slime.backends.megatron_utils.model_weights import Weight
-from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages
+from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages, iter_weights_of_own_stage
 from slime.utils.fp8_format import Fp8Format, fp8_format_of
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -28,7 +28,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 @torch.no_grad()
 def iter_hf_buckets(
-    args: argparse.Namespace, model: Sequence[torch.nn.Module], *, buffer_size: int
+    args: argparse.Namespace, model: Sequence[torch.nn.Module], *, buffer_size: int, only_own_stage: bool = False
 ) -> Iterator[Bucket]:
     """Yield lists of (HF name, full tensor) that together make up the model.
 
@@ -42,6 +42,7 @@ def iter_hf_buckets(
         args: derived flags.
         model: this rank's modules, wrapped or bare.
         buffer_size: bytes of a bucket; exceeded only by a parameter that is larger by itself.
+        only_own_stage: what other pipeline stages have is theirs to send.
 
     Raises:
         QuantizationError: a weight that is to be quantised is not finite.
@@ -51,7 +52,7 @@ def iter_hf_buckets(
     num_bytes = 0
     for module in model:
         finish_param_gather(module)
-    for weight in iter_weights_of_all_stages(model):
+    for weight in (iter_weights_of_own_stage if only_own_stage else iter_weights_of_all_stages)(model):
         found = gather_hf_tensors(weight, family, shape)
         size = stored_bytes(found, fmt)
         if bucket and num_bytes + size > buffer_size:

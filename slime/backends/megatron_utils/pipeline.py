@@ -60,6 +60,11 @@ def columns_from_last_stage(
     return {name: list(column.split(list(lengths))) for name, column in zip(names, flat.split(total), strict=True)}
 
 
+def iter_weights_of_own_stage(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
+    """Every weight of this rank's chunks, wrapped or bare; the last stage's copy of a tied embedding is left out."""
+    return (weight for chunk in model for weight in iter_weights(chunk) if not is_tied_copy(chunk, weight))
+
+
 def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
     """Every weight of the model, as this rank's place in each stage holds it: stage by stage, one tensor at a time.
 
@@ -70,11 +75,10 @@ def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Wei
         model: this rank's chunks, wrapped or bare.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    found = (weight for chunk in model for weight in iter_weights(chunk) if not is_tied_copy(chunk, weight))
     if group.size() == 1:
-        yield from found
+        yield from iter_weights_of_own_stage(model)
         return
-    mine = list(found)
+    mine = list(iter_weights_of_own_stage(model))
     described: list[Any] = [None] * group.size()
     dist.all_gather_object(described, [_describe(weight) for weight in mine], group=group)
     for stage, weights in enumerate(described):

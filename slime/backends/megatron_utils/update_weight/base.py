@@ -65,7 +65,9 @@ class _Sent:
 
 
 class WeightUpdater(ABC):
-    """Sends the weights of a trainer to its engines; every rank calls every method, rank 0 alone talks to engines.
+    """Sends the weights of a trainer to its engines; every rank calls every method.
+
+    The source rank pauses the engines, compares, and sets versions. As a rule it alone sends buckets, too.
 
     Args:
         args: reads `update_weight_buffer_size`, `update_weights_in_flight`, `distributed_timeout_minutes`,
@@ -90,12 +92,12 @@ class WeightUpdater(ABC):
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank sends: the first of all, which is TP rank 0 of DP rank 0."""
+        """Whether this rank leads: the first of all, which is TP rank 0 of DP rank 0 of the first pipeline stage."""
         return not dist.is_initialized() or dist.get_rank() == 0
 
     @property
     def fleet(self) -> EngineFleet:
-        """The connected engines (source rank only)."""
+        """The connected engines (on ranks that send)."""
         assert self._fleet is not None, "connect the engines before the first update"
         return self._fleet
 
@@ -106,7 +108,7 @@ class WeightUpdater(ABC):
             engines: Ray actor handles (or objects) with the methods of `EngineClient`.
             engine_sizes: ranks of each: tensor times pipeline parallel.
         """
-        if self.is_source:
+        if self.is_sender:
             self._fleet = EngineFleet(reach(engines, deadline_s=self.deadline_s), deadline_s=self.deadline_s)
         self.transports = self.open(list(engine_sizes))
         self._barrier()
@@ -192,8 +194,8 @@ class WeightUpdater(ABC):
         slots = min(transport.num_slots for transport in self.transports)
         shares_memory = any(transport.shares_memory for transport in self.transports)
         stream, times = None, Timeline()
-        if self.is_source:
-            stream = BucketStream(self.fleet, self._post, version=self.weight_version, num_slots=slots)
+        if self.is_sender:
+            stream = BucketStream(self.fleet, self._post, version=self._part_version(), num_slots=slots)
         for number, bucket in enumerate(times.making("tensors", self._buckets())):
             slot = number % slots
             if stream is not None:
@@ -204,16 +206,48 @@ class WeightUpdater(ABC):
             with times.stage("filling buffers"):
                 prepared = [transport.prepare(bucket, slot=slot) for transport in self.transports]
             if stream is not None:
+                if number == 0:
+                    self._await_turn(times)
                 with times.stage("handing over"):
                     stream.send(prepared, slot)
-        if stream is None:
-            return None
-        with times.stage("last answers"):
-            stream.finish()
-        with times.stage("comparison"):
-            error = stream.error or self._compare()
-        self._tell(times, stream)
+        if stream is not None:
+            with times.stage("last answers"):
+                stream.finish()
+            self._end_turn()
+        error = self._of_all_senders(stream.error if stream is not None else None)
+        if self.is_source and error is None:
+            with times.stage("comparison"):
+                error = self._compare()
+        if stream is not None:
+            self._tell(times, stream)
         return error
+
+    # ---- what is otherwise where several ranks send
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank hands buckets to engines."""
+        return self.is_source
+
+    def _iterate(self) -> Iterator[Bucket]:
+        """What this rank sends, or helps to gather."""
+        return iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size)
+
+    def _part_version(self) -> str:
+        """What the versions of this sender's buckets begin with."""
+        return str(self.weight_version)
+
+    def _await_turn(self, times: Timeline) -> None:  # noqa: B027 - one sender waits for nobody
+        """Wait until this sender may hand over."""
+
+    def _end_turn(self) -> None:  # noqa: B027
+        """Let the next one do so."""
+
+    def _of_all_senders(self, error: WeightSyncError | None) -> WeightSyncError | None:
+        """On the source rank the first error of a sender; what they sent is noted there (collective)."""
+        return error
+
+    # ----
 
     def _tell(self, times: Timeline, stream: BucketStream) -> None:
         """One line that says where the time of an attempt went."""
@@ -225,11 +259,11 @@ class WeightUpdater(ABC):
         logger.info("weight sync %d, %s; seconds: %s", self.weight_version, size, "; ".join(parts))
 
     def _buckets(self) -> Iterator[Bucket]:
-        """All buckets (collective); the source rank notes what goes through it, for `_compare`."""
+        """All buckets (collective); a sender notes what goes through it, for `_compare`."""
         self._sent = _Sent()
         self._spot_check.begin()
-        for bucket in iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size):
-            if self.is_source:
+        for bucket in self._iterate():
+            if self.is_sender:
                 self._spot_check.look_at(bucket)
                 self._sent.add(bucket)
             yield bucket

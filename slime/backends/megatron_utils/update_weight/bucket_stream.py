@@ -1,4 +1,4 @@
-"""One attempt to send all buckets, as the source rank sees it: which are on their way, and what has been confirmed.
+"""One attempt to send buckets, as a rank that sends sees it: which are on their way, and what has been confirmed.
 
 Each bucket is posted as soon as it is ready, under a version of its own. At most as many are under way as the
 transports have slots: one is loaded while the next is made ready. The sync's own version is none of its business: that
@@ -36,14 +36,14 @@ class BucketStream:
     Args:
         fleet: every engine that must confirm each bucket.
         post: hands a bucket over.
-        version: of the sync.
+        version: of the sync, or of one rank's part of it.
         num_slots: buckets that may be under way at once.
 
     Attributes:
         error: the first failure.
     """
 
-    def __init__(self, fleet: EngineFleet, post: Post, *, version: int, num_slots: int) -> None:
+    def __init__(self, fleet: EngineFleet, post: Post, *, version: int | str, num_slots: int) -> None:
         self._fleet = fleet
         self._post = post
         self._version = version

@@ -1,11 +1,12 @@
 """Weight sync for engines with slots of their own: a collective broadcast (NCCL on CUDA, gloo on CPU).
 
-The group has the source rank as rank 0 and every rank of every engine behind it. A bucket is flattened into one of two
-buffers and goes as one broadcast; over HTTP the engines are told what is in it (load format "flattened_bucket"), and
-then take part. While one bucket travels and is loaded, the next is gathered and flattened.
+A group has a rank that sends as rank 0 and every rank of every engine behind it; there is one for each pipeline stage
+of the trainer. A bucket is flattened into one of two buffers and goes as one broadcast; over HTTP the engines are told
+what is in it (load format "flattened_bucket"), and then take part. While one bucket travels and is loaded, the next is
+gathered and flattened.
 
 Buckets have to be received in the order in which they are sent, so an engine is told of one when it has answered for
-the bucket before. With CUDA it answers when receiving and loading are queued on its GPU, and the source waits for
+the bucket before. With CUDA it answers when receiving and loading are queued on its GPU, and the sender waits for
 nothing but a free buffer, on the device: requests and copies overlap. That everything has arrived shows when the
 engines are asked for samples.
 
@@ -15,49 +16,146 @@ On CUDA both ends need NCCL_CUMEM_ENABLE=0 in their environment (slime.ray.actor
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
 from slime.backends.megatron_utils.update_weight.base import WeightUpdater
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers, FlatBucket
-from slime.backends.megatron_utils.update_weight.engines import EngineFleet
+from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError
+from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
 from slime.backends.sglang_utils.weight_transfer import Place, init_process_group
 from slime.utils import accelerator
 from slime.utils.accelerator import process_group_backend
-from slime.utils.distributed_utils import store_at
+from slime.utils.distributed_utils import gathered, get_gloo_group, store_at
 from slime.utils.memory_saver import outside_saver
 from slime.utils.misc import get_current_node_ip, listen_anywhere
 
-GROUP_NAME = "slime-pp_0"
+GROUP_NAME = "slime-pp_"
+"""What the name of a group begins with; then comes the pipeline stage that sends in it."""
 
 
 class DistributedWeightUpdater(WeightUpdater):
-    """Broadcasts every bucket to the engines."""
+    """Broadcasts every bucket to the engines, from the pipeline stage that has it.
+
+    Of each stage the first rank sends, in a group of its own with the engines. They take turns: a link into an engine
+    is as fast as it is, whoever sends, and engines that took buckets of two groups in different orders would wait for
+    each other. While one stage sends, the others gather and flatten their first bucket.
+    """
+
+    def __init__(self, args: Any, model: list[Any]) -> None:
+        super().__init__(args, model)
+        self._place = stage_place()
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank is the first of its stage."""
+        return self._place.is_first_of_stage
 
     def open(self, engine_sizes: list[int]) -> list[Transport]:
-        """Form the process group with the engines."""
-        fleet = self.fleet if self.is_source else None
-        return [
-            CollectiveTransport(
-                fleet,
-                engine_sizes,
-                deadline_s=self.deadline_s,
-                buffer_size=self.args.update_weight_buffer_size,
-                keeps_buffers=not self.args.offload_train,
-            )
-        ]
+        """Form the process groups with the engines, one after the other: an engine joins one at a time."""
+        found: list[Transport] = []
+        for stage in range(self._place.num_stages):
+            if stage == self._place.stage:
+                found.append(self._transport(engine_sizes))
+            self._barrier()
+        return found
+
+    def _transport(self, engine_sizes: list[int]) -> Transport:
+        return CollectiveTransport(
+            self.fleet if self.is_sender else None,
+            engine_sizes,
+            group_name=f"{GROUP_NAME}{self._place.stage}",
+            deadline_s=self.deadline_s,
+            buffer_size=self.args.update_weight_buffer_size,
+            keeps_buffers=not self.args.offload_train,
+        )
+
+    def _iterate(self) -> Iterator[Bucket]:
+        if self._place.num_stages == 1:
+            return super()._iterate()
+        size = self.args.update_weight_buffer_size
+        return iter_hf_buckets(self.args, self.model, buffer_size=size, only_own_stage=True)
+
+    def _part_version(self) -> str:
+        part = f".{self._place.stage}" if self._place.num_stages > 1 else ""
+        return f"{self.weight_version}{part}"
+
+    def _await_turn(self, times: Timeline) -> None:
+        if self._place.sender_before is not None:
+            with times.stage("waiting for other stages"):
+                dist.recv(torch.zeros(1), src=self._place.sender_before, group=get_gloo_group())
+
+    def _end_turn(self) -> None:
+        if self._place.sender_after is not None:
+            dist.send(torch.zeros(1), dst=self._place.sender_after, group=get_gloo_group())
+
+    def _of_all_senders(self, error: WeightSyncError | None) -> WeightSyncError | None:
+        if self._place.num_stages == 1:
+            return error
+        told = None if error is None else (str(error), error.is_final)
+        parts = gathered((told, self._sent, self._spot_check.taken()) if self.is_sender else None)
+        if not self.is_source:
+            return None
+        for told, sent, samples in filter(None, parts[1:]):
+            error = error or (WeightSyncError(told[0], is_final=told[1]) if told else None)
+            self._sent.names |= sent.names
+            self._sent.num_bytes += sent.num_bytes
+            self._spot_check.add(samples)
+        return error
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a rank is among those that send.
+
+    Attributes:
+        stage: of the pipeline.
+        num_stages: of all.
+        is_first_of_stage: it sends what the stage has.
+        sender_before: rank that sends before it, in the next lower stage; None where there is no such stage, and on
+            ranks that do not send.
+        sender_after: likewise, in the next higher one.
+    """
+
+    stage: int = 0
+    num_stages: int = 1
+    is_first_of_stage: bool = True
+    sender_before: int | None = None
+    sender_after: int | None = None
+
+
+def stage_place() -> StagePlace:
+    """This rank's, by Megatron's groups; of a process without other ranks, the only one."""
+    if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
+        return StagePlace()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if copy or parallel_state.get_tensor_model_parallel_rank():
+        return StagePlace(stage, len(ranks), is_first_of_stage=False)
+    return StagePlace(
+        stage,
+        len(ranks),
+        sender_before=ranks[stage - 1] if stage > 0 else None,
+        sender_after=ranks[stage + 1] if stage + 1 < len(ranks) else None,
+    )
 
 
 class CollectiveTransport(Transport):
     """A process group with engines, and two buffers to send from.
 
     Args:
-        fleet: the engines (source rank only; other ranks take no part).
+        fleet: the engines (on the rank that sends; the others take no part).
         engine_sizes: ranks of each.
+        group_name: on both sides.
         deadline_s: for forming the group and for each collective.
         buffer_size: bytes of a bucket.
         keeps_buffers: between syncs; the device has memory for them even then.
@@ -71,12 +169,14 @@ class CollectiveTransport(Transport):
         fleet: EngineFleet | None,
         engine_sizes: list[int],
         *,
+        group_name: str = f"{GROUP_NAME}0",
         deadline_s: float,
         buffer_size: int,
         keeps_buffers: bool,
         backend: str | None = None,
     ) -> None:
         self._fleet = None if fleet is None else fleet.in_order()
+        self._group_name = group_name
         self._keeps_buffers = keeps_buffers
         self._spans: list[tuple[Any, Any]] = []
         self._buffers = BucketBuffers(self.num_slots, buffer_size, accelerator.current_device())
@@ -90,7 +190,7 @@ class CollectiveTransport(Transport):
         offsets = [1 + sum(engine_sizes[:index]) for index in range(len(fleet))]
         joining = fleet.start_each(
             "init_weights_update_group",
-            [((address, port, offset, world_size, GROUP_NAME, backend), {}) for offset in offsets],
+            [((address, port, offset, world_size, self._group_name, backend), {}) for offset in offsets],
         )
         with outside_saver():
             self._group = init_process_group(
@@ -98,22 +198,22 @@ class CollectiveTransport(Transport):
                 meeting=store_at(listener, world_size, timedelta(seconds=deadline_s)),
                 world_size=world_size,
                 rank=0,
-                group_name=GROUP_NAME,
+                group_name=self._group_name,
                 timeout_s=deadline_s,
             )
         fleet.wait(joining, "the engines' process group")
 
     def prepare(self, bucket: Bucket, *, slot: int) -> FlatBucket | None:
-        """The bucket in the buffer of its slot, on the source rank."""
+        """The bucket in the buffer of its slot, on the rank that sends."""
         return None if self._fleet is None else self._buffers.fill(slot, bucket)
 
     def post(self, prepared: FlatBucket, *, version: str) -> Posted:
         """Announce the bucket and broadcast it."""
-        assert self._fleet is not None, "the source rank alone posts"
+        assert self._fleet is not None, "only a rank that sends posts"
         receiving = self._fleet.start(
             "update_weights_from_distributed",
             *announcement(prepared.places),
-            group_name=GROUP_NAME,
+            group_name=self._group_name,
             load_format="flattened_bucket",
             flush_cache=False,
             weight_version=version,

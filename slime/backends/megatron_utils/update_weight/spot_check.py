@@ -1,7 +1,8 @@
 """A look at a few tensors after each sync: do the engines hold what was sent?
 
 It picks tensors that engines keep under their HF names, remembers a sample of each as it is sent, and compares that
-with the samples that the engines answer with (`weight_samples`). It runs on the source rank, and sends nothing.
+with the samples that the engines answer with (`weight_samples`). Ranks that send remember, the source rank asks and
+compares; it sends nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ NUM_TENSORS = 8
 # SGLang fuses these, so that it has no tensor under their names.
 FUSED = re.compile(r"\.(q|k|v|gate|up|q_a|kv_a)_proj\b|_proj_with_mqa|\.experts\.")
 
+Samples = dict[str, tuple[tuple[int, ...], torch.Tensor]]
+"""Name of a tensor -> its shape and a sample of it."""
+
 
 def choose(names: Iterable[str]) -> set[str]:
     """A handful of tensors, evenly spread over the sorted names of those that engines do not fuse."""
@@ -39,7 +43,7 @@ class SpotCheck:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._chosen = choose(names)
-        self._samples: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}
+        self._samples: Samples = {}
         self._is_possible = bool(self._chosen)
 
     def begin(self) -> None:
@@ -52,13 +56,21 @@ class SpotCheck:
             if name in self._chosen:
                 self._samples[name] = (tuple(tensor.shape), sample(tensor))
 
+    def taken(self) -> Samples:
+        """What was remembered, in the host's memory."""
+        shapes, samples = zip(*self._samples.values(), strict=True) if self._samples else ((), ())
+        return dict(zip(self._samples, zip(shapes, on_host(samples), strict=True), strict=True))
+
+    def add(self, others: Samples) -> None:
+        """Remember what another rank has sent."""
+        self._samples |= others
+
     def ask(self, fleet: EngineFleet) -> Calls:
         """Begin asking the engines for their samples; those of what was sent are fetched meanwhile."""
         if not self._is_possible:
             return {}
         asked = fleet.start("sample_weights", sorted(self._samples))
-        shapes, samples = zip(*self._samples.values(), strict=True) if self._samples else ((), ())
-        self._samples = dict(zip(self._samples, zip(shapes, on_host(samples), strict=True), strict=True))
+        self._samples = self.taken()
         return asked
 
     def compare(self, fleet: EngineFleet, asked: Calls) -> None:
