@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.utils import accelerator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 MB = 2**20
@@ -37,3 +38,15 @@ def test_the_moments_of_many_weights_share_one_piece_of_memory() -> None:
     # holes of the others' pieces may be filled first, but each of these holds at most two of the 16 MB
     assert max(sum(segment_of(moment) == piece for moment in moments) for piece in pieces) >= 40, pieces
     assert len(pieces) <= 1 + len(kept), pieces
+
+
+def test_a_workspace_of_cublas_keeps_no_large_piece() -> None:
+    accelerator.empty_cache()
+    before = torch.cuda.memory_reserved()
+    large = torch.empty(512 * MB, dtype=torch.uint8, device="cuda")
+    del large
+    x = torch.randn(256, 256, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()  # the first product of the forward and of the backward thread
+    x = None
+    accelerator.empty_cache()
+    assert torch.cuda.memory_reserved() - before < 512 * MB

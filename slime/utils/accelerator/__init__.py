@@ -121,10 +121,16 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
-    """Give cached device memory back (nothing is cached on the CPU)."""
+    """Give cached device memory back, cuBLAS's workspaces too (nothing is cached on the CPU).
+
+    There is a workspace of 32 MiB for each thread that multiplies. That of the backward pass lies where an activation
+    was, and would keep all of its piece of memory.
+    """
     if kind() == "cuda":
         import torch
 
+        torch.cuda.synchronize()  # a product that runs still uses its workspace
+        torch._C._cuda_clearCublasWorkspaces()  # named in torch's notes on CUDA
         torch.cuda.empty_cache()
 
 
@@ -139,7 +145,7 @@ def reserve_segment(sizes: Iterable[int]) -> None:
         return
     import torch
 
-    torch.cuda.empty_cache()
+    empty_cache()
     # Tensors of at most 1 MiB come out of a pool of their own; the others are aligned to 512 bytes.
     if num_bytes := sum(-(-size // 512) * 512 for size in sizes if size > 2**20):
         torch.empty(num_bytes, dtype=torch.uint8, device=current_device())  # freed at once: torch cuts it up
