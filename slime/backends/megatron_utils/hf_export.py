@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +17,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets, to_disk
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
 from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-SHARD_BYTES = 5 * 1024**3
 
 
 def save_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
@@ -136,10 +133,10 @@ class HfWriter:
         self._flush()
         self._name_shards()
         for path in (*self._partial.iterdir(), self._partial):
-            _to_disk(path)
+            to_disk(path)
         shutil.rmtree(self._path, ignore_errors=True)
         self._partial.rename(self._path)
-        _to_disk(self._path.parent)
+        to_disk(self._path.parent)
 
     @property
     def num_bytes(self) -> int:
@@ -172,19 +169,3 @@ class HfWriter:
             metadata = {"total_size": self._total_bytes, **(self._index_metadata or {})}
             index = {"metadata": metadata, "weight_map": weight_map}
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _to_disk(path: Path) -> None:
-    """Have the system write a file, or the entries of a directory, out of its memory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def copy_assets(source: str | Path, target: Path) -> None:
-    """Copy the files of an HF directory that are not weights (config, tokenizer, chat template, generation config)."""
-    for file in sorted(Path(source).iterdir()):
-        if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
-            shutil.copy2(file, target / file.name)

@@ -232,7 +232,7 @@ def convert_checkpoint(
     Args:
         model_name: name of the model's folder.
         megatron_model_type: as in `execute_train`; None derives the flags from the HF config.
-        num_gpus_per_node: processes that convert, each one tensor-parallel share; they use no GPU.
+        num_gpus_per_node: threads that convert; they use no GPU.
         multinode: accepted and without effect: one node converts, the result is the same.
         extra_args: more flags of tools/convert_hf_to_torch_dist.py.
         dir_dst: default SLIME_HOME.
@@ -249,10 +249,9 @@ def convert_checkpoint(
         return str(target)
     if not source.is_dir():
         raise UsageError(f"hf_checkpoint={source}: there is no such directory")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus_per_node}"]
-    command = [sys.executable, *(launcher if num_gpus_per_node > 1 else [])]
-    command += [str(ROOT / "tools/convert_hf_to_torch_dist.py"), *_model_args(megatron_model_type)]
-    command += ["--hf-checkpoint", str(source), "--save", str(target), *shlex.split(extra_args)]
+    command = [sys.executable, str(ROOT / "tools/convert_hf_to_torch_dist.py"), *_model_args(megatron_model_type)]
+    command += ["--hf-checkpoint", str(source), "--save", str(target), "--max-workers", str(num_gpus_per_node)]
+    command += shlex.split(extra_args)
     exec_command(shlex.join(command))
     return str(target)
 

@@ -7,40 +7,34 @@ by one (slime.utils.fused_experts).
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from slime.utils.conversion.raw_tensors import RawTensors, TensorInfo
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3, dequantize
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX, Fp8Format, fp8_format_of
 from slime.utils.fused_experts import is_fused, place_of, single_names
-from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": E4M3}
 
 
 class SafetensorsReader:
-    """Tensors of one HF checkpoint by name.
+    """Tensors of one HF checkpoint by name; several threads may read.
+
+    Args:
+        path: an HF directory.
+        flag: that named it, for error sentences.
 
     Raises:
-        UsageError: when the directory holds no safetensors.
+        UsageError: when the directory holds no safetensors, or files that are not whole; names the file.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, flag: str = "the checkpoint") -> None:
         self._root = Path(path)
-        index = self._root / INDEX_FILE
-        self._open: dict[str, Any] = {}
-        if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (self._root / SINGLE_FILE).is_file():
-            self._file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
-        else:
-            raise UsageError(f"{path} holds no {SINGLE_FILE} and no {INDEX_FILE}; save the model with safetensors.")
+        self._raw = RawTensors(path, flag=flag)
+        self._raw.check()
+        self._file_of = self._raw.file_of
 
     def names(self) -> list[str]:
         """Names of all tensors, fused experts one by one; scales belong to the weight that they scale."""
@@ -68,12 +62,16 @@ class SafetensorsReader:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of every tensor in its file, from the files' headers."""
-        return {
-            name: _DTYPES[self._slice(stored).get_dtype()]
-            for stored in self._file_of
-            if not self._is_scale(stored)
-            for name in self._stands_for(stored)
-        }
+        return {name: info.dtype for name, info in self.infos().items()}
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """Dtype in its file and shape of every tensor, from the files' headers."""
+        found: dict[str, TensorInfo] = {}
+        for stored in self._file_of:
+            if not self._is_scale(stored):
+                dtype, shape = self._raw.info(stored)
+                found |= {name: TensorInfo(dtype, _shape_of(name, stored, shape)) for name in self._stands_for(stored)}
+        return found
 
     @cached_property
     def _format(self) -> Fp8Format | None:
@@ -85,23 +83,18 @@ class SafetensorsReader:
 
     def _stands_for(self, stored: str) -> list[str]:
         """The names of the tensors that one in a file holds."""
-        return single_names(stored, self._slice(stored).get_shape()[0]) if is_fused(stored) else [stored]
-
-    def _slice(self, stored: str) -> Any:
-        """Header and rows of a tensor in a file."""
-        return self._file(self._file_of[stored]).get_slice(stored)
+        return single_names(stored, self._raw.info(stored).shape[0]) if is_fused(stored) else [stored]
 
     def _read(self, name: str) -> torch.Tensor:
         place = place_of(name)
         if place is not None and name not in self._file_of and place.fused in self._file_of:
-            rows: torch.Tensor = self._slice(place.fused)[place.expert : place.expert + 1]
-            if rows.numel() and rows.dtype != E4M3:
-                return rows[0].chunk(place.parts)[place.part].contiguous()
-        if name not in self._file_of:
-            raise UsageError(f"{self._root} has no tensor {name}; is it the checkpoint of another model?")
-        return self._file(self._file_of[name]).get_tensor(name)
+            (dtype, shape), rows = self._raw.info(place.fused), (place.expert, place.expert + 1)
+            if place.expert < shape[0] and dtype != E4M3:
+                return self._raw.read(place.fused, rows)[0].chunk(place.parts)[place.part].contiguous()
+        return self._raw.read(name)
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(str(self._root / name), framework="pt", device="cpu")
-        return self._open[name]
+
+def _shape_of(name: str, stored: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor that one of that shape in a file is, or stands for."""
+    place = place_of(name) if name != stored else None
+    return shape if place is None else (shape[1] // place.parts, *shape[2:])

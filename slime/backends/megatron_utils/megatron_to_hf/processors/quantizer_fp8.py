@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from slime.utils.fp8 import largest_of, quantize_blocks, quantize_tensor
+from slime.utils.conversion.raw_tensors import TensorInfo
+from slime.utils.fp8 import E4M3, largest_of, quantize_blocks, quantize_tensor
 from slime.utils.fp8_format import Fp8Format
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -102,3 +103,19 @@ def _check_finite(named_scales: Sequence[tuple[str, torch.Tensor]]) -> None:
         f"{named_scales[index][0]} has a weight that is infinite or no number, and so cannot be quantized for the "
         "engines: training has diverged (look at train/grad_norm and train/loss of the last steps)"
     )
+
+
+def planned(tensors: Mapping[str, TensorInfo], fmt: Fp8Format | None) -> dict[str, TensorInfo]:
+    """What `quantize_bucket` makes of tensors like these, without their values; in the same order."""
+    if fmt is None:
+        return dict(tensors)
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        if not fmt.quantizes(name):
+            found[name] = info
+            continue
+        scales = tuple(-(-size // block) for size, block in zip(info.shape, fmt.block_size or (), strict=False)) or (
+            1,
+        )
+        found |= {name: TensorInfo(E4M3, info.shape), name + fmt.scale_suffix: TensorInfo(torch.float32, scales)}
+    return found

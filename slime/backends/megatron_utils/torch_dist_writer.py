@@ -1,0 +1,263 @@
+"""Write the weights of a Megatron model as a torch_dist checkpoint without ever holding the model.
+
+The model is built without memory: Megatron itself says how each parameter is called and cut in the checkpoint. The
+values are asked for one parameter at a time and written into files of bounded size, by threads. What
+`checkpoint.save_checkpoint` writes of a model in memory is the same but for the files that it is in. A checkpoint that
+was cut off is gone on with: parts that are complete are kept. It knows nothing about HF.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from slime.backends.megatron_utils.checkpoint import put_in_place, write_tracker
+from slime.backends.megatron_utils.model_weights import iter_weights, named_tensors
+from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
+from slime.utils.conversion.hf_output import check_room, said_of_disk, to_disk
+from slime.utils.conversion.progress import Bar, run_in_threads
+from slime.utils.errors import UsageError
+
+PART_BYTES = 512 * 1024**2
+PLAN_FILE = "conversion_plan.json"
+# As megatron.core.dist_checkpointing.save marks a directory.
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One weight of the model and its place in the checkpoint.
+
+    Attributes:
+        name: in the whole model, for the rule tables.
+        shape: of the full weight.
+        place: Megatron's description; its data has no memory.
+        dtype: to write.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: ShardedTensor | ShardedTensorFactory
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def chunks(self, value: torch.Tensor) -> list[ShardedTensor]:
+        """What is stored for it; gate and up of a gated MLP are two."""
+        place = self.place
+        if isinstance(place, ShardedTensor):
+            place.data = value
+            return [place]
+        built = place.build_fn(place.key, value, place.replica_id, place.flattened_range)
+        return [one for one in _leaves(built) if isinstance(one, ShardedTensor)]
+
+
+def parameters_of(
+    model: torch.nn.Module, dtype_of: Callable[[str], torch.dtype]
+) -> tuple[list[Parameter], list[ShardedObject]]:
+    """The weights of a whole model (one rank) that may be without memory, and the objects beside them.
+
+    Args:
+        model: bare.
+        dtype_of: of a weight with that name; tensors that are stored as one get the narrowest that holds all of them.
+    """
+    names = {there: weight.name for (there, _), weight in zip(named_tensors(model), iter_weights(model), strict=True)}
+    weights: dict[str, Any] = {}
+    objects: list[ShardedObject] = []
+    for leaf_name, leaf in model.sharded_state_dict().items():
+        if isinstance(leaf, ShardedObject):
+            objects.append(leaf)
+        elif isinstance(leaf, ShardedTensor | ShardedTensorFactory):
+            weights[leaf_name] = leaf
+    of_key: dict[str, list[torch.dtype]] = defaultdict(list)
+    for leaf_name, leaf in weights.items():
+        of_key[leaf.key].append(dtype_of(names[leaf_name]))
+    dtypes = {key: reduce(torch.promote_types, found) for key, found in of_key.items()}
+    parameters = [
+        Parameter(names[leaf_name], tuple(leaf.data.shape), leaf, dtypes[leaf.key])
+        for leaf_name, leaf in weights.items()
+    ]
+    return parameters, objects
+
+
+def write_release(
+    root: Path,
+    parameters: Sequence[Parameter],
+    objects: Sequence[ShardedObject],
+    *,
+    value_of: Callable[[Parameter], torch.Tensor],
+    model_shape: Mapping[str, Any],
+    made_from: Sequence[str],
+    num_threads: int = 1,
+) -> Path:
+    """Write the checkpoint "release" below `root` and point the tracker at it; returns its directory.
+
+    Args:
+        root: checkpoint root.
+        parameters: all weights.
+        objects: what else Megatron expects (empty states of layers).
+        value_of: makes a weight, in its dtype; may be called in any thread.
+        model_shape: of `arguments.model_shape`.
+        made_from: what the weights come from: a cut-off checkpoint of anything else starts over.
+        num_threads: that read, change and write.
+
+    Raises:
+        UsageError: not enough room on the disk.
+    """
+    final = iteration_dir(root, "release")
+    partial = final.with_name(f".{final.name}.partial")
+    parts = _parts(parameters)
+    _open_partial(partial, parts, made_from)
+    todo = [(i, part) for i, part in enumerate(parts) if not _journal(partial, i).is_file()]
+    total = sum(one.num_bytes for one in parameters)
+    left = sum(one.num_bytes for _, part in todo for one in part)
+    check_room(partial, left, f"--save {root}")
+    computes_crc = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # takes longer than writing, and torch.load does not look at it
+    try:
+        with Bar(f"writing {root.name}", total, done=total - left) as bar:
+
+            def write(numbered: tuple[int, list[Parameter]]) -> int:
+                number, part = numbered
+                _write_part(partial, number, _stored_chunks(part, value_of))
+                return sum(one.num_bytes for one in part)
+
+            run_in_threads(todo, write, num_threads=num_threads, bar=bar)
+        _write_rest(partial, len(parts), objects, model_shape)
+        put_in_place(partial, final)
+        write_tracker(root, "release")
+    except OSError as error:
+        raise said_of_disk(error, partial) from error
+    finally:
+        torch.serialization.set_crc32_options(computes_crc)
+    return final
+
+
+def _parts(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """Parameters in their order, as many to a file as fit."""
+    parts: list[list[Parameter]] = []
+    size = 0
+    for one in parameters:
+        if not parts or size + one.num_bytes > PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(one)
+        size += one.num_bytes
+    return parts
+
+
+def _open_partial(partial: Path, parts: Sequence[Sequence[Parameter]], made_from: Sequence[str]) -> None:
+    """Make the unfinished directory, or keep one of the same plan."""
+    planned = [[(one.name, str(one.dtype), list(one.shape)) for one in part] for part in parts]
+    digest = hashlib.sha256(json.dumps([list(made_from), planned]).encode()).hexdigest()
+    plan = partial / PLAN_FILE
+    if not (plan.is_file() and plan.read_text() == digest):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        plan.write_text(digest)
+
+
+def _journal(partial: Path, number: int) -> Path:
+    """The file that says what is in a part, and that it is complete."""
+    return partial / f"part-{number}.pickle"
+
+
+def _stored_chunks(
+    part: Sequence[Parameter], value_of: Callable[[Parameter], torch.Tensor]
+) -> Iterator[ShardedTensor]:
+    for one in part:
+        value = value_of(one)
+        if tuple(value.shape) != one.shape:
+            raise UsageError(f"{one.name} was made with the shape {list(value.shape)} instead of {list(one.shape)}.")
+        for chunk in one.chunks(value):
+            yield chunk
+            chunk.data = None  # Megatron's description outlives this
+
+
+def _write_part(partial: Path, number: int, chunks: Iterator[ShardedTensor]) -> None:
+    """Write one file of chunks, see that it is on the disk, then say so."""
+    path = partial / f"__0_{number}.distcp"
+    entries: list[tuple[Any, ...]] = []
+    with path.open("wb") as stream:
+        for chunk in chunks:
+            data, start = chunk.data, stream.tell()
+            # A view would be written with all that it is a view of.
+            whole = data.untyped_storage().nbytes() == data.nbytes and data.is_contiguous()
+            data = data if whole else data.clone(memory_format=torch.contiguous_format)
+            data = data.view((1,) * chunk.prepend_axis_num + tuple(data.shape))
+            torch.save(data, stream)
+            stored = _StorageInfo(path.name, start, stream.tell() - start)
+            entries.append((chunk.key, data.dtype, chunk.global_shape, chunk.global_offset, tuple(data.shape), stored))
+    to_disk(path)
+    growing = _journal(partial, number).with_suffix(".tmp")
+    growing.write_bytes(pickle.dumps(entries))
+    growing.rename(_journal(partial, number))
+
+
+def _write_rest(partial: Path, num_parts: int, objects: Sequence[ShardedObject], shape: Mapping[str, Any]) -> None:
+    """Write objects and everything that says what is where."""
+    described: dict[str, Any] = {}
+    where: dict[MetadataIndex, _StorageInfo] = {}
+    for number in range(num_parts):
+        for key, dtype, full, offset, sizes, stored in pickle.loads(_journal(partial, number).read_bytes()):
+            if key not in described:
+                described[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(full), [])
+            described[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
+            where[MetadataIndex(key, torch.Size(offset))] = stored
+    path = partial / f"__0_{num_parts}.distcp"
+    with path.open("wb") as stream:
+        for one in objects:
+            data, start = io.BytesIO(), stream.tell()
+            torch.save([one.data], data)  # a list, as Megatron does
+            stream.write(data.getbuffer())
+            described[one.unique_key] = BytesStorageMetadata()
+            where[MetadataIndex(one.unique_key)] = _StorageInfo(path.name, start, stream.tell() - start)
+    (partial / ".metadata").write_bytes(pickle.dumps(Metadata(described, None, where)))
+    common = {"iteration": "release", "has_rng": False}
+    torch.save(common, partial / "common.pt")
+    (partial / "metadata.json").write_text(json.dumps(_BACKENDS))
+    (partial / MODEL_SHAPE_FILE).write_text(json.dumps(shape, indent=2) + "\n")
+    for number in range(num_parts):
+        _journal(partial, number).unlink()
+    (partial / PLAN_FILE).unlink()
+    for file in (*partial.iterdir(), partial):
+        to_disk(file)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for one in tree:
+            yield from _leaves(one)
+    else:
+        yield tree

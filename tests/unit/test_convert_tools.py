@@ -1,0 +1,520 @@
+"""The converters: what comes out is what went in, a cut run goes on, bad input is named before anything starts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from safetensors.torch import load_file, save_file
+
+from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+from slime.utils.conversion import hf_output, raw_tensors
+from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
+from slime.utils.conversion.raw_tensors import RawTensors, TensorInfo
+from slime.utils.errors import UsageError
+from slime.utils.int4 import dequantize_groups, pack, quantize_groups, unpack
+from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
+from tests.unit.test_hf_weights import assert_same_bytes, run_tool, tensors_of
+from tools import (
+    convert_fsdp_to_hf,
+    convert_gguf_to_hf,
+    convert_hf_to_fp8,
+    convert_hf_to_int4_direct,
+    convert_hf_to_torch_dist,
+    convert_k2_thinking_int4_to_bf16,
+    convert_torch_dist_to_hf,
+    fp8_cast_bf16,
+    inspect_checkpoint,
+)
+
+CONVERTERS = {
+    "hf to torch_dist": (convert_hf_to_torch_dist, "--hf-checkpoint", "--save"),
+    "fp8": (convert_hf_to_fp8, "--model-dir", "--save-dir"),
+    "int4": (convert_hf_to_int4_direct, "--model-dir", "--save-dir"),
+    "from fp8": (fp8_cast_bf16, "--input-fp8-hf-path", "--output-bf16-hf-path"),
+    "from int4": (convert_k2_thinking_int4_to_bf16, "--model-dir", "--output-dir"),
+}
+QUANTIZED = {
+    "from fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "from int4": {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 16}}},
+    },
+}
+
+
+def cut_in_the_middle(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def split_in_two(directory: Path) -> None:
+    """The weights of an HF directory in two files with an index."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names, half = sorted(tensors), len(tensors) // 2
+    weight_map = {}
+    for i, part in enumerate((names[:half], names[half:]), 1):
+        file = f"model-{i:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "glm4_moe_lite"])
+def test_experts_go_through_torch_dist_and_come_back_byte_equal(tmp_path, family):
+    make_hf_model(tmp_path / "hf", family)
+    original = tensors_of(tmp_path / "hf")
+    flags = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--model-args-from-hf"]
+    run_tool(convert_hf_to_torch_dist, *flags)
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    back = ["--input-dir", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf", "--output-dir", f"{tmp_path}/back"]
+    run_tool(convert_torch_dist_to_hf, *back)
+    assert_same_bytes(tensors_of(tmp_path / "back"), original)
+
+
+def load_and_export(args, root, out):
+    from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint
+    from slime.backends.megatron_utils.hf_export import save_hf
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = [get_model_provider_func(args)()]
+    for param in model[0].parameters():
+        param.data.fill_(float("nan"))
+    load_checkpoint(CheckpointSource(str(root)), model=model)
+    save_hf(args, model, out)
+
+
+@pytest.mark.parametrize("flags", ["--expert-model-parallel-size 2", "--expert-tensor-parallel-size 2"])
+def test_a_trainer_of_another_layout_loads_what_was_converted(tmp_path, flags):
+    make_hf_model(tmp_path / "hf", "qwen3_moe")
+    command = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--model-args-from-hf"]
+    run_tool(convert_hf_to_torch_dist, *command)
+    args = make_args(tmp_path / "hf", flags, update_weight_buffer_size=10**6)
+    run_world(args.actor_num_gpus_per_node, load_and_export, args, tmp_path / "dist", tmp_path / "out")
+    assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
+
+
+def test_int4_is_packed_as_compressed_tensors_does_and_comes_back():
+    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for symmetric in (True, False):
+        values, scales, zeros = quantize_groups(weight, 32, symmetric=symmetric)
+        assert (values.min() >= -8) and (values.max() <= 7) and scales.shape == (24, 3)
+        assert torch.equal(pack(values), pack_to_int32(values, 4))
+        assert torch.equal(pack(values, 0), pack_to_int32(values, 4, 0))
+        assert torch.equal(unpack(pack(values), 96), values) and torch.equal(unpack(pack(values, 0), 24, 0), values)
+        # Half a step, and a whole one where 7.5 steps are cut to 7; of a zero point, half a step more.
+        step = scales.float().repeat_interleave(32, 1)
+        assert ((dequantize_groups(values, scales, 32, zeros) - weight.float()).abs() <= step * 1.01).all()
+    zeros_only = quantize_groups(torch.zeros(2, 32), 32)
+    assert zeros_only[0].abs().sum() == 0 and bool((zeros_only[1] > 0).all())
+
+
+def test_the_example_of_the_docstring_holds():
+    values, scales, _ = quantize_groups(torch.tensor([[7.5, -7.5, 1.0, 0.0]]), 4)
+    assert values.tolist() == [[7, -8, 1, 0]] and scales.tolist() == [[1.0]]
+
+
+def test_experts_become_int4_and_bf16_again(tmp_path):
+    make_hf_model(tmp_path / "hf", "qwen3_moe", dtype="bfloat16", moe_intermediate_size=32)
+    base = ["--model-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/int4", "--group-size", "16"]
+    assert convert_hf_to_int4_direct.main([*base, "--shard-bytes", "30000", "--max-workers", "2"]) == 0
+    assert len(list((tmp_path / "int4").glob("*.safetensors"))) > 1
+    original, stored = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "int4")
+    experts = {name for name in original if ".experts." in name}
+    modules = {name.removesuffix("weight_packed") for name in stored if name.endswith("weight_packed")}
+    assert {module + "weight" for module in modules} == experts != set()
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["config_groups"]["group_0"]["weights"]["group_size"]) == (
+        "compressed-tensors",
+        16,
+    )
+    back = ["--model-dir", f"{tmp_path}/int4", "--output-dir", f"{tmp_path}/bf16"]
+    assert convert_k2_thinking_int4_to_bf16.main(back) == 0
+    plain = tensors_of(tmp_path / "bf16")
+    assert plain.keys() == original.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    for name, weight in original.items():
+        if name not in experts:
+            assert torch.equal(plain[name], weight), name
+            continue
+        values, scales, _ = quantize_groups(weight, 16)
+        assert torch.equal(plain[name], dequantize_groups(values, scales, 16, dtype=torch.bfloat16)), name
+    for flags, said in (
+        (["--group-size", "7"], "not whole groups of --group-size 7"),
+        (["--ignore-rules", "re:.*"], "nothing to quantise"),
+        (["--max-workers", "0"], "--max-workers 0"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            convert_hf_to_int4_direct.convert(
+                convert_hf_to_int4_direct.make_parser().parse_args([*base[:3], f"{tmp_path}/x", *flags])
+            )
+
+
+def test_zero_points_are_kept(tmp_path):
+    make_hf_model(tmp_path / "hf", dtype="bfloat16")
+    base = ["--model-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/int4", "--group-size", "16"]
+    assert convert_hf_to_int4_direct.main([*base, "--no-is-symmetric"]) == 0
+    back = ["--model-dir", f"{tmp_path}/int4", "--output-dir", f"{tmp_path}/bf16"]
+    assert convert_k2_thinking_int4_to_bf16.main(back) == 0
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight = tensors_of(tmp_path / "hf")[name]
+    values, scales, zeros = quantize_groups(weight, 16, symmetric=False)
+    assert torch.equal(
+        tensors_of(tmp_path / "bf16")[name], dequantize_groups(values, scales, 16, zeros, torch.bfloat16)
+    )
+
+
+def test_a_checkpoint_of_fsdp_becomes_an_hf_directory(tmp_path, capsys):
+    make_hf_model(tmp_path / "hf", dtype="bfloat16")
+    original = tensors_of(tmp_path / "hf")
+    state = {f"model._fsdp_wrapped_module.{name}": tensor for name, tensor in original.items()}
+    state |= {f"optim.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in original.items()}
+    torch_checkpoint.save(state, checkpoint_id=tmp_path / "run" / "model", no_dist=True)
+    base = ["--input-dir", f"{tmp_path}/run", "--origin-hf-dir", f"{tmp_path}/hf", "--output-dir"]
+    assert convert_fsdp_to_hf.main([*base, f"{tmp_path}/out"]) == 0
+    assert_same_bytes(tensors_of(tmp_path / "out"), original)
+    assert convert_fsdp_to_hf.main([*base, f"{tmp_path}/out"]) == 2 and "exists" in capsys.readouterr().err
+    more = original | {"model.layers.9.input_layernorm.weight": torch.zeros(32)}
+    save_file(more, tmp_path / "hf" / "model.safetensors")
+    assert convert_fsdp_to_hf.main([*base, f"{tmp_path}/more"]) == 2
+    assert "model.layers.9.input_layernorm.weight" in capsys.readouterr().err
+    as_megatron = ["--input-dir", f"{tmp_path}/run/model", *base[2:], f"{tmp_path}/x"]
+    assert convert_torch_dist_to_hf.main(as_megatron) == 2
+    assert "tools/convert_fsdp_to_hf.py" in capsys.readouterr().err
+
+
+def jobs_of(tensors: dict[str, torch.Tensor], made: list[str]) -> list[Job]:
+    def job(name: str, tensor: torch.Tensor) -> Job:
+        def make() -> list[torch.Tensor]:
+            made.append(name)
+            return [tensor]
+
+        return Job({name: TensorInfo(tensor.dtype, tuple(tensor.shape))}, make)
+
+    return [job(name, tensor) for name, tensor in tensors.items()]
+
+
+def test_a_conversion_that_was_cut_off_makes_only_what_is_missing(tmp_path, monkeypatch):
+    tensors = {f"t{i}": torch.full((4,), float(i)) for i in range(6)}
+    made: list[str] = []
+    jobs = jobs_of(tensors, made)
+    target = HfTarget(path=tmp_path / "out", flag="--save-dir", shard_bytes=32, made_from=["a"])
+    broken = [*jobs[:4], Job(jobs[4].outputs, lambda: (_ for _ in ()).throw(KeyboardInterrupt)), jobs[5]]
+    with pytest.raises(KeyboardInterrupt):
+        write_hf(target, broken)
+    assert not target.path.exists() and made == ["t0", "t1", "t2", "t3"]
+    assert not list(target.partial.glob("*.safetensors.tmp.safetensors"))
+    made.clear()
+    assert write_hf(target, jobs) == 6 * 16
+    assert made == ["t4", "t5"]
+    assert_same_bytes(tensors_of(target.path), tensors)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_partial_directory_of_something_else_is_not_gone_on_with(tmp_path):
+    made: list[str] = []
+    for made_from in ("a", "b"):
+        target = HfTarget(path=tmp_path / "out", flag="--save-dir", shard_bytes=16, made_from=[made_from])
+        jobs = jobs_of({"x": torch.ones(4), "y": torch.ones(4)}, made)
+        last = jobs[-1]
+        with pytest.raises(RuntimeError):
+            write_hf(target, [jobs[0], Job(last.outputs, lambda: (_ for _ in ()).throw(RuntimeError))])
+    assert made == ["x", "x"]
+
+
+@pytest.mark.parametrize("when", ["before", "on the way"])
+def test_a_full_disk_leaves_nothing_under_the_final_name_and_says_what_to_do(tmp_path, monkeypatch, when):
+    jobs = jobs_of({"x": torch.ones(4), "y": torch.ones(4)}, [])
+    target = HfTarget(path=tmp_path / "out", flag="--save-dir", shard_bytes=16)
+    with monkeypatch.context() as patch:
+        if when == "before":
+            usage = shutil.disk_usage(tmp_path)._replace(free=10)
+            patch.setattr(hf_output.shutil, "disk_usage", lambda path: usage)
+            said = r"--save-dir: 0.00 GB are still to be written .* make room"
+        else:
+            real = hf_output.os.pwrite
+
+            def pwrite(handle: int, data: memoryview, offset: int) -> int:
+                if (
+                    bytes(data[:4]) == b"\x00\x00\x80?"
+                    and (target.partial / "model-00001-of-00002.safetensors").exists()
+                ):
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return real(handle, data, offset)
+
+            patch.setattr(hf_output.os, "pwrite", pwrite)
+            said = r"the disk of .*out.partial is full; make room and run the same command again"
+        with pytest.raises(UsageError, match=said):
+            write_hf(target, jobs)
+    assert not target.path.exists()
+    write_hf(target, jobs)
+    assert len(tensors_of(target.path)) == 2
+
+
+def test_a_conversion_to_torch_dist_goes_on_where_it_was_cut_off(tmp_path):
+    make_hf_model(tmp_path / "hf", "qwen3")
+    run_tool_cut = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--max-workers", "1"]
+
+    class CutOff:
+        """The tool, whose third part meets the end of its machine."""
+
+        @staticmethod
+        def main(argv: tuple[str, ...]) -> int:
+            from slime.backends.megatron_utils import torch_dist_writer
+
+            torch_dist_writer.PART_BYTES = 10_000
+            real = torch_dist_writer._write_part
+
+            def write(partial: Path, number: int, chunks: object) -> None:
+                if number == 3:
+                    raise SystemExit("cut off")
+                real(partial, number, chunks)
+
+            torch_dist_writer._write_part = write
+            try:
+                convert_hf_to_torch_dist.main(argv)
+            except SystemExit:
+                return 0
+            return 1
+
+    class GoesOn:
+        """The tool, which may not write the parts that are there."""
+
+        @staticmethod
+        def main(argv: tuple[str, ...]) -> int:
+            from slime.backends.megatron_utils import torch_dist_writer
+
+            torch_dist_writer.PART_BYTES = 10_000
+            real = torch_dist_writer._write_part
+
+            def write(partial: Path, number: int, chunks: object) -> None:
+                assert number >= 3
+                real(partial, number, chunks)
+
+            torch_dist_writer._write_part = write
+            return convert_hf_to_torch_dist.main(argv)
+
+    run_tool(CutOff, *run_tool_cut)
+    assert not (tmp_path / "dist" / "release").exists()
+    assert not (tmp_path / "dist" / "latest_checkpointed_iteration.txt").exists()
+    run_tool(GoesOn, *run_tool_cut)
+    back = ["--input-dir", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf", "--output-dir", f"{tmp_path}/back"]
+    assert convert_torch_dist_to_hf.main(back) == 0
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
+    assert {one.name for one in (tmp_path / "dist").iterdir()} == {"release", "latest_checkpointed_iteration.txt"}
+
+
+def without_weights(hf: Path) -> None:
+    (hf / "model.safetensors").unlink()
+
+
+def with_a_cut_shard(hf: Path) -> None:
+    split_in_two(hf)
+    cut_in_the_middle(hf / "model-00002-of-00002.safetensors")
+
+
+def with_a_cut_header(hf: Path) -> None:
+    (hf / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:20])
+
+
+def with_a_shard_missing(hf: Path) -> None:
+    split_in_two(hf)
+    (hf / "model-00001-of-00002.safetensors").unlink()
+
+
+def with_a_wrong_index(hf: Path) -> None:
+    split_in_two(hf)
+    index = json.loads((hf / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.ghost.weight"] = "model-00001-of-00002.safetensors"
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without_weights, "holds no model.safetensors and no model.safetensors.index.json"),
+        (with_a_cut_shard, "model-00002-of-00002.safetensors is cut off"),
+        (with_a_cut_header, "model.safetensors is no safetensors file, or cut off"),
+        (with_a_shard_missing, "model-00001-of-00002.safetensors cannot be read"),
+        (with_a_wrong_index, "model.ghost.weight"),
+    ],
+)
+@pytest.mark.parametrize("way", CONVERTERS)
+def test_weights_that_are_not_whole_are_named_by_every_converter(
+    tmp_path, capsys, way: str, damage: Callable[[Path], None], said: str
+):
+    tool, given, written = CONVERTERS[way]
+    hf = tmp_path / "hf"
+    shutil.copytree(tiny_model(), hf)
+    config = json.loads((hf / "config.json").read_text())
+    quantized = {"quantization_config": QUANTIZED[way]} if way in QUANTIZED else {}
+    (hf / "config.json").write_text(json.dumps(config | quantized))
+    damage(hf)
+    assert tool.main([given, str(hf), written, f"{tmp_path}/out"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+_TINY: list[Path] = []
+
+
+def tiny_model() -> Path:
+    """One model for all tests that only damage a copy of it."""
+    assert _TINY, "see the fixture"
+    return _TINY[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "hf"
+    make_hf_model(path)
+    _TINY.append(path)
+    yield
+    _TINY.clear()
+
+
+@pytest.mark.parametrize("way", CONVERTERS)
+def test_an_output_that_is_the_input_is_refused(tmp_path, capsys, way):
+    tool, given, written = CONVERTERS[way]
+    shutil.copytree(tiny_model(), tmp_path / "hf")
+    before = {one.name: one.stat().st_mtime_ns for one in (tmp_path / "hf").iterdir()}
+    assert tool.main([given, f"{tmp_path}/hf", written, f"{tmp_path}/hf/../hf"]) == 2
+    assert f"is {given}" in capsys.readouterr().err
+    assert before == {one.name: one.stat().st_mtime_ns for one in (tmp_path / "hf").iterdir()}
+
+
+def test_a_model_of_another_kind_or_shape_is_named_before_anything_is_written(tmp_path, capfd):
+    shutil.copytree(tiny_model(), tmp_path / "hf")
+    base = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist"]
+
+    def refused(*flags: str) -> str:
+        class Tool:
+            @staticmethod
+            def main(argv: tuple[str, ...]) -> int:
+                return 0 if convert_hf_to_torch_dist.main(argv) == 2 else 1
+
+        run_tool(Tool, *base, *flags)
+        assert not (tmp_path / "dist").exists()
+        return capfd.readouterr().err
+
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    tensors = tensors_of(tmp_path / "hf")
+
+    def write(config_changes: dict[str, object], changed: dict[str, torch.Tensor | None]) -> None:
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | config_changes))
+        found = {name: tensor for name, tensor in (tensors | changed).items() if tensor is not None}
+        save_file(found, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+
+    write({"model_type": "gpt_neox"}, {})
+    assert "'gpt_neox'" in (said := refused()) and "llama, qwen2" in said
+    write({}, {"model.layers.1.mlp.up_proj.weight": None})
+    assert "has no tensor model.layers.1.mlp.up_proj.weight" in refused()
+    write({}, {"model.layers.1.mlp.down_proj.weight": torch.zeros(32, 40)})
+    assert "model.layers.1.mlp.down_proj.weight of shape [32, 40]" in (said := refused()) and "[32, 48]" in said
+    write({}, {"model.layers.1.mlp.extra.weight": torch.zeros(3)})
+    assert "1 tensor(s) have no place" in (said := refused()) and "model.layers.1.mlp.extra.weight" in said
+    rows = {name: torch.zeros(104, 32) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    write({}, rows)
+    assert "--vocab-size 100, but the embedding" in (said := refused()) and "give --vocab-size 104" in said
+
+
+def test_a_vocabulary_that_does_not_fit_says_which_would(tmp_path):
+    from tools.convert_torch_dist_to_hf import vocab_size
+
+    assert vocab_size(None, 100, 100, 128) == 100 == vocab_size(100, 128, 100, 128)
+    with pytest.raises(UsageError, match="give --vocab-size 120 or --vocab-size 100"):
+        vocab_size(None, 100, 120, 128)
+    with pytest.raises(UsageError, match="has 128 rows, padding included; give --vocab-size 100"):
+        vocab_size(200, 100, 100, 128)
+
+
+def test_a_torch_dist_checkpoint_that_is_not_whole_is_named(tmp_path, capsys):
+    torch_checkpoint.save(
+        {"model.embed_tokens.weight": torch.ones(64, 64)}, checkpoint_id=tmp_path / "c", no_dist=True
+    )
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    cut_in_the_middle(file)
+    with pytest.raises(UsageError, match=f"{file.name} is cut off"):
+        TorchDistReader(tmp_path / "c", is_stacked=False)
+    file.unlink()
+    with pytest.raises(UsageError, match=f"{file.name} is missing"):
+        TorchDistReader(tmp_path / "c", is_stacked=False)
+    (tmp_path / "c" / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(UsageError, match="cannot be read"):
+        TorchDistReader(tmp_path / "c")
+
+
+def test_tensors_are_read_where_rows_and_dtypes_say(tmp_path):
+    tensors = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "fp8": torch.arange(8).float().to(torch.float8_e4m3fn),
+        "rows": torch.arange(12).reshape(4, 3),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = RawTensors(tmp_path)
+    for name, tensor in tensors.items():
+        assert raw.info(name) == TensorInfo(tensor.dtype, tuple(tensor.shape))
+        assert torch.equal(raw.read(name).float(), tensor.float())
+    assert raw.read("rows", (1, 3)).tolist() == [[3, 4, 5], [6, 7, 8]]
+    with pytest.raises(UsageError, match="no tensor other"):
+        raw.read("other")
+    assert set(raw_tensors.NAMES) == set(raw_tensors.DTYPES.values())
+
+
+def test_two_checkpoints_are_compared_tensor_by_tensor(tmp_path, capsys):
+    save = {"a": torch.tensor([1.0, 2.0]), "b": torch.ones(3), "c": torch.ones(2), "n": torch.tensor([float("nan")])}
+    changed = {
+        "a": torch.tensor([1.0, 2.5]),
+        "b": torch.ones(4),
+        "d": torch.ones(2),
+        "n": torch.tensor([float("nan")]),
+    }
+    for name, tensors in (("one", save), ("two", changed)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    assert inspect_checkpoint.main([f"{tmp_path}/one", "--diff", f"{tmp_path}/one"]) == 0
+    assert "0 difference(s) in 4 tensors" in capsys.readouterr().out
+    assert inspect_checkpoint.main([f"{tmp_path}/one", "--diff", f"{tmp_path}/two", "--json"]) == 1
+    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert rows.keys() == {"a", "b", "c", "d"}
+    assert (rows["a"]["count"], rows["a"]["of"], rows["a"]["largest"]) == (1, 2, 0.5)
+    assert rows["a"]["relative"] == pytest.approx((0.5 / 2) / 1.5)
+    assert (rows["b"]["first"]["shape"], rows["b"]["second"]["shape"]) == ([3], [4])
+    assert (rows["c"]["only in"], rows["d"]["only in"]) == ("the first", "the second")
+    assert inspect_checkpoint.main([f"{tmp_path}/one", "--checksums", "--match", "a"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0].startswith("a  float32  [2]  ") and listed[1].startswith("hf: 1 tensors, ")
+    assert inspect_checkpoint.main([f"{tmp_path}/one", "--match", "x*"]) == 2
+    assert inspect_checkpoint.main([f"{tmp_path}/none"]) == 2
+
+
+def test_a_converted_checkpoint_differs_nowhere_from_its_origin(tmp_path, capsys):
+    shutil.copytree(tiny_model(), tmp_path / "hf")
+    run_tool(convert_hf_to_torch_dist, "--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist")
+    capsys.readouterr()
+    pair = [f"{tmp_path}/hf", "--diff", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf"]
+    assert inspect_checkpoint.main(pair) == 0
+    assert f"0 difference(s) in {len(tensors_of(tmp_path / 'hf'))} tensors" in capsys.readouterr().out
+    assert inspect_checkpoint.main([f"{tmp_path}/dist"]) == 0
+    assert "torch_dist: " in capsys.readouterr().out
+
+
+def test_a_gguf_file_that_is_none_and_an_output_that_exists_are_named(tmp_path, monkeypatch):
+    def refused(said: str) -> None:
+        monkeypatch.setattr("sys.argv", ["x", "--gguf", f"{tmp_path}/some.gguf", "--output", f"{tmp_path}"])
+        with pytest.raises(SystemExit, match=said):
+            convert_gguf_to_hf.main()
+
+    refused("some.gguf: no such file")
+    (tmp_path / "some.gguf").write_bytes(b"<html>")
+    refused("some.gguf is no GGUF file")
+    (tmp_path / "some.gguf").write_bytes(b"GGUF and more")
+    refused("--output .* exists")
