@@ -21,6 +21,7 @@ SCRIPTS = sorted(
     [
         *(path for folder in ("scripts", "examples", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.sh")),
         ROOT / "build_conda.sh",
+        ROOT / "docker/install_beside.sh",
         ROOT / ".ci/run",
     ]
 )
