@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# GRPO on Qwen3-30B-A3B with the mathematics problems of DAPO: engines in int4, trainer in bf16, one machine with 8 GPUs. What is not here is in scripts/dapo_math.sh.
+#
+#   usage: bash scripts/low_precision/run-qwen3-30B-A3B-int4.sh [flags of train.py]     a flag that is given here overrides the script's
+#          bash scripts/low_precision/run-qwen3-30B-A3B-int4.sh --dry-run               only the plan of the run: needs no GPU, no weights and no data
+#
+#   hf download Qwen/Qwen3-30B-A3B --local-dir $SLIME_HOME/Qwen3-30B-A3B
+#   python tools/convert_hf_to_int4_direct.py --model-dir $SLIME_HOME/Qwen3-30B-A3B --save-dir $SLIME_HOME/Qwen3-30B-A3B-int4
+#
+# Not built yet: engines in int4 cannot take the trainer's weights, and a run says so. What the plan says of memory is of 16 bit.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. scripts/common.sh
+. scripts/models/qwen3-30B-A3B.sh
+MODEL=Qwen3-30B-A3B
+ENGINE_MODEL=Qwen3-30B-A3B-int4
+. scripts/dapo_math.sh
+
+PERF_ARGS=(
+    --tensor-model-parallel-size 4
+    --sequence-parallel
+    --pipeline-model-parallel-size 1
+    --context-parallel-size 1
+    --expert-model-parallel-size 8
+    --expert-tensor-parallel-size 1
+    --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+    --use-dynamic-batch-size
+    --max-tokens-per-gpu 20480
+    --optimizer-cpu-offload
+)
+
+SGLANG_ARGS=(
+    --rollout-num-gpus-per-engine 4
+    --sglang-mem-fraction-static 0.7
+)
+
+recipe_train "$@"
