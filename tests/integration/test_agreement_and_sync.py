@@ -1,8 +1,8 @@
 """Engine and trainer hold the same weights and compute the same log-probs, before and after training.
 
-A run of three rollouts serves all these tests, colocated and with a trainer of TP 2 x PP 2 beside the engine: the
-first rollout is clean, the second has a trainer weight changed between the sync and the old-log-prob pass, the third
-between that pass and the train step. Evaluation dumps what the engine then answers.
+A run of three rollouts, with a trainer of TP 2 x PP 2 beside the engine, serves all these tests (a colocated one is in
+test_resume): the first rollout is clean, the second has a trainer weight changed between the sync and the old-log-prob
+pass, the third between that pass and the train step. Evaluation dumps what the engine then answers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ pytestmark = pytest.mark.timeout(1200)
 HOOKS = f"{ROOT}/tests/integration/user_code.py"
 
 
-@pytest.fixture(scope="module", params=["colocate", "separate"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    work: Path = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    work: Path = tmp_path_factory.mktemp("separate")
     model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl")
-    placement = {
-        "colocate": ["--colocate"],
-        "separate": [
-            "--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 2, "--sequence-parallel",
-            "--pipeline-model-parallel-size", 2, "--rollout-num-gpus", 1,
-        ],
-    }[request.param]  # fmt: skip
     return train(
-        work / "out", *grpo_flags(model, prompts), *placement, "--num-rollout", 3,
+        work / "out", *grpo_flags(model, prompts), "--num-rollout", 3,
+        "--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 2, "--sequence-parallel",
+        "--pipeline-model-parallel-size", 2, "--rollout-num-gpus", 1,
         "--custom-megatron-before-log-prob-hook-path", f"{HOOKS}:perturb_before_log_probs",
         "--custom-megatron-before-train-step-hook-path", f"{HOOKS}:perturb_before_train_step",
         "--eval-prompt-data", "digits", prompts, "--eval-interval", 3, "--n-samples-per-eval-prompt", 2,
@@ -59,12 +54,17 @@ def test_a_weight_changed_after_the_old_log_probs_shows_as_ppo_kl(run: Run):
 
 
 def test_after_three_steps_the_engine_answers_with_the_exported_weights(run: Run):
-    samples = torch.load(run.output_dir / "dump" / "eval_2.pt", weights_only=False)["samples"]
+    evaluated = run.output_dir / "dump" / "eval_2.pt"
+    assert_answers_are_of(evaluated, run.output_dir / "hf-2", instead_of=run.output_dir.parent / "model")
+
+
+def assert_answers_are_of(evaluated: Path, exported: Path, *, instead_of: Path) -> None:
+    """The engine's log-probs in the dump of an evaluation are those of an HF model, and not of another one."""
+    samples = torch.load(evaluated, weights_only=False)["samples"]
     assert samples
     engine = torch.cat([torch.tensor(sample["rollout_log_probs"]) for sample in samples])
-    exported = hf_log_probs(run.output_dir / "hf-2", samples)
-    assert (engine - exported).abs().max() < 1e-4
-    before = hf_log_probs(run.output_dir.parent / "model", samples)
+    assert (engine - hf_log_probs(exported, samples)).abs().max() < 1e-4
+    before = hf_log_probs(instead_of, samples)
     assert (engine - before).abs().max() > 1e-2, "three steps at lr 1e-3 must have moved the engine"
 
 

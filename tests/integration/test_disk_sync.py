@@ -176,59 +176,34 @@ def damage(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
         file.write_bytes(data)
 
 
-def flags_of_run(work: Path) -> list[Any]:
-    """Two ranks of tensor parallelism beside an engine, two rollouts, over files."""
-    model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl")
-    return [
-        *grpo_flags(model, prompts), "--num-rollout", 2,
-        "--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel",
-        "--rollout-num-gpus", 1, "--update-weight-buffer-size", 100_000, "--check-weight-update-equal",
-        "--update-weight-transport", "disk", "--update-weight-disk-dir", work / "shared",
-        "--save-hf", work / "out" / "hf-{rollout_id}", "--save-interval", 1,
-    ]  # fmt: skip
-
-
 @pytest.mark.timeout(1200)
 def test_a_run_over_deltas_is_on_policy_after_every_sync(tmp_path: Path) -> None:
+    """Two ranks of tensor parallelism beside an engine."""
+    model, prompts = make_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")
     run = train(
-        tmp_path / "out", *flags_of_run(tmp_path),
+        tmp_path / "out", *grpo_flags(model, prompts), "--num-rollout", 2,
+        "--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel",
+        "--rollout-num-gpus", 1, "--update-weight-buffer-size", 100_000, "--check-weight-update-equal",
+        "--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path / "shared",
+        "--save-hf", tmp_path / "out" / "hf-{rollout_id}", "--save-interval", 1,
         "--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", tmp_path / "local",
+        "--update-weight-disk-keep-files", "--custom-update-weight-post-write-path", f"{HOOKS}:sign_version",
     )  # fmt: skip
     assert len(run.column("train/train_rollout_logprob_abs_diff")) == 2
     assert max(run.column("train/train_rollout_logprob_abs_diff")) < 1e-4
-    assert not list((tmp_path / "shared").glob("weight_*"))
+    versions = sorted((tmp_path / "shared").glob("weight_*"))
+    assert [path.name for path in versions] == [f"weight_v{i:06d}" for i in (1, 2, 3)]
+    assert {(path / "signed_by").read_text() for path in versions} == {"2 ranks, 1 engine"}
     first, *later = run.column("perf/update_weights_density", "rollout/step")
     assert all(0 < density <= 1 for density in [first, *later])
     exported = load_file(run.output_dir / "hf-1" / "model.safetensors")
-    files = (tmp_path / "local/checkpoint").glob("*.safetensors")
-    local = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    local = tensors_in(tmp_path / "local/checkpoint")
     assert all(torch.equal(tensor, exported[name]) for name, tensor in local.items())
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Every version is kept."""
-    work: Path = tmp_path_factory.mktemp("disk")
-    return train(
-        work / "out", *flags_of_run(work), "--update-weight-disk-keep-files",
-        "--custom-update-weight-post-write-path", f"{HOOKS}:sign_version",
-    )  # fmt: skip
-
-
-@pytest.mark.timeout(1200)
-def test_a_run_over_files_is_on_policy_after_every_sync(run: Run) -> None:
-    assert len(run.column("train/train_rollout_logprob_abs_diff")) == 2
-    assert max(run.column("train/train_rollout_logprob_abs_diff")) < 1e-4
-    versions = sorted((run.output_dir.parent / "shared").glob("weight_*"))
-    assert [path.name for path in versions] == [f"weight_v{i:06d}" for i in (1, 2, 3)]
-    for rollout_id, version in enumerate(versions[1:]):
-        exported = load_file(run.output_dir / f"hf-{rollout_id}" / "model.safetensors")
-        written = {name: tensor for file in version.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        assert written.keys() == exported.keys() - {"lm_head.weight"}
-        assert all(torch.equal(tensor, exported[name]) for name, tensor in written.items())
-    assert {(path / "signed_by").read_text() for path in versions} == {"2 ranks, 1 engine"}
-    (num_bytes,) = set(run.column("perf/update_weights_wire_bytes", "rollout/step"))
-    assert num_bytes == sum(tensor.nbytes for tensor in written.values())
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory's safetensors files."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 # ---- trainers that end while engines generate
@@ -250,7 +225,8 @@ def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             "--sglang-enable-deterministic-inference", "--sglang-max-running-requests", 1,
             "--sglang-disable-radix-cache", "--lr-decay-style", "cosine", "--lr-decay-iters", 3,
             "--save-interval", 1, "--update-weight-transport", "disk",
-            "--update-weight-disk-dir", work / f"{name}-sync", "--update-weight-disk-keep-files", *more,
+            "--update-weight-disk-dir", work / f"{name}-sync", "--update-weight-disk-keep-files",
+            "--update-weight-buffer-size", 100_000, "--save-hf", work / name / "hf-{rollout_id}", *more,
         )  # fmt: skip
 
     return launch("stay"), launch("end", "--release-train")
@@ -266,9 +242,23 @@ def test_trainers_that_end_between_steps_train_as_those_that_stay(released: tupl
     names = [f"weight_v{i:06d}" for i in (1, 2, 3, 4)]
     assert sorted(path.name for path in end.output_dir.with_name("end-sync").glob("weight_*")) == names
     for name in names:
-        of_both = [
-            {n: t for file in (run.output_dir.with_name(f"{run.output_dir.name}-sync") / name).glob("*.safetensors")
-             for n, t in load_file(file).items()}
-            for run in released
-        ]  # fmt: skip
-        assert all(torch.equal(of_both[0][n], of_both[1][n]) for n in of_both[0]), name
+        ours, theirs = (tensors_in(sync_of(run) / name) for run in released)
+        assert all(torch.equal(ours[n], theirs[n]) for n in ours), name
+
+
+def sync_of(run: Run) -> Path:
+    """Where a run of `released` writes the versions of its weights."""
+    return run.output_dir.with_name(f"{run.output_dir.name}-sync")
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_over_files_is_on_policy_after_every_sync(released: tuple[Run, Run]) -> None:
+    stay, _ = released
+    assert max(stay.column("train/train_rollout_logprob_abs_diff")) < 1e-4
+    for rollout_id in range(3):
+        exported = load_file(stay.output_dir / f"hf-{rollout_id}" / "model.safetensors")
+        written = tensors_in(sync_of(stay) / f"weight_v{rollout_id + 2:06d}")  # the first are the initial weights
+        assert written.keys() == exported.keys() - {"lm_head.weight"}
+        assert all(torch.equal(tensor, exported[name]) for name, tensor in written.items())
+    (num_bytes,) = set(stay.column("perf/update_weights_wire_bytes", "rollout/step"))
+    assert num_bytes == sum(tensor.nbytes for tensor in written.values())

@@ -1,5 +1,6 @@
 """A run that was stopped after a checkpoint and resumed is the run that was never stopped, bit for bit; so are its
-parts, each by itself: the trainer with the dumped samples, and the engine until weights change.
+parts, each by itself: the trainer with the dumped samples, and the engine until weights change. It is colocated: the
+last weights that the engine has are those that the trainer exports.
 
 The engine samples deterministically and serves one request at a time (its logits move by 4e-6 with the batch, which
 would flip a rare token), and the old log-probs come from the trainer.
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from slime.utils.dumps import load_dump
 from tests.integration.launch import Run, grpo_flags, make_model, train, write_prompts
+from tests.integration.test_agreement_and_sync import assert_answers_are_of
 
 pytestmark = pytest.mark.timeout(1200)
 SAVE_EVERY, TOTAL = 2, 4
@@ -39,12 +41,14 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def runs(flags: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """(uninterrupted, resumed); both under the checks of --ci-test"""
     work = tmp_path_factory.mktemp("resume")
+    prompts = flags[flags.index("--prompt-data") + 1]
 
     def launch(out: Path) -> Run:
         return train(
             out, *flags, "--num-rollout", TOTAL, "--save", out, "--load", out, "--save-interval", SAVE_EVERY,
             "--save-hf", out / "hf-{rollout_id}", "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt",
             "--ci-test", "--ci-train-rollout-logprob-abs-diff-threshold", 1e-4,
+            "--eval-prompt-data", "digits", prompts, "--eval-interval", TOTAL, "--skip-eval-before-train",
         )  # fmt: skip
 
     straight = launch(work / "straight")
@@ -93,6 +97,16 @@ def test_final_weights_are_equal(runs: tuple[Run, Run]):
     straight, resumed = (load_file(run.output_dir / f"hf-{TOTAL - 1}" / "model.safetensors") for run in runs)
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_colocated_engine_agrees_with_the_trainer_and_answers_with_the_exported_weights(
+    runs: tuple[Run, Run], flags: list[Any]
+):
+    out = runs[0].output_dir
+    first = runs[0].records("train/step")[0]
+    assert first["train/train_rollout_logprob_abs_diff"] < 1e-4 and abs(first["train/ppo_kl"]) < 1e-6
+    evaluated, exported = out / "dump" / f"eval_{TOTAL - 1}.pt", out / f"hf-{TOTAL - 1}"
+    assert_answers_are_of(evaluated, exported, instead_of=flags[flags.index("--hf-checkpoint") + 1])
 
 
 def test_a_trainer_alone_repeats_the_losses_from_the_dumped_samples(

@@ -8,6 +8,7 @@ raising.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -115,11 +116,21 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
     return model
 
 
+def prepare_to_fork() -> None:
+    """Do once, in this process, what each child would do: import trainers, and look through all objects for garbage.
+
+    Children leave the objects that are there alone until gc.unfreeze, which this process calls when it has forked:
+    their first collection would cost half a second and a copy of every page.
+    """
+    import slime.backends.megatron_utils.actor  # noqa: F401
+
+    gc.freeze()
+
+
 def run_world(world_size: int, fn: Callable[..., None], args: argparse.Namespace, *more: Any) -> None:
     """Run fn(args, *more) on every rank of a world of `world_size` initialised processes; raise if one fails."""
     listener = listen_anywhere()
-    import megatron.core.distributed  # noqa: F401  (once here, instead of once in each child)
-
+    prepare_to_fork()
     context = mp.get_context("fork")
     errors = context.SimpleQueue()
     children = [
@@ -128,6 +139,7 @@ def run_world(world_size: int, fn: Callable[..., None], args: argparse.Namespace
     ]
     for child in children:
         child.start()
+    gc.unfreeze()
     listener.close()  # rank 0 has it too
     for child in children:
         child.join(timeout=120)

@@ -45,23 +45,37 @@ class Results:
         model = make_model(self.hf_path)
         self.start = load_file(self.hf_path / "model.safetensors")
         self.parity = {} if only_training else of_hf_model(model, root / "hf gradients")
+        self.taken_over: dict[str, str] = {}
+        """Layout -> the job that goes on from its checkpoint."""
         kinds = {bool(case.changes.get("calculate_per_token_loss")) for case in layouts.values()}
         self.references = {per_token: self._reference(per_token) for per_token in sorted(kinds)}
         run_jobs(list(self.references.values()), root)
-        by_world: dict[int, list[Job]] = {}
+        jobs = []
         for name, case in self.layouts.items():
-            args = case.args(self.hf_path, save=str(self.checkpoint(name)))
-            start = self.checkpoint(self.references[args.calculate_per_token_loss].name)
-            jobs = by_world.setdefault(args.actor_num_gpus_per_node, [])
-            jobs += [Job(name, args, train)]
-            if not only_training:
-                jobs += [Job(f"{name} parity", case.args(self.hf_path), of_layout)]
-                jobs += [Job(f"{name} resumed", case.resumed(self.hf_path, start), train, ((1,),))]
-        for jobs in by_world.values():
-            run_jobs(jobs, root)
-        saved = [name for name in self.layouts if (root / f"{name}.pt").exists()]
-        if saved and not only_training:
-            run_jobs([Job(f"{name} taken over", self._back(name), train, ((1,),)) for name in saved], root)
+            jobs += [Job(name, case.args(self.hf_path, save=str(self.checkpoint(name))), train)]
+            jobs += [] if only_training else [Job(f"{name} parity", case.args(self.hf_path), of_layout)]
+        self._run(jobs)
+        if not only_training:
+            self._run([job for per_token in self.references for job in self._ring(per_token)])
+
+    def _run(self, jobs: list[Job]) -> None:
+        for size in sorted({job.args.actor_num_gpus_per_node for job in jobs}):
+            run_jobs([job for job in jobs if job.args.actor_num_gpus_per_node == size], self.root)
+
+    def _ring(self, per_token: bool) -> list[Job]:
+        """Each layout goes on from the checkpoint of the one before it, the first and last one are one process."""
+        single = replace(self.single, changes={**self.single.changes, "calculate_per_token_loss": per_token})
+        start = self.references[per_token].name
+        cases = {name: case for name, case in self.layouts.items() if self._is_per_token(name) == per_token}
+        jobs = []
+        for name, case in [*cases.items(), (start, single)]:
+            args = case.resumed(self.hf_path, self.checkpoint(start))
+            jobs.append(Job(f"{name} resumed", args, train, ((1,),)))
+            self.taken_over[start], start = f"{name} resumed", name
+        return jobs
+
+    def _is_per_token(self, layout: str) -> bool:
+        return bool(self.layouts[layout].changes.get("calculate_per_token_loss"))
 
     def checkpoint(self, name: str) -> Path:
         """Where a job saves."""
@@ -73,15 +87,9 @@ class Results:
         args = self.single.args(self.hf_path, calculate_per_token_loss=per_token, save=save)
         return Job(name, args, train, ((0, 1),))
 
-    def _back(self, name: str) -> Any:
-        per_token = bool(self.layouts[name].changes.get("calculate_per_token_loss"))
-        changes = {**self.single.changes, "calculate_per_token_loss": per_token}
-        return Case(changes=changes).resumed(self.hf_path, self.checkpoint(name))
-
     def reference(self, layout: str) -> dict[int, Any]:
         """Rollouts 0 and 1 of one rank."""
-        per_token = bool(self.layouts[layout].changes.get("calculate_per_token_loss"))
-        found: dict[int, Any] = self.of(self.references[per_token].name)
+        found: dict[int, Any] = self.of(self.references[self._is_per_token(layout)].name)
         return found
 
     def of(self, job: str) -> Any:
@@ -116,9 +124,9 @@ def check_parity(found: Results, layout: str) -> None:
 
 
 def check_resharding(found: Results, layout: str) -> None:
-    """Checkpoints go from one process to the layout, and back: so also between any two layouts."""
+    """The layout goes on from another one's checkpoint, and another one from its: all stand in one ring."""
     expected = found.reference(layout)
-    for job in (f"{layout} resumed", f"{layout} taken over"):
+    for job in (f"{layout} resumed", found.taken_over[layout]):
         ours = found.of(job)[1]
         assert_same_steps(ours, expected[1])
         assert_same_update(ours["weights"], expected[1]["weights"], expected[0]["weights"])

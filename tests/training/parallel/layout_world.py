@@ -7,6 +7,7 @@ made, and the weights after them under their HF names, gathered from all ranks.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import socket
 import time
@@ -23,6 +24,7 @@ import torch.multiprocessing as mp
 
 from slime.utils.misc import listen_anywhere
 from tests.integration.trainer_world import make_train_data, trainer_args
+from tests.unit.megatron_fakes import prepare_to_fork
 
 FLAGS = "--make-vocab-size-divisible-by 8 --adam-eps 1e-5 --adam-beta2 0.95 --weight-decay 0.1"
 TRAINING: dict[str, Any] = {
@@ -75,15 +77,15 @@ def run_jobs(jobs: Sequence[Job], out: Path) -> None:
     """
     sizes = {job.args.actor_num_gpus_per_node for job in jobs}
     assert len(sizes) == 1, f"layouts of {sizes} ranks cannot share a world"
-    import slime.backends.megatron_utils.actor  # noqa: F401  (once here, instead of once in each child)
-
     context, world = mp.get_context("fork"), sizes.pop()
     for job in jobs:
         listener = listen_anywhere()
+        prepare_to_fork()
         children = [context.Process(target=_child, args=(rank, listener, world, job, out)) for rank in range(world)]
         for child in children:
             child.daemon = True
             child.start()
+        gc.unfreeze()
         listener.close()
         deadline = time.monotonic() + SECONDS_PER_JOB
         for child in children:
