@@ -132,9 +132,10 @@ class RayTrainGroup:
         records, made = self._make_columns("train", what, per_rank)
         return records[0], made
 
-    def save_model(self, rollout_id: int) -> None:
-        """Write a checkpoint."""
-        self._all("save_model", f"saving rollout {rollout_id}", rollout_id)
+    def save_model(self, rollout_id: int) -> str | None:
+        """Write a checkpoint; returns why it was not written, if its disk is full."""
+        why: str | None = self._all("save_model", f"saving rollout {rollout_id}", rollout_id)[0]
+        return why
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
         """Hand the engines, with the GPUs of each and the version of their weights, to every rank's weight updater."""

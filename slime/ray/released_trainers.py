@@ -15,6 +15,7 @@ from typing import Any
 from slime.ray.actor_group import Beside, RayTrainGroup
 from slime.ray.placement_group import Placement
 from slime.ray.train_actor import TrainRayActor
+from slime.ray.utils import ActorFailure
 from slime.utils.arguments.args import Args
 
 
@@ -39,10 +40,16 @@ class ReleasedTrainGroup(RayTrainGroup):
         self._is_awake = True
         return started
 
-    def save_model(self, rollout_id: int) -> None:
-        """Write the checkpoint that the next trainers begin from."""
-        super().save_model(rollout_id)
+    def save_model(self, rollout_id: int) -> str | None:
+        """Write the checkpoint that the next trainers begin from.
+
+        Raises:
+            ActorFailure: its disk is full.
+        """
+        if why := super().save_model(rollout_id):
+            raise ActorFailure(f"--release-train cannot go on without the checkpoint of rollout {rollout_id}: {why}.")
         self.args = resumed(self.args)
+        return None
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
         """As of `RayTrainGroup`; the next trainers get the same engines."""

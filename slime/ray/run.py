@@ -29,8 +29,9 @@ from slime.ray.actor_group import Beside, RayTrainGroup
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.released_trainers import ReleasedTrainGroup
+from slime.ray.resume_point import settle_checkpoint
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
-from slime.ray.utils import actor_env, get
+from slime.ray.utils import ActorFailure, actor_env, get
 from slime.rollout.weight_versions import SyncSchedule
 from slime.utils.misc import should_run_periodic_action
 
@@ -185,12 +186,23 @@ class TrainingRun:
         start = time.monotonic()
         if (state_saved := self._state_saved.pop(rollout_id, None)) is not None:
             get(state_saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
+        why_not = None
         if self._critic:
             self.turns.to_trainer(self._critic)
-            self._critic.save_model(rollout_id)  # first: the actor's checkpoint says which iterations are complete
+            why_not = self._critic.save_model(rollout_id)  # first: the actor's says which iterations are complete
         self.turns.to_trainer(self.trainers)
-        self.trainers.save_model(rollout_id)
-        self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})
+        why_not = why_not or self.trainers.save_model(rollout_id)
+        if why_not:
+            self._go_on_without(rollout_id, why_not)
+        seconds = {"perf/save_model_time": time.monotonic() - start}
+        self._log_rollout_record({**seconds, "perf/checkpoint_not_written": float(bool(why_not))})
+
+    def _go_on_without(self, rollout_id: int, why: str) -> None:
+        """A checkpoint could not be written: the one before stays. After the last rollout there is no other chance."""
+        what = f"the checkpoint of rollout {rollout_id} was not written: {why}"
+        if self.is_last(rollout_id):
+            raise ActorFailure(f"{what}; free some room and start again with --load {self.args.save}.")
+        logger.error("%s; the one before is kept, and the run goes on", what)
 
     def sync_is_due(self, rollout_id: int) -> bool:
         """Whether the engines get new weights after this rollout (every `sync_interval`, and after the last)."""
@@ -285,6 +297,7 @@ class TrainingRun:
             what trainer rank 0 says of its start; where there are no trainers, what stands for it.
         """
         engines_started = self._manager.start.remote()
+        self.args = settle_checkpoint(self.args)
         groups = self._create_trainers()
         loading = {ref: what for group in groups for ref, what in group.load().items()}
         if self.turns.engines_leave:

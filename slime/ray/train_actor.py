@@ -103,9 +103,15 @@ class TrainRayActor(RayActor):
         if self.args.colocate or self.args.use_critic:
             accelerator.empty_cache()  # what torch keeps for the next step, the others on this GPU need now
 
-    def save_model(self, rollout_id: int) -> None:
-        """Write the checkpoint of `rollout_id`."""
-        self._actor.save_model(rollout_id)
+    def save_model(self, rollout_id: int) -> str | None:
+        """Write the checkpoint of `rollout_id`; returns why it was not written, if its disk is full."""
+        from slime.backends.megatron_utils.full_disk import DiskFull
+
+        try:
+            self._actor.save_model(rollout_id)
+        except DiskFull as error:
+            return str(error)
+        return None
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int) -> None:
         """Hand the engines to the weight updater."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.rollout.hook_returns import check_picked
 from slime.utils.data import Dataset
+from slime.utils.manifest import entries_of, write_manifest
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -159,6 +160,7 @@ class RolloutDataSource(DataSource):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        write_manifest(manifest_of_state(path), entries_of(path.parent, [path]))
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restore the state that --load holds for this rollout; without --load or a rollout, begin anew."""
@@ -259,3 +261,8 @@ def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_
 def state_path(root: str, rollout_id: int) -> Path:
     """Where the state after a rollout lies under --save / --load."""
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+
+
+def manifest_of_state(path: Path) -> Path:
+    """Where the size and the checksum of a state are noted."""
+    return path.with_suffix(".manifest.json")

@@ -85,6 +85,7 @@ OURS = {
     "--trust-remote-code": "off by default",
     "--update-weights-in-flight": "weights change while requests are in flight",
     "--use-pytorch-profiler": "Megatron's name",
+    "--verify-checkpoint": "a damaged checkpoint is found out",
 }
 
 

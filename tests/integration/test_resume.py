@@ -57,12 +57,18 @@ def runs(flags: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
 
 
 def leave_as_if_killed(finished: Path, stopped: Path, *, last_saved: int) -> None:
-    """What a run has on disk when it is killed after its checkpoint of rollout `last_saved`."""
-    name = f"iter_{last_saved:07d}"
-    shutil.copytree(finished / name, stopped / name)
-    (stopped / "latest_checkpointed_iteration.txt").write_text(str(last_saved))
+    """What a run has on disk that was killed after its checkpoint of rollout `last_saved`; of a later one, which the
+    tracker names, the disk has lost a bit: no one may load that."""
+    name, damaged = f"iter_{last_saved:07d}", f"iter_{TOTAL - 1:07d}"
+    for iteration in (name, damaged):
+        shutil.copytree(finished / iteration, stopped / iteration)
+    (stopped / "latest_checkpointed_iteration.txt").write_text(str(TOTAL - 1))
+    weights = next((stopped / damaged).glob("__0_*.distcp"))
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
     (stopped / "rollout").mkdir()
-    for state in (finished / "rollout").glob(f"*_{last_saved}.pt"):
+    for state in (finished / "rollout").glob(f"*_{last_saved}.*"):
         shutil.copy(state, stopped / "rollout")
     for rollout_id in range(last_saved + 1):
         (stopped / "dump").mkdir(exist_ok=True)

@@ -117,7 +117,8 @@ def test_a_resumed_source_goes_on_with_the_same_samples_and_buffer(make, tmp_pat
     assert resumed.get_metadata() == {"note": 1}
     assert resumed.get_samples(6) == expected
     assert state_path(str(tmp_path), 4).name == "global_dataset_state_dict_4.pt"
-    assert [p.name for p in (tmp_path / "rollout").iterdir()] == ["global_dataset_state_dict_4.pt"], (
+    names = sorted(p.name for p in (tmp_path / "rollout").iterdir())
+    assert names == ["global_dataset_state_dict_4.manifest.json", "global_dataset_state_dict_4.pt"], (
         "no temporary left"
     )
 

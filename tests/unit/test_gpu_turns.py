@@ -32,6 +32,7 @@ class Group:
             "train": ([], None),
             "wait_started": {"role": self.role, "warnings": []},
             "compute_values": None,
+            "save_model": None,
             "load": {f"{self.role} loads": f"the process of the {self.role}"},
         }
         return lambda *_: self.calls.append(f"{self.role} {verb}") or answers.get(verb, {f"perf/{verb}_time": 1.0})
@@ -54,6 +55,7 @@ class Manager:
 
 
 ON = {"colocate": True, "offload_train": True, "offload_rollout": True, "release_train": False}
+ON |= {"verify_checkpoint": "none"}
 
 
 @pytest.fixture
@@ -320,3 +322,18 @@ def test_released_trainers_begin_again_from_the_last_save_with_the_version_of_th
         *[("save_model", 0), ("update_weights",), "end"],
     ], "nothing was saved yet"
     assert third == [("out", False), "load", "start", (*connected, 2)]
+
+
+def test_a_checkpoint_that_does_not_fit_is_said_and_the_run_goes_on_unless_it_was_the_last(
+    calls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_of(calls, save_interval=1)
+    run.plan = run_module.RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=2)
+    logged: list[dict[str, float]] = []
+    run._log = lambda records: logged.extend(metrics for metrics, _ in records)  # type: ignore[method-assign]
+    run._trainers = SimpleNamespace(role="actor", save_model=lambda _: "/disk has 0.01 GB free", wake_up=lambda: {})  # type: ignore[assignment]
+    run.save_if_due(0)
+    assert "the checkpoint of rollout 0 was not written: /disk has 0.01 GB free" in caplog.text
+    assert logged[-1]["perf/checkpoint_not_written"] == 1
+    with pytest.raises(ActorFailure, match=r"of rollout 1 was not written: .*start again with --load somewhere"):
+        run.save_if_due(1)

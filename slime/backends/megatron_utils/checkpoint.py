@@ -1,10 +1,11 @@
 """Save and load Megatron checkpoints (torch_dist): weights, optimizer, schedule, random states.
 
 What a checkpoint holds besides weights is chosen when it is saved (--checkpoint-contents); loading takes what is there
-and starts the rest fresh. A checkpoint appears under its name only when it is complete, and the tracker file is
-written last, so that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other
-parallel layout can load it. It knows nothing about HF directories, rollouts or data sources, nor which
-checkpoints are too old (checkpoint_pruning).
+and starts the rest fresh. A checkpoint appears under its name only when it is complete, with a manifest of its files
+(`slime.utils.manifest`; `slime.ray.resume_point` looks at it before a load), and the tracker file is written last, so
+that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other parallel layout
+can load it. It knows nothing about HF directories, rollouts or data sources, nor which checkpoints are too old
+(checkpoint_pruning).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,14 +26,22 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 
+from slime.backends.megatron_utils.full_disk import gives_way_to_a_full_disk
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.model.optimizer_state import make_moments
 from slime.backends.megatron_utils.model.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.model_provider import unwrap
+from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
-from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.distributed_utils import gathered, get_gloo_group
+from slime.utils.manifest import entries_of, to_disk, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +87,9 @@ def save_checkpoint(
 
     Returns:
         the directory of the checkpoint.
+
+    Raises:
+        DiskFull: it does not fit; nothing of it is left, and the tracker still names the one before.
     """
     final = iteration_dir(root, iteration)
     partial = final.with_name(f".{final.name}.partial")
@@ -93,15 +106,43 @@ def save_checkpoint(
         state["rng_state"] = _rng_object()
     if scheduler is not None and with_optimizer:
         state["opt_param_scheduler"] = scheduler.state_dict()
-    dist_checkpointing.save(state, str(partial))
-    if write_more is not None:
-        write_more(partial)
-    if dist.get_rank() == 0:
-        (partial / MODEL_SHAPE_FILE).write_text(json.dumps(model_shape or {}, indent=2) + "\n")
-        put_in_place(partial, final)
-        write_tracker(Path(root), iteration)
+    with gives_way_to_a_full_disk(partial, needed=_bytes_of(state)):
+        dist_checkpointing.save(state, str(partial))
+        if write_more is not None:
+            write_more(partial)
+        if dist.get_rank() == 0:
+            (partial / MODEL_SHAPE_FILE).write_text(json.dumps(model_shape or {}, indent=2) + "\n")
+        _describe(partial)
+        if dist.get_rank() == 0:
+            put_in_place(partial, final)
+            write_tracker(Path(root), iteration)
     dist.barrier()
     return final
+
+
+def _bytes_of(state: dict[str, Any]) -> int:
+    """What this rank writes of the tensors: of copies, the first one."""
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    tensors = [value for value in nested_values(state) if isinstance(value, kinds) and torch.is_tensor(value.data)]
+    return sum(tensor.data.nbytes for tensor in tensors if is_main_replica(tensor.replica_id))
+
+
+def _describe(directory: Path) -> None:
+    """Write the manifest; each rank reads back what it has written."""
+    dist.barrier()
+    rank = dist.get_rank()
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    mine = [path for path in files if _writer_of(path) == rank]
+    found = gathered(entries_of(directory, mine))
+    if rank == 0:
+        entries = {name: entry for of_rank in found for name, entry in of_rank.items()}
+        write_manifest(directory / manifest.FILE, entries)
+
+
+def _writer_of(path: Path) -> int:
+    """The rank that wrote a file of a checkpoint: torch_dist names it, rank 0 writes the others."""
+    named = re.fullmatch(r"__(\d+)_\d+\.distcp", path.name)
+    return int(named[1]) if named else 0
 
 
 def save_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
@@ -126,6 +167,7 @@ def put_in_place(partial: Path, final: Path) -> None:
     if final.exists():
         final.rename(old)
     partial.rename(final)
+    to_disk(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -133,7 +175,9 @@ def write_tracker(root: Path, iteration: int | str) -> None:
     """Let the tracker file of a checkpoint root name an iteration, or "release"."""
     partial = root / f".{TRACKER_FILE}.partial"
     partial.write_text(f"{iteration}")
+    to_disk(partial)
     os.replace(partial, root / TRACKER_FILE)
+    to_disk(root)
 
 
 def load_checkpoint(

@@ -23,7 +23,7 @@ from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
 logger = logging.getLogger(__name__)
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_DATA_STATE = re.compile(r"global_dataset_state_dict_(\d+)\.pt")
+_DATA_STATE = re.compile(r"global_dataset_state_dict_(\d+)\.(?:pt|manifest\.json)")
 _BEING_DELETED = ".deleted"
 
 
@@ -83,7 +83,7 @@ def prune_checkpoints(
     }
     deleted = _delete_old(ours, newest, keep=keep, protected=protected, protected_ids=protected_ids)
     there = {int(found[1]) for path in root.glob("iter_*") if (found := _ITERATION.fullmatch(path.name))}
-    for path in (root / "rollout").glob("global_dataset_state_dict_*.pt"):
+    for path in (root / "rollout").glob("global_dataset_state_dict_*"):
         found = _DATA_STATE.fullmatch(path.name)
         if found and int(found[1]) < newest and int(found[1]) not in there:
             path.unlink(missing_ok=True)

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets, to_disk
+from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
+from slime.utils.manifest import to_disk
 from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 

@@ -34,10 +34,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from slime.backends.megatron_utils.checkpoint import put_in_place, write_tracker
 from slime.backends.megatron_utils.model_weights import iter_weights, named_tensors
+from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
-from slime.utils.conversion.hf_output import check_room, said_of_disk, to_disk
+from slime.utils.conversion.hf_output import check_room, said_of_disk
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.errors import UsageError
+from slime.utils.manifest import entries_of, to_disk, write_manifest
 
 PART_BYTES = 512 * 1024**2
 PLAN_FILE = "conversion_plan.json"
@@ -153,6 +155,8 @@ def write_release(
 
             run_in_threads(todo, write, num_threads=num_threads, bar=bar)
         _write_rest(partial, len(parts), objects, model_shape)
+        files = sorted(path for path in partial.iterdir() if path.is_file())
+        write_manifest(partial / manifest.FILE, entries_of(partial, files))
         put_in_place(partial, final)
         write_tracker(root, "release")
     except OSError as error:

@@ -60,6 +60,11 @@ class CheckpointFlags:
         needs=("save", "save_hf"),
         at_least=1,
     )
+    verify_checkpoint: str = flag(
+        "full",
+        "compare a checkpoint with its manifest before it is loaded: sizes and checksums, sizes alone, or nothing",
+        choices=("full", "sizes", "none"),
+    )
     async_save: bool = flag(False, "write checkpoints while training goes on", later="fault tolerance", needs="save")
     save_hf: str | None = flag(None, "HF directory written at each save; {rollout_id} in it keeps every one")
 

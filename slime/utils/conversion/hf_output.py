@@ -25,6 +25,7 @@ import torch
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.conversion.raw_tensors import NAMES, TensorInfo, bytes_of
 from slime.utils.errors import UsageError
+from slime.utils.manifest import to_disk
 from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 5 * 1024**3
@@ -277,12 +278,3 @@ def copy_assets(source: str | Path, target: Path) -> None:
     for file in sorted(Path(source).iterdir()):
         if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copy2(file, target / file.name)
-
-
-def to_disk(path: Path) -> None:
-    """Have the system write a file, or the entries of a directory, out of its memory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,93 @@
+"""Which iteration of --load a run goes on from: the newest of which all files are what was written.
+
+A run may have been cut while it saved, and a disk may lose what it was given. What is wrong with an iteration is said,
+and the one before is taken; an iteration that --ckpt-step names is not exchanged for another. Actor, critic and data
+source have to go on from the same one, so it is chosen here, before any of them is started. Checkpoints without a
+manifest (Megatron's own) cannot be looked at. It loads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.rollout.data_source import manifest_of_state, state_path
+from slime.utils import manifest
+from slime.utils.arguments import parse_megatron_role_args
+from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, iteration_dir, read_tracker
+from slime.utils.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+def settle_checkpoint(args: Any) -> Any:
+    """The flags with the iteration of --load that can be loaded as `ckpt_step`, where its newest one cannot.
+
+    Args:
+        args: reads `load`, `ckpt_step`, `ref_load`, `ref_ckpt_step`, `opd_teacher_load`, `opd_teacher_ckpt_step`,
+            `verify_checkpoint`, and where the critic's checkpoints are.
+
+    Raises:
+        UsageError: what is to be loaded is not whole, and nothing else may be taken in its place.
+    """
+    if args.debug_rollout_only or args.verify_checkpoint == "none":
+        return args
+    begin, depth = time.monotonic(), args.verify_checkpoint
+    for flag, path, step in (
+        ("--ref-load", args.ref_load, args.ref_ckpt_step),
+        ("--opd-teacher-load", args.opd_teacher_load, args.opd_teacher_ckpt_step),
+    ):
+        if path != args.load and classify_checkpoint(path) == "megatron":
+            wanted = read_tracker(path) if step is None else step
+            if problem := _problem([Path(path)], wanted, depth):
+                raise UsageError(f"{flag} {path}: {problem}; give a checkpoint that is whole.")
+    if classify_checkpoint(args.load) != "megatron":
+        return args
+    settled = _settle_load(args, depth)
+    logger.info("checkpoint verified (%s) in %.1f s", depth, time.monotonic() - begin)
+    return settled
+
+
+def _settle_load(args: Any, depth: manifest.Depth) -> Any:
+    root = Path(args.load)
+    newest: Any = read_tracker(root) if args.ckpt_step is None else args.ckpt_step
+    roots = [root]
+    critic = parse_megatron_role_args(args, "critic") if args.use_critic else None
+    if critic is not None and classify_checkpoint(critic.load) == "megatron" and critic.load != args.load:
+        roots.append(Path(critic.load))
+    problem = _problem(roots, newest, depth)
+    if problem is None:
+        return args
+    whole = next((step for step in _older(root, newest) if _problem(roots, step, depth) is None), None)
+    if whole is None:
+        raise UsageError(f"--load {root}: {problem}; it holds no other iteration that is whole.")
+    if args.ckpt_step is not None:
+        raise UsageError(f"--ckpt-step {newest}: {problem}; the newest whole one before it is --ckpt-step {whole}.")
+    logger.error("--load %s: iteration %s cannot be loaded: %s", root, newest, problem)
+    logger.error("the run goes on from iteration %d: what was trained since then is trained anew", whole)
+    return args.replace(ckpt_step=whole)
+
+
+def _older(root: Path, newest: Any) -> list[int]:
+    """Iterations before this one, the newest first."""
+    names = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.glob("iter_*")]
+    return sorted((step for name in names if name and (step := int(name[1])) < int(newest)), reverse=True)
+
+
+def _problem(roots: Sequence[Path], step: Any, depth: manifest.Depth) -> str | None:
+    """What is wrong with an iteration of all roots, or with the data source's state after it."""
+    for directory in (iteration_dir(root, step) for root in roots):
+        if not directory.is_dir():
+            return f"{directory} does not exist"
+        if not (directory / MODEL_SHAPE_FILE).is_file() and not (directory / manifest.FILE).is_file():
+            logger.info("%s is not slime's and has no %s: it is not verified", directory, manifest.FILE)
+        elif problem := manifest.what_is_wrong(directory / manifest.FILE, depth):
+            return problem
+    of_state = manifest_of_state(state_path(str(roots[0]), int(step))) if str(step).isdigit() else None
+    if of_state is None or not of_state.exists():  # a data source of the user's own writes what it likes
+        return None
+    return manifest.what_is_wrong(of_state, depth)

@@ -1,0 +1,115 @@
+"""What a checkpoint's files were when it was written: their sizes and checksums (xxh3), in a file beside them.
+
+A checkpoint that was cut, changed or half copied is found out before it is loaded. Checksums are no signature: they
+find faults, not forgeries. It knows no format of checkpoints; a file that the manifest does not name is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+FILE = "manifest.json"
+Depth = Literal["full", "sizes", "none"]
+"""How closely is looked: at sizes and contents, at sizes, not at all."""
+Entry = dict[str, Any]
+_CHUNK = 1 << 22
+_THREADS = 8
+
+
+def entries_of(root: Path, files: Iterable[Path]) -> dict[str, Entry]:
+    """Size and checksum of files below `root`, by their path in it; each is brought to the disk first.
+
+    Raises:
+        OSError: a file cannot be read, or not written out.
+    """
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return dict(threads.map(lambda path: (path.relative_to(root).as_posix(), _entry(path)), files))
+
+
+def _entry(path: Path) -> Entry:
+    to_disk(path)
+    return {"bytes": path.stat().st_size, "xxh3": _checksum(path)}
+
+
+def to_disk(path: Path) -> None:
+    """Have the system write a file, or the entries of a directory, out of its memory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(path: Path, entries: Mapping[str, Entry]) -> None:
+    """Write a manifest; the paths of `entries` count from its directory."""
+    body = {"files": dict(sorted(entries.items()))}
+    with path.open("w") as file:
+        json.dump({**body, "xxh3": _of_json(body)}, file, indent=1)
+    to_disk(path)
+
+
+def what_is_wrong(path: Path, depth: Depth = "full") -> str | None:
+    """The first difference between a manifest and the files, as a sentence's end; None where there is none.
+
+    Args:
+        path: of the manifest.
+        depth: how closely to look. Checksums are read by several threads at once.
+    """
+    if depth == "none":
+        return None
+    try:
+        files = _read(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path} cannot be read ({type(error).__name__}: {error})"
+    places = {path.parent / name: entry for name, entry in files.items()}
+    for place, entry in places.items():
+        if problem := _wrong_size(place, entry["bytes"]):
+            return problem
+    if depth == "sizes":
+        return None
+    with ThreadPoolExecutor(_THREADS) as readers:
+        problems = readers.map(lambda item: _wrong_contents(*item), places.items())
+        return next(filter(None, problems), None)
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    content = json.loads(path.read_bytes().decode())
+    files: dict[str, Entry] = content["files"]
+    if content["xxh3"] != _of_json({"files": files}):
+        raise ValueError("it was changed after it was written")
+    return files
+
+
+def _wrong_size(path: Path, wanted: int) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    return None if size == wanted else f"{path} has {size} bytes, but {wanted} were written"
+
+
+def _wrong_contents(path: Path, entry: Entry) -> str | None:
+    try:
+        found = _checksum(path)
+    except OSError as error:
+        return f"{path} cannot be read ({error})"
+    wanted = entry["xxh3"]
+    return None if found == wanted else f"{path} is not what was written (checksum {found}, not {wanted})"
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _of_json(body: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())

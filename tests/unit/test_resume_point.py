@@ -1,0 +1,180 @@
+"""Checkpoints whose files are not what was written are never loaded: the one before is, or an error names the file."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.full_disk import is_of_full_disk
+from slime.ray.resume_point import settle_checkpoint
+from slime.rollout.data_source import manifest_of_state, state_path
+from slime.utils import manifest
+from slime.utils.arguments.args import Args
+from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE
+from slime.utils.errors import UsageError
+from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
+from tests.unit.test_checkpoint import FLAGS, RUN, save_after_two_steps
+
+NUM_FAULTS = 1000
+
+
+def flags_for(root: Path, **given: object) -> Args:
+    args = Args()
+    vars(args).update(
+        {"load": str(root), "ckpt_step": None, "ref_load": None, "ref_ckpt_step": None, "opd_teacher_load": None}
+        | {"opd_teacher_ckpt_step": None, "use_critic": False, "debug_rollout_only": False}
+        | {"verify_checkpoint": "full"}
+        | given
+    )
+    return args.freeze()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two trainer ranks wrote as iteration 1, with the state of a data source."""
+    work = tmp_path_factory.mktemp("saved")
+    make_hf_model(work / "hf")
+    root = work / "root"
+    root.mkdir()
+    run_world(2, save_after_two_steps, make_args(work / "hf", FLAGS, **RUN, actor_num_gpus_per_node=2), root)
+    state = state_path(str(root), 1)
+    state.parent.mkdir()
+    state.write_bytes(os.urandom(300))
+    manifest.write_manifest(manifest_of_state(state), manifest.entries_of(state.parent, [state]))
+    return root
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A root with the whole iterations 3 and 7; they hold nothing that could be loaded, and nothing is."""
+    for step in (3, 7):
+        directory = tmp_path / f"iter_{step:07d}"
+        directory.mkdir()
+        (directory / MODEL_SHAPE_FILE).write_text("{}")
+        (directory / "__0_0.distcp").write_bytes(os.urandom(1000))
+        manifest.write_manifest(directory / manifest.FILE, manifest.entries_of(directory, sorted(directory.iterdir())))
+    (tmp_path / TRACKER_FILE).write_text("7")
+    return tmp_path
+
+
+def damage(path: Path, fault: str, chance: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    if fault == "delete":
+        path.unlink()
+    elif fault == "truncate":
+        os.truncate(path, chance.randrange(len(content)))
+    else:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+
+
+def files_of(root: Path) -> Iterator[Path]:
+    yield from (path for path in sorted((root / "iter_0000001").rglob("*")) if path.is_file())
+    yield state_path(str(root), 1)
+
+
+def test_a_manifest_names_every_file_that_both_ranks_wrote(saved: Path) -> None:
+    args = flags_for(saved)
+    assert settle_checkpoint(args) is args
+    named = {path.name for path in files_of(saved)}
+    assert {"common.pt", ".metadata", MODEL_SHAPE_FILE, manifest.FILE} <= named
+    assert any(name.startswith("__1_") for name in named), "a file of rank 1"
+    entries = manifest.entries_of(saved, list(files_of(saved)))
+    assert all(entry["bytes"] for entry in entries.values())
+
+
+def test_each_of_a_thousand_random_faults_is_found(saved: Path) -> None:
+    chance, files = random.Random(0), list(files_of(saved))
+    for number in range(NUM_FAULTS):
+        path, fault = chance.choice(files), chance.choice(["delete", "truncate", "flip"])
+        before = path.read_bytes()
+        damage(path, fault, chance)
+        with pytest.raises(UsageError) as error:
+            settle_checkpoint(flags_for(saved))
+        where = str(path) if path.name != manifest.FILE else manifest.FILE
+        assert where in str(error.value), (number, fault, path, str(error.value))
+        path.write_bytes(before)
+    assert settle_checkpoint(flags_for(saved)).ckpt_step is None
+
+
+def test_the_iteration_before_a_damaged_one_is_taken_and_said(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damage(two / "iter_0000007/__0_0.distcp", "flip", random.Random(1))
+    assert settle_checkpoint(flags_for(two)).ckpt_step == 3
+    assert "iteration 7 cannot be loaded" in caplog.text and "__0_0.distcp is not what was written" in caplog.text
+    assert "goes on from iteration 3" in caplog.text
+
+
+def test_an_iteration_that_is_asked_for_is_not_exchanged(two: Path) -> None:
+    damage(two / "iter_0000007/__0_0.distcp", "truncate", random.Random(1))
+    with pytest.raises(UsageError, match=r"--ckpt-step 7: .* bytes, but 1000 were written; .* is --ckpt-step 3"):
+        settle_checkpoint(flags_for(two, ckpt_step=7))
+    assert settle_checkpoint(flags_for(two, ckpt_step=3)).ckpt_step == 3
+
+
+def test_a_damaged_reference_is_an_error(two: Path, saved: Path) -> None:
+    damage(two / "iter_0000007/__0_0.distcp", "flip", random.Random(1))
+    with pytest.raises(UsageError, match=r"--ref-load .*__0_0.distcp is not what was written"):
+        settle_checkpoint(flags_for(saved, ref_load=str(two)))
+    assert settle_checkpoint(flags_for(saved, ref_load=str(two), ref_ckpt_step=3)).ckpt_step is None
+
+
+def test_checksums_are_compared_as_the_flag_says(two: Path) -> None:
+    damage(two / "iter_0000007/__0_0.distcp", "flip", random.Random(1))
+    assert settle_checkpoint(flags_for(two, verify_checkpoint="sizes")).ckpt_step is None, "its size is right"
+    (two / "iter_0000007/__0_0.distcp").unlink()
+    assert settle_checkpoint(flags_for(two, verify_checkpoint="sizes")).ckpt_step == 3
+    assert settle_checkpoint(flags_for(two, verify_checkpoint="none")).ckpt_step is None
+
+
+def test_a_checkpoint_of_megatrons_own_is_taken_as_it_is(two: Path) -> None:
+    for name in (MODEL_SHAPE_FILE, manifest.FILE, "__0_0.distcp"):
+        (two / "iter_0000007" / name).unlink()
+    assert settle_checkpoint(flags_for(two)).ckpt_step is None
+
+
+# ---- a full disk
+
+
+def save_where_nothing_fits(args, root):
+    from slime.backends.megatron_utils import full_disk
+    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+    from tests.unit.test_checkpoint import build
+
+    state = build(args)
+    for margin in (full_disk.MARGIN, -(2**40)):  # seen before anything is written, and while it is
+        full_disk.MARGIN = margin
+        with pytest.raises(full_disk.DiskFull, match="GB free, and it takes" if margin > 0 else "became full"):
+            save_checkpoint(root, 0, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)
+        assert not list(root.iterdir()), "what was written is gone again"
+        torch.distributed.barrier()  # before another save begins
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_checkpoint_that_finds_its_disk_full_is_given_up_by_all_ranks(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount")
+    try:
+        make_hf_model(tmp_path / "hf")
+        args = make_args(tmp_path / "hf", FLAGS, **RUN, actor_num_gpus_per_node=2)
+        run_world(2, save_where_nothing_fits, args, small)
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+
+
+def test_a_full_disk_is_recognised_behind_other_errors() -> None:
+    try:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("Worker failure") from error
+    except RuntimeError as error:
+        assert is_of_full_disk(error)
+    assert not is_of_full_disk(OSError(5, "Input/output error"))
