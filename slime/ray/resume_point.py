@@ -48,7 +48,8 @@ def settle_checkpoint(args: Any) -> Any:
     if classify_checkpoint(args.load) != "megatron":
         return args
     settled = _settle_load(args, depth)
-    logger.info("checkpoint verified (%s) in %.1f s", depth, time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    logger.info("checkpoint in %s is whole (--verify-checkpoint %s, %.1f s)", args.load, depth, seconds)
     return settled
 
 

@@ -45,7 +45,7 @@ def runs(flags: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
 
     def launch(out: Path) -> Run:
         return train(
-            out, *flags, "--num-rollout", TOTAL, "--save", out, "--load", out, "--save-interval", SAVE_EVERY,
+            out, *flags, "--num-rollout", TOTAL, "--save", out, "--resume", "auto", "--save-interval", SAVE_EVERY,
             "--save-hf", out / "hf-{rollout_id}", "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt",
             "--ci-test", "--ci-train-rollout-logprob-abs-diff-threshold", 1e-4,
             "--eval-prompt-data", "digits", prompts, "--eval-interval", TOTAL, "--skip-eval-before-train",

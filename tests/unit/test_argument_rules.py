@@ -123,6 +123,30 @@ def test_v5_only_a_megatron_checkpoint_under_load_is_resumed(check: Check) -> No
     assert check("--ref-load out --ref-ckpt-step 4").args.ckpt_step == 4
 
 
+def test_a_run_goes_on_from_what_it_saved_or_begins_as_resume_says(check: Check) -> None:
+    def loads(line: str) -> tuple[object, ...]:
+        checked = check(line)
+        assert checked.problems == Problems(), line
+        names = ("load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "start_rollout_id")
+        return tuple(vars(checked.args)[name] for name in names)
+
+    begins = ("hf", None, True, True, True, 0)
+    assert loads("--save out --resume auto") == begins, "there is nothing yet"
+    assert loads("--save out --load hf --resume auto") == begins
+    Path("out/iter_0000004").mkdir(parents=True)
+    Path("out/latest_checkpointed_iteration.txt").write_text("4")
+    goes_on = ("out", None, False, False, False, None)
+    assert loads("--save out --resume auto") == goes_on
+    assert loads("--save out --load hf --resume auto") == goes_on, "the same line as before"
+    assert loads("--resume out") == loads("--load out") == goes_on
+    assert loads("--save out --load out --resume never") == ("out", None, True, True, True, 0)
+    has(check("--resume auto").problems.wrong, "--resume auto has no effect without --save")
+    has(check("--resume hf").problems.wrong, "--resume hf holds no iteration of a run; give the --save of a run")
+    has(check("--resume out --load hf").problems.wrong, "--resume out and --load hf are two places to go on from")
+    Path("out/latest_checkpointed_iteration.txt").write_text("four")
+    has(check("--save out --resume auto").problems.wrong, "holds 'four', neither an iteration number nor 'release'")
+
+
 def test_v6_intervals_have_something_to_do(check: Check) -> None:
     has(check("--eval-interval 1").problems.wrong, "--eval-interval 1 needs --eval-prompt-data or --eval-config")
     has(check("--save-interval 1").problems.wrong, "--save-interval has no effect without --save or --save-hf")

@@ -64,7 +64,11 @@ class FaultToleranceFlags:
         needs="use_fault_tolerance",
         at_least=0,
     )
-    resume: str | None = flag(None, "auto, never, or the checkpoint directory to go on from", later="fault tolerance")
+    resume: str | None = flag(
+        None,
+        "auto: go on from what --save holds, if it holds an iteration, else begin as the other flags say; never: of a "
+        "run's checkpoint load the weights alone; or the checkpoint root of a run to go on from",
+    )
     max_group_retries: int = flag(
         3, "times that a group whose generation failed is tried again (--on-sample-error retry)", at_least=0
     )

@@ -43,6 +43,7 @@ from slime.utils.arguments.flags import Parser, add_flags, defaults_of, group_ti
 from slime.utils.arguments.observability import ObservabilityFlags
 from slime.utils.arguments.problems import Problems, collected, read_file, without_repeats
 from slime.utils.arguments.profile import ProfileFlags
+from slime.utils.arguments.resume import resume_values
 from slime.utils.arguments.rollout import RolloutBufferFlags, RolloutFlags
 from slime.utils.arguments.train import ModelPartFlags, TrainFlags
 from slime.utils.arguments.weight_sync import WeightSyncFlags
@@ -206,6 +207,9 @@ class CommandLine:
         line_problems = self.parser.parse_all(tokens, args, explain_unknown=explain_unknown)
         explicit = self.parser.explicit(tokens)
         custom = apply_config_files(args, explicit, problems, options=self._options(), explain_unknown=explain_unknown)
+        resumed, unusable = collected(problems.wrong, resume_values, args) or ({}, [])
+        vars(args).update(resumed)
+        problems.wrong += unusable
         given_load = args.load
         _finish(args, explicit, problems)
         problems.wrong += apply_extra(args, custom)

@@ -1,0 +1,44 @@
+"""--resume: whether a run goes on from what an earlier one saved; the same command line serves both times.
+
+It sets --load and what is loaded with it, before anything is derived from them; it opens no checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
+
+AUTO, NEVER = "auto", "never"
+_EVERYTHING: dict[str, Any] = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+_WEIGHTS_ALONE: dict[str, Any] = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
+
+
+def resume_values(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """What --resume sets, attribute -> value, and sentences about why it cannot be done.
+
+    Raises:
+        UsageError: a checkpoint's tracker file holds nonsense.
+    """
+    choice = args.resume
+    if choice is None:
+        return {}, []
+    if choice == NEVER:
+        return {**_WEIGHTS_ALONE, "start_rollout_id": args.start_rollout_id or 0}, []
+    root = args.save if choice == AUTO else choice
+    if root is None:
+        return {}, ["--resume auto has no effect without --save, where it looks for a checkpoint."]
+    iteration = latest_iteration(root) if classify_checkpoint(root) == "megatron" else None
+    if choice == AUTO:
+        on = {"load": root, "ckpt_step": None, "start_rollout_id": None, **_EVERYTHING}
+        return (on if iteration is not None else {}), []
+    if iteration is None:
+        return {}, [
+            f"--resume {root} holds no iteration of a run; give the --save of a run, auto (which looks into this "
+            "run's --save) or never."
+        ]
+    if args.load is not None and Path(args.load) != Path(root):
+        return {}, [f"--resume {root} and --load {args.load} are two places to go on from; leave --load out."]
+    return {"load": root, "start_rollout_id": args.start_rollout_id, **_EVERYTHING}, []
