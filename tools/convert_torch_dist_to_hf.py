@@ -62,6 +62,7 @@ def convert(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
     from slime.utils.conversion.hf_output import HfTarget, write_hf
     from slime.utils.fp8_format import Fp8Format
+    from slime.utils.hf_text_config import text_config
 
     start = time.perf_counter()
     check_paths(args)
@@ -70,7 +71,9 @@ def convert(args: argparse.Namespace) -> None:
     saved = saved_shape(directory, origin)
     reader = TorchDistReader(directory)
     padded_rows = reader.infos()[EMBEDDING].shape[0] if EMBEDDING in reader.infos() else saved["vocab_size"]
-    saved["vocab_size"] = vocab_size(args.vocab_size, saved["vocab_size"], origin.get("vocab_size"), padded_rows)
+    saved["vocab_size"] = vocab_size(
+        args.vocab_size, saved["vocab_size"], text_config(origin).get("vocab_size"), padded_rows
+    )
     family = family_of(args.model_name or origin.get("model_type") or saved.get("model_type") or "")
     fmt = Fp8Format.of(origin)
     jobs = weight_jobs(reader, family, saved, origin, fmt, threading.Semaphore(args.load_max_workers))
@@ -185,15 +188,16 @@ def weight_jobs(
     import torch
 
     from slime.backends.megatron_utils.hf_export import config_dtype
+    from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
-    from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape, numbered_in_model
+    from slime.backends.megatron_utils.megatron_to_hf.rules import numbered_in_model
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.errors import UsageError
+    from slime.utils.hf_text_config import text_config
 
-    numbers = {name: saved[name] for name in ("num_layers", "num_attention_heads", "num_query_groups", "kv_channels")}
-    shape = TensorShape(**numbers, vocab_size=saved["vocab_size"], padded_vocab_size=saved["vocab_size"])
-    usual, of_tensor = config_dtype(dict(origin)), saved.get("hf_dtypes", {})
+    shape = TensorShape.of_saved({**saved, "padded_vocab_size": saved["vocab_size"]})
+    usual, of_tensor = config_dtype(text_config(origin)), saved.get("hf_dtypes", {})
     unknown: list[str] = []
 
     def job_of(name: str, info: TensorInfo) -> Job:

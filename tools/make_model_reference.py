@@ -91,6 +91,7 @@ def quantized(hf_names: list[str]) -> str:
 
 def render() -> str:
     """The whole page, as Markdown."""
+    from slime.backends.megatron_utils.hf_defaults import WITHOUT_FP8
     from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
 
     parity, export = import_module(PARITY), import_module(EXPORT)
@@ -108,7 +109,8 @@ def render() -> str:
         axes = ", ".join(axis for axis in order if axis in layouts.get(name, ()))
         experts = any("{e}" in hf for rule in family.rules for hf in rule.hf)
         predicts = any(rule.megatron.startswith("mtp.") for rule in family.rules)
-        more = ["yes" if experts else "", "yes" if predicts else "", quantized(hf_names)]
+        in_fp8 = "no: refused" if name in WITHOUT_FP8 else quantized(hf_names)
+        more = ["yes" if experts else "", "yes" if predicts else "", in_fp8]
         lines.append(row([f"`{name}`", *marks, axes, *more]))
     return "\n".join(lines) + "\n"
 

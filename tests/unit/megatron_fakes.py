@@ -22,6 +22,7 @@ import torch
 import torch.multiprocessing as mp
 
 from slime.backends.megatron_utils.arguments import add_megatron_arguments, derive_megatron, model_args_from_hf
+from slime.backends.megatron_utils.hf_defaults import DELTA_NET
 from slime.utils.misc import listen_anywhere
 
 SLIME_DEFAULTS: dict[str, Any] = {
@@ -68,12 +69,51 @@ def make_args(hf_path: Path | None = None, flags: str = "", **overrides: Any) ->
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 _LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+    "full_attention_interval": 2,
+    "head_dim": 16,
+}
+_SPARSE = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 8}
+_SHARED_EXPERT = {"num_experts": 8, "shared_expert_intermediate_size": 40}
+_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+WITH_VISION = ("qwen3_5", "qwen3_5_moe")
+"""Families whose models also see images."""
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "glm4": {"head_dim": 16, "pad_token_id": None},
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, **_EXPERTS},
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, **_EXPERTS, **_SHARED},
     "qwen2_moe": {"num_experts": 8, "norm_topk_prob": False, "shared_expert_intermediate_size": 40, **_EXPERTS},
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT},
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe": {**_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT},
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT},
+    "minimax_m2": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        # transformers knows the first of these, SGLang the second
+        "partial_rotary_factor": 0.5,
+        "rotary_dim": 8,
+    },
+    "glm_moe_dsa": {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, **_SPARSE, **_LATENT, **_EXPERTS, **_SHARED},
+    "deepseek_v32": {
+        "num_experts": 8,  # what transformers builds, whatever n_routed_experts says
+        "n_group": 4,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        **_SPARSE,
+        **_LATENT,
+        **_EXPERTS,
+        **_SHARED,
+    },
     # transformers' latent norms have this epsilon, whatever the config says.
     "glm4_moe_lite": {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, **_LATENT, **_EXPERTS, **_SHARED},
     "deepseek_v3": {"n_group": 4, "topk_group": 1, "num_key_value_heads": 4, **_LATENT, **_EXPERTS, **_SHARED},
@@ -85,7 +125,10 @@ NAMED_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
 
 def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, vocab: int = 100, **config: Any) -> Any:
-    """A random HF model of two layers, saved at `path`; norms and biases are random too: none can be forgotten."""
+    """A random HF model of two layers, saved at `path`; norms and biases are random too: none can be forgotten.
+
+    Most norms multiply by their weight, those of families with a gated delta net by 1 + weight.
+    """
     import transformers as hf
 
     settings = {
@@ -99,16 +142,21 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
         "tie_word_embeddings": tied,
         "dtype": "float32",
     }
-    hf_config = hf.AutoConfig.for_model(
-        NAMED_AS.get(family, family), **(settings | OF_FAMILY.get(family, {}) | config)
-    )
+    settings |= OF_FAMILY.get(family, {}) | config
+    auto_class = hf.AutoModelForCausalLM
+    if family in WITH_VISION:
+        outer = {name: settings[name] for name in ("tie_word_embeddings", "dtype")}
+        settings = {"text_config": settings, "vision_config": _VISION, **outer}
+        auto_class = hf.AutoModelForImageTextToText
+    hf_config = hf.AutoConfig.for_model(NAMED_AS.get(family, family), **settings)
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(hf_config).to(hf_config.dtype).eval()
+    model = auto_class.from_config(hf_config).to(hf_config.dtype).eval()
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
         for name, param in [*model.named_parameters(), *biases]:
             spread = torch.randn_like(param, dtype=torch.float32)
-            param.copy_(1 + 0.1 * spread if "norm" in name else 0.1 * spread)
+            is_factor = "norm" in name and not (family in DELTA_NET and "linear_attn" not in name)
+            param.copy_(1 + 0.1 * spread if is_factor else 0.1 * spread)
     model.save_pretrained(path)
     if family in NAMED_AS:
         written = json.loads((path / "config.json").read_text())

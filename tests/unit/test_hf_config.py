@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.hf_config import (
 from slime.backends.megatron_utils.hf_config_check import CROSS_CHECKED, config_mismatches, flag_of
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
 from slime.utils.errors import UsageError
+from slime.utils.hf_text_config import text_config
 from tests.unit.megatron_fakes import NAMED_AS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_configs"
@@ -26,7 +27,10 @@ MOE_LAYERS = {"num_hidden_layers": 6, "mlp_only_layers": [1], "decoder_sparse_st
 
 
 def fixture(name: str, **changes) -> dict:
-    return json.loads((FIXTURES / f"{name}.json").read_text()) | changes
+    """The language model's config."""
+    config = text_config(json.loads((FIXTURES / f"{name}.json").read_text()))
+    config.pop("text_config", None)
+    return config | changes
 
 
 def flags_of(hf: dict, **changes) -> argparse.Namespace:
@@ -81,7 +85,7 @@ def test_the_number_of_experts_is_read_under_the_name_that_transformers_5_writes
 def test_what_a_config_leaves_out_is_what_transformers_takes(model_type):
     import transformers
 
-    written = transformers.AutoConfig.for_model(NAMED_AS.get(model_type, model_type)).to_dict()
+    written = text_config(transformers.AutoConfig.for_model(NAMED_AS.get(model_type, model_type)).to_dict())
     if "num_local_experts" in written:
         written["num_experts"] = written["num_local_experts"]
     ours = DEFAULTS[model_type]
@@ -144,8 +148,58 @@ def test_a_left_out_width_of_the_experts_is_the_width_of_the_mlp():
     assert config_mismatches(flags_of(same, moe_ffn_hidden_size=None), same) == []
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"])
+def test_a_language_model_beside_one_that_sees_images_is_read_as_one_by_itself():
+    nested = json.loads((FIXTURES / "qwen3.5-35B-A3B.json").read_text())
+    assert "hidden_size" not in nested
+    assert model_args_from_hf(nested) == model_args_from_hf(fixture("qwen3.5-35B-A3B"))
+    assert config_mismatches(flags_of(nested), nested) == []
+
+
+def test_layers_of_linear_attention_are_a_number_or_a_list():
+    derived = model_args_from_hf(fixture("qwen3-next-80B-A3B", num_hidden_layers=5))
+    assert (derived["experimental_attention_variant"], derived["linear_attention_freq"]) == ("gated_delta_net", 4)
+    kinds = ["full_attention", "linear_attention", "linear_attention"]
+    hf = fixture("qwen3-next-80B-A3B", num_hidden_layers=3, layer_types=kinds)
+    assert model_args_from_hf(hf)["linear_attention_freq"] == [0, 1, 1]
+    assert config_mismatches(flags_of(hf), hf) == []
+    with pytest.raises(UsageError, match="layer_types with sliding_attention"):
+        model_args_from_hf(hf | {"layer_types": ["sliding_attention"] * 3})
+    with pytest.raises(UsageError, match="3 layer_types for 4 layers"):
+        model_args_from_hf(hf | {"num_hidden_layers": 4})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_qk_norm": False}, "use_qk_norm false"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+        ({"use_routing_bias": False}, "use_routing_bias false"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"attn_type_list": [1, 0]}, "attn_type_list"),
+        ({"shared_intermediate_size": 8}, "shared_intermediate_size 8"),
+        ({"partial_rotary_factor": 0.25}, "rotary_dim 64 and partial_rotary_factor 0.25"),
+    ],
+)
+def test_another_minimax_than_ours_is_refused(changes, named):
+    assert model_args_from_hf(fixture("minimax-m2"))["rotary_percent"] == 0.5
+    with pytest.raises(UsageError, match=named):
+        model_args_from_hf(fixture("minimax-m2", **changes))
+
+
+def test_a_first_layer_that_takes_an_earlier_ones_keys_is_refused():
+    with pytest.raises(UsageError, match="a first layer whose indexer is shared"):
+        model_args_from_hf(fixture("glm5-744B-A40B", index_topk_pattern="SF"))
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        (name, field)
+        for name in ALL
+        for field in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+        if field in fixture(name)  # Qwen3.5 with experts has no dense layer
+    ],
+)
 def test_a_missing_number_is_named(name, field):
     hf = fixture(name)
     del hf[field]
@@ -196,8 +250,15 @@ def test_a_type_whose_flags_cannot_be_derived_points_to_the_flags(model_type):
 
 def test_a_type_without_weight_rules_is_not_supported_yet():
     (sentence,) = unsupported_model(fixture("qwen3-4B", model_type="mamba"))
-    assert "not supported yet (model families); use llama, qwen2, mimo, qwen3" in sentence
+    assert "not supported; use llama, qwen2, mimo, qwen3" in sentence
     assert unsupported_model(fixture("qwen3-4B")) == []
+
+
+def test_fp8_weights_of_a_family_that_was_not_compared_are_refused():
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (sentence,) = unsupported_model(fixture("minimax-m2", quantization_config=config))
+    assert "fp8 checkpoint of model_type 'minimax_m2'" in sentence and "fp8_cast_bf16" in sentence
+    assert unsupported_model(fixture("minimax-m2")) == []
 
 
 def test_fp8_weights_have_the_same_flags_as_unquantized_ones():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from itertools import filterfalse
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, family_of_args, remove_padding
-from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, GateUp, Qkv, TensorShape, family_of
+from slime.backends.megatron_utils.megatron_to_hf.layouts import GateUp, Qkv, TensorShape
+from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, family_of
 from slime.utils.errors import UsageError
+from slime.utils.hf_text_config import is_of_other_part
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 
@@ -85,7 +88,20 @@ def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
         assert family_of(name).model_type == name
     assert family_of("MiMo-7B-RL").model_type == "mimo"
     assert family_of("Qwen2-57B-A14B").model_type == "qwen2_moe"
-    others = ("qwen3_next", "qwen3_5", "glm4v", "GLM-4.5", "deepseek_v32", "DeepSeek-V3.2", "mimo_v2", "kimi_k25")
+    for name in ("qwen3_next", "Qwen3-Next-80B-A3B-Instruct"):
+        assert family_of(name).model_type == "qwen3_next"
+    for name in ("qwen3_5", "Qwen3.5-4B", "Qwen3_5Config"):
+        assert family_of(name).model_type == "qwen3_5"
+    for name in ("qwen3_5_moe", "Qwen3.5-35B-A3B"):
+        assert family_of(name).model_type == "qwen3_5_moe"
+    for name in ("qwen3_5_text", "qwen3_5_moe_text", "minimax_m2", "glm_moe_dsa"):
+        assert family_of(name).model_type == name
+    for name in ("deepseek_v32", "DeepSeek-V3.2", "DeepSeek-V3.2-Exp"):
+        assert family_of(name).model_type == "deepseek_v32"
+    assert family_of("MiniMax-M2").model_type == "minimax_m2"
+    assert family_of("GLM-5").model_type == family_of("GLM-5.2").model_type == "glm_moe_dsa"
+    assert family_of("Qwen3-4B").model_type == "qwen3"
+    others = ("qwen3_vl", "glm4v", "GLM-4.5", "llama4", "deepseek_v4", "mimo_v2", "kimi_k25")
     for other in others:
         with pytest.raises(UsageError, match="llama"):
             family_of(other)
@@ -140,7 +156,9 @@ def export(args, out, buffer_size):
     buckets = list(iter_hf_buckets(args, model, buffer_size=buffer_size))
     assert len(buckets) > 2
     assert all(sum(tensor.nbytes for _, tensor in bucket) <= buffer_size for bucket in buckets)
-    assert_same_bytes(dict(pair for bucket in buckets for pair in bucket), tensors_of(Path(args.hf_checkpoint)))
+    original = tensors_of(Path(args.hf_checkpoint))
+    trained = {name: tensor for name, tensor in original.items() if not is_of_other_part(name)}
+    assert_same_bytes(dict(pair for bucket in buckets for pair in bucket), trained)
     with pytest.raises(UsageError, match="overwrite"):
         save_hf(args, model, args.hf_checkpoint)
     save_hf(args, model, out)
@@ -162,16 +180,52 @@ def export(args, out, buffer_size):
         ("kimi_k2", False, "--expert-model-parallel-size 2"),
         ("qwen2_moe", False, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
         ("glm4_moe_lite", False, "--expert-model-parallel-size 2"),
+        ("qwen3_5", False, "--tensor-model-parallel-size 2"),
+        ("qwen3_5_moe", False, "--expert-model-parallel-size 2"),
+        ("minimax_m2", False, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("glm_moe_dsa", False, "--expert-model-parallel-size 2"),
+        ("deepseek_v32", False, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("qwen3_next", False, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
     ],
 )
 def test_an_exported_model_is_the_loaded_one(tmp_path, family, tied, flags):
     make_hf_model(tmp_path / "hf", family, tied=tied)
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    args = make_args(tmp_path / "hf", flags, update_weight_buffer_size=20_000)
-    run_world(args.actor_num_gpus_per_node, export, args, tmp_path / "out", 20_000)
+    args = make_args(tmp_path / "hf", flags, update_weight_buffer_size=30_000)
+    run_world(args.actor_num_gpus_per_node, export, args, tmp_path / "out", 30_000)
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
     names = {file.name for file in (tmp_path / "hf").iterdir()}
     assert {file.name for file in (tmp_path / "out").iterdir()} == names >= {"tokenizer.json", "config.json"}
+
+
+def change_each_parameter(args):
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.backends.megatron_utils.model_weights import iter_weights
+
+    def exported() -> dict[str, torch.Tensor]:
+        return {name: t.clone() for bucket in iter_hf_buckets(args, model, buffer_size=10**9) for name, t in bucket}
+
+    model, family, changed = [get_model_provider_func(args)()], family_of_args(args), []
+    load_hf_weights(args, model, args.hf_checkpoint)
+    before = exported()
+    for weight in iter_weights(model[0]):
+        kept = weight.tensor.clone()
+        weight.tensor.add_(1)
+        after = exported()
+        weight.tensor.copy_(kept)
+        names = [name for name in before if not torch.equal(before[name], after[name])]
+        assert sorted(names) == sorted(family.find(weight.name, args.num_layers)[1]), weight.name
+        assert all(bool((before[name] != after[name]).all()) for name in names), weight.name
+        changed += names
+    assert sorted(changed) == sorted(filterfalse(is_of_other_part, tensors_of(Path(args.hf_checkpoint))))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_each_parameter_is_in_tensors_of_its_own_and_all_tensors_are_used(tmp_path, family):
+    make_hf_model(tmp_path / "hf", family)
+    run_world(1, change_each_parameter, make_args(tmp_path / "hf"))
 
 
 def load_wrong_shape(args, path):

@@ -124,7 +124,7 @@ def test_options_of_slimes_own_are_not_classified():
 def test_a_class_is_found_under_every_name_of_an_option():
     assert megatron_flag_class("--num-layers") == ("used", "")
     assert megatron_flag_class("--override-opt-param-scheduler") == ("warned", "always so here")
-    assert megatron_flag_class("--use-gated-attention")[0] == "refused"
+    assert megatron_flag_class("--use-gated-attention") == ("used", "")
     assert megatron_flag_class("--context-parallel-size") == ("used", "")
     assert megatron_flag_class("--ddp-num-buckets") == ("refused", "not supported yet (several GPUs)")
 
@@ -256,12 +256,12 @@ def test_one_warning_names_all_options_without_effect():
 
 
 def test_refusals_of_one_kind_are_one_sentence():
-    flags = "--moe-expert-capacity-factor 1 --moe-token-dropping --dsa-indexer-topk 8 --data-path a b"
+    flags = "--moe-expert-capacity-factor 1 --moe-token-dropping --ddp-num-buckets 8 --data-path a b"
     args = parse(flags.split())
     derived = derive_megatron(args).keys()
     assert refused_flags(args, derived) == [
+        "--ddp-num-buckets 8 is not supported yet (several GPUs).",
         "--data-path ['a', 'b'] is not supported: data come from --prompt-data; leave it out.",
-        "--dsa-indexer-topk 8 is not supported yet (model families): sparse attention.",
         "--moe-token-dropping, --moe-expert-capacity-factor 1.0 are not supported: a token's experts would depend on "
         "chance or on other tokens, and the policy would not be the engine's; leave them out.",
     ]

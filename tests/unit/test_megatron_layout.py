@@ -290,7 +290,7 @@ def test_layers_that_differ_at_the_ends_divide():
 @pytest.mark.parametrize(
     ("architecture", "context", "sentence"),
     [
-        ("GlmMoeDsaForCausalLM", 2, "DeepseekV32ForCausalLM and GlmMoeDsaForCausalLM, which is not built here"),
+        ("GlmMoeDsaForCausalLM", 2, "DeepseekV32ForCausalLM and GlmMoeDsaForCausalLM, which runs without context par"),
         ("Qwen3ForCausalLM", 2, "not for Qwen3ForCausalLM: where a token attends to all before it"),
         ("Qwen3ForCausalLM", 1, "no effect with --context-parallel-size 1"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slime.utils.hf_text_config import is_of_other_part
 from tests.unit.megatron_fakes import gather_vocab, make_args, make_hf_model, packed, run_world
 
 LENGTHS = [9, 3, 9, 1, 21, 3]
@@ -36,7 +37,10 @@ KIMI_ROPE = {
     "mscale_all_dim": 1.0,
 }
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-FAMILIES = ("qwen3", "mimo", "glm4", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2")
+FAMILIES = (
+    *("qwen3", "mimo", "glm4", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax_m2", "glm_moe_dsa", "deepseek_v32"),
+)
 # The norm of queries and keys makes the gradients of a weight's length vanish: what is left is rounding.
 GRADIENT_TOLERANCE = 1e-4
 
@@ -76,6 +80,7 @@ def check_logits(args, ids, expected):
         ("qwen2", False, "--tensor-model-parallel-size 2", {}),
         ("llama", True, "", {"rope_parameters": LLAMA3_ROPE}),
         ("llama", False, "--tensor-model-parallel-size 2 --sequence-parallel", {"rope_theta": 500000.0}),
+        ("llama", True, "", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
         ("glm4", False, "", {}),
         ("glm4", True, TP2, {"attention_bias": False, "partial_rotary_factor": 0.25}),
         ("mimo", False, TP2, {}),
@@ -84,6 +89,23 @@ def check_logits(args, ids, expected):
         ("qwen2_moe", True, "", {"qkv_bias": False}),
         ("qwen3_moe", False, "", {"mlp_only_layers": [0]}),
         ("qwen3_moe", False, "--expert-model-parallel-size 2", {"norm_topk_prob": False}),
+        ("qwen3_next", False, "", {}),
+        ("qwen3_5_text", True, "", {}),
+        ("qwen3_5", False, TP2, {"num_hidden_layers": 3}),
+        ("qwen3_5_moe", True, f"{TP2} --expert-tensor-parallel-size 1", {}),
+        (
+            "qwen3_5_moe_text",
+            False,
+            "--expert-model-parallel-size 2",
+            {"num_hidden_layers": 3, "full_attention_interval": 3},
+        ),
+        ("qwen3_next", True, f"{TP2} --expert-model-parallel-size 2", {"mlp_only_layers": [0]}),
+        ("minimax_m2", False, "", {}),
+        ("minimax_m2", False, f"{TP2} --expert-model-parallel-size 2", {}),
+        ("glm_moe_dsa", False, "", {}),
+        ("glm_moe_dsa", False, f"{TP2} --expert-tensor-parallel-size 1", {"index_topk": 100}),
+        ("deepseek_v32", False, "", {"rope_parameters": YARN_ROPE}),
+        ("deepseek_v32", False, f"{TP2} --expert-tensor-parallel-size 1", {}),
         ("glm4_moe", False, "", {}),
         ("glm4_moe", True, "--expert-model-parallel-size 2", {"attention_bias": False, "use_qk_norm": False}),
         ("glm4_moe_lite", False, "", {}),
@@ -127,16 +149,23 @@ def reference_gradients(hf_model, ids, weights):
     """Gradients of sum(logits * weights) under the names of the checkpoint, where each expert has its own tensors."""
     (torch.cat([hf_model(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1) * weights).sum().backward()
     found = {}
+    gate_name, up_name, down_name = "gate_proj", "up_proj", "down_proj"
+    if hf_model.config.model_type == "minimax_m2":
+        gate_name, up_name, down_name = "w1", "w3", "w2"
     for name, param in hf_model.named_parameters():
+        if is_of_other_part(name):
+            continue
+        if hf_model.config.model_type == "minimax_m2":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         if name.endswith("experts.gate_up_proj"):
             for i, (gate, up) in enumerate(grad.chunk(2) for grad in param.grad):
                 base = f"{name.removesuffix('.gate_up_proj')}.{i}"
-                found |= {f"{base}.gate_proj.weight": gate, f"{base}.up_proj.weight": up}
+                found |= {f"{base}.{gate_name}.weight": gate, f"{base}.{up_name}.weight": up}
         elif name.endswith("experts.down_proj"):
             base = name.removesuffix(".down_proj")
-            found |= {f"{base}.{i}.down_proj.weight": grad for i, grad in enumerate(param.grad)}
-        else:
-            found[name] = param.grad
+            found |= {f"{base}.{i}.{down_name}.weight": grad for i, grad in enumerate(param.grad)}
+        else:  # none of what only chooses
+            found[name] = torch.zeros_like(param) if param.grad is None else param.grad
     return found
 
 

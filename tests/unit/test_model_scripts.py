@@ -14,7 +14,8 @@ from slime.backends.megatron_utils.arguments import add_megatron_arguments
 from slime.backends.megatron_utils.hf_config import model_args_from_hf
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, strip_wrappers
 from slime.utils.arguments import CommandLine
-from tests.unit.megatron_fakes import make_args, run_world
+from slime.utils.hf_text_config import text_config
+from tests.unit.megatron_fakes import WITH_VISION, make_args, run_world
 from tests.unit.script_fakes import FIXTURES, ROOT, SHORTENED, hf_config, script_flags
 
 # Scripts under the names of older documents, or of a platform.
@@ -22,25 +23,33 @@ ALIASES = {
     "llama3-8B": "llama3.1-8B-Instruct",
     "llama3.2-3B-Instruct-amd": "llama3.2-3B-Instruct",
     "qwen3-4b": "qwen3-4B",
+    # The sizes are the same, and no flag says what else there is: which layers share the choice of an indexer, and
+    # the part that sees images.
+    "glm5.2-744B-A40B": "glm5-744B-A40B",
+    "qwen3.5-35B-A3B-vl": "qwen3.5-35B-A3B",
 }
 # Parameters of the published models, tied embeddings counted once; the hub counts as many. Known only rounded are
 # deepseek-v3 (671 B), glm4-32B (33 B), moonlight (16 B), both kimi-k2 (1 T) and mimo-7B-rl (7.83 B with a prediction
-# layer of 0.21 B). The hub counts the two glm4.5 with their prediction layer: HUB_WITH_PREDICTION_LAYER. Nobody
+# layer of 0.21 B), and all with a gated delta net or an indexer, minimax-m2 and qwen3.5 (without the part that sees
+# images). The hub counts the two glm4.5 with their prediction layer: HUB_WITH_PREDICTION_LAYER. Nobody
 # publishes the first layers of deepseek-v3: those numbers say only that both models agree. What no count shows (rotary
 # base and scaling, epsilon) is compared with config.json when a run starts.
 PARAMETERS = {
     "deepseek-v3": 671_026_404_352,
+    "deepseek-v3.2": 671_877_929_216,
     "deepseek-v3-5layer": 26_618_387_456,
     "deepseek-v3-20layer": 199_227_677_696,
     "glm4-9B": 9_400_279_040,
     "glm4-32B": 32_566_081_536,
     "glm4.5-106B-A12B": 106_852_245_504,
     "glm4.5-355B-A32B": 352_797_814_784,
+    "glm5-744B-A40B": 743_911_199_232,
     "kimi-k2": 1_026_408_209_408,
     "kimi-k2-thinking": 1_026_408_209_408,
     "llama3.1-8B-Instruct": 8_030_261_248,
     "llama3.2-3B-Instruct": 3_212_749_824,
     "mimo-7B-rl": 7_622_619_136,
+    "minimax-m2": 228_689_748_992,
     "moonlight": 15_960_108_544,
     "qwen2.5-0.5B": 494_032_768,
     "qwen2.5-1.5B": 1_543_714_304,
@@ -56,6 +65,12 @@ PARAMETERS = {
     "qwen3-32B": 32_762_123_264,
     "qwen3-30B-A3B": 30_532_122_624,
     "qwen3-235B-A22B": 235_093_634_560,
+    "qwen3-next-80B-A3B": 79_674_391_296,
+    "qwen3.5-0.8B": 752_393_024,
+    "qwen3.5-4B": 4_205_751_296,
+    "qwen3.5-9B": 8_953_803_264,
+    "qwen3.5-27B": 26_895_998_464,
+    "qwen3.5-35B-A3B": 34_660_610_688,
     "smollm2-135M": 134_515_008,
 }
 HUB_WITH_PREDICTION_LAYER = {"glm4.5-106B-A12B": 110_468_824_832, "glm4.5-355B-A32B": 358_337_791_296}
@@ -66,7 +81,12 @@ JOINED_EXPERTS = {
     "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
 }
 # Types without a class in transformers: the one that has their layers.
-CLASS_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+CLASS_OF = {
+    "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -91,29 +111,39 @@ def test_a_model_script_says_what_the_hf_config_says_and_nothing_else(name):
     assert vars(parse(script_flags(name))) == derived
 
 
+def period(config: dict[str, Any]) -> int:
+    """Layers after which their kinds come again."""
+    return config.get("full_attention_interval", 1)
+
+
 def num_kept(config: dict[str, Any]) -> int:
-    """Layers that are built: the dense ones and two behind them, which all others are like."""
-    return min(config["num_hidden_layers"], config.get("first_k_dense_replace", 0) + 2)
+    """Layers that are built: the dense ones and two behind them, or one period, which all others are like."""
+    return min(config["num_hidden_layers"], config.get("first_k_dense_replace", 0) + max(2, period(config)))
 
 
 def num_parameters(shapes: Shapes, config: dict[str, Any]) -> int:
-    """Parameters of the whole model, whose last kept layer stands for all that were left out."""
-    kept = num_kept(config)
-    last = [shape for name, shape in shapes.items() if f".layers.{kept - 1}." in name]
-    left_out = (config["num_hidden_layers"] - kept) * sum(map(math.prod, last))
-    return sum(map(math.prod, shapes.values())) + left_out
+    """Parameters of the whole model, whose last kept layers stand for all that were left out."""
+    kept, length = num_kept(config), period(config)
+    lasts = [f".layers.{index}." for index in range(kept - length, kept)]
+    last = [shape for name, shape in shapes.items() if any(layer in name for layer in lasts)]
+    times, rest = divmod(config["num_hidden_layers"] - kept, length)
+    assert rest == 0
+    return sum(map(math.prod, shapes.values())) + times * sum(map(math.prod, last))
 
 
 def hf_shapes(config: dict[str, Any]) -> Shapes:
     """Parameters of the kept layers of the transformers model, built without memory."""
     import transformers
 
-    values = {key: value for key, value in config.items() if key not in ("_source", "model_type")}
+    values = {key: value for key, value in config.items() if key not in ("_source", "model_type", "text_config")}
     model_type = CLASS_OF.get(config["model_type"], config["model_type"])
     built = transformers.AutoConfig.for_model(model_type, **(values | {"num_hidden_layers": num_kept(config)}))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(built)
-    return {key: tuple(param.shape) for key, param in model.named_parameters()}
+    shapes = {key: tuple(param.shape) for key, param in model.named_parameters()}
+    if config["model_type"] not in WITH_VISION:
+        return shapes
+    return {key.replace("model.", "model.language_model.", 1): shape for key, shape in shapes.items()}
 
 
 def megatron_shapes(args: argparse.Namespace) -> Shapes:
@@ -137,7 +167,8 @@ def hf_names(model_type: str, megatron_name: str) -> tuple[str, ...]:
     name = strip_wrappers(megatron_name)
     layer, _, inner = name.removeprefix("decoder.layers.").partition(".")
     if name.startswith("decoder.layers.") and inner in JOINED_EXPERTS:
-        return (f"model.layers.{layer}.{JOINED_EXPERTS[inner]}",)
+        model = "model.language_model" if model_type in WITH_VISION else "model"
+        return (f"{model}.layers.{layer}.{JOINED_EXPERTS[inner]}",)
     return FAMILIES[model_type].find(name, num_layers=0)[1]
 
 
@@ -156,7 +187,7 @@ def check_shapes(args: argparse.Namespace, config: dict[str, Any], hf: Shapes, t
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_both_models_have_the_published_number_of_parameters_and_the_same_shapes(name):
-    config = hf_config(name)
+    config = text_config(hf_config(name))
     hf, kept = hf_shapes(config), num_kept(config)
     assert num_parameters(hf, config) == PARAMETERS[name]
     flags = [*script_flags(name), "--no-initialization", "--num-layers", str(kept)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils import value_checks
+from slime.backends.megatron_utils.attention_checks import check_attention
 from slime.backends.megatron_utils.config_flags import add_config_flags
 from slime.backends.megatron_utils.derived import derive_megatron, model_sizes
 from slime.backends.megatron_utils.flag_classes import (
@@ -62,6 +63,10 @@ SHAPE_KEYS = [
     "add_qkv_bias",
     "untie_embeddings_and_output_weights",
     "vocab_size",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
 ]
 
 
@@ -147,6 +152,7 @@ def _described_model(args: argparse.Namespace, hf_config: Mapping[str, Any] | No
         )
         return problems
     problems.wrong += value_checks.check_model(args)
+    problems.wrong += check_attention(args)
     problems.wrong += check_moe(args)
     problems.wrong += layout_problems(args, hf_config)
     problems.unsupported += value_checks.check_built_models(args)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.layout import Layout, ffn_size, query_groups, virtual_stages
+from slime.utils.hf_text_config import text_config
 
 CONSTANTS: dict[str, Any] = {
     "use_distributed_optimizer": True,
@@ -143,7 +144,7 @@ def vocab_size_of(hf_checkpoint: str | None) -> int | None:
     if not hf_checkpoint or not config.is_file():
         return None
     try:
-        size = json.loads(config.read_text()).get("vocab_size")
+        size = text_config(json.loads(config.read_text())).get("vocab_size")
     except (ValueError, AttributeError):
         return None
     return size if isinstance(size, int) else None

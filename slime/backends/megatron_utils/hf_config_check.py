@@ -8,8 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf, moe_layer_pattern
+from slime.backends.megatron_utils.hf_config import (
+    SUPPORTED_MODEL_TYPES,
+    linear_attention_pattern,
+    model_args_from_hf,
+    moe_layer_pattern,
+)
 from slime.utils.errors import UsageError
+from slime.utils.hf_text_config import text_config
 
 PREDICTING = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 """`model_type`s with rules for layers that predict further tokens."""
@@ -19,6 +25,7 @@ FLAG_OF = {
     "add_bias_linear": "--disable-bias-linear",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "num_moe_experts": "--num-experts",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
 }
 # A wrong value of these makes another model; the others (vocabulary, positions) are limits that a user may widen, or
 # change the training and not the model (the load-balancing loss).
@@ -42,6 +49,7 @@ CROSS_CHECKED = [
     "post_mlp_layernorm",
     "untie_embeddings_and_output_weights",
     "use_rope_scaling",
+    "rotary_seq_len_interpolation_factor",
     "rope_scaling_factor",
     "rope_scaling_low_freq_factor",
     "rope_scaling_high_freq_factor",
@@ -71,6 +79,19 @@ CROSS_CHECKED = [
     "beta_slow",
     "mscale",
     "mscale_all_dim",
+    "layernorm_zero_centered_gamma",
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "spec",
 ]
 
 
@@ -90,7 +111,7 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
         differences = config_differences(args, hf_config)
     except UsageError as error:
         return error.messages
-    predicting, theirs = args.mtp_num_layers or 0, hf_config.get("num_nextn_predict_layers") or 0
+    predicting, theirs = args.mtp_num_layers or 0, text_config(hf_config).get("num_nextn_predict_layers") or 0
     if predicting > theirs or (predicting and hf_config["model_type"] not in PREDICTING):
         return [
             f"--mtp-num-layers {predicting}: the HF config (model_type {hf_config['model_type']}) has {theirs} layers "
@@ -115,6 +136,9 @@ def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[st
     given = vars(args) | _as_built(vars(args))
     if "moe_layer_freq" in expected:
         expected["moe_layer_freq"] = moe_layer_pattern(expected["moe_layer_freq"], expected["num_layers"])
+    if "linear_attention_freq" in expected:
+        layers = expected["num_layers"]
+        expected["linear_attention_freq"] = linear_attention_pattern(expected["linear_attention_freq"], layers)
     names = [*CROSS_CHECKED, *(["vocab_size"] if given["vocab_size"] is not None else [])]
     return [
         (name, given[name], expected[name]) for name in names if name in expected and given[name] != expected[name]
@@ -130,6 +154,8 @@ def _as_built(given: Mapping[str, Any]) -> dict[str, Any]:
         built["num_query_groups"] = given["num_attention_heads"]
     if given["kv_channels"] is None and given["hidden_size"] and given["num_attention_heads"]:
         built["kv_channels"] = given["hidden_size"] // given["num_attention_heads"]
+    if given.get("linear_attention_freq") is not None:
+        built["linear_attention_freq"] = linear_attention_pattern(given["linear_attention_freq"], given["num_layers"])
     if given["num_moe_experts"]:
         built["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
         built["moe_layer_freq"] = moe_layer_pattern(given["moe_layer_freq"], given["num_layers"])

@@ -1,6 +1,7 @@
 """Write a Megatron model as an HF checkpoint directory.
 
-Weights come from the model alone; config and tokenizer files are copied from --hf-checkpoint. The directory appears
+Weights come from the model alone; config and tokenizer files are copied from --hf-checkpoint, and so is what the
+trainer does not have, the part of a model that sees images. The directory appears
 under its name only when it is complete. It knows nothing about Megatron's own checkpoints.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
+from slime.utils.hf_text_config import is_of_other_part, text_config
 from slime.utils.manifest import to_disk
 from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 
@@ -41,6 +43,7 @@ def save_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: st
             writer.add(bucket)
             writer.add((copy, tensor) for name, tensor in bucket for copy in copies.get(name, ()))
     if writer is not None:
+        writer.add(_of_other_parts(args.hf_checkpoint))
         writer.finish()
     dist.barrier()
 
@@ -55,6 +58,14 @@ def _copies_in_predictions(args: argparse.Namespace) -> dict[str, list[str]]:
         if original := prediction_copy_of(name):
             copies.setdefault(original, []).append(name)
     return copies
+
+
+def _of_other_parts(hf_checkpoint: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what no trainer changes and a model that sees images needs, as --hf-checkpoint has them."""
+    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+
+    reader = SafetensorsReader(hf_checkpoint)
+    return ((name, reader.get(name)) for name in reader.names() if is_of_other_part(name))
 
 
 def check_output(path: str | Path, hf_checkpoint: str | Path) -> None:
@@ -102,7 +113,8 @@ class HfWriter:
         if assets_from is not None:
             copy_assets(assets_from, self._partial)
             if not keeps_dtypes:
-                self._dtype = config_dtype(json.loads((Path(assets_from) / "config.json").read_text()))
+                config_of = json.loads((Path(assets_from) / "config.json").read_text())
+                self._dtype = config_dtype(text_config(config_of))
         if config is not None:
             (self._partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
-from slime.backends.megatron_utils.megatron_to_hf.rules import TensorShape
+from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.model_provider import build_stage
 from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
 from slime.utils.errors import UsageError

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
+from slime.backends.megatron_utils.megatron_to_hf.layouts import Layout, TensorShape
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket, stored_bytes
-from slime.backends.megatron_utils.megatron_to_hf.rules import Family, Layout, TensorShape
+from slime.backends.megatron_utils.megatron_to_hf.rules import Family
 from slime.backends.megatron_utils.model_weights import Weight
 from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages, iter_weights_of_own_stage
 from slime.utils.fp8_format import Fp8Format, fp8_format_of

@@ -323,10 +323,10 @@ def _nearest_spread(layout: Layout, experts: int, ffn: int, of_stage: int) -> st
 
 def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     """Attention can be split over context-parallel ranks as asked."""
-    if layout.context > 1 and args.experimental_attention_variant == "gated_delta_net":
+    if layout.context > 1 and args.experimental_attention_variant is not None:
         yield (
             f"--context-parallel-size {layout.context} does not go with --experimental-attention-variant "
-            "gated_delta_net in Megatron; use 1."
+            f"{args.experimental_attention_variant} in Megatron; use 1."
         )
     kinds = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
     spread = layout.tensor * layout.context
@@ -340,14 +340,16 @@ def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
 
 
 def check_allgather_cp(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Contiguous context-parallel shares are for sparse attention, of which there is none here."""
+    """Contiguous context-parallel shares are for sparse attention, which is not spread over ranks here."""
     if not vars(args).get("allgather_cp"):
         return
     if args.context_parallel_size <= 1:
         yield "--allgather-cp has no effect with --context-parallel-size 1; leave it out."
         return
     architectures = (hf_config or {}).get("architectures") or []
-    reason = f"the sparse attention of {' and '.join(ALLGATHER_CP_MODELS)}, which is not built here"
+    reason = (
+        f"the sparse attention of {' and '.join(ALLGATHER_CP_MODELS)}, which runs without context parallelism here"
+    )
     if not set(architectures) & set(ALLGATHER_CP_MODELS):
         reason = (
             f"sparse attention, not for {', '.join(map(str, architectures)) or 'this model'}: where a token attends "

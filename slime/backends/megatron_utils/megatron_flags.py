@@ -54,6 +54,7 @@ TABLE: tuple[Group, ...] = (
         --disable-bias-linear --add-qkv-bias --qk-layernorm --post-self-attn-layernorm --post-mlp-layernorm
         --swiglu --untie-embeddings-and-output-weights
         --position-embedding-type --use-rotary-position-embeddings --rotary-base --rotary-percent
+        --rotary-seq-len-interpolation-factor
         --rotary-interleaved --use-rope-scaling --rope-scaling-factor --rope-scaling-low-freq-factor
         --rope-scaling-high-freq-factor --rope-scaling-original-max-position-embeddings
         --init-method-std --embedding-init-method-std --no-initialization
@@ -73,6 +74,12 @@ TABLE: tuple[Group, ...] = (
         """--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
         --rope-type --rotary-scaling-factor --original-max-position-embeddings --beta-fast --beta-slow --mscale
         --mscale-all-dim""",
+    ),
+    Group(
+        "used",
+        """--spec --apply-layernorm-1p --attention-output-gate --experimental-attention-variant --linear-attention-freq
+        --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads
+        --linear-num-value-heads --dsa-indexer-n-heads --dsa-indexer-head-dim --dsa-indexer-topk""",
     ),
     Group(
         "used",
@@ -241,28 +248,32 @@ TABLE: tuple[Group, ...] = (
     Group("refused", "--mtp-standalone", "it follows from --pipeline-model-parallel-layout"),
     Group(
         "refused",
-        """--experimental-attention-variant --dsa-indexer-n-heads --dsa-indexer-head-dim
-        --dsa-indexer-topk --dsa-indexer-loss-coeff --dsa-indexer-use-sparse-loss""",
-        "sparse attention",
-        later="model families",
+        "--dsa-indexer-loss-coeff --dsa-indexer-use-sparse-loss",
+        "indexers of sparse attention are not trained here and stay as the checkpoint has them",
+    ),
+    Group("refused", "--linear-attention-type", "use --experimental-attention-variant gated_delta_net"),
+    Group(
+        "refused",
+        "--window-size --window-attn-skip-freq --softmax-type --qk-l2-norm --no-rope-freq --mrope-section",
+        "it is of attention that no family of docs/model_families.md has, and slime's own attention has no such part",
     ),
     Group(
         "refused",
-        """--linear-attention-freq --linear-attention-type --linear-conv-kernel-dim --linear-key-head-dim
-        --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --attention-output-gate
-        --window-size --window-attn-skip-freq --no-rope-freq --softmax-type --qk-l2-norm --mrope-section
-        --rotary-seq-len-interpolation-factor""",
-        "other kinds of attention",
-        later="model families",
+        "--apply-query-key-layer-scaling",
+        "it rescales scores for fp16 in Megatron's own attention; slime's computes the softmax in fp32",
     ),
     Group(
         "refused",
-        """--apply-layernorm-1p --apply-residual-connection-post-layernorm --squared-relu --quick-geglu --openai-gelu
-        --glu-linear-offset
-        --activation-func-clamp-value --spec --init-method-xavier-uniform --apply-query-key-layer-scaling
-        --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json""",
-        "other layers",
-        later="model families",
+        """--apply-residual-connection-post-layernorm --squared-relu --quick-geglu --openai-gelu
+        --glu-linear-offset --activation-func-clamp-value --heterogeneous-layers-config-path
+        --heterogeneous-layers-config-encoded-json""",
+        "it makes a layer that no family of docs/model_families.md has, so that no weights could be loaded into it or "
+        "sent to engines; a model of your own is built by --spec or --custom-model-provider-path",
+    ),
+    Group(
+        "refused",
+        "--init-method-xavier-uniform",
+        "weights are loaded and never random; --init-method-std says the spread of those that are replaced",
     ),
     Group(
         "refused",

@@ -11,10 +11,13 @@ from slime.backends.megatron_utils.megatron_flags import NO_SGD
 
 # Values of options that are used: option -> {value: reason or topic}
 REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
-    "--normalization": {"LayerNorm": ("", "model families")},
-    "--position-embedding-type": dict.fromkeys(
-        ("mrope", "learned_absolute", "relative", "none"), ("", "model families")
-    ),
+    "--normalization": {"LayerNorm": ("no family of docs/model_families.md has it; use RMSNorm", None)},
+    "--position-embedding-type": {
+        "mrope": ("on text it is the same as rope, and images are not trained on; use rope", None),
+        **dict.fromkeys(
+            ("learned_absolute", "relative", "none"), ("no family of docs/model_families.md has it; use rope", None)
+        ),
+    },
     "--optimizer": {
         "sgd": (f"{NO_SGD}; use adam", None),
         **dict.fromkeys(

@@ -77,6 +77,17 @@ EFFECTS: tuple[Effect, ...] = (
         lambda a: a.num_moe_experts or a.expert_tensor_parallel_size == 1,
         "without --num-experts",
     ),
+    Effect(
+        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+        "linear_num_value_heads",
+        lambda a: a.experimental_attention_variant == "gated_delta_net",
+        "without --experimental-attention-variant gated_delta_net",
+    ),
+    Effect(
+        "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk",
+        lambda a: a.experimental_attention_variant == "dsa",
+        "without --experimental-attention-variant dsa",
+    ),
     Effect("num_query_groups", lambda a: a.group_query_attention, "without --group-query-attention"),
     Effect(
         "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "
@@ -280,12 +291,12 @@ def check_transformer_impl(args: argparse.Namespace, explicit: Collection[str]) 
 
 def check_built_models(args: argparse.Namespace) -> Iterator[str]:
     """What our models lack: sentences about models that cannot be trained yet."""
-    ours = "is not supported yet (model families); the models that are built here need"
+    ours = "is not supported: no family of docs/model_families.md has it;"
     if args.normalization != "RMSNorm":
-        yield f"--normalization {args.normalization} {ours} --normalization RMSNorm."
+        yield f"--normalization {args.normalization} {ours} give --normalization RMSNorm."
     if not args.swiglu:
-        yield f"an MLP without --swiglu {ours} it."
+        yield f"an MLP without --swiglu {ours} give it."
     if args.add_bias_linear:
-        yield f"a model with biases {ours} --disable-bias-linear."
+        yield f"a model with biases {ours} give --disable-bias-linear."
     if args.attention_dropout:
         yield f"--attention-dropout {args.attention_dropout} is not supported: our attention has no dropout; use 0."

@@ -20,6 +20,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "minimax_m2": {"rotary_dim": 64, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
 }
 """What SGLang reads of a family's config and transformers does not know -> the value of the published models."""
 

@@ -95,4 +95,32 @@ def check_profile(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-TRAINER_CHECKS = (check_train_env_vars, check_checkpoint_contents, check_profile)
+def check_kernels(args: argparse.Namespace) -> Iterable[str]:
+    """No kernels are asked for that slime does not have."""
+    if args.qwen_gdn_backend == "flashqla":
+        yield (
+            "--qwen-gdn-backend flashqla is not supported: slime has not been run with the library of these kernels; "
+            "use fla, which takes flash-linear-attention where it is installed and torch's operations elsewhere."
+        )
+    deep_gemm = {
+        "--megatron-deepgemm-forward-layers": args.megatron_deepgemm_forward_layers,
+        "--megatron-deepgemm-moe-forward-layers": args.megatron_deepgemm_moe_forward_layers,
+    }
+    if given := [option for option, layers in deep_gemm.items() if layers is not None]:
+        yield (
+            f"{', '.join(given)}: not supported: a forward pass in fp8 needs the library deep_gemm, which slime does "
+            "not install, and the trainer computes in 16 bit; leave it out, and let --use-tis correct what the "
+            "engine's fp8 changes."
+        )
+
+
+def check_indexers(args: argparse.Namespace) -> Iterable[str]:
+    """Indexers are frozen where there are some; the error is one of the flag, not of the run."""
+    if args.freeze_indexer and args.experimental_attention_variant != "dsa":
+        yield (
+            "--freeze-indexer: the model has no sparse attention (--experimental-attention-variant dsa), so there is "
+            "no indexer to freeze; leave it out."
+        )
+
+
+TRAINER_CHECKS = (check_train_env_vars, check_checkpoint_contents, check_profile, check_kernels, check_indexers)

@@ -27,12 +27,14 @@ class TrainFlags:
     freeze_params_name_list: list[str] | None = flag(
         None, "regular expressions (searched in Megatron's parameter names) of the parameters to freeze", nargs="*"
     )
-    freeze_indexer: bool = flag(False, "freeze the indexer of sparse attention", later="model families")
+    freeze_indexer: bool = flag(
+        False, "demand that the model has indexers of sparse attention, which are frozen in any case"
+    )
     qwen_gdn_backend: str = flag(
         "fla",
-        "kernels of Qwen's gated delta net",
+        "kernels of Qwen's gated delta net: fla is flash-linear-attention on CUDA where it is installed, and torch's "
+        "operations elsewhere",
         choices=("fla", "flashqla"),
-        later="model families",
     )
     allgather_cp: bool = flag(
         False, "contiguous context-parallel shares, not zigzag ones (refused: for sparse attention alone)"
@@ -57,23 +59,21 @@ class TrainFlags:
         "hook: fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), before each train step",
     )
     megatron_deepgemm_forward_layers: list[int] | None = flag(
-        None, "layers whose forward pass uses SGLang's fp8 DeepGEMM", nargs="+", later="model families"
+        None, "layers whose forward pass uses SGLang's fp8 DeepGEMM (refused: needs deep_gemm)", nargs="+"
     )
     megatron_deepgemm_forward_modules: list[str] | None = flag(
         None,
         "suffixes of the modules that do",
         nargs="+",
-        later="model families",
         needs="megatron_deepgemm_forward_layers",
     )
     megatron_deepgemm_moe_forward_layers: list[int] | None = flag(
-        None, "the same for the layers of grouped experts", nargs="+", later="model families"
+        None, "the same for the layers of grouped experts (refused: needs deep_gemm)", nargs="+"
     )
     megatron_deepgemm_moe_forward_modules: list[str] | None = flag(
         None,
         "suffixes of the expert modules that do (default: mlp.experts)",
         nargs="+",
-        later="model families",
         needs="megatron_deepgemm_moe_forward_layers",
     )
 

@@ -39,7 +39,7 @@ def of_hf_model(model: Any, directory: Path) -> Parity:
         (logits[sample] * weights_of(sample, len(tokens))).sum().backward()
     with torch.no_grad():
         for param in model.parameters():
-            param.copy_(param.grad)
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)  # None of an indexer's
         for buffer in model.buffers():  # biases of routers have no gradients
             buffer.zero_()
     model.save_pretrained(directory)
@@ -98,7 +98,8 @@ def of_layout(args: argparse.Namespace) -> Parity:
     with torch.no_grad():
         for chunk in model:
             for param in chunk.parameters():
-                param.copy_(param.main_grad)  # so that gradients are gathered as weights are
+                # So that gradients are gathered as weights are; what is frozen has none.
+                param.copy_(param.main_grad if param.requires_grad else torch.zeros_like(param))
             for _, buffer in chunk.named_buffers():  # "buffers" are those of the gradients here
                 buffer.zero_()
     return {"logits": join(found), "gradients": hf_tensors(args, model)}

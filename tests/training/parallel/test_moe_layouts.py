@@ -66,6 +66,9 @@ REPLAYS = {"use_routing_replay": True, "lr": 0.01}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "minimax_m2": ("minimax_m2", MOVES_BIASES),
+    "glm_moe_dsa": ("glm_moe_dsa", MOVES_BIASES),
     "glm4_moe": ("glm4_moe", MOVES_BIASES),
     "glm4_moe_lite": ("glm4_moe_lite", MOVES_BIASES),
     "deepseek_v3": ("deepseek_v3", MOVES_BIASES),
@@ -73,9 +76,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, R3": ("deepseek_v3", {**REPLAYS, **MOVES_BIASES, "use_rollout_routing_replay": True}),
 }
 """Name -> (family, flags): of each model without replay all is compared, of those with replay the training."""
+NOT_SPREAD = ("qwen3_next", "glm_moe_dsa")
+"""Families whose sequences are not spread over context-parallel ranks."""
 ALWAYS = {
     "qwen2_moe": ("TP 2, EP 2",),
     "qwen3_moe": ("TP 2 DP 2, EP 2, ETP 2",),
+    "qwen3_next": ("TP 2 PP 2, EP 2",),
+    "minimax_m2": ("TP 2, EP 2",),
     "glm4_moe_lite": ("TP 2, EP 2",),
     "deepseek_v3": ("PP 2 VPP 2 DP 2, EP 2, recomputed", "TP 2 CP 2, EP 4"),
     "qwen3_moe, R2": ("CP 2, EP 2, passes of other sizes",),
@@ -89,7 +96,7 @@ def cases(*, replayed: bool) -> list[Any]:
         pytest.param(model, layout, marks=() if layout in ALWAYS.get(model, ()) else pytest.mark.slow)
         for model, (_, changes) in MODELS.items()
         for layout in LAYOUTS
-        if replayed == ("use_routing_replay" in changes)
+        if replayed == ("use_routing_replay" in changes) and not (model in NOT_SPREAD and CP in LAYOUTS[layout].flags)
     ]
 
 

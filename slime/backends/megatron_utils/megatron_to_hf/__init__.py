@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.megatron_to_hf.processors import quantize_params
-from slime.backends.megatron_utils.megatron_to_hf.rules import Family, TensorShape, family_of, numbered_in_model
+from slime.backends.megatron_utils.megatron_to_hf.rules import Family, family_of, numbered_in_model
 
 if TYPE_CHECKING:
     import torch

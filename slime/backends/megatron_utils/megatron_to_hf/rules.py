@@ -1,8 +1,8 @@
 """One table per model family: which HF tensors a Megatron parameter is made of, and in which layout.
 
 The tables are read in both directions (export and weight sync; loading), so that they cannot disagree. Everything
-works on full tensors; how a full tensor is cut over tensor-parallel ranks is part of the layout, because a gated
-MLP's two halves are cut one by one. Nothing here knows about process groups, files or dtypes.
+works on full tensors; how a full tensor is cut over tensor-parallel ranks is part of the layout (layouts.py), because
+a gated MLP's two halves are cut one by one. Nothing here knows about process groups, files or dtypes.
 
 Example: in a Qwen3 model with 2 query groups, "decoder.layers.3.self_attention.linear_qkv.weight" holds the rows [q
 of group 0, k of group 0, v of group 0, q of group 1, ...] and becomes
@@ -11,169 +11,25 @@ of group 0, k of group 0, v of group 0, q of group 1, ...] and becomes
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
 
 from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
+from slime.backends.megatron_utils.megatron_to_hf.layouts import (
+    DeltaNetConv,
+    DeltaNetRows,
+    DeltaNetRowsApart,
+    GatedQkv,
+    GateUp,
+    GateUpTogether,
+    Layout,
+    Qkv,
+    Same,
+    SwappedHalves,
+    Vocab,
+)
 from slime.utils.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-
-def _concatenate(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    import torch  # here, since a command line that names a family is checked without it
-
-    return torch.cat(list(parts), dim)
-
-
-@dataclass(frozen=True)
-class TensorShape:
-    """The numbers of a model that names and layouts need."""
-
-    num_layers: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    vocab_size: int
-    padded_vocab_size: int
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> TensorShape:
-        """Read them from derived flags."""
-        return cls(
-            num_layers=args.num_layers,
-            num_attention_heads=args.num_attention_heads,
-            num_query_groups=args.num_query_groups,
-            kv_channels=args.kv_channels,
-            vocab_size=args.vocab_size,
-            padded_vocab_size=args.padded_vocab_size,
-        )
-
-
-class Layout(Protocol):
-    """How the HF tensors of one rule lie in one Megatron parameter; `to_hf` undoes `to_megatron` exactly."""
-
-    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
-        """Full Megatron parameter -> HF tensors (may be views of it)."""
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
-        """HF tensors -> full Megatron parameter."""
-
-    def split(self, param: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
-        """Full parameter -> the shares of the tensor-parallel ranks."""
-
-    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """Shares of the tensor-parallel ranks -> full parameter."""
-
-
-class Same:
-    """One HF tensor, unchanged; cut in equal chunks."""
-
-    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
-        """[...] -> [[...]]."""
-        return [param]
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
-        """[[...]] -> [...]."""
-        (tensor,) = tensors
-        return tensor
-
-    def split(self, param: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
-        """Equal chunks along `dim`."""
-        return list(param.chunk(num_parts, dim))
-
-    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """Concatenate along `dim`."""
-        return _concatenate(parts, dim)
-
-
-class Vocab(Same):
-    """Rows of the vocabulary, followed in Megatron by padding rows (zeros when loaded, dropped on export)."""
-
-    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
-        """[padded V, H] -> [[V, H]]."""
-        return [param[: shape.vocab_size]]
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
-        """[[V, H]] -> [padded V, H]."""
-        (tensor,) = tensors
-        padding = tensor.new_zeros(shape.padded_vocab_size - tensor.shape[0], *tensor.shape[1:])
-        return _concatenate([tensor, padding])
-
-
-class Qkv(Same):
-    """q, k and v of each query group after one another; weights [rows, H] and biases [rows] alike."""
-
-    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
-        """[(heads + 2 groups) * channels, ...] -> [q, k, v]."""
-        rows = self._rows(shape)
-        grouped = param.view(shape.num_query_groups, sum(rows), *param.shape[1:])
-        return [part.flatten(0, 1) for part in grouped.split_with_sizes(rows, 1)]
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
-        """[q, k, v] -> [(heads + 2 groups) * channels, ...]."""
-        rows = self._rows(shape)
-        grouped = [t.unflatten(0, (shape.num_query_groups, n)) for t, n in zip(tensors, rows, strict=True)]
-        return _concatenate(grouped, dim=1).flatten(0, 1)
-
-    @staticmethod
-    def _rows(shape: TensorShape) -> list[int]:
-        """Rows of q, k and v in one query group."""
-        heads_per_group = shape.num_attention_heads // shape.num_query_groups
-        return [heads_per_group * shape.kv_channels, shape.kv_channels, shape.kv_channels]
-
-
-class GateUp(Same):
-    """The gate rows, then the up rows; each half is cut by itself, so that a rank has matching rows of both."""
-
-    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
-        """[2 F, H] -> [gate [F, H], up [F, H]]."""
-        return list(param.chunk(2, 0))
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
-        """[gate, up] -> [2 F, H]."""
-        return _concatenate(tensors)
-
-    def split(self, param: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
-        """Each rank's [gate share, up share]."""
-        halves = [half.chunk(num_parts, dim) for half in param.chunk(2, dim)]
-        return [_concatenate(pair, dim) for pair in zip(*halves, strict=True)]
-
-    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """All gate shares, then all up shares."""
-        halves = zip(*(part.chunk(2, dim) for part in parts), strict=True)
-        return _concatenate([share for half in halves for share in half], dim)
-
-
-class GateUpTogether(GateUp):
-    """The same rows where the HF model, too, has gate and up in one tensor (GLM-4)."""
-
-    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
-        """[2 F, H] -> [[2 F, H]]."""
-        return [param]
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
-        """[[2 F, H]] -> [2 F, H]."""
-        (tensor,) = tensors
-        return tensor
-
-
-class SwappedHalves(Same):
-    """The two halves of the columns, the other way around: what multiplies [a, b] here multiplies [b, a] in HF."""
-
-    def to_hf(self, param: torch.Tensor, shape: TensorShape) -> list[torch.Tensor]:
-        """[H, 2 H] -> [[H, 2 H]]."""
-        return [_concatenate(param.chunk(2, 1)[::-1], dim=1)]
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: TensorShape) -> torch.Tensor:
-        """[[H, 2 H]] -> [H, 2 H]."""
-        (tensor,) = tensors
-        return _concatenate(tensor.chunk(2, 1)[::-1], dim=1)
 
 
 @dataclass(frozen=True)
@@ -249,6 +105,56 @@ _LATENT_ATTENTION = (
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
 _LATENT_DENSE = _EMBEDDINGS + _LAYER_NORMS + _LATENT_ATTENTION + _mlp("mlp", "mlp")
+
+
+def _delta_net(in_proj: tuple[str, ...], layout: Layout) -> tuple[Rule, ...]:
+    """Layers with a gated delta net, and gated attention in the others (both are called self_attention)."""
+    return (
+        _layer("self_attention.in_proj.weight", *(f"linear_attn.{n}.weight" for n in in_proj), layout=layout),
+        _layer("self_attention.conv1d.weight", "linear_attn.conv1d.weight", layout=DeltaNetConv()),
+        _layer("self_attention.dt_bias", "linear_attn.dt_bias"),
+        _layer("self_attention.A_log", "linear_attn.A_log"),
+        _layer("self_attention.out_norm.weight", "linear_attn.norm.weight"),
+        _layer("self_attention.out_proj.weight", "linear_attn.out_proj.weight"),
+        _layer("self_attention.linear_qkv.weight", *(f"self_attn.{n}_proj.weight" for n in "qkv"), layout=GatedQkv()),
+        _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    )
+
+
+_QWEN3_NEXT = (
+    *(_EMBEDDINGS + _LAYER_NORMS + _QK_NORM + _mlp("mlp", "mlp")),
+    *_delta_net(("in_proj_qkvz", "in_proj_ba"), DeltaNetRows()),
+)
+
+
+_QWEN3_5 = (
+    *(_EMBEDDINGS + _LAYER_NORMS + _QK_NORM + _mlp("mlp", "mlp")),
+    *_delta_net(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), DeltaNetRowsApart()),
+)
+
+
+_MINIMAX_M2 = (
+    *(_EMBEDDINGS + _LAYER_NORMS + _ATTENTION + _QK_NORM),
+    _layer("mlp.router.weight", "block_sparse_moe.gate.weight"),
+    _layer("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias"),
+    _layer(
+        "mlp.experts.local_experts.{e}.linear_fc1.weight",
+        *(f"block_sparse_moe.experts.{{e}}.{n}.weight" for n in ("w1", "w3")),
+        layout=GateUp(),
+    ),
+    _layer("mlp.experts.local_experts.{e}.linear_fc2.weight", "block_sparse_moe.experts.{e}.w2.weight"),
+)
+_INDEXER = tuple(
+    _layer(f"self_attention.core_attention.indexer.{name}", f"self_attn.indexer.{name}")
+    for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+)
+
+
+def _beside_vision(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The same language model in a checkpoint that also sees images."""
+    return tuple(
+        replace(rule, hf=tuple(re.sub(r"^model\.", "model.language_model.", n) for n in rule.hf)) for rule in rules
+    )
 
 
 @dataclass(frozen=True)
@@ -358,8 +264,16 @@ FAMILIES = {
         Family("qwen3", _DENSE + _QK_NORM),
         Family("glm4", _SANDWICH + _QKV_BIAS),
         Family("qwen3_moe", _DENSE + _QK_NORM + _EXPERTS),
+        Family("qwen3_next", _QWEN3_NEXT + _EXPERTS + _GATED_SHARED_EXPERT),
+        Family("qwen3_5", _beside_vision(_QWEN3_5)),
+        Family("qwen3_5_text", _QWEN3_5),
+        Family("qwen3_5_moe", _beside_vision(_QWEN3_5 + _EXPERTS + _GATED_SHARED_EXPERT)),
+        Family("qwen3_5_moe_text", _QWEN3_5 + _EXPERTS + _GATED_SHARED_EXPERT),
+        Family("minimax_m2", _MINIMAX_M2),
         Family("glm4_moe", _Predictions().after(_DENSE + _QKV_BIAS + _QK_NORM + _SHARED_EXPERT_RULES)),
         Family("glm4_moe_lite", _LATENT_WITH_EXPERTS),
+        Family("glm_moe_dsa", _LATENT_DENSE + _SHARED_EXPERT_RULES + _INDEXER),
+        Family("deepseek_v32", _LATENT_DENSE + _SHARED_EXPERT_RULES + _INDEXER),
         Family("deepseek_v3", _LATENT_WITH_EXPERTS),
         Family("kimi_k2", _LATENT_WITH_EXPERTS),
     )
@@ -376,6 +290,17 @@ def strip_wrappers(name: str) -> str:
     return re.sub(r"^(module\.)+", "", name)
 
 
+_NAMES = {
+    "qwen2.5": "qwen2",
+    "qwen3.5": "qwen35",
+    "deepseekv3.2exp": "deepseekv32",
+    "deepseekv3.2": "deepseekv32",
+    "glm5.2": "glmmoedsa",
+    "glm5": "glmmoedsa",
+}
+"""What models are called -> how their model_type begins, without underscores."""
+
+
 def family_of(model_name: str) -> Family:
     """Return the family of a model_type ("qwen3") or of a longer name of it ("qwen3config", "Qwen3-0.6B").
 
@@ -383,13 +308,14 @@ def family_of(model_name: str) -> Family:
         UsageError: when no table fits, naming those that exist.
     """
     plain = re.sub(r"[^a-z0-9.]", "", model_name.lower())
-    if "qwen2.5" in plain:
-        plain = plain.replace("qwen2.5", "qwen2")
-    plain = re.sub(r"(qwen[23])(?=.*a\d+b)(?!.*(moe|next|vl))", r"\1moe", plain)  # 30B-A3B: 3 B of 30 B are active
+    for written, meant in _NAMES.items():
+        plain = plain.replace(written, meant)
+    # 30B-A3B: 3 B of 30 B are active
+    plain = re.sub(r"(qwen35|qwen[23])(?=.*a\d+b)(?!.*(moe|next|vl))", r"\1moe", plain)
     found = [family for name, family in FAMILIES.items() if name.replace("_", "") in plain]
     longest = max(found, key=lambda family: len(family.model_type), default=None)
     rest = plain.replace(longest.model_type.replace("_", ""), "", 1) if longest else ""
-    is_variant = re.search(r"moe|next|vl|lite|audio|qwen|llama|^4|^v|^\.?2$|^\.\d|^\.?5(?!\d*b)", rest)
+    is_variant = re.search(r"moe|next|vl|lite|audio|qwen|llama|^4(?!b)|^v|^\.?2$|^\.\d|^\.?5(?!\d*b)", rest)
     if longest is None or is_variant:
         raise UsageError(
             f"no weight rules for {model_name!r}; there are rules for {', '.join(SUPPORTED_MODEL_TYPES)}."

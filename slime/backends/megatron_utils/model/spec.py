@@ -3,12 +3,14 @@ TransformerEngine.
 
 It describes dense layers (Llama, Qwen2, Qwen3), layers with experts (Qwen3-MoE, GLM-4.5), with latent attention
 (DeepSeek-V3) and with norms after attention and MLP (GLM-4); it reads the flags of the model and builds nothing.
+Layers of other kinds are slime_plugins.models', loaded by path.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,26 +29,44 @@ from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, Sa
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
 from slime.utils import accelerator
 from slime.utils.fusion import fused_on_cuda
+from slime.utils.misc import load_function
+
+OF_VARIANT = {
+    "gated_delta_net": "slime_plugins.models.qwen3_next.get_qwen3_next_spec",
+    "dsa": "slime_plugins.models.glm5.get_glm5_spec",
+}
+"""--experimental-attention-variant -> what makes the spec of a block of such layers."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the attribute by which Megatron sums its gradient over a sequence-parallel region.
 
-    Megatron's own wrapper of torch's norms refuses sequence parallelism.
+    Megatron's own wrapper of torch's norms refuses sequence parallelism. With --apply-layernorm-1p the weight is the
+    difference to 1.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=accelerator.current_device())
         self.weight.sequence_parallel = config.sequence_parallel
+        self.is_around_one = config.layernorm_zero_centered_gamma
+        if self.is_around_one:
+            torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and type."""
-        return _rms_norm(x, self.weight, self.eps or torch.finfo(x.dtype).eps)
+        eps = self.eps or torch.finfo(x.dtype).eps
+        return (_rms_norm_around_one if self.is_around_one else _rms_norm)(x, self.weight, eps)
 
 
 @fused_on_cuda
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+@fused_on_cuda
+def _rms_norm_around_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    # In fp32: 1 + weight has fewer digits in 16 bit than the weight.
+    return torch.nn.functional.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
 
 
 def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_experts: int | None = None) -> ModuleSpec:
@@ -91,14 +111,41 @@ def last_layer_spec(config: TransformerConfig, args: argparse.Namespace) -> Modu
 
 def block_spec(
     config: TransformerConfig, args: argparse.Namespace, vp_stage: int | None = None
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """Return the spec of the layers of this rank's pipeline stage, and of the final norm behind the last.
+
+    --spec says where it comes from, else --experimental-attention-variant, else it is `assemble_block`'s.
+    """
+    path = ".".join(args.spec) if args.spec else OF_VARIANT.get(args.experimental_attention_variant)
+    if path is None:
+        return assemble_block(args, config, vp_stage)
+    found: TransformerBlockSubmodules | ModuleSpec = load_function(path)(args, config, vp_stage)
+    return found
+
+
+def assemble_block(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    adapt: Callable[[ModuleSpec, int], None] | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return the spec of the layers of this rank's pipeline stage, and of the final norm behind the last."""
-    dense = layer_spec(config, args)
-    layers = [dense] * config.num_layers
+    """Return the block of the flags' layers.
+
+    Args:
+        args: derived flags.
+        config: of the model.
+        vp_stage: which of this rank's interleaved pipeline stages.
+        adapt: changes the spec of a layer in place; gets the spec, which no other layer shares, and the number of
+            the layer in the whole model, from 0.
+    """
+    with_experts = [0] * config.num_layers
     if config.num_moe_experts:
-        with_experts = layer_spec(config, args, num_experts=config.num_moe_experts)
-        pattern = moe_layer_pattern(config.moe_layer_freq, config.num_layers)
-        layers = [with_experts if has_experts else dense for has_experts in pattern]
+        with_experts = moe_layer_pattern(config.moe_layer_freq, config.num_layers)
     first = get_transformer_layer_offset(config, vp_stage)
-    here = layers[first : first + get_num_layers_to_build(config, vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=here, layer_norm=RMSNorm)
+    layers = []
+    for index in range(first, first + get_num_layers_to_build(config, vp_stage)):
+        layer = layer_spec(config, args, num_experts=config.num_moe_experts if with_experts[index] else None)
+        if adapt is not None:
+            adapt(layer, index)
+        layers.append(layer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

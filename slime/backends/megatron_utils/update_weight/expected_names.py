@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from slime.utils.fused_experts import is_fused, single_names
+from slime.utils.hf_text_config import is_of_other_part, text_config
 from slime.utils.safetensors_files import read_header
 
 # Buffers that old checkpoints carry and no engine loads.
@@ -21,12 +22,12 @@ def expected_hf_names(checkpoint: Path, num_predictions: int = 0) -> set[str]:
     """Names of the trained tensors of an HF directory; empty when it has no safetensors (nothing to compare with).
 
     A tied `lm_head.weight` is left out: it is the embedding. So are layers that predict further tokens, behind the
-    first `num_predictions`, and their copies of the embedding and the output layer, which engines do not load.
-    Experts stored as one tensor are sent one by one.
+    first `num_predictions`, and their copies of the embedding and the output layer, which engines do not load; and
+    what is not of the language model, which no trainer changes. Experts stored as one tensor are sent one by one.
     """
     names = _names(checkpoint)
     path = checkpoint / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = text_config(json.loads(path.read_text())) if path.is_file() else {}
     if config.get("tie_word_embeddings", False):
         names.discard("lm_head.weight")
     last = config["num_hidden_layers"] + num_predictions if config.get("num_nextn_predict_layers") else math.inf
@@ -35,6 +36,7 @@ def expected_hf_names(checkpoint: Path, num_predictions: int = 0) -> set[str]:
         for name in names
         if not name.endswith(NOT_WEIGHTS)
         and not prediction_copy_of(name)
+        and not is_of_other_part(name)
         and _is_of_first_layers(name, last, num_predictions)
     }
 

@@ -1,0 +1,2 @@
+# GLM-5.2: the sizes of GLM-5. Which layers take the choice of an earlier indexer is in config.json (--hf-checkpoint).
+. "${BASH_SOURCE[0]%/*}/glm5-744B-A40B.sh"

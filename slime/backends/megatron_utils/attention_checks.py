@@ -1,0 +1,70 @@
+"""What contradicts what among the flags of attention that is not Megatron's own: gated, linear, sparse.
+
+It reads flags and returns sentences; the sizes of the model are given. The parallel layout is layout.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from slime.backends.megatron_utils.flag_classes import option_of
+from slime.backends.megatron_utils.layout import query_groups
+
+_DELTA_NET = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+_INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+
+
+def check_attention(args: argparse.Namespace) -> Iterator[str]:
+    """One sentence for each contradiction."""
+    tensor, groups = args.tensor_model_parallel_size, query_groups(args)
+    if args.spec is not None and len(args.spec) != 2:
+        yield f"--spec {' '.join(args.spec)}: give a module and the name of a function in it, as two words."
+    if args.attention_output_gate and args.multi_latent_attention:
+        yield "--attention-output-gate does not go with --multi-latent-attention, which has no such gate; drop one."
+    if args.attention_output_gate and tensor > groups:
+        yield (
+            f"--attention-output-gate with --tensor-model-parallel-size {tensor} and --num-query-groups {groups}: "
+            "ranks that share a group would take each other's gates; use at most as many ranks as groups."
+        )
+    if args.experimental_attention_variant == "gated_delta_net":
+        yield from _check_delta_net(args)
+    if args.experimental_attention_variant == "dsa":
+        yield from _check_sparse(args)
+
+
+def _check_delta_net(args: argparse.Namespace) -> Iterator[str]:
+    variant, layers = "--experimental-attention-variant gated_delta_net", args.linear_attention_freq
+    if layers is None:
+        yield f"{variant} needs --linear-attention-freq, which says which layers have it: 4 leaves every 4th full."
+    if isinstance(layers, list) and len(layers) != args.num_layers:
+        yield f"--linear-attention-freq lists {len(layers)} layers, --num-layers says {args.num_layers}."
+    for name in _DELTA_NET:
+        if not vars(args)[name] or vars(args)[name] < 1:
+            yield f"{variant} needs {option_of(name)} of at least 1, not {vars(args)[name]}."
+            return
+    if args.linear_num_value_heads % args.linear_num_key_heads:
+        yield (
+            f"--linear-num-value-heads {args.linear_num_value_heads} does not divide by --linear-num-key-heads "
+            f"{args.linear_num_key_heads}; every key head has as many value heads."
+        )
+
+
+def _check_sparse(args: argparse.Namespace) -> Iterator[str]:
+    variant = "--experimental-attention-variant dsa"
+    if not args.multi_latent_attention or args.q_lora_rank is None:
+        yield f"{variant} needs --multi-latent-attention and --q-lora-rank, from whose queries indexers choose keys."
+    for name in _INDEXER:
+        if not vars(args)[name] or vars(args)[name] < 1:
+            yield f"{variant} needs {option_of(name)} of at least 1, not {vars(args)[name]}."
+    if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
+        yield (
+            f"{variant} does not go with --recompute-granularity selective of core_attn, which does not hand on what "
+            "indexers read; give other --recompute-modules, or --recompute-granularity full."
+        )

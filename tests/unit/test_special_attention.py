@@ -1,0 +1,160 @@
+"""Attention that is not Megatron's own: what of a pack reaches what, which keys are chosen, what goes together."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.attention_checks import check_attention
+from slime.backends.megatron_utils.hf_config import indexer_types, linear_attention_pattern
+from slime.utils.arguments.check_trainer import check_indexers, check_kernels
+from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
+
+LENGTHS = [70, 3, 70, 1, 21]
+DELTA_NET = "--experimental-attention-variant gated_delta_net --num-attention-heads 8 --num-layers 4"
+SPARSE = "--experimental-attention-variant dsa --multi-latent-attention --num-attention-heads 8 --num-layers 4"
+INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8"
+
+
+def check_that_no_sequence_sees_another(args):
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = get_model_provider_func(args)()
+    load_hf_weights(args, [model], args.hf_checkpoint)
+    ids = torch.randint(0, 100, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(3))
+    other = ids.clone()
+    other[:, 70:73] = (ids[:, 70:73] + 1) % 100  # the second sequence
+    weights = torch.randn(sum(LENGTHS), 100, generator=torch.Generator().manual_seed(4))
+    weights[70:73] = 0  # nor is the loss of another one
+    found = []
+    for tokens in (ids, other):
+        for param in model.parameters():  # what DistributedDataParallel gives them: some gradients are added up in it
+            param.grad, param.main_grad = None, torch.zeros_like(param)
+        logits = model(tokens, None, None, packed_seq_params=packed(LENGTHS))[0, :, :100]
+        (logits * weights).sum().backward()
+        found.append((logits.detach(), model.embedding.word_embeddings.weight.grad))
+    # Experts have other tokens beside theirs, which changes last bits.
+    changed = ((found[0][0] - found[1][0]).abs() > 1e-5).any(dim=-1)
+    assert changed.nonzero().flatten().tolist() == [70, 71, 72]
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-4, rtol=1e-4)
+    assert found[0][1].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "glm_moe_dsa", "minimax_m2"])
+def test_nothing_of_a_sequence_reaches_another_one_of_the_pack(tmp_path, family):
+    make_hf_model(tmp_path / "hf", family)
+    run_world(1, check_that_no_sequence_sees_another, make_args(tmp_path / "hf"))
+
+
+def test_the_torch_rule_is_the_recurrence():
+    """S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) S_(t-1)^T k_t))^T and o_t = S_t^T q_t / sqrt(d)."""
+    from slime_plugins.models.gated_delta_net import torch_delta_rule
+
+    torch.manual_seed(0)
+    lengths, heads, d, e = [5, 66, 2], 2, 4, 3
+    total = sum(lengths)
+    q, k = (torch.nn.functional.normalize(torch.randn(total, heads, d), dim=-1) for _ in range(2))
+    v, g, beta = torch.randn(total, heads, e), -torch.rand(total, heads), torch.rand(total, heads)
+    expected = []
+    for first, length in zip((0, 5, 71), lengths, strict=True):
+        state = torch.zeros(heads, d, e)
+        for t in range(first, first + length):
+            state = state * g[t].exp()[:, None, None]
+            known = torch.einsum("hde,hd->he", state, k[t])
+            state = state + torch.einsum("hd,he->hde", k[t], beta[t][:, None] * (v[t] - known))
+            expected.append(torch.einsum("hde,hd->he", state, q[t]) / d**0.5)
+    cu_seqlens = torch.tensor([0, 5, 71, 73], dtype=torch.int32)
+    torch.testing.assert_close(torch_delta_rule(q, k, v, g, beta, cu_seqlens), torch.stack(expected))
+
+
+def test_the_convolution_starts_again_in_each_sequence():
+    from slime_plugins.models.gated_delta_net import causal_conv
+
+    # Weights 1, 10, 100 of the tokens two and one before and of the token itself.
+    weight, x = torch.tensor([[[1.0, 10.0, 100.0]]]), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    total = torch.tensor([[100.0], [210.0], [300.0], [430.0]])
+    found = causal_conv(x, weight, torch.tensor([0, 2, 4], dtype=torch.int32))
+    torch.testing.assert_close(found, torch.nn.functional.silu(total))
+
+
+def test_the_number_of_full_layers_and_a_list_mean_the_same():
+    assert linear_attention_pattern(4, 5) == linear_attention_pattern([1, 1, 1, 0, 1], 5) == [1, 1, 1, 0, 1]
+    assert linear_attention_pattern(None, 2) == [0, 0]
+
+
+def test_layers_without_an_indexer_take_the_choice_of_the_last_that_has_one():
+    """As transformers counts: the first two layers have one, then every second."""
+    from transformers import GlmMoeDsaConfig
+
+    kinds = ["full", "full", "shared", "full", "shared"]
+    settings = {"index_topk_freq": 2, "index_skip_topk_offset": 2}
+    assert GlmMoeDsaConfig(num_hidden_layers=5, **settings).indexer_types == kinds
+    assert indexer_types(settings, 5) == indexer_types({"index_topk_pattern": "FFSFS"}, 5) == kinds
+    assert indexer_types({"indexer_types": kinds}, 5) == kinds
+    assert indexer_types({}, 3) == ["full"] * 3
+
+
+def check_plans(args, found):
+    from slime_plugins.models.glm5 import indexer_plans
+
+    plans = indexer_plans({"index_topk_pattern": "FFSFSS", "indexer_rope_interleave": True}, 6)
+    assert [plan.chooser for plan in plans] == [1, 2, 2, 4, 4, 4]
+    assert all(plan.is_interleaved for plan in plans)
+
+
+def test_every_layer_knows_whose_indexer_chooses_for_it():
+    run_world(1, check_plans, make_args(), None)
+
+
+def problems(flags: str) -> list[str]:
+    return list(check_attention(make_args(None, f"--hidden-size 64 {flags}")))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (DELTA_NET, "needs --linear-attention-freq"),
+        (f"{DELTA_NET} --linear-attention-freq [1,0]", "lists 2 layers, --num-layers says 4"),
+        (f"{DELTA_NET} --linear-attention-freq 4 --linear-num-value-heads 24", "does not divide by"),
+        (
+            f"{DELTA_NET} --linear-attention-freq 4 --linear-conv-kernel-dim 0",
+            "--linear-conv-kernel-dim of at least 1",
+        ),
+        (f"{SPARSE} --q-lora-rank 8", "needs --dsa-indexer-n-heads"),
+        (f"{SPARSE} {INDEXER}", "--q-lora-rank, from whose queries"),
+        (f"{SPARSE} {INDEXER} --q-lora-rank 8 --recompute-granularity selective", "selective of core_attn"),
+        ("--num-attention-heads 8 --spec a.module", "a module and the name of a function"),
+        (
+            "--num-attention-heads 8 --attention-output-gate --group-query-attention --num-query-groups 2 "
+            "--tensor-model-parallel-size 4",
+            "at most as many ranks as groups",
+        ),
+    ],
+)
+def test_flags_that_do_not_make_a_layer_are_named(flags, named):
+    found = problems(flags)
+    assert any(named in sentence for sentence in found), found
+
+
+def test_flags_that_make_a_layer_are_accepted():
+    assert problems(f"{DELTA_NET} --linear-attention-freq 4 --attention-output-gate") == []
+    assert problems(f"{SPARSE} {INDEXER} --q-lora-rank 8") == []
+
+
+def test_kernels_and_indexers_that_are_not_there_are_refused():
+    def said(**values) -> str:
+        asked = {"qwen_gdn_backend": "fla", "freeze_indexer": False, "experimental_attention_variant": None}
+        asked |= {"megatron_deepgemm_forward_layers": None, "megatron_deepgemm_moe_forward_layers": None}
+        asked |= {"megatron_deepgemm_forward_modules": None, "megatron_deepgemm_moe_forward_modules": None}
+        args = argparse.Namespace(**asked | values)
+        return " ".join([*check_kernels(args), *check_indexers(args)])
+
+    assert said() == said(freeze_indexer=True, experimental_attention_variant="dsa") == ""
+    assert "--qwen-gdn-backend flashqla is not supported" in said(qwen_gdn_backend="flashqla")
+    assert "--megatron-deepgemm-forward-layers: not supported" in said(megatron_deepgemm_forward_layers=[0])
+    moe = said(megatron_deepgemm_moe_forward_layers=[0], megatron_deepgemm_moe_forward_modules=["mlp.experts"])
+    assert "deep_gemm, which slime does not install" in moe
+    assert "no indexer to freeze" in said(freeze_indexer=True)
