@@ -1,4 +1,4 @@
-"""The quick start as a newcomer runs it, with fewer GRPO steps: seed 0 must gain 15 points, another estimator too.
+"""The quick start as a newcomer runs it, with fewer steps: seed 0 must gain 15 points, another estimator too.
 
 The full run, three seeds and the control that must not learn are benchmarks/quickstart.py; all estimators are
 benchmarks/learning.py.
@@ -17,7 +17,7 @@ import pytest
 from tests.integration.launch import ROOT, log_tails
 
 pytestmark = pytest.mark.timeout(1200)
-GRPO_STEPS = 26
+SFT_STEPS, GRPO_STEPS = 280, 26
 OTHER, OTHER_STEPS = "reinforce_plus_plus", 15
 
 
@@ -29,6 +29,7 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproc
         **os.environ,
         "OUTPUT": str(output),
         "SLIME_PYTHON": sys.executable,
+        "SFT_STEPS": str(SFT_STEPS),
         "GRPO_STEPS": str(GRPO_STEPS),
     }
     environment.pop("RAY_ADDRESS", None)
