@@ -45,11 +45,14 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32") -> int:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source, clean_up_tokenization_spaces=False)
-    config = AutoConfig.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(**source, clean_up_tokenization_spaces=False)  # nosec B615
+    # a directory
+    config = AutoConfig.from_pretrained(**source)  # nosec B615
     # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06, and would not equal --norm-epsilon 1e-5.
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
-    model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_pretrained(  # nosec B615
+        **source, config=config, dtype=getattr(torch, dtype)
+    )
     # The end of a chat turn ends generation; the GGUF's tokenizer has the start marker in both places.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     if tokenizer.pad_token is None:

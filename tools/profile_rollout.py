@@ -57,7 +57,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--router-url", required=True, help="http://host:port of the router, or of one engine")
     parser.add_argument("--action", choices=["start", "stop"], default="start", help="(default: start)")
     parser.add_argument(
-        "--output-dir", default="/tmp/sglang_profile", help="folder on the engines' machines (default: %(default)s)"
+        "--output-dir",
+        # SGLang's own default
+        default="/tmp/sglang_profile",  # nosec B108
+        help="folder on the engines' machines (default: %(default)s)",
     )
     parser.add_argument(
         "--num-steps", type=int, default=3, help="forward passes to record, 0: until --action stop (default: 3)"

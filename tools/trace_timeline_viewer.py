@@ -13,7 +13,6 @@ import argparse
 import functools
 import http.server
 import json
-import pickle
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
+from slime.utils.dumps import load_dump
 from slime.utils.errors import UsageError
 
 TEMPLATE = Path(__file__).with_name("trace_timeline.html")
@@ -35,9 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rebuild", action="store_true", help="make the page anew even if it is newer than the dump")
     parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=True, help="serve it (default: yes)")
     parser.add_argument("--port", type=int, default=9999, help="port to serve at, 0 = any free one (default: 9999)")
+    parser.add_argument(
+        "--trust", action="store_true", help="also read dumps that hold objects, which runs their code"
+    )
     args = parser.parse_args(argv)
     try:
-        page = build(args.path, rebuild=args.rebuild)
+        page = build(args.path, rebuild=args.rebuild, trusted=args.trust)
         print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", flush=True)
         if args.serve:
             serve(page, args.port)
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build(dump: Path, *, rebuild: bool = False) -> Path:
+def build(dump: Path, *, rebuild: bool = False, trusted: bool = False) -> Path:
     """The page of a dump, written if it is missing or older than the dump.
 
     Raises:
@@ -58,7 +61,7 @@ def build(dump: Path, *, rebuild: bool = False) -> Path:
         raise UsageError(f"{dump} is no file: name one rollout's dump, as --save-debug-rollout-data writes them")
     if page.exists() and page.stat().st_mtime >= dump.stat().st_mtime and not rebuild:
         return page
-    rollout_id, samples = read_dump(dump)
+    rollout_id, samples = read_dump(dump, trusted=trusted)
     data = timeline(samples) | {"rollout_id": rollout_id}
     if not data["rows"]:
         raise UsageError(f"none of the {len(samples)} samples in {dump} has a trace: nothing was generated for it")
@@ -70,19 +73,16 @@ def build(dump: Path, *, rebuild: bool = False) -> Path:
     return page
 
 
-def read_dump(path: Path) -> tuple[str, list[dict[str, Any]]]:
+def read_dump(path: Path, *, trusted: bool = False) -> tuple[str, list[dict[str, Any]]]:
     """(rollout id, samples as dicts) of a dump.
 
     Raises:
         UsageError: it is none.
     """
-    import torch
-
-    try:
-        content = torch.load(path, weights_only=False, map_location="cpu")
-        return str(content["rollout_id"]), list(content["samples"])
-    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError, ValueError, ImportError) as error:
-        raise UsageError(f"{path} is no rollout dump: {type(error).__name__}: {error}") from error
+    content = load_dump(path, trusted=trusted)
+    if not {"rollout_id", "samples"} <= content.keys():
+        raise UsageError(f"{path} is no rollout dump: it holds {', '.join(map(str, content))}")
+    return str(content["rollout_id"]), list(content["samples"])
 
 
 def timeline(samples: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

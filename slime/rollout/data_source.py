@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.rollout.hook_returns import check_picked
 from slime.utils.data import Dataset
+from slime.utils.dumps import load_dump
 from slime.utils.manifest import entries_of, write_manifest
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -170,9 +171,7 @@ class RolloutDataSource(DataSource):
         if not path.exists():
             logger.warning("no data source state at %s: prompts start from the first epoch's beginning", path)
             return
-        import torch
-
-        self.load_state_dict(torch.load(path, weights_only=False))
+        self.load_state_dict(load_dump(path, trusted=True))
         logger.info("data source goes on at prompt %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path)
 
 

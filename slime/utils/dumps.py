@@ -60,7 +60,8 @@ def load_dump(path: str | Path, *, trusted: bool = False) -> dict[str, Any]:
                 f"open it ({_reason(error)})"
             ) from error
         logger.warning("%s holds more than tensors and plain data: it is read as a file of your own", path)
-        found = torch.load(path, weights_only=False, map_location="cpu")
+        # the caller trusts it
+        found = torch.load(path, weights_only=False, map_location="cpu")  # nosec B614
     if not isinstance(found, dict):
         raise UsageError(f"{path} is no dump: it holds a {type(found).__name__}, not a dict")
     return found

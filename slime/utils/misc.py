@@ -65,7 +65,7 @@ def _load_file(file: str, *, asked: str) -> Any:
     if not location.is_file():
         raise ImportError(f"cannot load {asked!r}: there is no file {location}")
     # Named after the whole path, so that two files of the same name stay two modules.
-    name = f"{_FILE_MODULE}{location.stem}_{hashlib.sha1(str(location).encode()).hexdigest()[:8]}"
+    name = f"{_FILE_MODULE}{location.stem}_{hashlib.sha256(str(location).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, location)

@@ -33,7 +33,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)  # nosec B615
     except (OSError, ValueError) as error:
         kind = "directory" if Path(name).is_dir() else "path"
         raise UsageError(f"no tokenizer could be loaded from the {kind} {name} (--hf-checkpoint): {error}") from error
@@ -55,7 +55,7 @@ def load_processor(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
     if Path(name).is_dir() and not has_processor(name):
         return None
     try:
-        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)  # nosec B615
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"the processor of --hf-checkpoint {name} could not be loaded: {error}") from error
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor

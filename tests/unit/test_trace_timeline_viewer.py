@@ -104,7 +104,9 @@ def test_a_file_that_is_no_dump_is_a_sentence(tmp_path, dump, capsys):
     assert "name one rollout's dump" in said(str(tmp_path))
     text = tmp_path / "x.pt"
     text.write_text("no dump")
-    assert "is no rollout dump" in said(str(text))
+    assert "is no dump" in said(str(text))
+    torch.save({"step": 1}, text)
+    assert "is no rollout dump: it holds step" in said(str(text))
     torch.save({"rollout_id": "1", "samples": [Sample(index=0).to_dict()]}, text)
     assert "none of the 1 samples" in said(str(text))
     with make_server(dump, 0) as server:

@@ -8,6 +8,7 @@ was cut off is gone on with: parts that are complete are kept. It knows nothing 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -210,7 +211,7 @@ def _stored_chunks(
 def _write_part(partial: Path, number: int, chunks: Iterator[ShardedTensor]) -> None:
     """Write one file of chunks, see that it is on the disk, then say so."""
     path = partial / f"__0_{number}.distcp"
-    entries: list[tuple[Any, ...]] = []
+    entries: list[list[Any]] = []
     with path.open("wb") as stream:
         for chunk in chunks:
             data, start = chunk.data, stream.tell()
@@ -220,10 +221,13 @@ def _write_part(partial: Path, number: int, chunks: Iterator[ShardedTensor]) -> 
             data = data.view((1,) * chunk.prepend_axis_num + tuple(data.shape))
             torch.save(data, stream)
             stored = _StorageInfo(path.name, start, stream.tell() - start)
-            entries.append((chunk.key, data.dtype, chunk.global_shape, chunk.global_offset, tuple(data.shape), stored))
+            sizes = [list(chunk.global_shape), list(chunk.global_offset), list(data.shape)]
+            entries.append(
+                [chunk.key, str(data.dtype).removeprefix("torch."), *sizes, dataclasses.astuple(stored)[:3]]
+            )
     to_disk(path)
     growing = _journal(partial, number).with_suffix(".tmp")
-    growing.write_bytes(pickle.dumps(entries))
+    growing.write_text(json.dumps(entries))
     growing.rename(_journal(partial, number))
 
 
@@ -232,11 +236,12 @@ def _write_rest(partial: Path, num_parts: int, objects: Sequence[ShardedObject],
     described: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
     for number in range(num_parts):
-        for key, dtype, full, offset, sizes, stored in pickle.loads(_journal(partial, number).read_bytes()):
+        for key, dtype, full, offset, sizes, stored in json.loads(_journal(partial, number).read_text()):
             if key not in described:
-                described[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(full), [])
+                properties = TensorProperties(dtype=getattr(torch, dtype))
+                described[key] = TensorStorageMetadata(properties, torch.Size(full), [])
             described[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
-            where[MetadataIndex(key, torch.Size(offset))] = stored
+            where[MetadataIndex(key, torch.Size(offset))] = _StorageInfo(*stored)
     path = partial / f"__0_{num_parts}.distcp"
     with path.open("wb") as stream:
         for one in objects:

@@ -184,5 +184,6 @@ def completion_script(parser: Parser, shell: str) -> str:
         import shtab
     except ImportError as error:
         raise UsageError("--completion needs the package shtab: pip install shtab.") from error
-    script = str(shtab.complete(parser, shell=shell))
+    # the name of a shell
+    script = str(shtab.complete(parser, shell=shell))  # nosec B604
     return script + _BASH_WRAPPER if shell == "bash" else script

@@ -271,7 +271,7 @@ def hf_download_dataset(full_name: str, data_dir: str | None = None) -> str:
 
     target = Path(data_dir or home() / "datasets") / full_name.rpartition("/")[2]
     try:
-        return str(snapshot_download(full_name, repo_type="dataset", local_dir=target))
+        return str(snapshot_download(full_name, repo_type="dataset", local_dir=target))  # nosec B615
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UsageError(f"cannot download the data set {full_name!r} to {target}: {error}") from error
 

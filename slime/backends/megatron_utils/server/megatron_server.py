@@ -129,7 +129,8 @@ def _warm_up(args: argparse.Namespace, handlers: Handlers, server: uvicorn.Serve
     def is_answered() -> bool:
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=args.teacher_warmup_timeout_s):
+            # its own address
+            with urllib.request.urlopen(request, timeout=args.teacher_warmup_timeout_s):  # nosec B310
                 return True
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{url} answered {error.code}: {error.read()[:500]!r}") from error
@@ -149,7 +150,8 @@ def _warm_up(args: argparse.Namespace, handlers: Handlers, server: uvicorn.Serve
 
 
 def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    # asked, not bound
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host  # nosec B104
 
 
 if __name__ == "__main__":
