@@ -44,7 +44,7 @@ CONFIG = {
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
 
@@ -68,7 +68,7 @@ def tensor_shapes(num_layers: int, vocab: int) -> dict[str, tuple[int, ...]]:
             f"{at}input_layernorm.weight": (hidden,),
             f"{at}post_attention_layernorm.weight": (hidden,),
         }
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    return shapes | {"model.norm.weight": (hidden,)}
 
 
 def make_checkpoint(path: Path, num_layers: int, vocab: int, shard_bytes: int) -> int:
@@ -170,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(work: Path, gigabytes: float, rounds: int, num_shards: int) -> int:
     """Make both checkpoints, measure, print."""
     layer_bytes = 31.5e6
-    vocab = int(min(151936, gigabytes * 1e9 / 2.4 / 2 / 2048))
-    num_layers = max(1, round((gigabytes * 1e9 - 2 * vocab * 2048) / layer_bytes))
+    vocab = int(min(151936, gigabytes * 1e9 / 4 / 2048))
+    num_layers = max(1, round((gigabytes * 1e9 - vocab * 2048) / layer_bytes))
     shard_bytes = int(gigabytes * 1e9 / num_shards)
     apart(make_checkpoint, work / "model", num_layers, vocab, shard_bytes)
     sizes = [file.stat().st_size for file in (work / "model").glob("*.safetensors")]

@@ -33,13 +33,15 @@ IS_OPTIMIZER = re.compile(r"(.*\.)?optim(izer)?(_state)?\.")
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
+    from slime.utils.conversion.progress import usual_threads
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--input-dir", required=True, help="directory with .metadata and *.distcp, or one around it")
     parser.add_argument("--origin-hf-dir", required=True, help="copy config and tokenizer files from here")
     parser.add_argument("--output-dir", required=True, help="HF directory to write")
     parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir if it exists")
     parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of a safetensors shard")
-    parser.add_argument("--max-workers", type=int, default=4, help="threads")
+    parser.add_argument("--max-workers", type=int, default=usual_threads(), help="threads")
     return parser
 
 

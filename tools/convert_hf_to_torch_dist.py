@@ -57,6 +57,7 @@ NO_LAYOUT: dict[str, Any] = {
 def make_parser() -> argparse.ArgumentParser:
     """The command line: ours and all of Megatron's flags."""
     from slime.backends.megatron_utils.arguments import add_megatron_arguments
+    from slime.utils.conversion.progress import usual_threads
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hf-checkpoint", required=True, help="HF directory with safetensors")
@@ -64,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-args-from-hf", action="store_true", help="derive the model flags from the HF config")
     parser.add_argument("--custom-model-provider-path", help="function that builds the Megatron model")
     parser.add_argument("--model-name", help="family of weight rules; default: the config's model_type")
-    parser.add_argument("--max-workers", type=int, default=4, help="threads that read, re-lay and write")
+    parser.add_argument("--max-workers", type=int, default=usual_threads(), help="threads that read, re-lay and write")
     return add_megatron_arguments(parser)
 
 

@@ -30,6 +30,8 @@ VALUE_HEAD = ".value_head."
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
+    from slime.utils.conversion.progress import usual_threads
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--input-dir", required=True, help="checkpoint root (its newest), or one iter_* directory of it"
@@ -47,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of a safetensors shard")
     parser.add_argument("--vocab-size", type=int, help="rows of the embedding without padding; default: as saved")
     parser.add_argument("--load-max-workers", type=int, default=2, help="threads that read at a time")
-    parser.add_argument("--save-max-workers", type=int, default=4, help="threads in all, which re-lay and write")
+    parser.add_argument("--save-max-workers", type=int, default=usual_threads(), help="threads in all")
     return parser
 
 

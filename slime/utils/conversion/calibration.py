@@ -76,8 +76,8 @@ class CalibratedLayers:
         embedding = read("model.embed_tokens.weight").to(device)
         if (largest := max(int(ids.max()) for ids in samples)) >= embedding.shape[0]:
             raise UsageError(
-                f"the tokenizer of {model_dir} makes token {largest}, and the embedding has {embedding.shape[0]} rows; "
-                "is it the tokenizer of another model?"
+                f"the tokenizer of {model_dir} makes token {largest}, and the embedding has {embedding.shape[0]} "
+                "rows; is it the tokenizer of another model?"
             )
         self._hidden, self._keywords = [], []
         for ids in samples:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures as cf
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -15,6 +16,11 @@ from typing import Self, TypeVar
 from tqdm import tqdm
 
 Job = TypeVar("Job")
+
+
+def usual_threads() -> int:
+    """Threads unless told otherwise: the cores that this process may use, at most 4, for each holds a tensor."""
+    return min(4, len(os.sched_getaffinity(0)))
 
 
 class Bar:
