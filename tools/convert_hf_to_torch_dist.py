@@ -139,6 +139,7 @@ def convert(args: argparse.Namespace) -> None:
             parameters,
             objects,
             value_of=weights.value_of,
+            stored=weights.stored,
             model_shape=model_shape(args) | {"model_type": hf_config["model_type"], "hf_dtypes": unusual},
             made_from=[str(Path(args.hf_checkpoint).resolve()), json.dumps(hf_config, sort_keys=True)],
             num_threads=args.max_workers,

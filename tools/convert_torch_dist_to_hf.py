@@ -193,6 +193,7 @@ def weight_jobs(
     from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
     from slime.backends.megatron_utils.megatron_to_hf.rules import numbered_in_model
+    from slime.utils.conversion.file_copy import Segment, range_in
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.errors import UsageError
@@ -204,7 +205,8 @@ def weight_jobs(
 
     def job_of(name: str, info: TensorInfo) -> Job:
         rule, hf_names = family.find(numbered_in_model(name, shape.num_layers), shape.num_layers)
-        parts = rule.layout.to_hf(torch.empty(info.shape, device="meta"), shape)
+        whole = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        parts = rule.layout.to_hf(whole, shape)
         dtypes = [getattr(torch, of_tensor[n]) if n in of_tensor else usual or info.dtype for n in hf_names]
         plain = {
             n: TensorInfo(dtype, tuple(part.shape)) for n, dtype, part in zip(hf_names, dtypes, parts, strict=True)
@@ -217,7 +219,14 @@ def weight_jobs(
             found = quantize_bucket(list(zip(hf_names, rule.layout.to_hf(param, shape), strict=True)), fmt)
             return [tensor.to(outputs[n].dtype) for n, tensor in found]
 
-        return Job(outputs, make)
+        ranges = [range_in(part, whole) for part in parts]
+        keeps_bytes = fmt is None and all(dtype == info.dtype for dtype in dtypes) and None not in ranges
+
+        def stored() -> list[list[Segment]] | None:
+            found = [reader.segments(name, *one) for one in ranges if one is not None]
+            return None if None in found else [one for one in found if one is not None]
+
+        return Job(outputs, make, stored if keeps_bytes else None)
 
     jobs: list[Job] = []
     for name, info in reader.infos().items():

@@ -15,7 +15,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
-from slime.utils.conversion import hf_output, raw_tensors
+from slime.utils.conversion import file_copy, hf_output, raw_tensors
+from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles
 from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
 from slime.utils.conversion.raw_tensors import RawTensors, TensorInfo
 from slime.utils.errors import UsageError
@@ -467,6 +468,49 @@ def test_tensors_are_read_where_rows_and_dtypes_say(tmp_path):
     with pytest.raises(UsageError, match="no tensor other"):
         raw.read("other")
     assert set(raw_tensors.NAMES) == set(raw_tensors.DTYPES.values())
+
+
+def test_bytes_that_are_the_same_in_both_forms_are_found_and_copied(tmp_path, monkeypatch):
+    whole = torch.empty(6, 4, dtype=torch.bfloat16, device="meta")
+    gate, up = whole.chunk(2)
+    assert (range_in(gate, whole), range_in(up, whole)) == ((0, 24), (24, 48))
+    assert range_in(whole[1:3], whole) == (8, 24)
+    for other in (whole[:, :2], whole.T, whole.clone(), torch.cat([up, gate])):
+        assert range_in(other, whole) is None
+    (tmp_path / "a").write_bytes(bytes(range(24)))
+    (tmp_path / "b").write_bytes(bytes(range(100, 130)))
+    pieces = [(24, 48, Segment(tmp_path / "b", 5, 24)), (0, 24, Segment(tmp_path / "a", 0, 24))]
+    expected = bytes(range(24)) + bytes(range(105, 129))
+    assert tiles(pieces[:1], 0, 48) is None and tiles(pieces, 0, 49) is None
+    wanted = [(0, 48), (4, 30), (24, 48)]
+    for in_kernel in (True, False):
+        if not in_kernel:
+            monkeypatch.setattr(file_copy, "_PIECE", 7)
+
+            def refuse(*values: object) -> int:
+                raise OSError(errno.EXDEV, "other file systems")
+
+            monkeypatch.setattr(file_copy.os, "copy_file_range", refuse)
+        for start, stop in wanted:
+            found = tiles(pieces, start, stop)
+            assert found is not None
+            with (tmp_path / "out").open("wb") as out:
+                copy_into(found, out.fileno(), 3)
+            assert (tmp_path / "out").read_bytes() == b"\0\0\0" + expected[start:stop]
+    with (tmp_path / "out").open("wb") as out, pytest.raises(UsageError, match="a is cut off"):
+        copy_into([Segment(tmp_path / "a", 20, 8)], out.fileno(), 0)
+
+
+def test_what_megatron_keeps_as_hf_has_it_is_copied_and_not_made(tmp_path):
+    make_hf_model(tmp_path / "hf", "qwen3_moe")
+    command = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--model-args-from-hf"]
+    run_tool(convert_hf_to_torch_dist, *command)
+    reader = TorchDistReader(tmp_path / "dist" / "release")
+    for name, info in reader.infos().items():
+        found = reader.segments(name, 0, info.num_bytes)
+        assert found is not None, name
+        stored = b"".join(one.path.read_bytes()[one.offset : one.offset + one.num_bytes] for one in found)
+        assert stored == bytes(raw_tensors.bytes_of(reader.read(name).contiguous())), name
 
 
 def test_two_checkpoints_are_compared_tensor_by_tensor(tmp_path, capsys):

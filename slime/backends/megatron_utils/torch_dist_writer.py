@@ -8,7 +8,6 @@ was cut off is gone on with: parts that are complete are kept. It knows nothing 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -32,11 +31,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from slime.backends.megatron_utils.checkpoint import put_in_place, write_tracker
 from slime.backends.megatron_utils.model_weights import iter_weights, named_tensors
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
+from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles
 from slime.utils.conversion.hf_output import check_room, said_of_disk
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.errors import UsageError
@@ -118,6 +119,7 @@ def write_release(
     objects: Sequence[ShardedObject],
     *,
     value_of: Callable[[Parameter], torch.Tensor],
+    stored: Callable[[Parameter, torch.Tensor], list[tuple[int, int, Segment]]],
     model_shape: Mapping[str, Any],
     made_from: Sequence[str],
     num_threads: int = 1,
@@ -129,6 +131,7 @@ def write_release(
         parameters: all weights.
         objects: what else Megatron expects (empty states of layers).
         value_of: makes a weight, in its dtype; may be called in any thread.
+        stored: says which ranges of a weight's bytes (of one like it, without memory) lie in which files already.
         model_shape: of `arguments.model_shape`.
         made_from: what the weights come from: a cut-off checkpoint of anything else starts over.
         num_threads: that read, change and write.
@@ -151,7 +154,7 @@ def write_release(
 
             def write(numbered: tuple[int, list[Parameter]]) -> int:
                 number, part = numbered
-                _write_part(partial, number, _stored_chunks(part, value_of))
+                _write_part(partial, number, _chunks(part, value_of, stored))
                 return sum(one.num_bytes for one in part)
 
             run_in_threads(todo, write, num_threads=num_threads, bar=bar)
@@ -196,39 +199,66 @@ def _journal(partial: Path, number: int) -> Path:
     return partial / f"part-{number}.pickle"
 
 
-def _stored_chunks(
-    part: Sequence[Parameter], value_of: Callable[[Parameter], torch.Tensor]
-) -> Iterator[ShardedTensor]:
+def _chunks(
+    part: Sequence[Parameter],
+    value_of: Callable[[Parameter], torch.Tensor],
+    stored: Callable[[Parameter, torch.Tensor], list[tuple[int, int, Segment]]],
+) -> Iterator[tuple[ShardedTensor, list[Segment] | None]]:
+    """What is stored of these weights; where all bytes of one lie in files, without values and with their places."""
     for one in part:
+        whole = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        described, there = one.chunks(whole), stored(one, whole)
+        ranges = [range_in(chunk.data, whole) for chunk in described]
+        places = [tiles(there, *place) if place is not None else None for place in ranges]
+        if all(place is not None for place in places):
+            yield from zip(described, places, strict=True)
+            continue
         value = value_of(one)
         if tuple(value.shape) != one.shape:
             raise UsageError(f"{one.name} was made with the shape {list(value.shape)} instead of {list(one.shape)}.")
         for chunk in one.chunks(value):
-            yield chunk
+            yield chunk, None
             chunk.data = None  # Megatron's description outlives this
 
 
-def _write_part(partial: Path, number: int, chunks: Iterator[ShardedTensor]) -> None:
+def _write_part(partial: Path, number: int, chunks: Iterator[tuple[ShardedTensor, list[Segment] | None]]) -> None:
     """Write one file of chunks, see that it is on the disk, then say so."""
     path = partial / f"__0_{number}.distcp"
     entries: list[list[Any]] = []
-    with path.open("wb") as stream:
-        for chunk in chunks:
-            data, start = chunk.data, stream.tell()
-            # A view would be written with all that it is a view of.
-            whole = data.untyped_storage().nbytes() == data.nbytes and data.is_contiguous()
-            data = data if whole else data.clone(memory_format=torch.contiguous_format)
-            data = data.view((1,) * chunk.prepend_axis_num + tuple(data.shape))
-            torch.save(data, stream)
-            stored = _StorageInfo(path.name, start, stream.tell() - start)
-            sizes = [list(chunk.global_shape), list(chunk.global_offset), list(data.shape)]
-            entries.append(
-                [chunk.key, str(data.dtype).removeprefix("torch."), *sizes, dataclasses.astuple(stored)[:3]]
-            )
+    with path.open("w+b") as stream:
+        for chunk, segments in chunks:
+            start = stream.tell()
+            shape = (1,) * chunk.prepend_axis_num + tuple(chunk.data.shape)
+            if segments is None:
+                _save(chunk.data, shape, stream)
+            else:
+                _save_from(segments, shape, chunk.data.dtype, stream)
+            stored = [path.name, start, stream.tell() - start]
+            sizes = [list(chunk.global_shape), list(chunk.global_offset), list(shape)]
+            entries.append([chunk.key, str(chunk.data.dtype).removeprefix("torch."), *sizes, stored])
     to_disk(path)
     growing = _journal(partial, number).with_suffix(".tmp")
     growing.write_text(json.dumps(entries))
     growing.rename(_journal(partial, number))
+
+
+def _save(data: torch.Tensor, shape: tuple[int, ...], stream: BinaryIO) -> None:
+    """torch.save of the values at the end of a file."""
+    # A view would be written with all that it is a view of.
+    whole = data.untyped_storage().nbytes() == data.nbytes and data.is_contiguous()
+    torch.save((data if whole else data.clone(memory_format=torch.contiguous_format)).view(shape), stream)
+
+
+def _save_from(segments: Sequence[Segment], shape: tuple[int, ...], dtype: torch.dtype, stream: BinaryIO) -> None:
+    """What torch.save would write at the end of a file, with values that are copied from other files."""
+    start = stream.tell()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), stream)  # nothing touches that memory, so it takes none
+    stream.flush()
+    end = stream.tell()
+    archive = torch._C.PyTorchFileReader(_create_file_view(stream, start, end - start))
+    copy_into(segments, stream.fileno(), start + archive.get_record_offset("data/0"))
+    stream.seek(end)
 
 
 def _write_rest(partial: Path, num_parts: int, objects: Sequence[ShardedObject], shape: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slime.utils.conversion.file_copy import Segment
 from slime.utils.errors import UsageError
 from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE, Header, read_header
 
@@ -120,6 +121,11 @@ class RawTensors:
         tensor = torch.empty(shape, dtype=dtype)
         read_into(tensor, self.root / file, start)
         return tensor
+
+    def segment(self, name: str) -> Segment:
+        """Where the bytes of a tensor are."""
+        file, (first, behind) = self.file_of[name], self._entry(name)["data_offsets"]
+        return Segment(self.root / file, self._header(file).data_start + first, behind - first)
 
     def _entry(self, name: str) -> Mapping[str, Any]:
         if name not in self.file_of:

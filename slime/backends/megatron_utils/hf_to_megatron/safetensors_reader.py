@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from slime.utils.conversion.file_copy import Segment
 from slime.utils.conversion.raw_tensors import RawTensors, TensorInfo
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3, dequantize
@@ -72,6 +73,12 @@ class SafetensorsReader:
                 dtype, shape = self._raw.info(stored)
                 found |= {name: TensorInfo(dtype, _shape_of(name, stored, shape)) for name in self._stands_for(stored)}
         return found
+
+    def segment(self, name: str) -> Segment | None:
+        """Where the bytes of a tensor are, if they are stored as `get` gives them."""
+        if name not in self._file_of or self._raw.info(name).dtype == E4M3:
+            return None
+        return self._raw.segment(name)
 
     @cached_property
     def _format(self) -> Fp8Format | None:
