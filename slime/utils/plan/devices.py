@@ -43,23 +43,23 @@ class Device:
     source: str = ""
 
 
-# Measured on an H200 (shared/gpu/README.md of this project, 0.6B model): 220 TFLOP/s in training of 788 that a bare
-# bf16 product reaches; copies at 4.3 TB/s; 55 GB/s to pinned memory; 8.04 GB by NCCL in 0.4 s, 1.2 GB by CUDA IPC in
-# 0.031 s; 512 requests x 512 tokens at 29,241 tokens/s, so 17.5 ms a decode step, of which reading 30 GB of cache and
-# 1.2 GB of weights explains 7.3 ms.
+# Measured on H200s (benchmarks/RESULTS.md), the 4B shape where there is one: 60.5% of a bare bf16 product's 788 TFLOP/s
+# in a train step, 72.0% in log-probs; 8.04 GB of weights by NCCL in 0.034 s, by CUDA IPC in 0.076 s; 55 GB/s to pinned
+# memory; copies at 4.3 TB/s. 512 requests x 512 tokens of 0.6B at 43,115 tokens/s are 11.9 ms a decode step, of which
+# reading 18.8 GB of cache and 1.2 GB of weights explains 4.7 ms.
 _H200 = Device(
     name="h200-141gb",
     memory_bytes=141 * GB,
-    train_flops=220e12,
-    infer_flops=390e12,
+    train_flops=477e12,
+    infer_flops=567e12,
     memory_bandwidth=4.3e12,
-    link_bandwidth=20e9,
-    ipc_bandwidth=39e9,
+    link_bandwidth=236e9,
+    ipc_bandwidth=106e9,
     host_bandwidth=55e9,
     network_bandwidth=25e9,
-    decode_step_s=0.010,
+    decode_step_s=0.0072,
     reserved_bytes=2 * GB,
-    source="measured on an H200 with a 0.6B model; network 200 Gb/s assumed",
+    source="measured on an H200 (4B: products, weight syncs; 0.6B: decoding); network 200 Gb/s assumed",
 )
 
 
