@@ -43,7 +43,7 @@ class Device:
     source: str = ""
 
 
-# Measured on H200s (benchmarks/RESULTS.md), 4B where there is a figure: 60.5% of the 788 TFLOP/s of a bare bf16 product
+# Measured on H200s (benchmarks/RESULTS.md), 4B where there is a figure: 60.5% of the 788 TFLOP/s of a bf16 product
 # in a train step, 72.0% in log-probs; 8.04 GB of weights by NCCL in 0.034 s, by CUDA IPC in 0.076 s; 55 GB/s to pinned
 # memory; copies at 4.3 TB/s. 512 requests x 512 tokens of 0.6B at 43,115 tokens/s are 11.9 ms a decode step, of which
 # reading 18.8 GB of cache and 1.2 GB of weights explains 4.7 ms.
