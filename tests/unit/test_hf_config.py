@@ -169,6 +169,20 @@ def test_layers_of_linear_attention_are_a_number_or_a_list():
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3-next-80B-A3B", {"full_attention_interval": 0}),
+        ("qwen3-next-80B-A3B", {"linear_num_key_heads": "16"}),
+        ("minimax-m2", {"rotary_dim": "64"}),
+        ("glm5-744B-A40B", {"index_topk": None}),
+    ],
+)
+def test_numbers_of_special_attention_are_checked(name, changes):
+    with pytest.raises(UsageError, match=next(iter(changes))):
+        model_args_from_hf(fixture(name, **changes))
+
+
+@pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"use_qk_norm": False}, "use_qk_norm false"),

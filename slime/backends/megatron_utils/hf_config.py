@@ -43,7 +43,7 @@ _WITH_SHARED_GATE = ("qwen2_moe", "qwen3_next", *QWEN3_5_MOE)
 _PARTLY_ROTATED = ("glm4", "glm4_moe", "minimax_m2", *DELTA_NET)
 _ROPE_THETA = {"minimax_m2": 5e6}
 """What transformers takes where the config does not say, if it is not 10000."""
-_OTHER_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+_OTHER_NUMBERS = ("num_key_value_heads", "head_dim", "rotary_dim", "max_position_embeddings", "rms_norm_eps")
 _YARN_ROPE = ("factor", "original_max_position_embeddings")
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -133,6 +133,8 @@ def _number_problems(hf: Mapping[str, Any]) -> list[str]:
         values |= {name: hf[name] for name in ("num_local_experts", "num_experts_per_tok")}
     values |= {name: hf[name] for name in _SPARSE_SIZES if model_type in SPARSE}
     values |= {name: hf[name] for name in _DELTA_NET_SIZES if model_type in DELTA_NET}
+    if model_type in DELTA_NET:
+        values["full_attention_interval"] = hf.get("full_attention_interval", 4)
     values |= {name: hf[name] for name in _LATENT_SIZES if model_type in LATENT}
     problems = [
         f"the HF config has no {name}; is it the whole config.json of the model?"
@@ -166,7 +168,8 @@ def _num_experts(hf: Mapping[str, Any]) -> Any:
 def _rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings, as transformers >= 5 writes them (`rope_parameters`) or as older versions did."""
     rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
-    rotated = hf["rotary_dim"] / hf["head_dim"] if hf.get("rotary_dim") and hf.get("head_dim") else 1.0
+    some, head = hf.get("rotary_dim"), hf.get("head_dim")
+    rotated = some / head if isinstance(some, int) and isinstance(head, int) and head > 0 else 1.0
     theta = _ROPE_THETA.get(hf["model_type"], 10000.0)
     for name, default in (("rope_theta", theta), ("partial_rotary_factor", rotated)):
         if rope.get(name) is None:
@@ -352,10 +355,10 @@ def _underivable_features(hf: Mapping[str, Any]) -> list[str]:
         "use_sliding_window": bool(hf.get("use_sliding_window")),
     }
     if model_type == "minimax_m2":
-        whole = hf.get("rotary_dim") is None or hf["rotary_dim"] == partial * hf["head_dim"]
+        head = hf["head_dim"] or hf["hidden_size"] // hf["num_attention_heads"]
+        whole = hf.get("rotary_dim") is None or hf["rotary_dim"] == partial * head
         found |= {
-            f"rotary_dim {hf.get('rotary_dim')} and partial_rotary_factor {partial} of head_dim "
-            f"{hf['head_dim']}": not whole,
+            f"rotary_dim {hf.get('rotary_dim')} and partial_rotary_factor {partial} of head_dim {head}": not whole,
             "use_qk_norm false": not hf.get("use_qk_norm", True),
             f"qk_norm_type {hf.get('qk_norm_type')!r}": hf.get("qk_norm_type", "per_layer") != "per_layer",
             "use_routing_bias false": not hf.get("use_routing_bias", True),
