@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.backends.megatron_utils.update_weight import base
+from slime.backends.megatron_utils.update_weight import (
+    base,
+    connected_weight_updater,
+    engine_group,
+    from_distributed,
+    from_tensor,
+)
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
+from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.backends.megatron_utils.update_weight.from_distributed import (
     GROUP_NAME,
     CollectiveTransport,
@@ -87,6 +95,106 @@ def test_buckets_that_come_again_restore_every_bit(
     assert NOT_SHORT not in Path(engine.contact().log_path).read_text()
     assert "weight sync 5, 5 buckets, " in caplog.text and "; answers after " in caplog.text
     leave(updater)
+
+
+def test_a_bucket_that_an_engine_refuses_is_sent_again_over_a_new_group(
+    engine: SGLangEngine,
+    tiny_models: tuple[Path, Path],
+    iterated: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It refuses before it takes part in the broadcast, which waits for it: in that group the two are out of step."""
+    updater = updater_to(engine, tiny_models[0])
+    iterated[:] = cut(tiny_models[1], 4)
+    refused = iter([False, True])
+
+    def announced(places: Any) -> Any:
+        names, dtypes, shapes = announcement(places)
+        return names, ["float7"] * len(dtypes) if next(refused, False) else dtypes, shapes
+
+    monkeypatch.setattr(from_distributed, "announcement", announced)
+    updater.update()
+    assert "no attribute 'float7'" in caplog.text and "it is sent whole once more" in caplog.text
+    assert engine.get_weight_version() == "1"
+    for action in ("snapshot", "reset_tensors"):
+        engine.check_weights(action)
+    updater.update()
+    engine.check_weights("compare")
+    leave(updater)
+
+
+def test_an_engine_that_cannot_reach_the_trainer_gets_its_weights_over_files(
+    engine: SGLangEngine,
+    tiny_models: tuple[Path, Path],
+    iterated: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(engine_group, "get_current_node_ip", lambda: "127.0.0.1")
+    monkeypatch.setattr(engine_group, "listen_anywhere", out_of_service)
+    args = trainer_args(tiny_models[1], hf_checkpoint=str(tiny_models[1]), update_weight_disk_dir=str(tmp_path / "w"))
+    iterated[:] = cut(tiny_models[1], 2)
+    how: dict[str, Any] = {"engine_sizes": [1], "colocated": False, "weight_version": 0}
+    updater = connected_weight_updater(args, [], [engine], **how)
+    assert isinstance(updater, DiskWeightUpdater)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "as files in --update-weight-disk-dir" in warning
+    assert f"{engine.contact()} cannot connect to the trainer at 127.0.0.1:" in warning
+    updater.update()
+    assert engine.get_weight_version() == "1"
+    args = trainer_args(tiny_models[1], hf_checkpoint=str(tiny_models[1]))
+    with pytest.raises(base.NoLinkError, match="Connection refused"):
+        connected_weight_updater(args, [], [engine], **how)
+
+
+class TakesHandles:
+    """Stands for an engine in the trainer's slot: it counts handles, and loads nothing."""
+
+    def __init__(self) -> None:
+        self.num_handles = 0
+        self.version = "default"
+
+    def update_weights_from_tensor(self, handles: list[str], *, weight_version: str, **how: Any) -> str:
+        self.num_handles += len(handles)
+        return weight_version
+
+    def set_weight_version(self, version: str) -> str:
+        self.version = version
+        return version
+
+    def sample_weights(self, names: Any) -> None:
+        return None
+
+    def pause(self, mode: str) -> None: ...
+    def flush_cache(self) -> None: ...
+    def continue_generation(self) -> None: ...
+
+
+def test_an_engine_behind_the_trainers_slots_gets_broadcasts_in_the_sync_of_those_that_share_memory(
+    engine: SGLangEngine, tiny_models: tuple[Path, Path], iterated: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(from_tensor, "split_engines", lambda slots, sizes, num_ranks: ({0: [0]}, [1]))
+    args = trainer_args(tiny_models[1], hf_checkpoint=str(tiny_models[1]))
+    updater = from_tensor.TensorWeightUpdater(args, [])
+    near = TakesHandles()
+    updater.connect([near, engine], engine_sizes=[1, 1])
+    iterated[:] = cut(tiny_models[1], 4)
+    updater.update()
+    engine.check_weights("snapshot")
+    engine.check_weights("reset_tensors")
+    updater.update()
+    engine.check_weights("compare")
+    assert (near.num_handles, near.version, engine.get_weight_version()) == (2 * 4, "2", "2")
+    updater.transports[1].close()
+
+
+def out_of_service() -> socket.socket:
+    """A socket that was given a port and does not listen."""
+    found = socket.socket()
+    found.bind(("127.0.0.1", 0))
+    return found
 
 
 def test_what_is_broadcast_is_what_a_stock_server_expects() -> None:

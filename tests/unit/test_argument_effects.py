@@ -29,7 +29,7 @@ NO_EFFECT = {
     "--value-clip 0.1": "--value-clip has no effect without --advantage-estimator ppo.",
     "--pf-ppo-weight-pow 3": "--pf-ppo-weight-pow has no effect without --pf-ppo-reweight pow.",
     "--lora-alpha 1": "--lora-alpha has no effect without --lora-rank.",
-    "--update-weight-disk-dir x": "--update-weight-disk-dir has no effect without --update-weight-transport disk.",
+    "--update-weight-disk-keep-files": "keep-files has no effect without --update-weight-transport disk.",
     "--update-weight-delta-checksum blake3": "has no effect without --update-weight-mode delta.",
     "--rollout-health-check-interval 3": "has no effect without --use-fault-tolerance.",
     "--mask-offpolicy-in-partial-rollout": "has no effect without --partial-rollout.",

@@ -13,6 +13,7 @@ import pytest
 
 from slime.utils.arguments import accept
 from slime.utils.arguments.problems import Problems
+from slime.utils.plan.layout import slot_layout
 from tests.unit.argument_lines import NO_OFFLOAD, Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures
@@ -306,10 +307,9 @@ def test_v17_a_plan_that_releases_memory_can_be_made_on_a_machine_that_cannot(ch
         assert check(f"{on_gpu} {changes}").problems == Problems()
 
 
-def test_v17_engines_beyond_the_trainers_are_not_built_yet(check: Check) -> None:
-    problems = check("--rollout-num-gpus 2").problems
-    assert problems.wrong == []
-    has(problems.unsupported, "--rollout-num-gpus 2 is more than the trainer's 1 GPUs (slots)")
+def test_v17_colocated_engines_may_be_more_or_none(check: Check) -> None:
+    more = check("--rollout-num-gpus 2")  # the second has a slot of its own
+    assert more.problems == Problems() and slot_layout(more.args).total == 2
     none = check("--rollout-num-gpus 0")
     assert none.problems == Problems() and none.args.rollout_num_gpus == 0  # a router, for engines of somebody else
     has(check(without="--colocate").problems.wrong, "--rollout-num-gpus is required without --colocate")

@@ -275,7 +275,7 @@ WRONG = {
     "--lr nan": "--lr nan is no finite number",
     # Flags without effect
     "--tis-clip 3": "--tis-clip has no effect without --use-tis",
-    "--update-weight-disk-dir d": "--update-weight-disk-dir has no effect without --update-weight-transport disk",
+    "--update-weight-disk-keep-files": "keep-files has no effect without --update-weight-transport disk",
     "--loss-type sft_loss --eps-clip 0.1": "--eps-clip has no effect with --loss-type sft_loss",
     "--max-tokens-per-gpu 64": "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
     "--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2": "--micro-batch-size has no effect",
@@ -294,7 +294,6 @@ WRONG = {
     "--debug-rollout-only --debug-train-only": "starts no trainers and --debug-train-only no engines",
     "--rollout-external-engine-addrs x": "--rollout-external-engine-addrs x is no address",
     "--release-train": "--release-train needs --save",
-    "--rollout-num-gpus 2": "--colocate: --rollout-num-gpus 2 is more than the trainer's 1 GPUs (slots)",
     "--rollout-num-gpus -1": "--rollout-num-gpus -1 must be at least 0",
     "--reward-model-num-gpus 1": "--reward-model-num-gpus has no effect without --reward-model-path",
     "--sglang-config gone.yaml --prefill-num-servers 1": "exclude each other; keep the one that describes the engines",

@@ -95,13 +95,6 @@ def test_what_engines_quantize_themselves_cannot_take_weights(tmp_path: Path) ->
     assert problems_of(tmp_path, QWEN3_8B | {"quantization_config": FP8}, **by_engine).all() == []
 
 
-def test_gloo_has_no_fp8(tmp_path: Path) -> None:
-    config = QWEN3_8B | {"quantization_config": FP8}
-    (sentence,) = problems_of(tmp_path, config, accelerator="cpu").unsupported
-    assert "gloo" in sentence and "use --colocate" in sentence
-    assert problems_of(tmp_path, config, accelerator="cpu", colocate=True).all() == []
-
-
 def test_a_command_line_with_such_an_engine_is_refused(check: Check) -> None:
     line = "--accelerator cuda --dry-run --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --sglang-quantization fp8"
     has(check(line).problems.wrong, "--sglang-quantization fp8: SGLang quantises as it loads")

@@ -123,7 +123,11 @@ def test_without_gpus_every_process_shares_one_memory():
     ("changes", "way"),
     [
         ({}, "NCCL broadcast"),
-        ({"colocate": True}, "colocated tensors over CUDA IPC"),
+        ({"colocate": True, "rollout_num_gpus": 1}, "colocated tensors over CUDA IPC"),
+        (
+            {"colocate": True, "rollout_num_gpus": 99},
+            "colocated tensors over CUDA IPC, NCCL broadcast to engines behind",
+        ),
         ({"update_weight_transport": "disk", "update_weight_disk_dir": "/shared"}, "disk: full HF checkpoint"),
         (
             {"update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": "/shared"},

@@ -52,7 +52,7 @@ from slime.backends.megatron_utils.routing_replay import take_engine_routing
 from slime.backends.megatron_utils.sleep import fall_asleep, wake_up
 from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.training_passes import passes_over
-from slime.backends.megatron_utils.update_weight import build_weight_updater
+from slime.backends.megatron_utils.update_weight import connected_weight_updater
 from slime.observability.memory_recorder import recorder_of
 from slime.observability.profiler import Profiler
 from slime.observability.timer import Timer, timer
@@ -302,10 +302,17 @@ class MegatronTrainActor:
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int = 0) -> None:
         """Tell the weight updater which engines to keep in step, how many devices each has, and which version of the
         weights an earlier trainer of this run has sent to them."""
-        if self._updater is None:
-            self._updater = build_weight_updater(self.args, self.state.model, colocated=self.args.colocate)
-            self._updater.weight_version = weight_version
-        self._updater.connect(engines, engine_sizes=engine_sizes)
+        if self._updater is not None:
+            self._updater.connect(engines, engine_sizes=engine_sizes)
+            return
+        self._updater = connected_weight_updater(
+            self.args,
+            self.state.model,
+            engines,
+            engine_sizes=engine_sizes,
+            colocated=self.args.colocate,
+            weight_version=weight_version,
+        )
 
     def update_weights(self) -> dict[str, float]:
         """Send the weights to the engines, and keep a copy of them with --keep-old-actor; returns metrics."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.disk_weights import LOAD_FORMAT
+from slime.backends.sglang_utils.weight_group import PROBE
 from slime.backends.sglang_utils.weight_samples import SAMPLE_ACTION
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
@@ -51,9 +52,11 @@ class EngineClient:
 
     Attributes:
         disk_load_format: how the server loads weights from files; "auto" is SGLang's own way.
+        is_ours: a run has started it, so that it knows more than a stock server (`launch_server.prepare`).
     """
 
     disk_load_format = LOAD_FORMAT
+    is_ours = True
 
     def __init__(self, *, rank: int) -> None:
         self.rank = rank
@@ -167,6 +170,27 @@ class EngineClient:
             weight_version=weight_version,
         )
         return self._version_now(answer, weight_version)
+
+    def probe_link(self, master_address: str, master_port: int) -> None:
+        """See whether a server of ours can connect to the trainer.
+
+        Raises:
+            RuntimeError: it cannot; says why.
+        """
+        where = {"master_address": master_address, "master_port": master_port, "rank_offset": 0, "world_size": 0}
+        self._update("init_weights_update_group", **where, group_name=PROBE, backend=PROBE)
+
+    def try_broadcast(self, group_name: str) -> None:
+        """Take part in a broadcast of one byte, a 1, over a group that a server of ours has joined."""
+        self._update(
+            "update_weights_from_distributed",
+            names=[],
+            dtypes=[],
+            shapes=[],
+            group_name=group_name,
+            load_format="flattened_bucket",
+            flush_cache=False,
+        )
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str

@@ -176,6 +176,7 @@ class ExternalEngine(EngineClient):
     """A server that is not ours. Picklable: trainers get it as it is, where engines of our own are Ray actors."""
 
     disk_load_format = "auto"
+    is_ours = False
 
     def __init__(self, info: ExternalEngineInfo, *, rank: int) -> None:
         super().__init__(rank=rank)

@@ -24,7 +24,7 @@ def fp8_problems(args: argparse.Namespace, models: Sequence[ModelPlan]) -> Probl
     """Everything about quantised weights that engines cannot do.
 
     Args:
-        args: reads `accelerator`, `colocate`, `debug_rollout_only`.
+        args: reads `debug_rollout_only`.
         models: of the run; a quantisation that is not fp8 is said elsewhere.
     """
     problems = Problems()
@@ -35,11 +35,6 @@ def fp8_problems(args: argparse.Namespace, models: Sequence[ModelPlan]) -> Probl
         except (UsageError, OSError, ValueError):
             continue
         takes_weights = model.update_weights and not args.debug_rollout_only
-        if takes_weights and fmt is not None and args.accelerator == "cpu" and not args.colocate:
-            problems.unsupported.append(
-                f"{model.model_path} is in fp8, and with --accelerator cpu weights are broadcast over gloo, which has "
-                "no fp8; use --colocate, or an unquantised --hf-checkpoint."
-            )
         for group in model.groups if config else ():
             if group.worker_type == "placeholder":
                 continue

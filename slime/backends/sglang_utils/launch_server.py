@@ -47,12 +47,13 @@ def prepare(launch: dict[str, Any]) -> None:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if launch["accelerator"] == "cpu":
         _prepare_cpu(launch["server_args"])
-    from slime.backends.sglang_utils import disk_weights, quick_load, receive_bucket, weight_samples
+    from slime.backends.sglang_utils import disk_weights, quick_load, receive_bucket, weight_group, weight_samples
 
     disk_weights.install()
     weight_samples.install(on_cpu=launch["accelerator"] == "cpu")
     quick_load.install()
     receive_bucket.install()
+    weight_group.install()
     if launch["server_args"].get("enable_return_routed_experts"):
         from slime.backends.sglang_utils import routed_experts
 

@@ -5,6 +5,8 @@ them to have a buffer to receive into, and loads the parts of that one by one: t
 it that holds nothing yet. Here the buffer is allocated alone, and a bucket that is known is loaded as one out of
 shared memory is (`quick_load`). What is asked and what is broadcast stay the same, so a sender need not know.
 
+A bucket of nothing is a broadcast of one byte, to see that the group works.
+
 With CUDA nothing here waits for the device: the server answers as soon as receiving and copying are queued. `install`
 changes the server that runs in this process; it does not know senders or models.
 """
@@ -37,6 +39,8 @@ def _receive(
 ) -> tuple[bool, str]:
     """As SGLang's method: whether it worked, and what to answer."""
     try:
+        if not names:
+            return _try(updater, group_name)
         num_bytes, metadata = layout_of(tuple(names), tuple(map(str, dtypes)), tuple(map(tuple, shapes)))
         data = torch.empty(num_bytes, dtype=torch.uint8, device=updater.device)
         torch.distributed.broadcast(data, src=0, group=updater._model_update_group[group_name])
@@ -45,6 +49,13 @@ def _receive(
         logger.exception(FAILED)
         return False, f"{FAILED}: {type(error).__name__}: {error}"
     return True, "Succeeded to update parameter online."
+
+
+def _try(updater: Any, group_name: str) -> tuple[bool, str]:
+    """A broadcast of one byte, waited for: communicators are made in the first one, and fail in it."""
+    data = torch.zeros(1, dtype=torch.uint8, device=updater.device)
+    torch.distributed.broadcast(data, src=0, group=updater._model_update_group[group_name])
+    return data.item() == 1, "received one byte"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -172,13 +172,7 @@ def engines_not_built(args: argparse.Namespace) -> Iterable[str]:
     """Engine layouts that cannot be started yet."""
     if args.debug_train_only or args.rollout_external or args.rollout_num_gpus is None:
         return
-    gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if args.colocate and gpus > actor_gpus:
-        yield (
-            f"--colocate: --rollout-num-gpus {gpus} is more than the trainer's {actor_gpus} GPUs (slots), and engines "
-            "beyond those are not supported yet (several GPUs); lower it or raise --actor-num-gpus-per-node."
-        )
+    per_engine = args.rollout_num_gpus_per_engine
     if args.sglang_config is not None:
         return  # its groups say how large engines are
     if args.accelerator == "cpu" and per_engine > 1:

@@ -49,6 +49,7 @@ def transport(
     if args.debug_train_only or args.debug_rollout_only:
         return None
     num_bytes = hf_bytes(args, shape, fmt)
+    network = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth
     if args.update_weight_transport == "disk":
         is_delta = args.update_weight_mode == "delta"
         kind = f"changed bytes ({args.update_weight_delta_encoding})" if is_delta else "full HF checkpoint"
@@ -58,9 +59,12 @@ def transport(
         is_cpu = args.accelerator == "cpu"
         way = "colocated tensors in shared memory" if is_cpu else "colocated tensors over CUDA IPC"
         bandwidth = device.ipc_bandwidth
+        if not is_cpu and args.rollout_num_gpus > args.actor_num_nodes * args.actor_num_gpus_per_node:
+            way += ", NCCL broadcast to engines behind the trainer's GPUs"
+            bandwidth = network
     else:
-        way = ("gloo" if args.accelerator == "cpu" else "NCCL") + " broadcast from trainer rank 0 to every engine rank"
-        bandwidth = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth
+        way = ("gloo" if args.accelerator == "cpu" else "NCCL") + " broadcast from the trainer to every engine rank"
+        bandwidth = network
     if fmt is not None:
         way += ", as fp8"
     bucket = min(args.update_weight_buffer_size, num_bytes)
@@ -111,6 +115,10 @@ def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape, fmt: Fp8Format
     return shape.num_params * (precision.weight + optimizer) + export
 
 
+def _when_files_are_sent(args: argparse.Namespace) -> str:
+    return "every weight sync" + ("" if args.update_weight_transport == "disk" else ", if there is no other way")
+
+
 def _dumps(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     return [
         ("rollout dump", args.save_debug_rollout_data, "every rollout"),
@@ -118,5 +126,5 @@ def _dumps(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         ("dumps of both", args.dump_details, "every rollout"),
         ("W&B files", args.wandb_dir if args.use_wandb else None, "every rollout"),
         ("TensorBoard", args.tb_project_name if args.use_tensorboard else None, "every rollout"),
-        ("weights for the engines", args.update_weight_disk_dir, "every weight sync"),
+        ("weights for the engines", args.update_weight_disk_dir, _when_files_are_sent(args)),
     ]

@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
-from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
+from slime.backends.megatron_utils.update_weight.base import NoLinkError, WeightSyncError, WeightUpdater
 
-__all__ = ["WeightSyncError", "WeightUpdater", "build_weight_updater"]
+__all__ = ["NoLinkError", "WeightSyncError", "WeightUpdater", "build_weight_updater", "connected_weight_updater"]
+
+logger = logging.getLogger(__name__)
+
+
+def connected_weight_updater(
+    args: Any,
+    model: list[Any],
+    engines: Sequence[Any],
+    *,
+    engine_sizes: Sequence[int],
+    colocated: bool,
+    weight_version: int,
+) -> WeightUpdater:
+    """The updater for this run's transport, connected; over files, where engines and trainer cannot form a group.
+
+    Collective over the trainer's ranks.
+
+    Args:
+        args: the run's flags.
+        model: this rank's Megatron model chunks.
+        engines: see `WeightUpdater.connect`.
+        engine_sizes: likewise.
+        colocated: see `build_weight_updater`.
+        weight_version: which the engines have from this run.
+
+    Raises:
+        NoLinkError: they cannot, and there is no --update-weight-disk-dir.
+    """
+    updater = build_weight_updater(args, model, colocated=colocated)
+    updater.weight_version = weight_version
+    try:
+        updater.connect(engines, engine_sizes=engine_sizes)
+    except NoLinkError as error:
+        if args.update_weight_disk_dir is None:
+            raise
+        if updater.is_source:
+            where = f"--update-weight-disk-dir {args.update_weight_disk_dir}"
+            logger.warning("weights go to the engines as files in %s, which is slower: %s", where, error)
+        from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
+
+        updater = DiskWeightUpdater(args, model)
+        updater.weight_version = weight_version
+        updater.connect(engines, engine_sizes=engine_sizes)
+    return updater
 
 
 def build_weight_updater(args: Any, model: list[Any], *, colocated: bool) -> WeightUpdater:

@@ -28,27 +28,29 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
 from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream, check_versions
-from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError, reach
+from slime.backends.megatron_utils.update_weight.engines import EngineFleet, NoLinkError, WeightSyncError, reach
 from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
 from slime.backends.megatron_utils.update_weight.spot_check import SpotCheck
 from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
+from slime.utils.distributed_utils import gathered
 
-__all__ = ["Bucket", "EngineFleet", "Posted", "Transport", "WeightSyncError", "WeightUpdater"]
+__all__ = ["Bucket", "EngineFleet", "NoLinkError", "Posted", "Transport", "WeightSyncError", "WeightUpdater"]
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
+T = TypeVar("T")
 
 
 @dataclass
@@ -84,6 +86,7 @@ class WeightUpdater(ABC):
         self.weight_version = 0
         self.deadline_s = args.distributed_timeout_minutes * 60.0
         self.transports: list[Transport] = []
+        self._engine_sizes: list[int] = []
         self._fleet: EngineFleet | None = None
         self._expected = expected_hf_names(Path(args.hf_checkpoint), args.mtp_num_layers or 0)
         self._spot_check = SpotCheck(self._expected)
@@ -110,7 +113,8 @@ class WeightUpdater(ABC):
         """
         if self.is_sender:
             self._fleet = EngineFleet(reach(engines, deadline_s=self.deadline_s), deadline_s=self.deadline_s)
-        self.transports = self.open(list(engine_sizes))
+        self._engine_sizes = list(engine_sizes)
+        self._open_anew()
         self._barrier()
 
     def update(self) -> dict[str, float]:
@@ -150,6 +154,13 @@ class WeightUpdater(ABC):
             **self._more_metrics(),
         }
 
+    def _open_anew(self) -> None:
+        """Open the ways to the engines, in the place of those that there are (collective)."""
+        for transport in self.transports:
+            transport.close()
+        self.transports = []
+        self.transports = self.open(self._engine_sizes)
+
     @abstractmethod
     def open(self, engine_sizes: list[int]) -> list[Transport]:
         """Prepare the ways to engines of so many ranks each (collective)."""
@@ -188,6 +199,8 @@ class WeightUpdater(ABC):
                 raise self._given_up(error)
             if self.is_source:
                 logger.warning("weight sync %d failed, it is sent whole once more: %s", self.weight_version, error)
+            if any(transport.keeps_order for transport in self.transports):
+                self._open_anew()
 
     def _attempt(self) -> WeightSyncError | None:
         """Send every bucket and compare; all ranks go through all buckets, whatever fails on the way."""
@@ -333,6 +346,18 @@ class WeightUpdater(ABC):
         told = [None if error is None else (str(error), error.is_final)]
         dist.broadcast_object_list(told, src=0, group=get_gloo_group())
         return error or (WeightSyncError(told[0][0], is_final=told[0][1]) if told[0] else None)
+
+    def _together(self, action: Callable[[], T]) -> T:
+        """Do something on every rank; where a group cannot be formed on one, every rank raises it (collective)."""
+        result, told = None, None
+        try:
+            result = action()
+        except NoLinkError as error:
+            told = str(error)
+        found = next(filter(None, gathered(told)), None)
+        if found is not None:
+            raise NoLinkError(found)
+        return cast(T, result)
 
     def _barrier(self) -> None:
         """All ranks together, with a deadline that names the laggard instead of the default's half hour."""

@@ -7,7 +7,7 @@ test. It does not know what the calls mean.
 from __future__ import annotations
 
 import concurrent.futures as cf
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from slime.backends.sglang_utils.weight_transfer import DirectEngine, EngineContact
@@ -27,6 +27,13 @@ class WeightSyncError(RuntimeError):
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         super().__init__(message)
         self.is_final = is_final
+
+
+class NoLinkError(WeightSyncError):
+    """Engines and trainer cannot form a group; sending again over it cannot help, another way can."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, is_final=True)
 
 
 def reach(engines: Sequence[Any], *, deadline_s: float) -> list[Any]:
@@ -67,6 +74,7 @@ class EngineFleet:
         self.deadline_s = deadline_s
         self._threads = dict.fromkeys(self.engines, _threads(CALLS_PER_ENGINE * len(self.engines)))
         self._threads |= threads or {}
+        self._failed: set[int] | None = None
 
     def __len__(self) -> int:
         return len(self.engines)
@@ -79,10 +87,13 @@ class EngineFleet:
     def in_order(self) -> Self:
         """The same engines: a call begins on one of them when it has answered the call before.
 
-        Calls that are begun together may arrive in another order, for each has a connection of its own.
+        Calls that are begun together may arrive in another order, for each has a connection of its own. When one has
+        failed, later ones fail, too, and do not reach the engine.
         """
         threads = {number: _threads(1) for number in self.engines}
-        return type(self)(self.engines, deadline_s=self.deadline_s, threads=threads)
+        found = type(self)(self.engines, deadline_s=self.deadline_s, threads=threads)
+        found._failed = set()
+        return found
 
     def start(self, method: str, *values: Any, **keywords: Any) -> Calls:
         """Begin the same call on every engine."""
@@ -91,9 +102,19 @@ class EngineFleet:
     def start_each(self, method: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Calls:
         """Begin a call on every engine, each with its own (arguments, keywords)."""
         return {
-            number: self._threads[number].submit(getattr(engine, method), *values, **keywords)
+            number: self._threads[number].submit(self._call, number, getattr(engine, method), values, keywords)
             for (number, engine), (values, keywords) in zip(self.engines.items(), calls, strict=True)
         }
+
+    def _call(self, number: int, method: Callable[..., Any], values: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if self._failed is None:
+            return method(*values, **keywords)
+        if number in self._failed:
+            raise WeightSyncError("it was not asked, because what it was asked before has failed")
+        self._failed.add(number)
+        result = method(*values, **keywords)
+        self._failed.discard(number)
+        return result
 
     def wait(self, calls: Calls, what: str) -> list[Any]:
         """The results of begun calls, in the engines' order.
@@ -121,10 +142,9 @@ def _results(calls: Calls, what: str, deadline_s: float, engines: Any) -> list[A
     done, pending = cf.wait(calls.values(), timeout=deadline_s, return_when=cf.FIRST_EXCEPTION)
     for number, call in calls.items():
         if call in done and (error := call.exception()) is not None:
-            name = f"engine {number}" if _is_remote(engines[number]) else contact_of(engines[number], number)
-            raise WeightSyncError(f"{what} failed on {name}: {_one_line(error)}") from error
+            raise WeightSyncError(f"{what} failed on {name_of(engines[number], number)}: {one_line(error)}") from error
     if pending:
-        silent = [str(number) for number, call in calls.items() if call in pending]
+        silent = [name_of(engines[number], number) for number, call in calls.items() if call in pending]
         raise WeightSyncError(
             f"waited {deadline_s:.0f} s for {what}; {len(pending)} engine(s) are silent: {', '.join(silent)}",
             is_final=True,
@@ -132,6 +152,12 @@ def _results(calls: Calls, what: str, deadline_s: float, engines: Any) -> list[A
     return [call.result() for call in calls.values()]
 
 
-def _one_line(error: BaseException) -> str:
+def name_of(engine: Any, number: int) -> str:
+    """What to call an engine in a message; a Ray actor is not asked."""
+    return f"engine {number}" if _is_remote(engine) else str(contact_of(engine, number))
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of an error."""
     cause = getattr(error, "cause", None) or error  # a Ray error repeats the whole remote traceback in its text
     return f"{type(cause).__name__}: {cause}"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,18 +27,14 @@ from megatron.core import parallel_state
 from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
 from slime.backends.megatron_utils.update_weight.base import WeightUpdater
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers, FlatBucket
+from slime.backends.megatron_utils.update_weight.engine_group import GROUP_NAME, abandon, form_group
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError
 from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
-from slime.backends.sglang_utils.weight_transfer import Place, init_process_group
+from slime.backends.sglang_utils.weight_transfer import Place
 from slime.utils import accelerator
 from slime.utils.accelerator import process_group_backend
-from slime.utils.distributed_utils import gathered, get_gloo_group, store_at
-from slime.utils.memory_saver import outside_saver
-from slime.utils.misc import get_current_node_ip, listen_anywhere
-
-GROUP_NAME = "slime-pp_"
-"""What the name of a group begins with; then comes the pipeline stage that sends in it."""
+from slime.utils.distributed_utils import gathered, get_gloo_group
 
 
 class DistributedWeightUpdater(WeightUpdater):
@@ -64,8 +59,9 @@ class DistributedWeightUpdater(WeightUpdater):
         found: list[Transport] = []
         for stage in range(self._place.num_stages):
             if stage == self._place.stage:
-                found.append(self._transport(engine_sizes))
-            self._barrier()
+                found.append(self._together(lambda: self._transport(engine_sizes)))
+            else:
+                self._together(lambda: None)
         return found
 
     def _transport(self, engine_sizes: list[int]) -> Transport:
@@ -163,6 +159,7 @@ class CollectiveTransport(Transport):
     """
 
     num_slots = 2
+    keeps_order = True
 
     def __init__(
         self,
@@ -181,27 +178,13 @@ class CollectiveTransport(Transport):
         self._spans: list[tuple[Any, Any]] = []
         self._buffers = BucketBuffers(self.num_slots, buffer_size, accelerator.current_device())
         if fleet is not None:
-            self._form_group(fleet, engine_sizes, deadline_s, backend or process_group_backend())
-
-    def _form_group(self, fleet: EngineFleet, engine_sizes: list[int], deadline_s: float, backend: str) -> None:
-        listener = listen_anywhere()
-        address, port = get_current_node_ip(), listener.getsockname()[1]
-        world_size = 1 + sum(engine_sizes)
-        offsets = [1 + sum(engine_sizes[:index]) for index in range(len(fleet))]
-        joining = fleet.start_each(
-            "init_weights_update_group",
-            [((address, port, offset, world_size, self._group_name, backend), {}) for offset in offsets],
-        )
-        with outside_saver():
-            self._group = init_process_group(
-                backend=backend,
-                meeting=store_at(listener, world_size, timedelta(seconds=deadline_s)),
-                world_size=world_size,
-                rank=0,
-                group_name=self._group_name,
-                timeout_s=deadline_s,
+            self._group = form_group(
+                fleet,
+                engine_sizes,
+                name=group_name,
+                backend=backend or process_group_backend(),
+                deadline_s=deadline_s,
             )
-        fleet.wait(joining, "the engines' process group")
 
     def prepare(self, bucket: Bucket, *, slot: int) -> FlatBucket | None:
         """The bucket in the buffer of its slot, on the rank that sends."""
@@ -237,6 +220,11 @@ class CollectiveTransport(Transport):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def close(self) -> None:
+        """Leave the group. What is on its way there may never be taken: nobody waits for it."""
+        if self._fleet is not None:
+            abandon(self._group)
 
     def timings(self) -> str:
         """Seconds from a bucket's being ready on the device until it was sent and its buffer was asked for again."""

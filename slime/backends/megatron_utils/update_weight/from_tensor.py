@@ -60,13 +60,15 @@ class TensorWeightUpdater(WeightUpdater):
             # NCCL takes no two ranks on one GPU.
             backend = "gloo" if refusal else None
             transports.append(
-                CollectiveTransport(
-                    fleet,
-                    sizes,
-                    deadline_s=self.deadline_s,
-                    buffer_size=buffer_size,
-                    keeps_buffers=keeps_buffers,
-                    backend=backend,
+                self._together(
+                    lambda: CollectiveTransport(
+                        fleet,
+                        sizes,
+                        deadline_s=self.deadline_s,
+                        buffer_size=buffer_size,
+                        keeps_buffers=keeps_buffers,
+                        backend=backend,
+                    )
                 )
             )
         return transports

@@ -43,10 +43,12 @@ class Transport(ABC):
             answered for the bucket that was in it.
         shares_memory: engines read what other ranks than the source have prepared, so that these, too, must know
             when a slot is free.
+        keeps_order: a bucket that one engine has not taken leaves it out of step, until the way is opened anew.
     """
 
     num_slots = 1
     shares_memory = False
+    keeps_order = False
 
     @abstractmethod
     def prepare(self, bucket: Bucket, *, slot: int) -> Any:
@@ -59,6 +61,9 @@ class Transport(ABC):
     def timings(self) -> str:
         """For the log, what a device did since this was last asked; of most transports nothing is known."""
         return ""
+
+    def close(self) -> None:  # noqa: B027
+        """Give the way up; another one is opened in its place."""
 
     def release(self) -> None:  # noqa: B027 - most have nothing to give up
         """Give up what is needed only during a sync."""
