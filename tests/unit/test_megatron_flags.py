@@ -126,7 +126,7 @@ def test_a_class_is_found_under_every_name_of_an_option():
     assert megatron_flag_class("--override-opt-param-scheduler") == ("warned", "always so here")
     assert megatron_flag_class("--use-gated-attention") == ("used", "")
     assert megatron_flag_class("--context-parallel-size") == ("used", "")
-    assert megatron_flag_class("--ddp-num-buckets") == ("refused", "not supported yet (several GPUs)")
+    assert megatron_flag_class("--use-sharp") == ("refused", "not supported yet (several GPUs)")
 
 
 def test_options_that_set_one_attribute_share_its_class():

@@ -129,6 +129,7 @@ def megatron_problems(
     problems.wrong += out_of_range
     for check in (
         value_checks.check_effects,
+        value_checks.check_buckets,
         value_checks.check_precision,
         value_checks.check_schedule,
         check_offloading,

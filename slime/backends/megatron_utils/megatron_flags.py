@@ -86,7 +86,7 @@ TABLE: tuple[Group, ...] = (
         """--tensor-model-parallel-size --sequence-parallel --deterministic-mode
         --recompute-granularity --recompute-activations --recompute-method --recompute-num-layers
         --recompute-modules --distribute-saved-activations --distribute-checkpointed-activations
-        --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size --ddp-average-in-collective
+        --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size --ddp-num-buckets --ddp-average-in-collective
         --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
         --no-gradient-accumulation-fusion --no-bias-swiglu-fusion""",
     ),
@@ -300,9 +300,14 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "refused",
-        """--num-distributed-optimizer-instances --use-nccl-ub --use-sharp --sharp-enabled-group
-        --nccl-communicator-config-path --ddp-num-buckets""",
+        "--num-distributed-optimizer-instances --use-sharp --sharp-enabled-group --nccl-communicator-config-path",
         later="several GPUs",
+    ),
+    Group(
+        "refused",
+        "--use-nccl-ub",
+        "what registered buffers are for, reductions inside the NVLink switch (NVLS), is off in trainers and engines: "
+        "the group that carries weights between them fails with it",
     ),
     Group("refused", "--sgd-momentum", NO_SGD),
     Group(

@@ -221,7 +221,7 @@ PARALLEL: tuple[Row, ...] = (
     Row("--use-torch-fsdp2", "torch's fully sharded data parallel"),
     Row("--torch-fsdp2-no-reshard-after-forward", "keep gathered weights", dest="torch_fsdp2_no_reshard"),
     Row("--enable-full-sharding-in-hsdp", "shard over all replicas"),
-    Row("--ddp-num-buckets", "buckets of the gradients", int),
+    Row("--ddp-num-buckets", "buckets of the gradients, of as many parameters each as that takes", int),
     Row("--local-rank", "set by launchers", int),
     Row("--lazy-mpu-init", "initialise parallel state later"),
 )

@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.layout import virtual_stages
 AT_LEAST: dict[int, str] = {
     1: """num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size vocab_size
     make_vocab_size_divisible_by padded_vocab_size seq_length max_position_embeddings lr_decay_iters
-    lr_wsd_decay_iters recompute_num_layers bucket_size kv_channels
+    lr_wsd_decay_iters recompute_num_layers bucket_size ddp_num_buckets kv_channels
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
     expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     microbatch_group_size_per_vp_stage
@@ -142,7 +142,7 @@ EFFECTS: tuple[Effect, ...] = (
         lambda a: a.use_precision_aware_optimizer,
         "without --use-precision-aware-optimizer",
     ),
-    Effect("bucket_size", lambda a: a.overlap_grad_reduce, "without --overlap-grad-reduce"),
+    Effect("bucket_size ddp_num_buckets", lambda a: a.overlap_grad_reduce, "without --overlap-grad-reduce"),
     Effect(
         "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
         lambda a: a.fp16 and a.loss_scale is None,
@@ -177,6 +177,12 @@ def check_effects(args: argparse.Namespace, explicit: Collection[str]) -> Iterat
             yield f"{', '.join(map(option_of, given))} {verb} no effect {effect.otherwise}; leave it out."
     if "make_vocab_size_divisible_by" in explicit and "padded_vocab_size" in explicit:
         yield "--make-vocab-size-divisible-by has no effect with --padded-vocab-size; leave one out."
+
+
+def check_buckets(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+    """The size of gradient buckets is given once."""
+    if {"ddp_num_buckets", "bucket_size"} <= set(explicit):
+        yield "--ddp-num-buckets and --ddp-bucket-size exclude each other; give one."
 
 
 def check_precision(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:

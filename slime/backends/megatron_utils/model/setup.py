@@ -110,7 +110,11 @@ def wrap_model(args: Any, model: torch.nn.Module, *, is_first: bool = True) -> D
 
     Chunks behind the first reduce their gradients in one piece: other chunks compute meanwhile.
     """
-    ddp_config = DistributedDataParallelConfig(**config_kwargs(DistributedDataParallelConfig, args))
+    fields = config_kwargs(DistributedDataParallelConfig, args)
+    if args.ddp_num_buckets is not None:
+        # Megatron closes a bucket when it is full, with whole parameters: there may be fewer.
+        fields["bucket_size"] = -(-sum(p.numel() for p in model.parameters()) // args.ddp_num_buckets)
+    ddp_config = DistributedDataParallelConfig(**fields)
     return DistributedDataParallel(get_model_config(model), ddp_config, model, disable_bucketing=not is_first)
 
 
