@@ -256,11 +256,11 @@ def test_one_warning_names_all_options_without_effect():
 
 
 def test_refusals_of_one_kind_are_one_sentence():
-    flags = "--moe-expert-capacity-factor 1 --moe-token-dropping --ddp-num-buckets 8 --data-path a b"
+    flags = "--moe-expert-capacity-factor 1 --moe-token-dropping --sharp-enabled-group dp --data-path a b"
     args = parse(flags.split())
     derived = derive_megatron(args).keys()
     assert refused_flags(args, derived) == [
-        "--ddp-num-buckets 8 is not supported yet (several GPUs).",
+        "--sharp-enabled-group dp is not supported yet (several GPUs).",
         "--data-path ['a', 'b'] is not supported: data come from --prompt-data; leave it out.",
         "--moe-token-dropping, --moe-expert-capacity-factor 1.0 are not supported: a token's experts would depend on "
         "chance or on other tokens, and the policy would not be the engine's; leave them out.",
