@@ -25,12 +25,13 @@ from slime.observability import logging_utils
 from slime.observability.profiler import nothing_recorded
 from slime.observability.progress import progress_bar, set_progress_factory
 from slime.observability.step_times import StepTimes
-from slime.ray.actor_group import Beside, RayTrainGroup
+from slime.ray.actor_group import RayTrainGroup
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.resume_point import settle_checkpoint
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
+from slime.ray.start import start_side_by_side
 from slime.ray.utils import ActorFailure, actor_env, get
 from slime.rollout.weight_versions import SyncSchedule
 from slime.utils.misc import should_run_periodic_action
@@ -38,7 +39,6 @@ from slime.utils.misc import should_run_periodic_action
 logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
-START_DEADLINE_S = 1800.0
 WORK_DEADLINE_S = 24 * 3600.0  # generation has no bound of its own; each request inside it has one
 STATE_DEADLINE_S = 600.0
 GENERATION = "the generation of a rollout"
@@ -285,26 +285,10 @@ class TrainingRun:
         logger.info("everything is running after %.1f s", time.monotonic() - start)
 
     def _start_everything(self, engines: str) -> dict[str, Any]:
-        """Start engines and trainers side by side; whichever fails first ends the start with its error.
-
-        Trainers load meanwhile in any case. Where they share memory with engines they are built only when these run:
-        engines count on all memory that is free when they start.
-
-        Args:
-            engines: what their start is called in an error.
-
-        Returns:
-            what trainer rank 0 says of its start; where there are no trainers, what stands for it.
-        """
+        """Start engines and trainers; `engines` is what the start of the former is called in an error."""
         engines_started = self._manager.start.remote()
         self.args = settle_checkpoint(self.args)
-        groups = self._create_trainers()
-        loading = {ref: what for group in groups for ref, what in group.load().items()}
-        if self.turns.engines_leave:
-            get(engines_started, engines, START_DEADLINE_S, beside=loading)
-        started = self._start_trainers(groups, {engines_started: engines})
-        get(engines_started, engines, START_DEADLINE_S)
-        return started
+        return start_side_by_side(self._create_trainers(), self.turns, engines_started, what=engines)
 
     def _create_trainers(self) -> list[RayTrainGroup]:
         """The trainer groups in the order in which they take the GPU: where they start in turn, the actor comes last,
@@ -316,14 +300,6 @@ class TrainingRun:
         group_cls = ReleasedTrainGroup if self.args.release_train else RayTrainGroup
         self._trainers = group_cls(self.args, self._placement)
         return [*filter(None, [self._critic]), self._trainers]
-
-    def _start_trainers(self, groups: list[RayTrainGroup], beside: Beside) -> dict[str, Any]:
-        if not groups:
-            return {"start_rollout_id": 0, "parallel_config": {"dp_size": 1, "cp_size": 1}, "warnings": []}
-        *of_critic, started = self.turns.start_trainers(groups, beside)
-        for other in of_critic:
-            started["warnings"] += other["warnings"]
-        return started
 
     def _connect(self, started: dict[str, Any]) -> None:
         for warning in started["warnings"]:

@@ -14,6 +14,7 @@ import pytest
 import train
 from slime.ray import actor_group, gpu_turns
 from slime.ray import run as run_module
+from slime.ray import start as start_module
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.run import RunPlan, TrainingRun
@@ -139,7 +140,7 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, *, dies: bool = Fal
             raise ActorFailure("the engines failed: EngineStartError: no memory")
         return value
 
-    monkeypatch.setattr(run_module, "get", wait)
+    monkeypatch.setattr(start_module, "get", wait)
     monkeypatch.setattr(run_module, "RayTrainGroup", lambda *_, role="actor": Group(role, calls))
     values = ON | {"debug_train_only": False, "debug_rollout_only": False, "use_critic": True} | flags
     run = TrainingRun(SimpleNamespace(**values))
