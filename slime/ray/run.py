@@ -31,7 +31,7 @@ from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.resume_point import settle_checkpoint
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
-from slime.ray.start import start_side_by_side
+from slime.ray.start import START_DEADLINE_S, start_side_by_side
 from slime.ray.utils import ActorFailure, actor_env, get
 from slime.rollout.weight_versions import SyncSchedule
 from slime.utils.misc import should_run_periodic_action
@@ -87,6 +87,7 @@ class TrainingRun:
         self.args = args
         self._sync_interval = sync_interval
         self._weight_version = 0
+        self._engine_count = 0
         self._has_engines = not args.debug_train_only
         self._has_trainers = not args.debug_rollout_only
         self._syncs_weights = False
@@ -160,6 +161,11 @@ class TrainingRun:
         rollouts the actor makes returns, and updates nothing.)
         """
         self._rollout_id = rollout_id
+        if self.args.use_fault_tolerance and self._has_engines:
+            replaced = self._manager.replace_engines.remote()
+            get(replaced, "engines in place of lost ones", START_DEADLINE_S)
+            if not self._syncs_weights:  # they have the weights that they are to have
+                get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
         if first := self._critic or self._trainers:
             self.turns.to_trainer(first)  # meanwhile the manager makes the training data of the samples
         data, records = get(rollout.train_data, GENERATION, WORK_DEADLINE_S)
@@ -213,6 +219,7 @@ class TrainingRun:
         told = None
         if self._syncs_weights:
             self.turns.to_weight_sync(self.trainers)
+            self._follow_engines()
             self._log_rollout_record(self.trainers.update_weights())
             self._weight_version += 1
             told = self._manager.set_weight_version.remote(self._weight_version)
@@ -222,6 +229,20 @@ class TrainingRun:
                 self._log_rollout_record(metrics)
         if told is not None:
             get(told, "the rollout manager to hear of the weight sync", STATE_DEADLINE_S)
+        if self._syncs_weights and self.args.use_fault_tolerance:
+            get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
+
+    def _follow_engines(self) -> None:
+        """Have the trainer send to the engines that are there, where some were lost or replaced."""
+        if not self.args.use_fault_tolerance:
+            return
+        count = get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
+        if count != self._engine_count:
+            engines, sizes = get(self._manager.get_updatable_now.remote(), "the engine handles", STATE_DEADLINE_S)
+            if not engines:
+                raise ActorFailure("every engine of the trained model is lost; their logs say why")
+            self.trainers.connect_rollout_engines(engines, sizes)
+            self._engine_count = count
 
     def eval_if_due(self, rollout_id: int) -> None:
         """Evaluate every `--eval-interval` rollouts and at epoch ends."""

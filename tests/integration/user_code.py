@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+
+from slime.backends.sglang_utils.server_control import list_workers_sync
+from slime.utils.http_utils import post_sync
 
 PERTURBATION = 0.5
 BEFORE_LOG_PROBS_OF_ROLLOUT = 1
@@ -45,3 +50,24 @@ def sign_version(args: Any, version_dir: str, rollout_engines: list[Any]) -> Non
     if torch.distributed.get_rank() == 0:
         text = f"{torch.distributed.get_world_size()} ranks, {len(rollout_engines)} engine"
         (Path(version_dir) / "signed_by").write_text(text)
+
+
+def kill_an_engine_after_rollout_1(rollout_id: int, args: Any, samples: Any, metrics: Any, seconds: float) -> bool:
+    """As a machine would lose it: the server of engine 1, with all of its processes. After rollout 3 every engine
+    behind the router is asked for the same tokens."""
+    logs = Path(args.output_dir).absolute() / "logs"
+    if rollout_id == 1:
+        launch_file = str(logs / "engine_1.json")
+        servers = [one for one in psutil.process_iter(["cmdline"]) if launch_file in (one.info["cmdline"] or [])]
+        for process in [child for server in servers for child in [*server.children(recursive=True), server]]:
+            process.kill()
+    if rollout_id == 3:
+        request = {
+            "input_ids": [5, 6, 7, 8],
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+        answers = {url: post_sync(f"{url}/generate", request)["meta_info"] for url in list_workers_sync(router)}
+        (logs.parent / "answers.json").write_text(json.dumps(answers))
+    return False

@@ -56,7 +56,7 @@ class Manager:
 
 
 ON = {"colocate": True, "offload_train": True, "offload_rollout": True, "release_train": False}
-ON |= {"verify_checkpoint": "none"}
+ON |= {"verify_checkpoint": "none", "use_fault_tolerance": False}
 
 
 @pytest.fixture

@@ -234,3 +234,14 @@ def is_healthy_sync(worker_url: str, *, timeout_s: float = 2.0) -> bool:
     except HttpError:
         return False
     return True
+
+
+def why_unhealthy_sync(worker_url: str, *, timeout_s: float, generates: bool = True) -> str | None:
+    """Why a server does not generate (GET /health_generate: one token, or one of a request that runs), or does not
+    even answer (GET /health); None if it does."""
+    path = "health_generate" if generates else "health"
+    try:
+        http_utils.get_sync(f"{worker_url}/{path}", timeout_s=timeout_s)
+    except HttpError as error:
+        return str(error)
+    return None

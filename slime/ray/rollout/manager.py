@@ -27,6 +27,8 @@ from slime.observability.rollout_metrics import compute_eval_metrics, compute_ro
 from slime.ray.http_post import use_distributed_post
 from slime.ray.ray_actor import RayActor
 from slime.ray.rollout.dp_split import split_train_data
+from slime.ray.rollout.engine_watch import EngineWatch
+from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
@@ -78,6 +80,8 @@ class RolloutManager(RayActor):
         self.args = args
         self._slots = engine_slots
         self._servers: RolloutServers | None = None
+        self._watch: EngineWatch | None = None
+        self._replacements: Replacements | None = None
         self._data_source: Any = None
         self._parallel_config: dict[str, int] = {}
         self._finish: Callable[[], tuple[list[Box], list[MetricRecord]]] | None = None
@@ -110,6 +114,45 @@ class RolloutManager(RayActor):
         init_http_client(self.args)
         if self.args.use_distributed_post:
             use_distributed_post(self.args)
+        if self.args.use_fault_tolerance:
+            self._replacements = replacements = Replacements(self._servers, self.args)
+            self._watch = EngineWatch(
+                replacements.urls,
+                replacements.lose,
+                interval_s=self.args.rollout_health_check_interval,
+                timeout_s=self.args.rollout_health_check_timeout,
+                first_wait_s=self.args.rollout_health_check_first_wait,
+            )
+            self._watch.start()
+
+    @ray.method(concurrency_group="control")
+    def replace_engines(self) -> None:
+        """Start engines in the places of lost ones; those of the trained model serve after `register_engines`."""
+        if self._watch is None or self._replacements is None:
+            return
+        self._watch.look(generates=False)
+        if number := self._replacements.replace():
+            logger.warning("%d engine(s) were started in place of lost ones", number)
+
+    @ray.method(concurrency_group="control")
+    def pause_watch(self) -> int:
+        """Look at the engines no more until `register_engines`: they get weights.
+
+        Returns:
+            a number that has changed when engines were lost or replaced.
+        """
+        if self._watch is None or self._replacements is None:
+            return 0
+        self._watch.pause()
+        self._watch.look(generates=False)  # a sync fails as a whole if one of its engines is gone
+        return self._replacements.count
+
+    @ray.method(concurrency_group="control")
+    def register_engines(self) -> None:
+        """Put new engines, which have the trainer's weights now, behind the router, and watch all again."""
+        if self._watch is not None and self._replacements is not None:
+            self._replacements.register()
+            self._watch.resume()
 
     def get_num_rollout_per_epoch(self) -> int:
         """Rollouts that go once through the data set (at least 1); 0 where there is none, so no epoch ends.
@@ -134,6 +177,11 @@ class RolloutManager(RayActor):
     def set_sync_schedule(self, first: int, end: int, interval: int) -> None:
         """Tell which rollouts this run does (`first` to `end` - 1), and after how many the weights are synced."""
         WeightClock().follow(SyncSchedule(first, end, interval))
+
+    @ray.method(concurrency_group="control")
+    def get_updatable_now(self) -> tuple[list[Any], list[int]]:
+        """As `get_updatable_engines`, beside a rollout."""
+        return self.get_updatable_engines()
 
     @ray.method(concurrency_group="control")
     def set_weight_version(self, version: int) -> None:
@@ -201,6 +249,8 @@ class RolloutManager(RayActor):
     def offload(self) -> None:
         """Have the engines that share GPUs with the trainer release their memory (--offload-rollout)."""
         if self._servers is not None:
+            if self._watch is not None:
+                self._watch.pause()
             self._servers.release_memory()
 
     @ray.method(concurrency_group="memory")
@@ -232,6 +282,8 @@ class RolloutManager(RayActor):
     def dispose(self) -> None:
         """End the engines and the router."""
         stop_worker()
+        if self._watch is not None:
+            self._watch.stop()
         if self._servers is not None:
             self._servers.shutdown()
             self._servers = None

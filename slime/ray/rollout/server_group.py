@@ -128,25 +128,22 @@ class ServerGroup:
         num_threads: int,
     ) -> None:
         self._args = args
-        self.engines = [
-            self._create(spec, placement, host=host, log_dir=log_dir, num_threads=num_threads)
-            for spec, placement in zip(specs, placements, strict=True)
-        ]
+        self._seats = list(zip(specs, placements, strict=True))
+        self._host, self._log_dir, self._num_threads = host, log_dir, num_threads
+        self.engines = [self._create(*seat) for seat in self._seats]
 
-    def _create(
-        self, spec: EngineSpec, placement: tuple[Any, int], *, host: str | None, log_dir: Path, num_threads: int
-    ) -> Any:
+    def _create(self, spec: EngineSpec, placement: tuple[Any, int]) -> Any:
         group, bundle = placement
         accelerator = self._args.accelerator
         extra = SHOW_ALL_GPUS if accelerator == "cuda" else {}
         options = slot_options(accelerator, ENGINE_SHARE) | {"runtime_env": {"env_vars": actor_env(extra)}}
         if group is not None:
             options["scheduling_strategy"] = in_bundle(group, bundle)
-        log_path = str(log_dir / f"engine_{spec.rank}.log")
+        log_path = str(self._log_dir / f"engine_{spec.rank}.log")
         return (
             ray.remote(EngineActor)
             .options(**options)
-            .remote(self._args, spec, host=host, log_path=log_path, num_threads=num_threads)
+            .remote(self._args, spec, host=self._host, log_path=log_path, num_threads=self._num_threads)
         )
 
     def launch(self, encoder_urls: Sequence[str] = ()) -> list[ray.ObjectRef]:
@@ -154,13 +151,29 @@ class ServerGroup:
         deadline_s = START_DEADLINE_S[self._args.accelerator]
         return [engine.launch.remote(deadline_s, list(encoder_urls)) for engine in self.engines]
 
+    def replace(self, index: int, encoder_urls: Sequence[str] = ()) -> ray.ObjectRef:
+        """End an engine that is of no use any more, and start another in its place; as of `launch`."""
+        self.end(index)
+        self.engines[index] = self._create(*self._seats[index])
+        deadline_s = START_DEADLINE_S[self._args.accelerator]
+        launched: ray.ObjectRef = self.engines[index].launch.remote(deadline_s, list(encoder_urls))
+        return launched
+
+    def end(self, index: int) -> None:
+        """End one server and its actor."""
+        _end([self.engines[index]])
+
     def shutdown(self) -> None:
         """End every server and its actor."""
-        refs = [engine.shutdown.remote() for engine in self.engines]
-        ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_DEADLINE_S)
-        for engine in self.engines:
-            ray.kill(engine)  # what did not answer dies with its actor
+        _end(self.engines)
         self.engines = []
+
+
+def _end(engines: Sequence[Any]) -> None:
+    refs = [engine.shutdown.remote() for engine in engines]
+    ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_DEADLINE_S)
+    for engine in engines:
+        ray.kill(engine)  # what did not answer dies with its actor
 
 
 def threads_per_engine(model_path: Path, num_cores: int, num_engines: int) -> int:

@@ -55,12 +55,15 @@ class ModelServers:
         self.router = router
         self.groups = groups
         self.external: list[ExternalEngine] = []
+        self.lost: set[Any] = set()
+        """Of `engines`, those that have ended and were not replaced yet."""
         self._registered: list[str] = []
 
     @property
     def engines(self) -> list[Any]:
         """Every engine, with the methods of `EngineClient`: Ray actors, and external ones."""
-        return [engine for _, group in self.groups for engine in group.engines] + self.external
+        ours = [engine for _, group in self.groups for engine in group.engines]
+        return [engine for engine in ours if engine not in self.lost] + self.external
 
     @property
     def updatable(self) -> list[tuple[Any, int]]:
@@ -68,12 +71,13 @@ class ModelServers:
         if not self.plan.update_weights:
             return []
         groups = [(kind.num_gpus_per_engine, group) for kind, group in self.groups if kind.takes_weights]
-        ours = [(engine, size) for size, group in groups for engine in group.engines]
+        ours = [(engine, size) for size, group in groups for engine in group.engines if engine not in self.lost]
         return ours + [(engine, engine.info.num_gpus) for engine in self.external]
 
     def releasing(self, args: Any) -> list[Any]:
         """The engines that give their GPU memory up when asked to."""
-        return [engine for kind, group in self.groups if releases_memory(kind, args) for engine in group.engines]
+        groups = [group for kind, group in self.groups if releases_memory(kind, args)]
+        return [engine for group in groups for engine in group.engines if engine not in self.lost]
 
     def register(self, args: Any, workers: Sequence[Worker]) -> None:
         """Put engines behind the router, external ones too where they are this model's; needs the router to run."""

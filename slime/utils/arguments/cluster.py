@@ -42,27 +42,17 @@ class ClusterFlags:
 class FaultToleranceFlags:
     """Fault tolerance."""
 
-    use_fault_tolerance: bool = flag(False, "watch the engines and replace dead ones", later="fault tolerance")
+    use_fault_tolerance: bool = flag(
+        False, "watch the engines; go on without one that does not answer, and start another in its place"
+    )
     rollout_health_check_interval: float = flag(
-        30.0,
-        "seconds between two health checks of an engine",
-        later="fault tolerance",
-        needs="use_fault_tolerance",
-        at_least=0,
+        30.0, "seconds between two health checks of an engine", needs="use_fault_tolerance", at_least=0
     )
     rollout_health_check_timeout: float = flag(
-        30.0,
-        "seconds after which a health check has failed",
-        later="fault tolerance",
-        needs="use_fault_tolerance",
-        at_least=0,
+        30.0, "seconds after which a health check has failed", needs="use_fault_tolerance", at_least=0
     )
     rollout_health_check_first_wait: float = flag(
-        0,
-        "seconds without checks after the engines were resumed",
-        later="fault tolerance",
-        needs="use_fault_tolerance",
-        at_least=0,
+        0, "seconds without checks after the engines were resumed", needs="use_fault_tolerance", at_least=0
     )
     resume: str | None = flag(
         None,

@@ -1,0 +1,85 @@
+"""The watch over engines: who is asked, when it is quiet, and what it says of one that does not answer."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from slime.backends.sglang_utils import server_control
+from slime.ray.rollout.engine_watch import EngineWatch
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """What was asked; the engine at "dead" never answers. No server: only who is asked and when counts here."""
+    found: list[tuple[str, bool]] = []
+
+    def answer(url: str, *, timeout_s: float, generates: bool) -> str | None:
+        found.append((url, generates))
+        return "connection refused" if url == "dead" else None
+
+    monkeypatch.setattr(server_control, "why_unhealthy_sync", answer)
+    return found
+
+
+def watch(lost: list[tuple[int, str]], *urls: str, interval_s: float = 0.02, first_wait_s: float = 0.0) -> EngineWatch:
+    there = dict(enumerate(urls))
+
+    def lose(number: int, why: str) -> None:
+        lost.append((number, why))
+        del there[number]
+
+    return EngineWatch(lambda: dict(there), lose, interval_s=interval_s, timeout_s=1.0, first_wait_s=first_wait_s)
+
+
+def test_an_engine_that_does_not_answer_is_lost_once(asked: list[tuple[str, bool]]) -> None:
+    lost: list[tuple[int, str]] = []
+    one = watch(lost, "fine", "dead")
+    one.start()
+    time.sleep(0.3)
+    one.stop()
+    assert lost == [(1, "connection refused")]
+    assert asked.count(("fine", True)) > 2 and asked.count(("dead", True)) == 1
+
+
+def test_nobody_is_asked_while_the_watch_is_paused(asked: list[tuple[str, bool]]) -> None:
+    one = watch([], "fine", first_wait_s=0.1)
+    one.start()
+    one.pause()
+    time.sleep(0.3)
+    assert not asked
+    one.look(generates=False)
+    assert asked == [("fine", False)], "unless it is told to"
+    one.resume()
+    time.sleep(0.06)
+    assert len(asked) == 1, "not before the first wait is over"
+    time.sleep(0.3)
+    assert len(asked) > 2
+    one.stop()
+
+
+class _Slow(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:  # noqa: N802
+        time.sleep(0.4)
+        with suppress(OSError):  # who asked has gone
+            self.send_response(200 if self.path == "/health_generate" else 404)
+            self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_answer_that_comes_too_late_is_none() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert server_control.why_unhealthy_sync(url, timeout_s=5.0) is None
+        late = server_control.why_unhealthy_sync(url, timeout_s=0.1)
+        assert late is not None and "health_generate" in late
+        refused = server_control.why_unhealthy_sync(url, timeout_s=5.0, generates=False)
+        assert refused is not None and "404" in refused
+        server.shutdown()
