@@ -37,6 +37,7 @@ def watch(lost: list[tuple[int, str]], *urls: str, interval_s: float = 0.02, fir
 
 
 def test_an_engine_that_does_not_answer_is_lost_once(asked: list[tuple[str, bool]]) -> None:
+    """It is asked every --rollout-health-check-interval seconds until then."""
     lost: list[tuple[int, str]] = []
     one = watch(lost, "fine", "dead")
     one.start()
@@ -47,6 +48,7 @@ def test_an_engine_that_does_not_answer_is_lost_once(asked: list[tuple[str, bool
 
 
 def test_nobody_is_asked_while_the_watch_is_paused(asked: list[tuple[str, bool]]) -> None:
+    """Nor in the --rollout-health-check-first-wait after that."""
     one = watch([], "fine", first_wait_s=0.1)
     one.start()
     one.pause()
@@ -74,6 +76,7 @@ class _Slow(http.server.BaseHTTPRequestHandler):
 
 
 def test_an_answer_that_comes_too_late_is_none() -> None:
+    """--rollout-health-check-timeout says how late."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
