@@ -42,7 +42,7 @@ def flags_of(hf: dict, **changes) -> argparse.Namespace:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_fixture_names_its_source(name):
-    assert fixture(name)["_source"].startswith("values of config.json of ")
+    assert fixture(name)["_source"].startswith("config.json of ")
 
 
 def test_glm4_has_norms_around_both_parts_and_rotates_half_of_each_head_pairwise():
