@@ -40,7 +40,7 @@ from benchmarks.gpu_runs import (  # noqa: E402
 TARGET, STEPS = 0.08, 6
 WORK = ("perf/rollout_time", "perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time")
 ENGINE_SHARE = {"0.6B": 0.4, SMOLLM2: 0.12}
-"""Of an H200's 141 GB: weights and the keys and values of all 512 x 576 tokens at once (34 and 7 GB), with a third to
+"""Of an H200's 141 GB: weights and the keys and values of all 512 x 576 tokens at once (34 and 7 GB), and some to
 spare. What an engine takes beyond that it gives up and takes back in every step for nothing."""
 REST = (
     "perf/wake_up_time",

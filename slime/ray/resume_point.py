@@ -74,7 +74,9 @@ def _settle_load(args: Any, depth: manifest.Depth) -> Any:
 
 
 def _older(root: Path, newest: Any) -> list[int]:
-    """Iterations before this one, the newest first."""
+    """Iterations before this one, the newest first; none before a release, which belongs to no iteration."""
+    if not str(newest).isdigit():
+        return []
     names = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.glob("iter_*")]
     return sorted((step for name in names if name and (step := int(name[1])) < int(newest)), reverse=True)
 

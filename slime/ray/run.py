@@ -238,7 +238,7 @@ class TrainingRun:
             return
         count = get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
         if count != self._engine_count:
-            engines, sizes = get(self._manager.get_updatable_now.remote(), "the engine handles", STATE_DEADLINE_S)
+            engines, sizes = get(self._manager.get_updatable_engines.remote(), "the engine handles", STATE_DEADLINE_S)
             if not engines:
                 raise ActorFailure("every engine of the trained model is lost; their logs say why")
             self.trainers.connect_rollout_engines(engines, sizes)

@@ -117,6 +117,17 @@ def test_an_iteration_that_is_asked_for_is_not_exchanged(two: Path) -> None:
     assert settle_checkpoint(flags_for(two, ckpt_step=3)).ckpt_step == 3
 
 
+def test_a_damaged_release_is_an_error_for_nothing_came_before_it(two: Path) -> None:
+    (two / "iter_0000007").rename(two / "release")
+    (two / TRACKER_FILE).write_text("release")
+    assert settle_checkpoint(flags_for(two)).ckpt_step is None
+    (two / "release/__0_0.distcp").unlink()
+    with pytest.raises(
+        UsageError, match=r"release/__0_0.distcp is missing; it holds no other iteration that is whole"
+    ):
+        settle_checkpoint(flags_for(two))
+
+
 def test_a_damaged_reference_is_an_error(two: Path, saved: Path) -> None:
     damage(two / "iter_0000007/__0_0.distcp", "flip", random.Random(1))
     with pytest.raises(UsageError, match=r"--ref-load .*__0_0.distcp is not what was written"):

@@ -165,6 +165,7 @@ class RolloutManager(RayActor):
             return 0
         return max(1, len(self._data_source) // self.args.rollout_batch_size)
 
+    @ray.method(concurrency_group="control")
     def get_updatable_engines(self) -> tuple[list[Any], list[int]]:
         """The engines that take the trainer's weights, and the GPUs of each."""
         found = self._servers.updatable if self._servers else []
@@ -177,11 +178,6 @@ class RolloutManager(RayActor):
     def set_sync_schedule(self, first: int, end: int, interval: int) -> None:
         """Tell which rollouts this run does (`first` to `end` - 1), and after how many the weights are synced."""
         WeightClock().follow(SyncSchedule(first, end, interval))
-
-    @ray.method(concurrency_group="control")
-    def get_updatable_now(self) -> tuple[list[Any], list[int]]:
-        """As `get_updatable_engines`, beside a rollout."""
-        return self.get_updatable_engines()
 
     @ray.method(concurrency_group="control")
     def set_weight_version(self, version: int) -> None:

@@ -30,7 +30,7 @@ WATCHED = "regular"
 """Worker types that answer by themselves: a prefill or decode server needs the other, an encoder generates nothing."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Seat:
     """One engine's place, whoever is in it."""
 
@@ -77,6 +77,8 @@ class Replacements:
                 return
             seat.is_lost = True
             self.count += 1
+            if seat in self._waiting:  # lost again before it served
+                self._waiting.remove(seat)
             logger.error("engine at %s is lost, the others go on without it: %s", seat.worker.url, why)
             with suppress(HttpError):
                 server_control.remove_worker_sync(
