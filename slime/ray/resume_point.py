@@ -18,7 +18,14 @@ from typing import Any
 from slime.rollout.data_source import manifest_of_state, state_path
 from slime.utils import manifest
 from slime.utils.arguments import parse_megatron_role_args
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, iteration_dir, read_tracker
+from slime.utils.arguments.resume import NEVER
+from slime.utils.checkpoint_paths import (
+    MODEL_SHAPE_FILE,
+    TRACKER_FILE,
+    classify_checkpoint,
+    iteration_dir,
+    read_tracker,
+)
 from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -29,13 +36,15 @@ def settle_checkpoint(args: Any) -> Any:
 
     Args:
         args: reads `load`, `ckpt_step`, `ref_load`, `ref_ckpt_step`, `opd_teacher_load`, `opd_teacher_ckpt_step`,
-            `verify_checkpoint`, and where the critic's checkpoints are.
+            `verify_checkpoint`, `save`, `resume`, and where the critic's checkpoints are.
 
     Raises:
         UsageError: what is to be loaded is not whole, and nothing else may be taken in its place.
     """
     if args.debug_rollout_only or args.verify_checkpoint == "none":
         return args
+    if args.save and args.resume != NEVER:
+        _refuse_lost_tracker(Path(args.save))
     begin, depth = time.monotonic(), args.verify_checkpoint
     for flag, path, step in (
         ("--ref-load", args.ref_load, args.ref_ckpt_step),
@@ -51,6 +60,16 @@ def settle_checkpoint(args: Any) -> Any:
     seconds = time.monotonic() - begin
     logger.info("checkpoint in %s is whole (--verify-checkpoint %s, %.1f s)", args.load, depth, seconds)
     return settled
+
+
+def _refuse_lost_tracker(root: Path) -> None:
+    """A run that has saved and does not know it would begin anew, and write over what is there."""
+    there = sorted(path.parent.name for path in root.glob(f"iter_*/{manifest.FILE}"))
+    if there and not (root / TRACKER_FILE).exists():
+        raise UsageError(
+            f"--save {root} holds {there[-1]}, but no {TRACKER_FILE} that says so: write the iteration's number into "
+            "that file to go on from it, give --resume never to begin anew, or name another directory."
+        )
 
 
 def _settle_load(args: Any, depth: manifest.Depth) -> Any:

@@ -29,7 +29,7 @@ def flags_for(root: Path, **given: object) -> Args:
     vars(args).update(
         {"load": str(root), "ckpt_step": None, "ref_load": None, "ref_ckpt_step": None, "opd_teacher_load": None}
         | {"opd_teacher_ckpt_step": None, "use_critic": False, "debug_rollout_only": False}
-        | {"verify_checkpoint": "full"}
+        | {"verify_checkpoint": "full", "save": None, "resume": None}
         | given
     )
     return args.freeze()
@@ -126,6 +126,15 @@ def test_a_damaged_release_is_an_error_for_nothing_came_before_it(two: Path) -> 
         UsageError, match=r"release/__0_0.distcp is missing; it holds no other iteration that is whole"
     ):
         settle_checkpoint(flags_for(two))
+
+
+def test_a_run_that_has_lost_its_tracker_does_not_begin_anew_over_its_checkpoints(two: Path) -> None:
+    (two / TRACKER_FILE).unlink()
+    begins = flags_for(two, load=None, save=str(two))
+    with pytest.raises(UsageError, match=r"holds iter_0000007, but no latest_checkpointed_iteration.txt"):
+        settle_checkpoint(begins)
+    never = begins.replace(resume="never")
+    assert settle_checkpoint(never) is never
 
 
 def test_a_damaged_reference_is_an_error(two: Path, saved: Path) -> None:
