@@ -3,6 +3,10 @@
 #   usage: bash build_conda.sh [NAME]      NAME is "slime" by default; an environment of that name is brought up to date
 set -euo pipefail
 
+case "${1:-}" in
+    -h | --help) sed -n '2,3s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -*) echo "error: unknown argument $1: the one argument is the name of the environment" >&2; exit 2 ;;
+esac
 name="${1:-slime}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 

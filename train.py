@@ -17,13 +17,15 @@ from slime.ray.run import TrainingRun
 def train(args: Any) -> None:
     """Run every rollout of `args`, one after the other."""
     with TrainingRun(args) as run:
-        run.eval_before_training()
-        for rollout_id in run.steps():
-            rollout = run.generate(rollout_id)
-            run.train_step(rollout_id, rollout)
-            run.save_if_due(rollout_id)
-            run.sync_weights()
-            run.eval_if_due(rollout_id)
+        for attempt in run.attempts():
+            with attempt:
+                run.eval_before_training()
+                for rollout_id in run.steps():
+                    rollout = run.generate(rollout_id)
+                    run.train_step(rollout_id, rollout)
+                    run.save_if_due(rollout_id)
+                    run.sync_weights()
+                    run.eval_if_due(rollout_id)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ than --max-weight-staleness versions after it was begun. Wait graph of the loop:
     consumes         rollout `id`, generated while earlier ones were trained
     waits for        before a weight sync: the evaluation, and every rollout that was begun, because no request may be
                      in flight while weights change. With --update-weights-in-flight (the fully async rollout) only
-                     for the evaluation: engines put requests aside for the sync and go on with them after it
+                     for the evaluation: engines put requests aside for the sync and go on with them after it. With
+                     --deterministic a rollout behind one that is saved waits for the sync between them
     unblocks         by the sync: rollouts that --max-weight-staleness held back
 
 Evaluation runs beside training and generation. It sees one version of the weights: it begins right after a sync (or
@@ -23,6 +24,7 @@ from typing import Any
 from slime.ray.driver import drive
 from slime.ray.rollouts_ahead import RolloutsAhead
 from slime.ray.run import TrainingRun
+from slime.utils.arguments.deterministic import check_ahead
 from slime.utils.errors import UsageError
 
 
@@ -32,24 +34,28 @@ def check(args: Any) -> None:
         raise UsageError("--colocate: train_async.py uses trainer and engines at once; drop it, or use train.py")
     if args.release_train:
         raise UsageError("--release-train: train_async.py trains while engines generate; drop it, or use train.py")
+    if problems := list(check_ahead(args, because="train_async.py")):
+        raise UsageError(problems)
 
 
 def train(args: Any) -> None:
     """Run every rollout of `args`, generating ahead of the one being trained."""
     with TrainingRun(args, sync_interval=args.update_weights_interval) as run:
-        run.eval_before_training()
-        ahead = RolloutsAhead(run, args.async_buffer_size)
-        for rollout_id in run.steps():
-            rollout = ahead.take(rollout_id)
-            run.train_step(rollout_id, rollout)
-            run.save_if_due(rollout_id)
-            if run.sync_is_due(rollout_id):
+        for attempt in run.attempts():
+            with attempt:
+                run.eval_before_training()
+                ahead = RolloutsAhead(run, args.async_buffer_size)
+                for rollout_id in run.steps():
+                    rollout = ahead.take(rollout_id)
+                    run.train_step(rollout_id, rollout)
+                    run.save_if_due(rollout_id)
+                    if run.sync_is_due(rollout_id):
+                        run.finish_eval()
+                        if not args.update_weights_in_flight:
+                            ahead.drain()
+                        run.sync_weights()
+                    run.start_eval_if_due(rollout_id)
                 run.finish_eval()
-                if not args.update_weights_in_flight:
-                    ahead.drain()
-                run.sync_weights()
-            run.start_eval_if_due(rollout_id)
-        run.finish_eval()
 
 
 if __name__ == "__main__":

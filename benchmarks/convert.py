@@ -1,13 +1,13 @@
 """How fast a checkpoint converts beside the disk's own speed of copying, and in how much memory.
 
-    python benchmarks/convert.py                                  1.5 GB, three rounds; the rules that must hold decide
-    the status python benchmarks/convert.py --gigabytes 0.2 --rounds 1       a quick look
+    python benchmarks/convert.py                                  1.5 GB, three rounds
+    python benchmarks/convert.py --gigabytes 0.2 --rounds 1       a quick look
 
-It writes an HF checkpoint of random bf16 weights (Qwen3's shape) in shards, then, each in a process of its own: copies
-it with `cp` and a sync, converts it to torch_dist, and that back to HF. Rounds are interleaved and medians compared. A
-tool's seconds are those that it says itself, which the loading of libraries is not in (it takes as long whatever the
-model); memory is the largest resident set that the kernel saw, libraries in it. Bytes of the result must be those of
-the start.
+The rules that must hold decide the status. It writes an HF checkpoint of random bf16 weights (Qwen3's shape) in
+shards, then, each in a process of its own: copies it with `cp` and a sync, converts it to torch_dist, and that back to
+HF. Rounds are interleaved and medians compared. A tool's seconds are those that it says itself, which the loading of
+libraries is not in (it takes as long whatever the model); memory is the largest resident set that the kernel saw,
+libraries in it. Bytes of the result must be those of the start.
 """
 
 from __future__ import annotations

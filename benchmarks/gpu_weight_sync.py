@@ -36,7 +36,7 @@ from benchmarks.gpu_runs import (  # noqa: E402
     series_of,
     settled,
 )
-from benchmarks.gpu_step import step_run  # noqa: E402
+from benchmarks.gpu_step import STEPS, step_run  # noqa: E402
 
 TARGET_S = {"0.6B": 0.025, "4B": 0.120, "tiny": 1.0}
 SYNC, PAUSE, SEND = (f"perf/update_weights_{part}time" for part in ("", "pause_", "send_"))
@@ -47,11 +47,12 @@ BYTES = {"cuda": 2, "cpu": 4}
 def main() -> None:
     parser = make_parser(__doc__, "gpu_weight_sync")
     parser.add_argument("--model", action="append", choices=["0.6B", "4B"], help="default: both")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the 0.6B run, as of gpu_step.py")
     options = parse_options(parser)
     options.benchmark = "-".join([options.benchmark, *(options.model or [])])
     rows = []
     for model in ["tiny"] if options.tiny else options.model or ["0.6B", "4B"]:
-        run = large_run(options) if model == "4B" else step_run(model, options)
+        run = large_run(options) if model == "4B" else step_run(model, options, steps=options.steps)
         if not run_train(run, options):
             rows.append(not_measured("weight sync", model, f"<= {target(model)}", "its run did not end well"))
             continue
@@ -64,7 +65,7 @@ def main() -> None:
 def large_run(options: Namespace) -> Run:
     """A short run of the 4B shape with all of its optimizer."""
     if options.tiny:
-        return step_run("tiny", options)
+        return step_run("tiny", options, steps=options.steps)
     # trainer (72 GB) and engine (60 GB) fit side by side, whichever starts first
     more = colocated(options, tokens=4096, engine_share=0.4)
     return Run("short-4B", "4B", grpo_flags(prompts=8, samples=8, response=128, rollouts=10, more=more))

@@ -1,6 +1,6 @@
 """Where the time of a colocated weight sync goes, on CPU: a real Megatron model, a real engine, a tiny model.
 
-    python benchmarks/weight_sync.py [--buckets 3] [--layers 28] [--repeat 30]
+    python benchmarks/weight_sync.py [--buckets 3] [--layers 28] [--repeat 30] [--rest 6]
 
 Prints medians over the syncs after the first: milliseconds of each stage on the source rank, as wall time and as CPU
 time of its main thread (which other work on the machine disturbs less), CPU time of the engine's processes, and what
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=3)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds between syncs, as a step of a run has")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(Path(folder) / "model", "--layers", options.layers)
@@ -159,6 +160,7 @@ def measure(engine: Any, path: Path, options: Namespace) -> None:
     cpu_rows: dict[str, list[float]] = defaultdict(list)
     before = engine_seconds(engine)
     for _ in range(options.repeat):
+        time.sleep(options.rest)
         watch.clear()
         cpu, times = time.thread_time(), updater.update()
         cpu_rows["sync"].append(time.thread_time() - cpu)

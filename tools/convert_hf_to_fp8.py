@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
@@ -87,7 +87,9 @@ def convert(args: argparse.Namespace) -> int:
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.hf_output import HfTarget, write_hf
 
-    fmt, config = format_of(args), read_config(args.model_dir, args.save_dir)
+    fmt = format_of(args)
+    flags = ("--model-dir", "--save-dir")
+    config = config_to_quantize(args.model_dir, args.save_dir, flags=flags, kind="fp8")
     torch.set_num_threads(args.max_workers)
     reader = SafetensorsReader(args.model_dir, flag="--model-dir")
     if not any(fmt.quantizes(name) for name in reader.names()):
@@ -99,7 +101,7 @@ def convert(args: argparse.Namespace) -> int:
         assets_from=Path(args.model_dir),
         config=config | {"quantization_config": fmt.config()},
         shard_bytes=args.shard_bytes,
-        made_from=[str(Path(args.model_dir).resolve()), json.dumps(fmt.config())],
+        made_from=[*reader.identity(), json.dumps(fmt.config())],
     )
     write_hf(target, fp8_jobs(reader, fmt))
     return sum(fmt.quantizes(name) for name in reader.names())
@@ -120,7 +122,9 @@ def fp8_jobs(reader: SafetensorsReader, fmt: Fp8Format) -> list[Job]:
 
     jobs: list[Job] = []
     for name in infos:
-        up, gate = name.replace(".gate_proj.", ".up_proj."), name.replace(".up_proj.", ".gate_proj.")
+        # MiniMax calls them w1 and w3.
+        up = name.replace(".gate_proj.", ".up_proj.").replace(".w1.", ".w3.")
+        gate = name.replace(".up_proj.", ".gate_proj.").replace(".w3.", ".w1.")
         if up != name and up in infos:
             jobs.append(job_of(name, up))
         elif gate == name or gate not in infos:
@@ -147,20 +151,31 @@ def unquantized_modules(reader: SafetensorsReader, fmt: Fp8Format) -> list[str]:
     return sorted({*kept, "lm_head"})
 
 
-def read_config(model_dir: str, save_dir: str) -> dict[str, object]:
-    """The config.json of the checkpoint.
+def config_to_quantize(source: str, target: str, *, flags: tuple[str, str], kind: str) -> dict[str, Any]:
+    """The config.json of a checkpoint that is to be quantised.
+
+    Args:
+        source: HF directory.
+        target: directory to make.
+        flags: that named them.
+        kind: what it is to become, in a word.
 
     Raises:
-        UsageError: it is no HF checkpoint or quantised already, or the output exists.
+        UsageError: it is no HF checkpoint, quantised already or of a family that is not trained so, or the output
+            exists.
     """
+    from slime.backends.megatron_utils.hf_config import unsupported_family
     from slime.utils.conversion.hf_config import read_hf_config
     from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
+    from slime.utils.int4_format import quantization_config_of
 
-    config = read_hf_config(model_dir, flag="--model-dir")
-    check_target(Path(save_dir), flag="--save-dir", sources={"--model-dir": model_dir})
-    if config.get("quantization_config"):
-        raise UsageError(f"--model-dir {model_dir} is quantised already; give the unquantised checkpoint.")
+    config = read_hf_config(source, flag=flags[0])
+    check_target(Path(target), flag=flags[1], sources={flags[0]: source})
+    if quantization_config_of(config):
+        raise UsageError(f"{flags[0]} {source} is quantised already; give the unquantised checkpoint.")
+    if problem := unsupported_family(config.get("model_type"), kind):
+        raise UsageError(f"{flags[0]} {source}: {problem}")
     return config
 
 

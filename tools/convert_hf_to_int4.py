@@ -42,7 +42,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data-dir", required=True, help=".jsonl or .parquet file with samples, or a directory of such"
     )
-    parser.add_argument("--quant-type", choices=("W4A16",), default="W4A16", help="4-bit weights, 16-bit activations")
+    parser.add_argument(
+        "--quant-type", choices=("W4A16", "W8A16"), default="W4A16", help="bits of weights (4 alone) and activations"
+    )
     parser.add_argument("--num-calibration-samples", type=int, default=256, help="samples, from the first on")
     parser.add_argument("--max-sequence-length", type=int, default=2048, help="tokens of a sample that are taken")
     parser.add_argument("--dampening-frac", type=float, default=0.01, help="of the mean second moment, added to each")
@@ -61,23 +63,26 @@ def convert(args: argparse.Namespace) -> int:
 
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.calibration import CalibratedLayers
-    from slime.utils.conversion.hf_config import read_hf_config
-    from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
+    from slime.utils.conversion.hf_output import HfTarget, write_hf
     from slime.utils.errors import UsageError
     from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
+    from tools.convert_hf_to_fp8 import config_to_quantize
     from tools.convert_hf_to_int4_direct import check_shapes
 
     for flag in ("num_calibration_samples", "max_sequence_length", "quant_group_size", "dampening_frac"):
         if getattr(args, flag) <= 0:
             raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not above 0.")
-    config = read_hf_config(args.input_dir, flag="--input-dir")
-    check_target(Path(args.output_dir), flag="--output-dir", sources={"--input-dir": args.input_dir})
-    if config.get("quantization_config"):
-        raise UsageError(f"--input-dir {args.input_dir} is quantised already; give the unquantised checkpoint.")
+    if args.quant_type == "W8A16":
+        raise UsageError(
+            "--quant-type W8A16: engines that a trainer feeds take integers of 4 bits alone; use W4A16, or 8 bits in "
+            "floating point (tools/convert_hf_to_fp8.py)."
+        )
+    flags = ("--input-dir", "--output-dir")
+    config = config_to_quantize(args.input_dir, args.output_dir, flags=flags, kind="int4")
     reader = SafetensorsReader(args.input_dir, flag="--input-dir")
     has_experts = any(".experts." in name for name in reader.names())
     fmt = Int4Format(args.quant_group_size, True, EXPERTS_ONLY if has_experts else ("lm_head",))
-    check_shapes(reader, fmt, args.input_dir)
+    check_shapes(reader, fmt, f"--input-dir {args.input_dir}", "--quant-group-size", "give another size")
     layers = CalibratedLayers(
         Path(args.input_dir),
         reader.get,

@@ -5,13 +5,15 @@
 
 It reads and writes one tensor after the other, so that memory holds one a thread; a conversion that was cut off goes
 on when it is started again. Of a model with experts only these are quantised, as in Kimi-K2-Thinking, of any other all
-linear layers; --ignore-rules says otherwise. What is stored: docs/conversion.md.
+linear layers; --ignore-rules says otherwise. The functions are those of a weight sync. What is stored:
+docs/int4.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.hf_output import Job
+    from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.int4_format import Int4Format
 
 
@@ -57,81 +60,83 @@ def convert(args: argparse.Namespace) -> int:
         UsageError: input or output that cannot work.
     """
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-    from slime.utils.conversion.hf_config import read_hf_config
-    from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
+    from slime.utils.conversion.hf_output import HfTarget, write_hf
     from slime.utils.errors import UsageError
     from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
+    from tools.convert_hf_to_fp8 import config_to_quantize
 
     for flag in ("group_size", "max_workers", "shard_bytes"):
         if getattr(args, flag) < 1:
             raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not above 0.")
-    config = read_hf_config(args.model_dir, flag="--model-dir")
-    check_target(Path(args.save_dir), flag="--save-dir", sources={"--model-dir": args.model_dir})
-    if config.get("quantization_config"):
-        raise UsageError(f"--model-dir {args.model_dir} is quantised already; give the unquantised checkpoint.")
+    flags = ("--model-dir", "--save-dir")
+    config = config_to_quantize(args.model_dir, args.save_dir, flags=flags, kind="int4")
     reader = SafetensorsReader(args.model_dir, flag="--model-dir")
     has_experts = any(".experts." in name for name in reader.names())
     rules = (EXPERTS_ONLY if has_experts else ("lm_head",)) if args.ignore_rules is None else tuple(args.ignore_rules)
+    for rule in (rule for rule in rules if rule.startswith("re:")):
+        try:
+            re.compile(rule.removeprefix("re:"))
+        except re.error as error:
+            raise UsageError(f"--ignore-rules {rule} is no regular expression: {error}.") from error
     fmt = Int4Format(args.group_size, args.is_symmetric, rules)
-    check_shapes(reader, fmt, args.model_dir)
+    remedy = "give another size, or name the module in --ignore-rules"
+    check_shapes(
+        reader, fmt, f"--model-dir {args.model_dir}, --ignore-rules {' '.join(rules)}", "--group-size", remedy
+    )
     target = HfTarget(
         path=Path(args.save_dir),
         flag="--save-dir",
         assets_from=Path(args.model_dir),
         config=config | {"quantization_config": fmt.config()},
         shard_bytes=args.shard_bytes,
-        made_from=[str(Path(args.model_dir).resolve()), json.dumps(fmt.config())],
+        made_from=[*reader.identity(), json.dumps(fmt.config())],
     )
     write_hf(target, int4_jobs(reader, fmt), num_threads=args.max_workers)
     return sum(fmt.quantizes(name) for name in reader.names())
 
 
-def check_shapes(reader: SafetensorsReader, fmt: Int4Format, model_dir: str) -> None:
-    """Raise UsageError where there is nothing to quantise, or a weight does not divide into groups."""
+def check_shapes(reader: SafetensorsReader, fmt: Int4Format, source: str, flag: str, remedy: str) -> None:
+    """Raise UsageError where there is nothing to quantise, or a weight does not divide into groups.
+
+    Args:
+        reader: of the checkpoint.
+        fmt: which weights are quantised, and how.
+        source: flag and path of the checkpoint.
+        flag: of the group size.
+        remedy: what to do about such a weight, as the end of a sentence.
+    """
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_int4 import divides
     from slime.utils.errors import UsageError
 
     chosen = {name: info.shape for name, info in reader.infos().items() if fmt.quantizes(name)}
     if not chosen:
-        raise UsageError(f"--model-dir {model_dir}: the rules leave nothing to quantise; look at --ignore-rules.")
-    rows_of = 1 if fmt.is_symmetric else 8
+        raise UsageError(f"{source}: there is nothing to quantise (linear layers of attention, MLPs or experts).")
     for name, shape in chosen.items():
-        if len(shape) != 2 or shape[1] % fmt.group_size or shape[0] % rows_of:
+        if not divides(shape, fmt):
             also = "" if fmt.is_symmetric else " and 8 rows, for zero points are packed along them"
             raise UsageError(
-                f"{name} has the shape {list(shape)}, which is not whole groups of --group-size {fmt.group_size} "
-                f"columns{also}; give another size, or name the module in --ignore-rules."
+                f"{name} has the shape {list(shape)}, which is not whole groups of {flag} {fmt.group_size} "
+                f"columns{also}; {remedy}."
             )
 
 
 def int4_jobs(reader: SafetensorsReader, fmt: Int4Format) -> list[Job]:
     """Every tensor by itself; a quantised weight becomes its packed values, scales, shape and zero points."""
-    import torch
-
+    from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_int4 import planned, quantize_bucket
     from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.errors import UsageError
-    from slime.utils.int4 import pack, quantize_groups
-    from slime.utils.int4_format import PACKED, SCALE, SHAPE, ZERO
 
     def packed_job(name: str, info: TensorInfo) -> Job:
-        (rows, columns), module = info.shape, name.removesuffix("weight")
-        groups = columns // fmt.group_size
-        outputs = {
-            module + PACKED: TensorInfo(torch.int32, (rows, -(-columns // 8))),
-            module + SCALE: TensorInfo(info.dtype, (rows, groups)),
-            module + SHAPE: TensorInfo(torch.int64, (2,)),
-        }
-        if not fmt.is_symmetric:
-            outputs[module + ZERO] = TensorInfo(torch.int32, (rows // 8, groups))
-
         def make() -> list[torch.Tensor]:
-            values, scales, zeros = quantize_groups(reader.get(name), fmt.group_size, symmetric=fmt.is_symmetric)
-            if not bool(scales.isfinite().all()):
-                raise UsageError(f"{name} has a weight that is infinite or no number, and so cannot be quantised.")
-            found = [pack(values), scales, torch.tensor([rows, columns])]
-            return found if zeros is None else [*found, pack(zeros, 0)]
+            try:
+                return [tensor for _, tensor in quantize_bucket([(name, reader.get(name))], fmt)]
+            except QuantizationError as error:
+                raise UsageError(
+                    f"{name} has a weight that is infinite or no number, and so cannot be quantised."
+                ) from error
 
-        return Job(outputs, make)
+        return Job(planned({name: info}, fmt), make)
 
     def plain_job(name: str, info: TensorInfo) -> Job:
         return Job({name: info}, lambda: [reader.get(name)])

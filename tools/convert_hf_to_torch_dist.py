@@ -45,6 +45,7 @@ NO_LAYOUT: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
+    "allgather_cp": False,
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
     "decoder_first_pipeline_num_layers": None,
@@ -59,13 +60,14 @@ def make_parser() -> argparse.ArgumentParser:
     from slime.backends.megatron_utils.arguments import add_megatron_arguments
     from slime.utils.conversion.progress import usual_threads
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--hf-checkpoint", required=True, help="HF directory with safetensors")
     parser.add_argument("--save", required=True, help="checkpoint root to write")
     parser.add_argument("--model-args-from-hf", action="store_true", help="derive the model flags from the HF config")
     parser.add_argument("--custom-model-provider-path", help="function that builds the Megatron model")
     parser.add_argument("--model-name", help="family of weight rules; default: the config's model_type")
     parser.add_argument("--max-workers", type=int, default=usual_threads(), help="threads that read, re-lay and write")
+    parser.add_argument("--allgather-cp", action="store_true", help="a flag of a layout, which a checkpoint has not")
     return add_megatron_arguments(parser)
 
 
@@ -80,12 +82,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         model_args_from_hf,
         set_default_megatron_args,
     )
+    from slime.utils.arguments.flags import explicit_flags
     from slime.utils.checkpoint_paths import iteration_dir
     from slime.utils.conversion.hf_config import read_hf_config
     from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
 
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
     hf_config = read_hf_config(args.hf_checkpoint, flag="--hf-checkpoint")
     release = iteration_dir(args.save, "release")
     check_target(release, flag="--save", sources={"--hf-checkpoint": args.hf_checkpoint})
@@ -96,7 +100,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     given = {"model_name": args.model_name} if args.model_name else {}
     vars(args).update(TRAINER_DEFAULTS | NO_LAYOUT | given)
     if args.model_args_from_hf or args.num_layers is None:
-        vars(args).update(model_args_from_hf(hf_config))
+        given = explicit_flags(parser, sys.argv[1:] if argv is None else argv)
+        vars(args).update({name: value for name, value in model_args_from_hf(hf_config).items() if name not in given})
     if problems := megatron_problems(args, hf_config).all():
         raise UsageError(problems)
     return set_default_megatron_args(args)
@@ -123,7 +128,7 @@ def convert(args: argparse.Namespace) -> None:
     # What is stored in fp8 is trained in the config's dtype.
     stored = {name: (usual or torch.bfloat16) if dtype == E4M3 else dtype for name, dtype in reader.dtypes().items()}
     args.params_dtype = usual or torch.float32
-    initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere())
+    initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere("127.0.0.1"))
     try:
         from slime.backends.megatron_utils.hf_to_torch_dist import HfWeights, check_vocabulary, model_without_memory
         from slime.backends.megatron_utils.torch_dist_writer import parameters_of, write_release
@@ -141,7 +146,7 @@ def convert(args: argparse.Namespace) -> None:
             value_of=weights.value_of,
             stored=weights.stored,
             model_shape=model_shape(args) | {"model_type": hf_config["model_type"], "hf_dtypes": unusual},
-            made_from=[str(Path(args.hf_checkpoint).resolve()), json.dumps(hf_config, sort_keys=True)],
+            made_from=[*reader.identity(), json.dumps(hf_config, sort_keys=True)],
             num_threads=args.max_workers,
         )
     finally:

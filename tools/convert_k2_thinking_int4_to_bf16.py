@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
@@ -44,7 +44,7 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.utils.conversion.hf_config import read_config_file, read_hf_config, without_quantization
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.conversion.raw_tensors import RawTensors
     from slime.utils.errors import UsageError
@@ -54,7 +54,10 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
         raise UsageError(f"--max-workers {args.max_workers} is not above 0.")
     source = Path(args.model_dir)
     target = Path(args.output_dir) if args.output_dir else source.with_name(source.name + "-bf16")
-    config = read_hf_config(Path(args.config_path).parent if args.config_path else source, flag="--model-dir")
+    if args.config_path:
+        config = read_config_file(Path(args.config_path), missing=f"--config-path {args.config_path}: no such file.")
+    else:
+        config = read_hf_config(source, flag="--model-dir")
     check_target(target, flag="--output-dir", sources={"--model-dir": source}, replaces=args.overwrite)
     fmt = Int4Format.of(config, where=f"--model-dir {source}")
     raw = RawTensors(source, flag="--model-dir")
@@ -69,19 +72,11 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
         flag="--output-dir",
         assets_from=source,
         config=without_quantization(config),
-        made_from=[str(source.resolve()), json.dumps(sorted(args.files or []))],
+        made_from=[*raw.identity(), json.dumps(sorted(args.files or []))],
         replaces=args.overwrite,
     )
     write_hf(hf_target, bf16_jobs(raw, names, fmt), num_threads=args.max_workers)
     return target, sum(name.endswith("." + PACKED) for name in names)
-
-
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a model that is not quantised; its language model may have one of its own."""
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    if isinstance(plain.get("text_config"), dict):
-        plain["text_config"] = without_quantization(plain["text_config"])
-    return plain
 
 
 def bf16_jobs(raw: RawTensors, names: Sequence[str], fmt: Int4Format) -> list[Job]:

@@ -15,7 +15,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 if TYPE_CHECKING:
     from slime.utils.conversion.hf_output import Job
+    from slime.utils.conversion.raw_tensors import TensorInfo
 
 EMBEDDING = "embedding.word_embeddings.weight"
 VALUE_HEAD = ".value_head."
@@ -38,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output-dir", required=True, help="HF directory to write")
     parser.add_argument("--origin-hf-dir", help="copy config and tokenizer files from here; its dtype is the output's")
-    parser.add_argument("--model-name", help="family (qwen3, qwen2, llama); default: the origin's model_type")
+    parser.add_argument("--model-name", help="family (docs/model_families.md); default: the origin's model_type")
     parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir if it exists")
     parser.add_argument(
         "-a",
@@ -63,8 +64,8 @@ def convert(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
     from slime.utils.conversion.hf_output import HfTarget, write_hf
-    from slime.utils.fp8_format import Fp8Format
     from slime.utils.hf_text_config import text_config
+    from slime.utils.weight_format import weight_format_of
 
     start = time.perf_counter()
     check_paths(args)
@@ -73,17 +74,22 @@ def convert(args: argparse.Namespace) -> None:
     saved = saved_shape(directory, origin)
     reader = TorchDistReader(directory)
     padded_rows = reader.infos()[EMBEDDING].shape[0] if EMBEDDING in reader.infos() else saved["vocab_size"]
+    check_sizes(saved, origin)
     saved["vocab_size"] = vocab_size(
         args.vocab_size, saved["vocab_size"], text_config(origin).get("vocab_size"), padded_rows
     )
     family = family_of(args.model_name or origin.get("model_type") or saved.get("model_type") or "")
-    fmt = Fp8Format.of(origin)
+    fmt = weight_format_of(origin)
     jobs = weight_jobs(reader, family, saved, origin, fmt, threading.Semaphore(args.load_max_workers))
-    written = {name for job in jobs for name in job.outputs}
-    if args.add_missing_from_origin_hf:
-        more = missing_jobs(args.origin_hf_dir, written, fmt)
+    written = {name: info for job in jobs for name, info in job.outputs.items()}
+    if args.origin_hf_dir is not None:
+        with_missing = args.add_missing_from_origin_hf
+        remedy = "is it one of another model? --add-missing-from-origin-hf copies them"
+        check_written(written, args.origin_hf_dir, None if with_missing else remedy)
+        more = jobs_of_origin(args.origin_hf_dir, written.keys(), fmt, with_missing=with_missing)
         jobs += more
-        print(f"copied from the origin: {', '.join(name for job in more for name in job.outputs) or 'nothing'}")
+        if more or with_missing:
+            print(f"copied from the origin: {', '.join(name for job in more for name in job.outputs) or 'nothing'}")
     target = HfTarget(
         path=Path(args.output_dir),
         flag="--output-dir",
@@ -151,6 +157,27 @@ def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
     return model_args_from_hf(origin)
 
 
+def check_sizes(saved: Mapping[str, Any], origin: Mapping[str, Any]) -> None:
+    """Compare the model of the checkpoint with the origin's config, but for the vocabulary.
+
+    Raises:
+        UsageError: they are two models; names all that differs.
+    """
+    from slime.backends.megatron_utils.arguments import SHAPE_KEYS
+    from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf
+    from slime.utils.errors import UsageError
+
+    if origin.get("model_type") not in SUPPORTED_MODEL_TYPES:
+        return
+    theirs = model_args_from_hf(origin)
+    pairs = {key: (saved.get(key), theirs.get(key)) for key in SHAPE_KEYS if key != "vocab_size"}
+    found = [f"{key} {a}, not {b}" for key, (a, b) in pairs.items() if None not in (a, b) and a != b]
+    if found:
+        raise UsageError(
+            f"the checkpoint holds another model than the config of --origin-hf-dir describes: {'; '.join(found)}."
+        )
+
+
 def vocab_size(given: int | None, saved: int, of_origin: int | None, padded_rows: int) -> int:
     """The rows of the embedding that are tokens.
 
@@ -191,7 +218,7 @@ def weight_jobs(
 
     from slime.backends.megatron_utils.hf_export import config_dtype
     from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
     from slime.backends.megatron_utils.megatron_to_hf.rules import numbered_in_model
     from slime.utils.conversion.file_copy import Segment, range_in
     from slime.utils.conversion.hf_output import Job
@@ -244,24 +271,61 @@ def weight_jobs(
     return jobs
 
 
-def missing_jobs(origin: str, written: set[str], fmt: Any) -> list[Job]:
-    """One job for each tensor of the origin that the checkpoint does not give."""
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
-    from slime.utils.conversion.hf_output import Job
+def check_written(written: Mapping[str, TensorInfo], origin: str, remedy: str | None) -> None:
+    """Compare what is to be written with the weights of the origin, where it has any.
 
+    Args:
+        written: name -> dtype and shape.
+        origin: --origin-hf-dir.
+        remedy: what to do about tensors that are missing, as the end of a sentence; None: they may be.
+
+    Raises:
+        UsageError: a tensor of the origin is missing, or of another shape.
+    """
+    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+    from slime.utils.errors import UsageError
+
+    if not (expected := expected_hf_names(Path(origin))):
+        return
+    if remedy is not None and (missing := sorted(expected - written.keys())):
+        raise UsageError(
+            f"the checkpoint lacks {len(missing)} tensor(s) of --origin-hf-dir {origin}, such as {missing[0]}; "
+            f"{remedy}."
+        )
+    for name, info in SafetensorsReader(origin, flag="--origin-hf-dir").infos().items():
+        if name in written and written[name].shape != info.shape:
+            raise UsageError(
+                f"{name} is {list(written[name].shape)} in the checkpoint and {list(info.shape)} in --origin-hf-dir "
+                f"{origin}; is it one of another model?"
+            )
+
+
+def jobs_of_origin(origin: str, written: Collection[str], fmt: Any, *, with_missing: bool) -> list[Job]:
+    """One job for each tensor of the origin that no trainer changes (the part that sees images).
+
+    `with_missing`: for each that the checkpoint does not give.
+    """
+    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
+    from slime.utils.conversion.hf_output import Job
+    from slime.utils.hf_text_config import is_of_other_part
+
+    if not with_missing and not any(Path(origin).glob("*.safetensors")):
+        return []
     reader = SafetensorsReader(origin, flag="--origin-hf-dir")
 
     def job_of(name: str, info: Any) -> Job:
         outputs = planned({name: info}, fmt)
         return Job(outputs, lambda: [tensor for _, tensor in quantize_bucket([(name, reader.get(name))], fmt)])
 
-    return [job_of(name, info) for name, info in reader.infos().items() if name not in written]
+    wanted = {name: info for name, info in reader.infos().items() if with_missing or is_of_other_part(name)}
+    return [job_of(name, info) for name, info in wanted.items() if name not in written]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import QuantizationError
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import QuantizationError
     from slime.utils.errors import UsageError
 
     args = make_parser().parse_args(argv)

@@ -35,20 +35,19 @@ def convert(source: Path, target: Path, *, num_threads: int = 2) -> int:
     import torch
 
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.utils.conversion.hf_config import read_hf_config, without_quantization
     from slime.utils.conversion.hf_output import HfTarget, Job, check_target, write_hf
     from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.errors import UsageError
     from slime.utils.fp8 import E4M3
-    from slime.utils.fp8_format import fp8_format_of
+    from slime.utils.fp8_format import Fp8Format
 
     if num_threads < 1:
         raise UsageError(f"--max-workers {num_threads} is not above 0.")
     config = read_hf_config(source, flag="--input-fp8-hf-path")
     check_target(target, flag="--output-bf16-hf-path", sources={"--input-fp8-hf-path": source})
-    if fp8_format_of(source) is None:
+    if Fp8Format.of(config) is None:
         raise UsageError(f"--input-fp8-hf-path {source} has no quantization_config; there is nothing to convert.")
-    del config["quantization_config"]
     reader = SafetensorsReader(source, flag="--input-fp8-hf-path")
     stored = reader.infos()
 
@@ -57,12 +56,14 @@ def convert(source: Path, target: Path, *, num_threads: int = 2) -> int:
         return Job({name: TensorInfo(dtype, info.shape)}, lambda: [reader.get(name).to(dtype)])
 
     jobs = [job_of(name, info) for name, info in stored.items()]
-    made_from = [str(source.resolve())]
-    write_hf(
-        HfTarget(path=target, flag="--output-bf16-hf-path", assets_from=source, config=config, made_from=made_from),
-        jobs,
-        num_threads=num_threads,
+    out = HfTarget(
+        path=target,
+        flag="--output-bf16-hf-path",
+        assets_from=source,
+        config=without_quantization(config),
+        made_from=reader.identity(),
     )
+    write_hf(out, jobs, num_threads=num_threads)
     return sum(info.dtype == E4M3 for info in stored.values())
 
 

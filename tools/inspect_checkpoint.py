@@ -1,11 +1,12 @@
 """What is in a checkpoint: the name, dtype and shape of every tensor, checksums, and how two checkpoints differ.
 
-    python tools/inspect_checkpoint.py Qwen3-4B                          (HF, torch_dist or FSDP: found out by its
-    files) python tools/inspect_checkpoint.py Qwen3-4B --checksums --match 'layers.0.*' python
-    tools/inspect_checkpoint.py Qwen3-4B --diff Qwen3-4B_slime/iter_0000100 --origin-hf-dir Qwen3-4B
+    python tools/inspect_checkpoint.py Qwen3-4B
+    python tools/inspect_checkpoint.py Qwen3-4B --checksums --match 'model.layers.0.*'
+    python tools/inspect_checkpoint.py Qwen3-4B --diff Qwen3-4B_slime/iter_0000100 --origin-hf-dir Qwen3-4B
 
-Headers alone are read, unless values are asked for; then one tensor after the other. A diff of an HF directory and a
-torch_dist checkpoint needs the family: --origin-hf-dir or --model-name. The status is 1 where two checkpoints differ.
+Whether it is HF's, torch_dist or FSDP's is found out by its files. Headers alone are read, unless values are asked
+for; then one tensor after the other. A diff of an HF directory and a torch_dist checkpoint needs the family:
+--origin-hf-dir or --model-name. The status is 1 where two checkpoints differ.
 """
 
 from __future__ import annotations

@@ -23,6 +23,9 @@ sys.path.insert(0, str(ROOT))  # run as a script from a clone that is not instal
 DEFAULT_OUTPUT = ROOT / "docs" / "reference" / "models.md"
 PARITY, EXPORT = "tests.unit.test_model_parity", "tests.unit.test_hf_weights"
 DENSE_LAYOUTS, MOE_LAYOUTS = "tests.training.parallel.test_layouts", "tests.training.parallel.test_moe_layouts"
+ON_CPU = "tests.integration.test_families_e2e"
+SERVED_IN_OTHERS = {"qwen3", "qwen3_moe"}
+"""By tests/integration/test_train_e2e.py and test_moe_e2e.py."""
 AXES = {
     "tensor-model-parallel-size": "TP",
     "pipeline-model-parallel-size": "PP",
@@ -37,11 +40,15 @@ each family: [Model families](../model_families.md).
 
 - *logits*, *gradients*: those of transformers' model, in fp32, on packed sequences.
 - *weights both ways*: what is exported, synced and converted is byte for byte what was loaded.
-- *layouts*: axes that a test spreads the family over (DP: data-parallel ranks), alone or together.
+- *cut over*: axes over which the tests of logits and weights cut the latter, most of them together.
+- *trained over*: axes over which two train steps are those of one process (DP: data-parallel ranks). Dense families
+  share the code of `qwen3`, whose layouts are tested.
 - *experts*, *predicts*: rules for experts, and for layers that predict further tokens.
 - *engines in fp8*: what of the projections a sync and `tools/convert_hf_to_fp8.py` quantise.
+- *engine without a GPU*: a run with a weight sync on SGLang's CPU engine, or why there is none.
 """
-HEAD = ("`model_type`", "logits", "gradients", "weights both ways", "layouts", "experts", "predicts", "engines in fp8")
+HEAD = ("`model_type`", "logits", "gradients", "weights both ways", "cut over", "trained over", "experts", "predicts")
+HEAD += ("engines in fp8", "engine without a GPU")
 
 
 def cases(test: Callable[..., Any]) -> Iterator[dict[str, Any]]:
@@ -62,13 +69,19 @@ def axes_of(flags: str, dp: int = 1) -> set[str]:
     return found | ({"DP"} if dp > 1 else set())
 
 
-def tested_layouts() -> Mapping[str, set[str]]:
-    """model_type -> axes that a test spreads it over."""
+def axes_of_weights() -> Mapping[str, set[str]]:
+    """model_type -> axes over which its weights are cut in the tests of logits and of weights."""
     found: dict[str, set[str]] = defaultdict(set)
     parity, export = import_module(PARITY), import_module(EXPORT)
     for test in (parity.test_logits_equal_those_of_the_hf_model, export.test_an_exported_model_is_the_loaded_one):
         for case in cases(test):
             found[case["family"]] |= axes_of(case["flags"])
+    return found
+
+
+def axes_of_training() -> Mapping[str, set[str]]:
+    """model_type -> axes over which a test trains it."""
+    found: dict[str, set[str]] = defaultdict(set)
     moe = import_module(MOE_LAYOUTS)
     for case in cases(moe.test_two_train_steps_are_those_of_one_process):
         layout = moe.LAYOUTS[case["layout"]]
@@ -93,6 +106,7 @@ def render() -> str:
     """The whole page, as Markdown."""
     from slime.backends.megatron_utils.hf_defaults import WITHOUT_FP8
     from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
+    from slime.backends.sglang_utils.topology import NO_CPU_ENGINE
 
     parity, export = import_module(PARITY), import_module(EXPORT)
     tests = {
@@ -101,17 +115,22 @@ def render() -> str:
         "weights": export.test_an_exported_model_is_the_loaded_one,
     }
     tested = {what: {case["family"] for case in cases(test)} for what, test in tests.items()}
-    layouts, order = tested_layouts(), ["DP", *AXES.values()]
+    served = {
+        case["family"]
+        for case in cases(import_module(ON_CPU).test_engine_and_trainer_agree_before_and_after_a_weight_sync)
+    } | SERVED_IN_OTHERS
+    layouts, order = (axes_of_weights(), axes_of_training()), ["DP", *AXES.values()]
     lines = [INTRODUCTION, row(HEAD), row(["---"] * len(HEAD))]
     for name, family in FAMILIES.items():
         hf_names = [re.sub(r"\{[iek]\}", "0", hf) for rule in family.rules for hf in rule.hf if ".layers." in hf]
         marks = ["yes" if name in tested[what] else "" for what in tests]
-        axes = ", ".join(axis for axis in order if axis in layouts.get(name, ()))
+        axes = [", ".join(axis for axis in order if axis in one.get(name, ())) for one in layouts]
         experts = any("{e}" in hf for rule in family.rules for hf in rule.hf)
         predicts = any(rule.megatron.startswith("mtp.") for rule in family.rules)
         in_fp8 = "no: refused" if name in WITHOUT_FP8 else quantized(hf_names)
-        more = ["yes" if experts else "", "yes" if predicts else "", in_fp8]
-        lines.append(row([f"`{name}`", *marks, axes, *more]))
+        on_cpu = "yes" if name in served else f"no: {NO_CPU_ENGINE[name]}" if name in NO_CPU_ENGINE else ""
+        more = ["yes" if experts else "", "yes" if predicts else "", in_fp8, on_cpu]
+        lines.append(row([f"`{name}`", *marks, *axes, *more]))
     return "\n".join(lines) + "\n"
 
 

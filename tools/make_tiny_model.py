@@ -63,6 +63,8 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
 
 
 FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "mimo": "Qwen2",
     "glm4": "Glm4",
@@ -72,11 +74,22 @@ FAMILIES = {
     "glm4_moe_lite": "Glm4MoeLite",
     "deepseek_v3": "DeepseekV3",
     "kimi_k2": "DeepseekV3",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "minimax_m2": "MiniMaxM2",
+    "glm_moe_dsa": "GlmMoeDsa",
+    "deepseek_v32": "DeepseekV32",
 }
 """model_type -> how transformers calls its classes, or those that it is under another name."""
 MODULES = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
-DENSE = ("qwen3", "mimo", "glm4")
-LATENT = ("glm4_moe_lite", "deepseek_v3", "kimi_k2")
+DENSE = ("llama", "qwen2", "qwen3", "mimo", "glm4", "qwen3_5")
+LATENT = ("glm4_moe_lite", "deepseek_v3", "kimi_k2", "glm_moe_dsa", "deepseek_v32")
+WITH_VISION = ("qwen3_5", "qwen3_5_moe")
+"""Families whose models also see images, by a part that is as small as it can be here, and stays as it is."""
+ATTENDING = 2
+"""Of layers with gated delta nets between them, every so many attend in full."""
+VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 MIMO_CONFIG = """from transformers import Qwen2Config
 
 
@@ -86,14 +99,34 @@ class MiMoConfig(Qwen2Config):
 """What transformers, which does not know MiMo, loads with --trust-remote-code."""
 
 
-def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What a model with experts has beside the shape that the command line gives."""
+def family_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a model of the family has beside the shape that the command line gives."""
     shared = {"n_routed_experts": args.experts, "n_shared_experts": 1, "first_k_dense_replace": 1}
     latent = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20}
     # What SGLang reads, and the published configs have; transformers does not know it.
     deepseek = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     latent |= {**shared, "num_key_value_heads": args.heads}
+    delta_net = {
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 32, "linear_value_head_dim": 32, "full_attention_interval": ATTENDING},
+        "partial_rotary_factor": 0.5,
+    }
+    gated = {"num_experts": args.experts, "shared_expert_intermediate_size": args.expert_ffn_size}
+    indexer = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 4}
+    head = args.head_dim or args.hidden_size // args.heads
     settings: dict[str, dict[str, Any]] = {
+        "qwen3_next": {**delta_net, **gated},
+        "qwen3_5": delta_net,
+        "qwen3_5_moe": {**delta_net, **gated},
+        "minimax_m2": {
+            "num_local_experts": args.experts,
+            "partial_rotary_factor": 0.5,
+            # SGLang reads these, transformers does not
+            **{"rotary_dim": head // 2, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
+        },
+        "glm_moe_dsa": {**latent, **indexer},
+        # transformers builds num_experts, whatever n_routed_experts says
+        "deepseek_v32": {**latent, **indexer, **deepseek, "num_experts": args.experts, "n_group": 4, "topk_group": 1},
         "qwen3_moe": {"num_experts": args.experts, "norm_topk_prob": True},
         "glm4_moe": {**shared, "use_qk_norm": True},
         "qwen2_moe": {"num_experts": args.experts, "shared_expert_intermediate_size": 2 * args.expert_ffn_size},
@@ -102,7 +135,7 @@ def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
         "kimi_k2": {**latent, **deepseek, "n_group": 1, "topk_group": 1},
     }
     experts = {"moe_intermediate_size": args.expert_ffn_size, "num_experts_per_tok": 2}
-    return {} if args.family in DENSE else {**experts, **settings[args.family]}
+    return {**({} if args.family in DENSE else experts), **settings.get(args.family, {})}
 
 
 def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
@@ -111,8 +144,9 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
     module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     vocab_size = -(-len(tokenizer) // args.vocab_multiple) * args.vocab_multiple
     shape = {"head_dim": args.head_dim or args.hidden_size // args.heads} if args.family not in LATENT else {}
-    settings = {"num_key_value_heads": args.kv_heads, **shape, **expert_settings(args)}
-    config: PretrainedConfig = vars(module)[f"{FAMILIES[args.family]}Config"](
+    settings = {"num_key_value_heads": args.kv_heads, **shape, **family_settings(args)}
+    has_vision = args.family in WITH_VISION
+    config: PretrainedConfig = vars(module)[f"{FAMILIES[args.family]}{'Text' * has_vision}Config"](
         vocab_size=vocab_size,
         hidden_size=args.hidden_size,
         intermediate_size=args.ffn_size,
@@ -130,7 +164,14 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         bos_token_id=None,
         **settings,
     )
-    return config
+    if not has_vision:
+        return config
+    vision = VISION | {"out_hidden_size": args.hidden_size}
+    tied = {"tie_word_embeddings": config.tie_word_embeddings}
+    whole: PretrainedConfig = vars(module)[f"{FAMILIES[args.family]}Config"](
+        text_config=config.to_dict(), vision_config=vision, **tied
+    )
+    return whole
 
 
 def make_tiny_model(args: argparse.Namespace) -> int:
@@ -141,14 +182,23 @@ def make_tiny_model(args: argparse.Namespace) -> int:
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     tokenizer = build_tokenizer(args.extra_tokens)
     torch.manual_seed(args.seed)
-    model = vars(modeling)[f"{FAMILIES[args.family]}ForCausalLM"](build_config(args, tokenizer)).to(torch.float32)
+    kind = "ForConditionalGeneration" if args.family in WITH_VISION else "ForCausalLM"
+    model = vars(modeling)[FAMILIES[args.family] + kind](build_config(args, tokenizer)).to(torch.float32)
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.output)
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):  # a progress bar over one shard
         model.save_pretrained(args.output)
     if name != args.family:
         rename_family(args.output, args.family)
+    if args.family == "qwen3_next":
+        add_to_config(args.output, {"full_attention_interval": ATTENDING})
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def add_to_config(model: Path, values: dict[str, Any]) -> None:
+    """Let the config.json of a saved model say more: what transformers drops, and SGLang reads."""
+    config = json.loads((model / "config.json").read_text()) | values
+    (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def rename_family(model: Path, family: str) -> None:
@@ -171,14 +221,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", choices=list(FAMILIES), default="qwen3", help="kind of model")
     parser.add_argument("--experts", type=int, default=8, help="experts of a layer, of which a token takes 2")
     parser.add_argument("--expert-ffn-size", type=int, default=64, help="width of an expert")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--ffn-size", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
+    parser.add_argument("--hidden-size", type=int, default=128, help="channels between layers")
+    parser.add_argument("--ffn-size", type=int, default=384, help="width of an MLP")
+    parser.add_argument("--heads", type=int, default=4, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
     parser.add_argument("--head-dim", type=int, default=None, help="hidden size / heads when not given")
-    parser.add_argument("--max-positions", type=int, default=2048)
-    parser.add_argument("--rope-theta", type=float, default=10000.0)
+    parser.add_argument("--max-positions", type=int, default=2048, help="longest sequence")
+    parser.add_argument("--rope-theta", type=float, default=10000.0, help="base of the rotary embedding")
     parser.add_argument("--init-std", type=float, default=0.02, help="standard deviation of the random weights")
     parser.add_argument(
         "--vocab-multiple", type=int, default=128, help="round the vocabulary up to a multiple of this"
@@ -195,6 +245,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Make the model and say how large it is."""
     args = build_parser().parse_args()
+    if args.output.exists() and not args.output.is_dir():
+        raise SystemExit(f"error: --output {args.output} is a file; name a directory")
     count = make_tiny_model(args)
     print(f"{args.output}: {args.family} with {count / 1e6:.2f} M parameters")
 

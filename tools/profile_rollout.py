@@ -12,6 +12,7 @@ its own machine: <output-dir>/<host>-<port>-<time>-TP-<rank>[-EXTEND|-DECODE].tr
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
 from slime.backends.sglang_utils import server_control
+from slime.utils.api_keys import ENGINE_ENV, ROUTER_ENV, protect, protect_router
 from slime.utils.errors import HttpError, UsageError
 
 ACTIVITIES = ("CPU", "GPU", "MEM")
@@ -29,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 1 if an engine did not do what was asked, 2 for unusable input."""
     args = parse(argv)
     try:
+        protect_router(args.router_url)
         engines = find_engines(args.router_url.rstrip("/"))
         if args.num_steps < 0:
             raise UsageError(f"--num-steps {args.num_steps} is no number of steps: use 1 or more, or 0 for until stop")
@@ -37,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     failed = 0
     for engine in engines:
+        protect(engine, os.environ.get(ENGINE_ENV) or os.environ.get(ROUTER_ENV))
         try:
             if args.action == "start":
                 server_control.start_profile_sync(engine, request_of(args, engine))

@@ -24,6 +24,7 @@ from slime.observability.console import ConsoleSink
 from slime.observability.eval_samples import EVAL_SAMPLES_FILE, EvalSample, EvalSamplesFile, TextSink
 from slime.observability.plots import write_curves
 from slime.observability.tensorboard_utils import _TensorboardAdapter
+from slime.observability.tracker_runs import TrackerRuns, tracker_runs
 from slime.observability.wandb_utils import WandbAdapter
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,8 @@ class JsonlSink:
 class TensorboardSink:
     """Records to TensorBoard, at their own step."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._adapter = _TensorboardAdapter(args)
+    def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
+        self._adapter = _TensorboardAdapter(args, runs)
 
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
         """Write all values but the step itself."""
@@ -114,8 +115,8 @@ class TensorboardSink:
 class WandbSink:
     """Records to W&B, which takes the step from the record."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._adapter = WandbAdapter(args)
+    def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
+        self._adapter = WandbAdapter(args, runs)
 
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
         """Write the record as it is."""
@@ -148,7 +149,8 @@ def init_tracking(args: Namespace, primary: bool = True) -> None:
     """Open the sinks (`primary`) or make this process one that only collects.
 
     Args:
-        args: reads `output_dir`, `use_tensorboard`, `use_wandb` and the flags of those two.
+        args: reads `output_dir`, `use_tensorboard`, `use_wandb` and the flags of those two, and what says whether the
+            run goes on (`tracker_runs`).
         primary: True in the one process that writes.
     """
     finish_tracking()
@@ -156,9 +158,9 @@ def init_tracking(args: Namespace, primary: bool = True) -> None:
         return
     trackers: list[TensorboardSink | WandbSink] = []
     if args.use_tensorboard:
-        trackers.append(TensorboardSink(args))
+        trackers.append(TensorboardSink(args, tracker_runs(args)))
     if args.use_wandb:
-        trackers.append(WandbSink(args))
+        trackers.append(WandbSink(args, tracker_runs(args)))
     directory = Path(args.output_dir)
     _tracking.args = args
     _tracking.sinks = [ConsoleSink(), JsonlSink(directory / METRICS_FILE), *trackers]

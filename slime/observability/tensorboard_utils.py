@@ -12,18 +12,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.observability.eval_samples import EvalSample, text_of
+from slime.observability.tracker_runs import TENSORBOARD_DIR, TrackerRuns
 from slime.utils.errors import UsageError
 
 
 class _TensorboardAdapter:
     """Writes scalars under `<tb_project_name>/<tb_experiment_name>`, or under `$TENSORBOARD_DIR`.
 
+    A run that goes on writes where it did before, whatever the time says (the default of the experiment's name).
+
     Raises:
         UsageError: neither the variable nor `--tb-project-name` is given, or tensorboard is not installed.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
         directory = tensorboard_dir(args)
+        before = runs.known(TENSORBOARD_DIR)
+        if before is not None and args.tb_experiment_name is None and Path(before).parent == directory.parent:
+            directory = Path(before)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -31,6 +37,7 @@ class _TensorboardAdapter:
                 "--use-tensorboard needs the package tensorboard, which is not installed: pip install tensorboard"
             ) from error
         self.writer = SummaryWriter(log_dir=str(directory))
+        runs.keep(TENSORBOARD_DIR, str(directory))
 
     def log(self, data: Mapping[str, float], step: int) -> None:
         """Write each value of `data` at `step`."""

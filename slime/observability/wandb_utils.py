@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.observability.eval_samples import EvalSample, text_of
+from slime.observability.tracker_runs import WANDB_RUN, TrackerRuns
 from slime.utils.errors import UsageError
+from slime.utils.secret_names import without_secrets
 
 # Family of metrics -> the metric that is its x axis.
 STEP_METRICS = {
@@ -24,17 +26,18 @@ STEP_METRICS = {
     "passrate": "rollout/step",
     "eval": "eval/step",
 }
-SECRET_FLAGS = ("wandb_key",)
 
 
 class WandbAdapter:
     """One W&B run; `args` decides mode, directory, project, names.
 
+    It is the one that --wandb-run-id names, else, where a run goes on, the one that it had; else a new one.
+
     Raises:
         UsageError: wandb is not installed.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -44,17 +47,20 @@ class WandbAdapter:
             wandb.login(key=args.wandb_key, host=args.wandb_host)
         directory = Path(args.wandb_dir or args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary directory when it is absent
+        before = runs.known(WANDB_RUN) if args.wandb_run_id is None else None
+        run_id = args.wandb_run_id or before
         self.run = wandb.init(
             entity=args.wandb_team,
             project=args.wandb_project,
             group=args.wandb_group,
-            name=run_name(args),
-            id=args.wandb_run_id,
-            resume="allow" if args.wandb_run_id else None,
+            name=None if before else run_name(args),  # it has one
+            id=run_id,
+            resume="allow" if run_id else None,
             dir=str(directory),
             mode=mode,
             config=public_config(args),
         )
+        runs.keep(WANDB_RUN, self.run.id)
         for step_metric in sorted(set(STEP_METRICS.values())):
             self.run.define_metric(step_metric)
         for family, step_metric in STEP_METRICS.items():
@@ -91,10 +97,12 @@ def run_name(args: Namespace) -> str | None:
 
 
 def public_config(args: Namespace) -> dict[str, Any]:
-    """Every flag but the secret ones; values that are no plain data become their text."""
+    """Every flag, secret ones hidden; values that are no plain data become their text."""
     plain = (str, int, float, bool, type(None), list, tuple, dict)
-    return {
-        name: value if isinstance(value, plain) else str(value)
-        for name, value in sorted(vars(args).items())
-        if name not in SECRET_FLAGS and not name.startswith("_")
-    }
+    return without_secrets(
+        {
+            name: value if isinstance(value, plain) else str(value)
+            for name, value in sorted(vars(args).items())
+            if not name.startswith("_")
+        }
+    )

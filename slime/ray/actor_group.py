@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from slime.ray.placement_group import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
-from slime.ray.utils import actor_env, get, in_bundle, slot_options
+from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options
 from slime.utils import memory_saver
 from slime.utils.arguments import parse_megatron_role_args
 from slime.utils.arguments.roles import Role
@@ -28,7 +29,9 @@ START_DEADLINE_S = 1800.0
 WORK_DEADLINE_S = 24 * 3600.0  # a train step has no sensible bound of its own; a dead rank is noticed at once anyway
 SLEEP_DEADLINE_S = 1800.0  # copies at some GB/s, after the slowest rank has come (--distributed-timeout-minutes)
 SHUTDOWN_DEADLINE_S = 30.0
-
+LOSS_SHOWS_S = 10.0  # ranks whose peer is gone fail in a collective, at times before Ray says who that was
+LINK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "AcceleratorError")
+"""torch's, of a device or a network that fails under a process that lives on."""
 
 Beside = Mapping[ray.ObjectRef, str]
 """What is under way, and what it is called in an error."""
@@ -94,7 +97,7 @@ class RayTrainGroup:
             beside: what else is under way, and ends this wait when it fails.
         """
         what = f"the process of {self._name} rank 0 (logs: {self.log_dir})"
-        address, port = get(self._actors[0].master_address.remote(), what, START_DEADLINE_S, beside=beside)
+        address, port = self._get([self._actors[0].master_address.remote()], what, START_DEADLINE_S, beside)[0]
         self._starting = [actor.init.remote(address, port) for actor in self._actors]
 
     def wait_started(self, beside: Beside | None = None) -> dict[str, Any]:
@@ -107,7 +110,8 @@ class RayTrainGroup:
             rank 0's "start_rollout_id", "parallel_config" and "warnings".
         """
         what = f"the start of the {self._name} (logs: {self.log_dir})"
-        return get(self._starting, what, START_DEADLINE_S, beside=beside)[0]
+        started: dict[str, Any] = self._get(self._starting, what, START_DEADLINE_S, beside)[0]
+        return started
 
     def compute_values(self, rollout_id: int, refs: list[Any]) -> Columns:
         """What the critic says of every token of a rollout (one Box per DP rank), before training on it."""
@@ -133,9 +137,42 @@ class RayTrainGroup:
         return records[0], made
 
     def save_model(self, rollout_id: int) -> str | None:
-        """Write a checkpoint; returns why it was not written, if its disk is full."""
+        """Write a checkpoint, or begin to (--async-save); returns why it was not written, if its disk is full."""
         why: str | None = self._all("save_model", f"saving rollout {rollout_id}", rollout_id)[0]
         return why
+
+    def save_is_written(self) -> bool:
+        """Whether `finish_save` has nothing to wait for."""
+        return all(self._all("save_is_written", "a look at the checkpoint", deadline_s=SLEEP_DEADLINE_S))
+
+    def finish_save(self) -> str | None:
+        """Complete the checkpoint that was begun; returns as `save_model`."""
+        why: str | None = self._all("finish_save", "the end of a save")[0]
+        return why
+
+    def export_problem(self) -> str | None:
+        """Why the last save's HF export was not written, if its disk is full."""
+        why: str | None = self._all("export_problem", "a look at the HF export", deadline_s=SLEEP_DEADLINE_S)[0]
+        return why
+
+    def node_ids(self) -> list[str]:
+        """The node of each rank."""
+        return self._all("node_id", "where the trainers are", deadline_s=SLEEP_DEADLINE_S)
+
+    def copy_state(self, rollout_id: int, holders: Sequence[Sequence[Any]]) -> int:
+        """Copy every rank's state behind a rollout to its holders (`slime.ray.peer_copies`); returns its bytes."""
+        what = f"copying the states of the {self._name} behind rollout {rollout_id}"
+        refs = [actor.copy_state.remote(rollout_id, list(of_rank)) for actor, of_rank in self._with(holders)]
+        return sum(self._get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S))
+
+    def restore_state(self, rollout_id: int, holders: Sequence[Sequence[Any]]) -> None:
+        """Give every rank the state behind a rollout, of which these holders have copies."""
+        what = f"restoring the states of the {self._name} behind rollout {rollout_id}"
+        refs = [actor.restore_state.remote(rollout_id, list(of_rank)) for actor, of_rank in self._with(holders)]
+        self._get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
+
+    def _with(self, of_ranks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        return zip(self._actors, of_ranks, strict=True)
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
         """Hand the engines, with the GPUs of each and the version of their weights, to every rank's weight updater."""
@@ -169,12 +206,45 @@ class RayTrainGroup:
             getattr(actor, method).options(num_returns=2).remote(*of_rank)
             for actor, of_rank in zip(self._actors, values, strict=True)
         ]
-        done = get([first for first, _ in pairs], f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
+        done = self._get([first for first, _ in pairs], f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
         return done, [columns for _, columns in pairs]
 
     def _all(self, method: str, what: str, *values: Any, deadline_s: float = WORK_DEADLINE_S) -> list[Any]:
         refs = [getattr(actor, method).remote(*values) for actor in self._actors]
-        return get(refs, f"{what} (logs: {self.log_dir})", deadline_s)
+        return self._get(refs, f"{what} (logs: {self.log_dir})", deadline_s)
+
+    def _get(
+        self, refs: Sequence[ray.ObjectRef], what: str, deadline_s: float, beside: Beside | None = None
+    ) -> list[Any]:
+        """As `slime.ray.utils.get`, of a call of every rank; the loss of one is said, whoever failed first of it."""
+        try:
+            found: list[Any] = get(refs, what, deadline_s, beside=beside)
+            return found
+        except ActorFailure as error:
+            if lost := _lost(refs):
+                ranks = ", ".join(map(str, lost))
+                first = "" if isinstance(error, ActorLost) else f"; another said first: {error}"
+                message = f"{what} failed: {self._name} rank {ranks} of {self.world_size} is lost{first}"
+                raise ActorLost(message, error.details) from None
+            if any(f" failed: {kind}" in str(error) for kind in LINK_ERRORS):
+                raise ActorLost(str(error), error.details) from None
+            raise
+
+
+def _lost(refs: Sequence[ray.ObjectRef]) -> list[int]:
+    """Which of these calls can never be answered, because the process that was asked is gone."""
+    ray.wait(list(refs), num_returns=len(refs), timeout=LOSS_SHOWS_S, fetch_local=False)
+    return [number for number, ref in enumerate(refs) if _is_lost(ref)]
+
+
+def _is_lost(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref, timeout=0)
+    except RayActorError:
+        return True
+    except Exception:  # noqa: BLE001 - any other end, or none yet, is no loss
+        return False
+    return False
 
 
 def trainer_env(accelerator: str, world_size: int, more: Mapping[str, str], *, sleeps: bool = False) -> dict[str, str]:

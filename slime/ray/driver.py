@@ -58,6 +58,10 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
         for message in error.messages:
             _say(f"error: {message}")
         return EXIT_USAGE
+    except SystemExit:
+        if not _Terminated.arrived:
+            raise
+        return EXIT_TERMINATED  # Ray's wait makes a SystemExit(1) of ours
     except KeyboardInterrupt:
         _say("interrupted")
         return EXIT_INTERRUPTED
@@ -67,8 +71,15 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
     return 0
 
 
+class _Terminated:
+    """Whether this process was sent SIGTERM."""
+
+    arrived = False
+
+
 def _leave(signum: int, frame: Any) -> NoReturn:
     """SIGTERM becomes an exception of the main thread, so that every `finally` ends what it started."""
+    _Terminated.arrived = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ending takes seconds: a second one must not cut it short
     raise SystemExit(EXIT_TERMINATED)
 

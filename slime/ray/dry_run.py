@@ -21,13 +21,13 @@ from slime.utils.accelerator import cuda_is_available
 from slime.utils.arguments.flags import defaults_of
 from slime.utils.arguments.rollout import RolloutFlags
 from slime.utils.errors import UsageError
-from slime.utils.fp8_format import Fp8Format, fp8_format_of
 from slime.utils.misc import load_function
 from slime.utils.plan import EngineKind, Facts, HookReport, Plan, make_plan
 from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
 from slime.utils.plan.layout import EngineGroup, slot_layout
 from slime.utils.plan.render import render
 from slime.utils.plan.rows import read_rows_of
+from slime.utils.weight_format import WeightFormat, format_of_checkpoint
 
 EXIT_USAGE = 2
 PLACEHOLDER = "placeholder"
@@ -77,12 +77,12 @@ def gather_facts(args: Any, refused: list[str]) -> Facts:
     data, rows, missing = read_rows_of(args)
     has_engines = bool(args.hf_checkpoint) and not args.debug_train_only
     if has_engines and not Path(args.hf_checkpoint, "config.json").is_file():
-        missing.append(f"config.json in {args.hf_checkpoint}: engines are planned in 16 bit, and may run in fp8")
+        missing.append(f"config.json in {args.hf_checkpoint}: engines are planned in 16 bit, and may run in less")
     return Facts(
         device=find_device(args.accelerator, args.plan_device),
         data=data,
         engines=engine_kinds(args),
-        fp8=find_fp8(args.hf_checkpoint),
+        weight_format=find_format(args.hf_checkpoint),
         hooks=list(hook_reports(args)),
         rows=rows,
         missing=missing,
@@ -102,10 +102,10 @@ def find_device(accelerator: str, given: str | None = None) -> Device:
     return device_of_gpu(properties.name, properties.total_memory)
 
 
-def find_fp8(hf_checkpoint: str | None) -> Fp8Format | None:
+def find_format(hf_checkpoint: str | None) -> WeightFormat | None:
     """How --hf-checkpoint is quantised; None where that is refused, or where it cannot be read, which is said then."""
     try:
-        return fp8_format_of(hf_checkpoint)
+        return format_of_checkpoint(hf_checkpoint)
     except (UsageError, OSError, ValueError):
         return None
 

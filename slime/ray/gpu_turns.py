@@ -68,6 +68,10 @@ class GpuTurns:
             self._awake = group
         return found
 
+    def trainers_are_lost(self) -> None:
+        """Their memory is free; the engines have what they had."""
+        self._awake = None
+
     def to_trainer(self, group: RayTrainGroup) -> None:
         """Let this group compute."""
         self._engines_out()

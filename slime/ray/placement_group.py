@@ -16,13 +16,17 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
+from ray._private import ray_constants
 
 from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
+from slime.utils.network import out_of_reach
 from slime.utils.plan.layout import slot_layout
 from slime.utils.wait import wait
 
@@ -31,6 +35,20 @@ logger = logging.getLogger(__name__)
 PLACEMENT_DEADLINE_S = 600.0
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
+
+
+class Slot(NamedTuple):
+    """One reserved slot.
+
+    Attributes:
+        group: the placement group.
+        bundle: index in it.
+        node: address of the node on which it is.
+    """
+
+    group: Any
+    bundle: int
+    node: str
 
 
 @dataclass(frozen=True)
@@ -43,11 +61,13 @@ class Placement:
     group: Any
     trainer_bundles: list[int]
     engine_bundles: list[int]
+    nodes: dict[int, str]
+    """Bundle -> address of its node."""
 
     @property
-    def engine_slots(self) -> list[tuple[Any, int]]:
-        """(placement group, index of the bundle) of each slot that engines take."""
-        return [(self.group, bundle) for bundle in self.engine_bundles]
+    def engine_slots(self) -> list[Slot]:
+        """Each slot that engines take."""
+        return [Slot(self.group, bundle, self.nodes[bundle]) for bundle in self.engine_bundles]
 
 
 def connect_ray(args: Any) -> bool:
@@ -67,6 +87,8 @@ def connect_ray(args: Any) -> bool:
     os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if address:
+        if refusal := _unreachable(address):
+            raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({refusal}); unset it or start one")
         try:
             _init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -74,13 +96,36 @@ def connect_ray(args: Any) -> bool:
     else:
         # A Ray of our own finds the machine's GPUs by itself; slots it has to be told.
         resources = {resource: float(asked)} if args.accelerator == "cpu" else None
-        _init(address="local", resources=resources, include_dashboard=False, **options)
+        with _on_this_machine():
+            _init(address="local", resources=resources, include_dashboard=False, **options)
     available = int(ray.cluster_resources().get(resource, 0))
     if available < asked:
         if not address:
             ray.shutdown()
         raise UsageError(slot_shortage(asked, available, resource, started_here=not address))
     return not address
+
+
+def _unreachable(address: str) -> str | None:
+    """Why nothing can be connected to `host:port`, at once; Ray itself tries for minutes. Others Ray looks up."""
+    host, _, port = address.rpartition(":")
+    return out_of_reach(host.strip("[]"), int(port)) if host and port.isdigit() and "/" not in host else None
+
+
+@contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """Have a Ray that is started in here listen on the loopback alone; otherwise it listens on every interface.
+
+    Ray does so by itself where it makes no clusters (Windows, macOS), and nothing else tells it to. The variable is
+    for its processes; this one has read it already. A start takes 7 s instead of 11 s with it, seen on two cores.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _init(**options: Any) -> None:
@@ -111,8 +156,9 @@ def create_placement(args: Any) -> Placement:
     group = ray.util.placement_group([{resource: 1.0}] * layout.total, strategy="PACK")
     what = f"a placement group of {layout.total} x {resource} (are other jobs of this Ray holding them?)"
     wait(what, PLACEMENT_DEADLINE_S, lambda: group.wait(timeout_seconds=1.0))
-    order = _sorted_bundles(group, layout.total, args.accelerator)
-    return Placement(group, order[: layout.num_trainers], [order[slot] for slot in layout.engine_slots])
+    nodes = _nodes_of(group)
+    order = _sorted_bundles(group, nodes, args.accelerator)
+    return Placement(group, order[: layout.num_trainers], [order[slot] for slot in layout.engine_slots], nodes)
 
 
 def remove_placement(placement: Placement) -> None:
@@ -120,14 +166,19 @@ def remove_placement(placement: Placement) -> None:
     ray.util.remove_placement_group(placement.group)
 
 
-def _sorted_bundles(group: Any, num_bundles: int, accelerator: str) -> list[int]:
-    """Bundle indices by (node address, GPU id): neighbouring ranks share a node, a TP engine has neighbouring GPUs."""
+def _nodes_of(group: Any) -> dict[int, str]:
+    """Bundle -> address of its node."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return {bundle: addresses[node] for bundle, node in nodes.items()}
+
+
+def _sorted_bundles(group: Any, nodes: Mapping[int, str], accelerator: str) -> list[int]:
+    """Bundle indices by (node address, GPU id): neighbouring ranks share a node, a TP engine has neighbouring GPUs."""
     # Asking a bundle takes a process of its own, which takes seconds to start; a single one needs no order.
-    asks = accelerator == "cuda" and num_bundles > 1
-    gpu_ids = _gpu_ids(group, num_bundles) if asks else [0] * num_bundles
-    return sorted(range(num_bundles), key=lambda i: (address_key(addresses[nodes[i]]), gpu_ids[i], i))
+    asks = accelerator == "cuda" and len(nodes) > 1
+    gpu_ids = _gpu_ids(group, len(nodes)) if asks else [0] * len(nodes)
+    return sorted(nodes, key=lambda i: (address_key(nodes[i]), gpu_ids[i], i))
 
 
 def address_key(address: str) -> tuple[int, int, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-import ray
-
+from slime.ray.utils import node_address
 from slime.utils.misc import listen_anywhere
 
 
@@ -17,15 +16,16 @@ class RayActor:
 
     def node_address(self) -> str:
         """The address at which other nodes reach this actor's node."""
-        return ray.util.get_node_ip_address()
+        return node_address()
 
     def master_address(self) -> tuple[str, int]:
         """(address, port) for a process group whose rank 0 is this actor.
 
         The actor listens there from now on, so nobody takes the port before the group is formed.
         """
-        self._listener = listen_anywhere()
-        return self.node_address(), self._listener.getsockname()[1]
+        address = self.node_address()
+        self._listener = listen_anywhere(address)
+        return address, self._listener.getsockname()[1]
 
     def process_id(self) -> int:
         """Process id of this actor, for messages and tests."""

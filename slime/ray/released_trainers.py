@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.ray.actor_group import Beside, RayTrainGroup
 from slime.ray.placement_group import Placement
+from slime.ray.resume_point import resumed
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.utils import ActorFailure
 from slime.utils.arguments.args import Args
@@ -53,7 +54,7 @@ class ReleasedTrainGroup(RayTrainGroup):
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
         """As of `RayTrainGroup`; the next trainers get the same engines."""
-        self._engines = (engines, engine_sizes)
+        self._engines, self._weight_version = (engines, engine_sizes), max(weight_version, self._weight_version)
         super().connect_rollout_engines(engines, engine_sizes, weight_version=weight_version)
 
     def update_weights(self) -> dict[str, float]:
@@ -83,8 +84,3 @@ class ReleasedTrainGroup(RayTrainGroup):
         """As of `RayTrainGroup`; trainers that were not built have nothing to end."""
         super().shutdown(graceful=graceful and self._is_awake)
         self._is_awake = False
-
-
-def resumed(args: Args) -> Args:
-    """The flags of a trainer that goes on from the last checkpoint of its own run."""
-    return args.replace(load=args.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)

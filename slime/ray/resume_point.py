@@ -31,6 +31,12 @@ from slime.utils.errors import UsageError
 logger = logging.getLogger(__name__)
 
 
+def resumed(args: Any) -> Any:
+    """The flags of a run that goes on from the last checkpoint of its own."""
+    values = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+    return args.replace(load=args.save, ckpt_step=None, start_rollout_id=None, **values)
+
+
 def settle_checkpoint(args: Any) -> Any:
     """The flags with the iteration of --load that can be loaded as `ckpt_step`, where its newest one cannot.
 

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,25 +22,37 @@ from typing import Any, Self
 import ray
 
 from slime.observability import logging_utils
+from slime.observability.phases import Phases, phase
 from slime.observability.profiler import nothing_recorded
 from slime.observability.progress import progress_bar, set_progress_factory
 from slime.observability.step_times import StepTimes
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.attempts import Attempt, attempts
+from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
+from slime.ray.elastic import usable
+from slime.ray.exit_request import ExitRequest
 from slime.ray.gpu_turns import GpuTurns
+from slime.ray.peer_copies import PeerCopies
+from slime.ray.peer_state import owners_of
 from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.released_trainers import ReleasedTrainGroup
-from slime.ray.resume_point import settle_checkpoint
+from slime.ray.resume_point import resumed, settle_checkpoint
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
+from slime.ray.run_guard import RunGuard
 from slime.ray.start import START_DEADLINE_S, start_side_by_side
-from slime.ray.utils import ActorFailure, actor_env, get
+from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, on_this_node
 from slime.rollout.weight_versions import SyncSchedule
+from slime.utils.arguments import with_run_keys
+from slime.utils.arguments.derive import keeps_requests_in_flight
+from slime.utils.arguments.roles import Role
+from slime.utils.checkpoint_paths import latest_iteration
+from slime.utils.errors import UsageError
 from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
 WORK_DEADLINE_S = 24 * 3600.0  # generation has no bound of its own; each request inside it has one
-STATE_DEADLINE_S = 600.0
 GENERATION = "the generation of a rollout"
 DISPOSE_DEADLINE_S = 60.0
 
@@ -87,6 +99,7 @@ class TrainingRun:
         self.args = args
         self._sync_interval = sync_interval
         self._weight_version = 0
+        self._first_version = 1
         self._engine_count = 0
         self._has_engines = not args.debug_train_only
         self._has_trainers = not args.debug_rollout_only
@@ -96,12 +109,27 @@ class TrainingRun:
         self._critic: RayTrainGroup | None = None
         self._manager: Any = None
         self._turns: GpuTurns | None = None
-        self._state_saved: dict[int, ray.ObjectRef] = {}
         self._evaluation: _Evaluation | None = None
         self._trained = range(0)
         self._times = StepTimes()
+        self._has_resumed = False
+        self._checkpoints = Checkpoints(
+            args.save,
+            is_async=args.async_save,
+            exports=bool(args.save_hf),
+            log=lambda metrics: self._log_rollout_record(metrics),
+        )
+        self._copies = PeerCopies(args.peer_checkpoint_interval)
+        self._guard: RunGuard | None = None
+        self.phases = Phases()
+        self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
+        self._ends_after: int | None = None
 
     # ---- the verbs of the drivers
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Contexts for the schedule: another one follows where an actor was lost in one (--max-restarts)."""
+        return attempts(self.args.max_restarts, self._start_again)
 
     def steps(self) -> Iterator[int]:
         """The ids of the rollouts to do, with a progress bar over them (on a terminal; a log has a line a step)."""
@@ -111,10 +139,12 @@ class TrainingRun:
                 yield rollout_id
                 if bar is not None:
                     bar.update(1)
+                if rollout_id == self._ends_after:
+                    return
 
     def is_last(self, rollout_id: int) -> bool:
         """Whether no rollout follows this one."""
-        return rollout_id + 1 >= self.plan.num_rollout
+        return rollout_id + 1 >= self.plan.num_rollout or rollout_id == self._ends_after
 
     def start_generate(self, rollout_id: int) -> PendingRollout:
         """Begin a rollout and return at once; `wait_generated` waits for it.
@@ -124,17 +154,19 @@ class TrainingRun:
         """
         samples = self._manager.generate.remote(rollout_id)
         pending = PendingRollout(samples, self._manager.train_data.remote())
-        if self._save_is_due(rollout_id) and self.args.save:
-            self._state_saved[rollout_id] = self._manager.save.remote(rollout_id)
+        is_wanted = self._save_is_due(rollout_id) or self._copies.is_due(rollout_id) or self._exit.is_possible
+        if self.args.save and self._has_trainers and is_wanted:
+            self._checkpoints.keep_state(rollout_id, self._manager.save.remote(rollout_id))
         return pending
 
     def may_start(self, rollout_id: int) -> bool:
-        """Whether a rollout begun now will be fresh enough when it is trained (--max-weight-staleness)."""
-        bound = self.args.max_weight_staleness
-        if not self._syncs_weights or bound is None:
+        """Whether a rollout begun now will be fresh enough when it is trained (--max-weight-staleness), and the one
+        that a resumed run begins (--deterministic)."""
+        if not self._syncs_weights:
             return True
-        return self._schedule.version_at(rollout_id) - self._weight_version <= bound
+        return self._schedule.may_begin(rollout_id, self._weight_version, self.args.max_weight_staleness)
 
+    @phase("generate")
     def wait_generated(self, pending: PendingRollout) -> PendingRollout:
         """Wait for the samples of a rollout, which `train_step` then takes."""
         start = time.monotonic()
@@ -146,13 +178,16 @@ class TrainingRun:
         """Make the samples of a rollout."""
         return self.wait_generated(self.start_generate(rollout_id))
 
+    @phase("generate")
     def drain(self, pending: PendingRollout | None) -> None:
         """Wait until a rollout that runs ahead is generated, so that no request is in flight."""
         if pending is not None:
             start = time.monotonic()
-            ray.wait([pending.samples], timeout=WORK_DEADLINE_S, fetch_local=False)
+            with suppress(ActorFailure, UsageError):  # whoever waits for its samples hears of that
+                get(pending.samples, GENERATION, WORK_DEADLINE_S)
             self._times.waited(time.monotonic() - start)
 
+    @phase("train")
     def train_step(self, rollout_id: int, rollout: PendingRollout) -> None:
         """Train on a rollout whose samples are there; with --debug-rollout-only, which has no trainers, only log it.
 
@@ -176,6 +211,7 @@ class TrainingRun:
         values = None
         if self._critic:
             values = self._critic.compute_values(rollout_id, data)
+        self._checkpoints.finish(self._groups, self.turns, if_written=True)
         self.turns.to_trainer(self.trainers)
         records, returns = self.trainers.train(rollout_id, data, values)
         if self._critic:
@@ -185,39 +221,40 @@ class TrainingRun:
         self._log_rollout_record(self._times.trained(records))
         self._trained = range(self.plan.start_rollout_id, rollout_id + 1)
 
+    @phase("save")
     def save_if_due(self, rollout_id: int) -> None:
-        """Write a checkpoint every `--save-interval` rollouts, at epoch ends and after the last rollout."""
+        """Write a checkpoint every `--save-interval` rollouts, at epoch ends and after the last rollout; between them
+        copy the trainers' states every `--peer-checkpoint-interval` rollouts."""
+        self._end_if_asked(rollout_id)
         if not self._save_is_due(rollout_id):
+            if self._has_trainers and self._copies.is_due(rollout_id):
+                metrics = self._copies.keep(rollout_id, self._groups, self.turns)
+                self._checkpoints.keep_state_of_copy(rollout_id)
+                self._log_rollout_record(metrics)
+            else:
+                self._checkpoints.forget_state(rollout_id)
             return
         start = time.monotonic()
-        if (state_saved := self._state_saved.pop(rollout_id, None)) is not None:
-            get(state_saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
-        why_not = None
-        if self._critic:
-            self.turns.to_trainer(self._critic)
-            why_not = self._critic.save_model(rollout_id)  # first: the actor's says which iterations are complete
-        self.turns.to_trainer(self.trainers)
-        why_not = why_not or self.trainers.save_model(rollout_id)
-        if why_not:
-            self._go_on_without(rollout_id, why_not)
-        seconds = {"perf/save_model_time": time.monotonic() - start}
-        self._log_rollout_record({**seconds, "perf/checkpoint_not_written": float(bool(why_not))})
+        self._checkpoints.save(rollout_id, self._groups, self.turns, is_last=self.is_last(rollout_id))
+        self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})
 
-    def _go_on_without(self, rollout_id: int, why: str) -> None:
-        """A checkpoint could not be written: the one before stays. After the last rollout there is no other chance."""
-        what = f"the checkpoint of rollout {rollout_id} was not written: {why}"
-        if self.is_last(rollout_id):
-            raise ActorFailure(f"{what}; free some room and start again with --load {self.args.save}.")
-        logger.error("%s; the one before is kept, and the run goes on", what)
+    def _end_if_asked(self, rollout_id: int) -> None:
+        """Make this rollout the last, where a signal or the time asks for it."""
+        if self._exit.is_possible and self._ends_after is None and (why := self._exit.why()):
+            self._ends_after = rollout_id
+            where = "it is saved" if self.args.save else "nothing is saved, for there is no --save"
+            logger.warning("%s: the run ends after rollout %d; %s", why, rollout_id, where)
 
     def sync_is_due(self, rollout_id: int) -> bool:
         """Whether the engines get new weights after this rollout (every `sync_interval`, and after the last)."""
         return (rollout_id + 1) % self._sync_interval == 0 or self.is_last(rollout_id)
 
+    @phase("sync")
     def sync_weights(self) -> None:
         """Send the trainer's weights to the engines, tell the manager their version, and let the engines generate."""
         told = None
         if self._syncs_weights:
+            self._settle_groups()
             self.turns.to_weight_sync(self.trainers)
             self._follow_engines()
             self._log_rollout_record(self.trainers.update_weights())
@@ -231,6 +268,13 @@ class TrainingRun:
             get(told, "the rollout manager to hear of the weight sync", STATE_DEADLINE_S)
         if self._syncs_weights and self.args.use_fault_tolerance:
             get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
+
+    def _settle_groups(self) -> None:
+        """With --deterministic wait for the groups of a fully async rollout, so that each is of one version."""
+        if self.args.deterministic and keeps_requests_in_flight(self.args.rollout_function_path):
+            start = time.monotonic()
+            get(self._manager.settle.remote(), "the groups that were begun", WORK_DEADLINE_S)
+            self._times.waited(time.monotonic() - start)
 
     def _follow_engines(self) -> None:
         """Have the trainer send to the engines that are there, where some were lost or replaced."""
@@ -254,6 +298,7 @@ class TrainingRun:
         if should_run_periodic_action(rollout_id, self._eval_interval, self.plan.num_rollout_per_epoch):
             self._start_eval(rollout_id, step=rollout_id + 1)
 
+    @phase("eval")
     def finish_eval(self) -> None:
         """Wait for the evaluation that runs in the background, if one does, and log it at its own step."""
         if self._evaluation is not None:
@@ -285,31 +330,106 @@ class TrainingRun:
     ) -> None:
         self.finish(failed=kind is not None)
 
+    @phase("start")
     def _start(self) -> None:
         args, start = self.args, time.monotonic()
-        connect_ray(args)
-        self._placement = create_placement(args)
+        directory = Path(args.output_dir).resolve()
+        self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
+        started_ray = connect_ray(args)
+        self.args = args = with_run_keys(args)
+        self._placement = self._trainer_placement = create_placement(args)
         logging_utils.init_tracking(args)
-        log_dir = Path(args.output_dir).resolve() / "logs"
-        is_terminal = sys.stderr.isatty()
-        if is_terminal:
+        log_dir = directory / "logs"
+        if sys.stderr.isatty():
             set_progress_factory(ray_progress_bar)
         logger.info("logs of every process: %s", log_dir)
-        engines = self._placement.engine_slots
-        self._manager = (
-            ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutManager)
-            .options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": actor_env()})
-            .remote(args, engines, log_path=str(log_dir / "rollout_manager.log"), show_progress=is_terminal)
-        )
-        self._turns = GpuTurns(args, self._manager)
-        self._connect(self._start_everything(f"the start of the engines (logs: {log_dir})"))
+        self._create_manager()
+        self._guard.watch(lambda: self._manager, started_ray=started_ray)
+        self._connect(self._start_everything(self._manager.start.remote()))
+        self._exit.listen()
         logger.info("everything is running after %.1f s", time.monotonic() - start)
 
-    def _start_everything(self, engines: str) -> dict[str, Any]:
-        """Start engines and trainers; `engines` is what the start of the former is called in an error."""
-        engines_started = self._manager.start.remote()
+    def _create_manager(self) -> None:
+        log_path = Path(self.args.output_dir).resolve() / "logs" / "rollout_manager.log"
+        self._manager = (
+            ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutManager)
+            .options(
+                num_cpus=0,
+                max_restarts=0,
+                runtime_env={"env_vars": actor_env()},
+                scheduling_strategy=on_this_node(),  # where the prompt file was checked, and --save is
+            )
+            .remote(
+                self.args,
+                self._placement.engine_slots,
+                log_path=str(log_path),
+                show_progress=sys.stderr.isatty(),
+            )
+        )
+        self._turns = GpuTurns(self.args, self._manager)
+
+    def _start_everything(self, engines: ray.ObjectRef) -> dict[str, Any]:
+        """Start the trainers, and wait for the engines, which are starting."""
         self.args = settle_checkpoint(self.args)
-        return start_side_by_side(self._create_trainers(), self.turns, engines_started, what=engines)
+        return start_side_by_side(self._create_trainers(), self.turns, engines, what="the start of the engines")
+
+    @phase("start")
+    def _start_again(self) -> None:
+        """Have new trainers, and the data source, go on from the newest checkpoint, or from newer copies in memory;
+        engines stay where the manager, whose they are, is there.
+
+        Raises:
+            ActorFailure: there is neither.
+        """
+        roles = [group.role for group in self._groups]
+        for group in self._groups:
+            group.shutdown(graceful=False)
+        self._newest_copy(roles)  # without it, and without a checkpoint, nobody has to wait for slots
+        args = resumed(self.args) if self._checkpoints.has_saved else self.args
+        self._trainer_placement, self.args = usable(self._placement, args)
+        copied = self._newest_copy(roles)
+        self._checkpoints.forget_what_was_begun()
+        evaluation, self._evaluation = self._evaluation, None
+        if self._has_manager():
+            if self.args.update_weights_in_flight:
+                get(self._manager.let_go_on.remote(), "the engines to go on", STATE_DEADLINE_S)
+            if evaluation is not None:
+                ray.wait([evaluation.pending], timeout=WORK_DEADLINE_S, fetch_local=False)
+            self.turns.trainers_are_lost()
+            ready = self._manager.begin_again.remote(self.args.load)
+            get(ready, "the end of rollouts that were begun", WORK_DEADLINE_S)
+        else:
+            self._create_manager()
+            ready = self._manager.start.remote()
+        started = self._start_everything(ready)
+        if copied is not None:
+            self._copies.restore(copied, self._groups, self.turns)
+            reopened = self._manager.begin_again.remote(self.args.save)  # its state is there, whatever trainers load
+            get(reopened, "the data source", STATE_DEADLINE_S)
+        self._connect(started, first=None if copied is None else copied + 1)
+
+    def _newest_copy(self, roles: Sequence[Role]) -> int | None:
+        """The rollout behind which trainers can go on from copies in memory, where no checkpoint is as new.
+
+        Raises:
+            ActorFailure: there is none, and no checkpoint either.
+        """
+        size = len(self._trainer_placement.trainer_bundles)
+        copied = self._copies.newest([owner for role in roles for owner in owners_of(role, size)])
+        saved = latest_iteration(self.args.save) if self._checkpoints.has_saved else None
+        if copied is None and saved is None and not self._has_resumed:
+            raise ActorFailure(
+                "an actor was lost before the first checkpoint was written, so there is nothing to go on from "
+                "(--save and --save-interval); start the run again"
+            )
+        return copied if copied is not None and (saved is None or copied > saved) else None
+
+    def _has_manager(self) -> bool:
+        try:
+            get(self._manager.get_updatable_engines.remote(), "the rollout manager", STATE_DEADLINE_S)
+        except ActorLost:
+            return False
+        return True
 
     def _create_trainers(self) -> list[RayTrainGroup]:
         """The trainer groups in the order in which they take the GPU: where they start in turn, the actor comes last,
@@ -317,21 +437,30 @@ class TrainingRun:
         if not self._has_trainers:
             return []
         if self.args.use_critic:
-            self._critic = RayTrainGroup(self.args, self._placement, role="critic")
+            self._critic = RayTrainGroup(self.args, self._trainer_placement, role="critic")
         group_cls = ReleasedTrainGroup if self.args.release_train else RayTrainGroup
-        self._trainers = group_cls(self.args, self._placement)
+        self._trainers = group_cls(self.args, self._trainer_placement)
         return [*filter(None, [self._critic]), self._trainers]
 
-    def _connect(self, started: dict[str, Any]) -> None:
+    def _connect(self, started: dict[str, Any], *, first: int | None = None) -> None:
+        """Let trainers, data source and engines that were started know of each other.
+
+        Args:
+            started: what the trainers say.
+            first: the first rollout, where that is not the one behind what they have loaded.
+        """
         for warning in started["warnings"]:
             logger.warning("trainer: %s", warning)
         parallel = started["parallel_config"]
         get(self._manager.set_train_parallel_config.remote(parallel), "the rollout manager", STATE_DEADLINE_S)
         per_epoch = get(self._manager.get_num_rollout_per_epoch.remote(), "the data source", STATE_DEADLINE_S)
-        first = started["start_rollout_id"] if self.args.start_rollout_id is None else self.args.start_rollout_id
+        if first is None:
+            given = self.args.start_rollout_id
+            first = int(started["start_rollout_id"] if given is None else given)
         num_rollout = self.args.num_rollout
         self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
         self._warn_of_no_profile(range(first, self.plan.num_rollout))
+        self._has_resumed = started["start_rollout_id"] > 0
         if first > 0 and not self.args.eval_only:
             get(
                 self._manager.load.remote(first - 1),
@@ -339,13 +468,14 @@ class TrainingRun:
                 STATE_DEADLINE_S,
             )
         if self._has_engines and self._has_trainers:  # without trainers the weights stay those that engines start with
-            schedule = self._manager.set_sync_schedule.remote(first, self.plan.num_rollout, self._sync_interval)
-            get(schedule, "the rollout manager", STATE_DEADLINE_S)
+            self._first_version = self._weight_version + 1
+            get(self._manager.set_sync_schedule.remote(self._schedule), "the rollout manager", STATE_DEADLINE_S)
             updatable = self._manager.get_updatable_engines.remote()
             engines, engine_sizes = get(updatable, "the engine handles", STATE_DEADLINE_S)
             self._syncs_weights = bool(engines)
             if engines:
-                self.trainers.connect_rollout_engines(engines, engine_sizes)
+                version = self._weight_version
+                self.trainers.connect_rollout_engines(engines, engine_sizes, weight_version=version)
             else:
                 logger.warning("no engine takes the trainer's weights: what is trained is not what generates")
             self._rollout_id = first
@@ -357,16 +487,23 @@ class TrainingRun:
             logging_utils.finish_tracking()
         if not failed:
             self._warn_of_no_profile(self._trained)
+            self._end("the state of the last copies", self._checkpoints.forget_state_of_copy)
+        if self._guard is not None:
+            self._end("the watchdog", self._guard.before_end)
         if ray.is_initialized():
             if self.args.ray_timeline_path:
                 self._end("the timeline", self._write_timeline)
-            for group in filter(None, (self._trainers, self._critic)):
+            for group in self._groups:
                 self._end("the trainers", functools.partial(group.shutdown, graceful=not failed))
             if self._manager is not None:
                 dispose = self._manager.dispose
                 self._end("the engines", lambda: get(dispose.remote(), "the end of the engines", DISPOSE_DEADLINE_S))
+            self._end("the copies of trainers", self._copies.end)
             self._trainers = self._critic = self._manager = None
             ray.shutdown()
+        if self._guard is not None:
+            self._guard.end(failed=failed)
+            self._guard = None
 
     # ---- inside
 
@@ -377,6 +514,11 @@ class TrainingRun:
         return self._trainers
 
     @property
+    def _groups(self) -> list[RayTrainGroup]:
+        """The critic's ranks, if there are any, and the actor's, in the order in which they take the GPU."""
+        return [group for group in (self._critic, self._trainers) if group is not None]
+
+    @property
     def turns(self) -> GpuTurns:
         """Who has the GPUs."""
         assert self._turns is not None, "the run is not started: use it as a context manager"
@@ -384,7 +526,7 @@ class TrainingRun:
 
     @property
     def _eval_interval(self) -> int | None:
-        return self.args.eval_interval if self._has_engines else None
+        return self.args.eval_interval if self._has_engines and self._ends_after is None else None
 
     def _save_is_due(self, rollout_id: int) -> bool:
         if not self._has_trainers or (self.args.save is None and self.args.save_hf is None):
@@ -412,7 +554,19 @@ class TrainingRun:
 
     @property
     def _schedule(self) -> SyncSchedule:
-        return SyncSchedule(self.plan.start_rollout_id, self.plan.num_rollout, self._sync_interval)
+        plan = self.plan
+        return SyncSchedule(
+            plan.start_rollout_id, plan.num_rollout, self._sync_interval, self._first_version, self._stops_every
+        )
+
+    @property
+    def _stops_every(self) -> tuple[int, ...]:
+        """Periods of the rollouts behind which this run may be resumed, where that must change nothing."""
+        args = self.args
+        if not args.deterministic or args.save is None:
+            return ()
+        saves = () if args.save_interval is None else (args.save_interval, self.plan.num_rollout_per_epoch)
+        return tuple(period for period in (*saves, args.peer_checkpoint_interval) if period)
 
     def _log_rollout_record(self, metrics: dict[str, float]) -> None:
         self._log([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])

@@ -9,15 +9,24 @@ import gc
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
+
+import ray
 
 from slime.backends.sglang_utils import weight_transfer
 from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.observability.memory_metrics import memory_after
+from slime.ray import progress_board
+from slime.ray.peer_state import owners_of, send_state, take_state
 from slime.ray.ray_actor import RayActor
-from slime.ray.utils import redirect_output
-from slime.utils import accelerator
+from slime.ray.utils import check_network, redirect_output
+from slime.utils import accelerator, stacks
+from slime.utils.api_keys import use_keys
 from slime.utils.arguments.roles import Role
+from slime.utils.collective_state import CollectiveState
+from slime.utils.errors import UsageError
+from slime.utils.network import HOST_IP, out_of_reach
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +39,11 @@ class TrainRayActor(RayActor):
 
     def __init__(self, args: Any, rank: int, world_size: int, log_path: str, role: Role = "actor") -> None:
         redirect_output(log_path)
-        configure_logger(f"{NAMES[role]} {rank}")
+        self._name = f"{NAMES[role]} {rank}"
+        configure_logger(self._name)
+        stacks.can_be_asked()
+        use_keys(vars(args).get("run_keys"))
+        progress_board.publish(self._name, CollectiveState().look)
         self.args, self.rank, self.world_size, self._role = args, rank, world_size, role
         self._actor: Any = None
         self._has_trained = False
@@ -42,6 +55,7 @@ class TrainRayActor(RayActor):
         # patches come first: some work only on a megatron that is not yet imported.
         from slime.backends.megatron_utils import megatron_patch
 
+        check_network(self._name, uses_nccl=self.args.accelerator == "cuda")
         start, is_first = time.monotonic(), "slime.backends.megatron_utils.actor" not in sys.modules
         megatron_patch.apply(self.args.accelerator)
         import slime.backends.megatron_utils.actor
@@ -57,6 +71,12 @@ class TrainRayActor(RayActor):
             what `MegatronTrainActor.init` does, its "parallel_config" and the "warnings" on the way.
         """
         self.load()
+        if self.rank > 0 and (refusal := out_of_reach(master_addr, master_port)) is not None:
+            raise UsageError(
+                f"{self._name} cannot reach rank 0: {refusal}. Let the hosts reach each other on all ports; where "
+                f"{master_addr} is the wrong address of its host, start Ray there with --node-ip-address, or with "
+                f"{HOST_IP} in its environment."
+            )
         from slime.backends.megatron_utils.actor import MegatronTrainActor
         from slime.backends.megatron_utils.critic import MegatronCriticActor
 
@@ -105,13 +125,39 @@ class TrainRayActor(RayActor):
 
     def save_model(self, rollout_id: int) -> str | None:
         """Write the checkpoint of `rollout_id`; returns why it was not written, if its disk is full."""
-        from slime.backends.megatron_utils.full_disk import DiskFull
+        return _why_not_written(lambda: self._actor.save_model(rollout_id))
 
-        try:
-            self._actor.save_model(rollout_id)
-        except DiskFull as error:
-            return str(error)
-        return None
+    def node_id(self) -> str:
+        """Ray's name of the node that this rank is on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def copy_state(self, rollout_id: int, holders: list[Any]) -> int:
+        """Give holders (`slime.ray.copy_holder.CopyHolder`) a copy of this rank's state; returns its bytes.
+
+        A holder that is lost gets none; the copies of the others count.
+        """
+        return send_state(self._actor, rollout_id, self._owner, holders)
+
+    def restore_state(self, rollout_id: int, holders: list[Any]) -> None:
+        """Take over the copy that the first of these holders which answers has of this rank's state."""
+        take_state(self._actor, rollout_id, self._owner, holders)
+
+    @property
+    def _owner(self) -> str:
+        return owners_of(self._role, self.world_size)[self.rank]
+
+    def save_is_written(self) -> bool:
+        """Whether this rank's part of a checkpoint that was begun (--async-save) is written."""
+        return bool(self._actor.save_is_written())
+
+    def finish_save(self) -> str | None:
+        """Complete a checkpoint that was begun; returns as `save_model`."""
+        return _why_not_written(self._actor.finish_save)
+
+    def export_problem(self) -> str | None:
+        """Why the last save's HF export was not written, if its disk is full."""
+        problem: str | None = self._actor.export_problem
+        return problem
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int) -> None:
         """Hand the engines to the weight updater."""
@@ -138,6 +184,16 @@ class TrainRayActor(RayActor):
         """Leave the process groups."""
         if self._actor is not None:
             self._actor.shutdown()
+
+
+def _why_not_written(write: Callable[[], None]) -> str | None:
+    from slime.backends.megatron_utils.full_disk import DiskFull
+
+    try:
+        write()
+    except DiskFull as error:
+        return str(error)
+    return None
 
 
 def _settle() -> None:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime.utils.errors import UsageError
+from slime.utils.network import given_address, interface_problem
+from slime.utils.run_processes import MARK
 
 POLL_S = 1.0
+FETCH_DEADLINE_S = 600.0  # of a result that is there, perhaps on another node
 SLOT_RESOURCE = {"cpu": "slime_slot", "cuda": "GPU"}
 REPO_ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -30,6 +34,30 @@ class ActorFailure(RuntimeError):
     def __init__(self, message: str, details: str = "") -> None:
         self.details = details
         super().__init__(message)
+
+
+class ActorLost(ActorFailure):
+    """An actor's process is gone, or cannot be reached: what it held is lost, and another may take its place."""
+
+
+class _Interrupt:
+    """What another thread of the driver ends the main thread's next wait with. (Ray's own wait takes no exception out
+    of a signal handler but KeyboardInterrupt and SystemExit.)"""
+
+    error: BaseException | None = None
+
+    def take(self) -> None:
+        if self.error is not None and threading.current_thread() is threading.main_thread():
+            error, self.error = self.error, None
+            raise error
+
+
+_interrupt = _Interrupt()
+
+
+def interrupt_main(error: BaseException | None) -> None:
+    """Have the main thread's wait in `get`, this one or the next, end with an error; None takes that back."""
+    _interrupt.error = error
 
 
 def get(
@@ -50,7 +78,8 @@ def get(
 
     Raises:
         UsageError: raised by the actor: passed on as it is.
-        ActorFailure: an actor raised anything else, or died; raised at once, even while others are still running.
+        ActorFailure: an actor raised anything else; raised at once, even while others are still running.
+        ActorLost: it died; likewise.
         TimeoutError: the deadline passed.
     """
     several = not isinstance(refs, ray.ObjectRef)
@@ -58,6 +87,7 @@ def get(
     others = dict(beside or {})
     end = time.monotonic() + deadline_s
     while pending:
+        _interrupt.take()
         left_s = end - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"waited {deadline_s:.0f} s for {what}; {len(pending)} result(s) are still missing")
@@ -71,14 +101,16 @@ def get(
 def fetch(ref: ray.ObjectRef, what: str) -> Any:
     """The value of a finished reference, or its error in the terms of `get`."""
     try:
-        return ray.get(ref)
+        return ray.get(ref, timeout=FETCH_DEADLINE_S)
+    except GetTimeoutError:
+        raise TimeoutError(f"waited {FETCH_DEADLINE_S:.0f} s to fetch the result of {what}") from None
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, UsageError):
             raise UsageError(cause.messages) from None
         raise ActorFailure(f"{what} failed: {type(cause).__name__}: {cause}", str(error)) from None
     except RayActorError as error:
-        raise ActorFailure(f"{what} failed: a Ray actor died ({_first_line(error)})", str(error)) from None
+        raise ActorLost(f"{what} failed: a Ray actor died ({_first_line(error)})", str(error)) from None
     except RayError as error:
         raise ActorFailure(f"{what} failed: {_first_line(error)}", str(error)) from None
 
@@ -86,6 +118,29 @@ def fetch(ref: ray.ObjectRef, what: str) -> Any:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def node_address() -> str:
+    """The address at which other nodes reach this one: `given_address`, else the one that Ray was started with.
+
+    Raises:
+        UsageError: SLIME_HOST_IP is no address of this host.
+    """
+    return given_address(os.environ) or ray.util.get_node_ip_address()
+
+
+def check_network(who: str, *, uses_nccl: bool) -> None:
+    """See that this process's choice of network interfaces is one of its host's.
+
+    Args:
+        who: this process, for the message.
+        uses_nccl: whether it forms groups of NCCL.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if (problem := interface_problem(os.environ, uses_nccl=uses_nccl)) is not None:
+        raise UsageError(f"{who}: {problem}")
 
 
 def slot_options(accelerator: str, amount: float) -> dict[str, Any]:
@@ -104,6 +159,11 @@ def in_bundle(placement_group: Any, bundle_index: int) -> PlacementGroupScheduli
     )
 
 
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """The scheduling strategy that puts an actor on the node of this process."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
 def actor_env(extra: dict[str, str] | None = None) -> dict[str, str]:
     """Environment of every actor: user code imports as it does in the driver, nothing is fetched from a model hub."""
     script_dir, inherited = sys.path[0], os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -113,6 +173,7 @@ def actor_env(extra: dict[str, str] | None = None) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        **({MARK: os.environ[MARK]} if MARK in os.environ else {}),  # of the run: a Ray that ran before has it not
         **(extra or {}),
     }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.hook_returns import check_picked
+from slime.rollout.weight_versions import WeightClock, of_earlier_run
 from slime.utils.data import Dataset
 from slime.utils.dumps import load_dump
 from slime.utils.manifest import entries_of, write_manifest
@@ -157,7 +158,7 @@ class RolloutDataSource(DataSource):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".tmp{os.getpid()}")
         with temporary.open("wb") as file:
-            torch.save(self.state_dict(), file)
+            torch.save({**self.state_dict(), "trained_at": WeightClock().trained_at(rollout_id)}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -245,9 +246,17 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return {**super().state_dict(), "buffer": buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place that `state_dict` described, with its buffer."""
+        """Go to a place that `state_dict` described, with its buffer.
+
+        What was generated of it has weight versions. A process that has had no sync yet counts from 1 again, so they
+        are counted back from there: otherwise old tokens would be taken for new ones (--max-weight-staleness).
+        """
         super().load_state_dict(state)
         self.buffer = [[Sample.from_dict(sample) for sample in group] for group in state.get("buffer", [])]
+        trained_at = state.get("trained_at")
+        if trained_at is not None and WeightClock().version is None:
+            for sample in (sample for group in self.buffer for sample in group):
+                sample.weight_versions = of_earlier_run(sample.weight_versions, trained_at)
 
 
 def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:

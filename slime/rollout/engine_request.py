@@ -9,6 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.progress_counts import went_on
 from slime.utils.types import Sample
 
 AFFINITY_POLICY = "consistent_hashing"
@@ -71,6 +72,7 @@ def append_engine_output(args: Namespace, sample: Sample, output: Any, *, traina
     """
     meta_info = _meta_info_of(output)
     token_ids, log_probs = _tokens_of(meta_info)
+    went_on("tokens", len(token_ids))
     sample.append_response_tokens(
         args,
         tokens=token_ids,

@@ -20,7 +20,11 @@ Wait graph (everything runs on the process's event loop; nothing polls):
     `_fill`           begins groups until there is no room. Whatever makes room calls it: a task that ended, a group
                       that was taken, a rollout that ended, a weight sync
     rollout           waits for the worker's queue, with a deadline; a group that it takes unblocks `_fill`
-    weight sync       waits for nothing here; unblocks `_fill`
+    weight sync       waits for nothing here (with --deterministic for `settle`); unblocks `_fill`
+With --deterministic nothing depends on which group ends first: groups are taken in the order in which they were begun,
+one that is tried again keeps its place, and a weight sync waits until all that may be begun before it are finished
+(`settle`). Which these are follows from the numbers of rollouts, and so does the version that each group is of.
+
 A rollout can always go on: the driver begins it only when its groups may be begun, so with nothing in flight and an
 empty queue there is room for at least one.
 """
@@ -101,10 +105,11 @@ async def _collect(worker: AsyncRolloutWorker, rollout_id: int) -> RolloutFnTrai
 
 @dataclass
 class Flight:
-    """A group in flight or finished: `untouched` is as it was when it was begun."""
+    """A group in flight or finished: `untouched` is as it was when it was begun, `number` counts those begun."""
 
     group: Group
     untouched: Group
+    number: int
     num_crashes: int = 0
 
     @property
@@ -128,6 +133,8 @@ class AsyncRolloutWorker:
     def __init__(self, args: Namespace, data_buffer: Any, concurrency: int = 10) -> None:
         self.args, self.data_buffer, self.concurrency = args, data_buffer, concurrency
         self.num_accepted = 0
+        self._is_ordered = bool(args.deterministic)
+        self._num_begun = 0
         self._rollout_id = 0
         self._flying: dict[asyncio.Task[Group], Flight] = {}
         self._finished: list[Flight] = []
@@ -156,8 +163,9 @@ class AsyncRolloutWorker:
 
         async def take() -> list[Group]:
             self._raise_error()
-            count = len(self._finished) if limit is None else min(limit, len(self._finished))
-            taken = [self._pop().group for _ in range(count)]
+            taken: list[Group] = []
+            while self._has_next() and (limit is None or len(taken) < limit):
+                taken.append(self._pop().group)
             self.fill()
             return taken
 
@@ -204,16 +212,26 @@ class AsyncRolloutWorker:
             RuntimeError: groups crashed, or were aborted, again and again.
             WaitTimeout: none was finished in time.
         """
-        while not self._finished:
+        while not self._has_next():
             self._raise_error()
-            self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), NEXT_GROUP_DEADLINE_S)
-            except TimeoutError:
-                what = f"a finished group for rollout {self._rollout_id}; {len(self._flying)} groups are in flight"
-                raise WaitTimeout(f"waited {NEXT_GROUP_DEADLINE_S:g} s for {what}") from None
+            await self._hear(f"a finished group for rollout {self._rollout_id}")
         self._raise_error()
         return self._pop()
+
+    async def settle(self) -> None:
+        """Wait until nothing is in flight and nothing may be begun; an error is left to the rollout that waits."""
+        self.fill()
+        while self._is_running and self._error is None and self._flying:
+            await self._hear("the groups that were begun")
+
+    async def _hear(self, what: str) -> None:
+        """Wait until a task has ended or failed."""
+        self._news.clear()
+        try:
+            await asyncio.wait_for(self._news.wait(), NEXT_GROUP_DEADLINE_S)
+        except TimeoutError:
+            here = f"{what}; {len(self._flying)} groups are in flight"
+            raise WaitTimeout(f"waited {NEXT_GROUP_DEADLINE_S:g} s for {here}") from None
 
     def give_back_stale(self, flight: Flight) -> None:
         """Return a group whose tokens are too old to the data source, afresh."""
@@ -254,18 +272,21 @@ class AsyncRolloutWorker:
         return self._rollout_id + self.num_expected // self.args.rollout_batch_size
 
     def _has_room(self) -> bool:
-        if len(self._flying) >= self.concurrency or len(self._finished) >= self.concurrency:
+        if len(self._flying) >= self.concurrency:
             return False
         clock, landing, bound = WeightClock(), self._landing(), self.args.max_weight_staleness
+        is_full = len(self._finished) >= self.concurrency
         if clock.schedule is None or clock.version is None:
-            return True
-        if landing >= clock.schedule.end:
+            return not is_full
+        if is_full and not self._is_ordered:  # in order, the versions alone say what is begun
             return False
-        return bound is None or clock.schedule.version_at(landing) - clock.version <= bound
+        return landing < clock.schedule.end and clock.schedule.may_begin(landing, clock.version, bound)
 
-    def _begin(self, group: Group, *, num_crashes: int = 0) -> None:
+    def _begin(self, group: Group, *, again: Flight | None = None, num_crashes: int = 0) -> None:
         set_current_rollout_id(self._landing())
-        flight = Flight(group, [sample.snapshot() for sample in group], num_crashes)
+        number = self._num_begun if again is None else again.number
+        self._num_begun += again is None
+        flight = Flight(group, [sample.snapshot() for sample in group], number, num_crashes)
         params = dict(GenerateState(self.args).sampling_params)
         task = asyncio.get_running_loop().create_task(generate_and_rm_group(self.args, group, params))
         self._flying[task] = flight
@@ -285,10 +306,10 @@ class AsyncRolloutWorker:
                 flight.group = task.result()
                 self._finished.append(flight)
                 self._aborts.pop(flight.untouched[0].index, None)
-                self._news.set()
         except Exception as failure:  # noqa: BLE001 - raised by the rollout that waits
             self._fail(failure)
         self.fill()
+        self._news.set()
 
     def _take_crashed(self, flight: Flight, error: BaseException) -> None:
         if not isinstance(error, SampleError):
@@ -297,7 +318,7 @@ class AsyncRolloutWorker:
         if flight.num_crashes < retries and self._is_running:
             self._counts["retried_groups"] += 1
             logger.warning("try %d of a group crashed and is repeated: %s", flight.num_crashes + 1, error)
-            self._begin(flight.untouched, num_crashes=flight.num_crashes + 1)
+            self._begin(flight.untouched, again=flight, num_crashes=flight.num_crashes + 1)
             return
         self._counts["crashed_groups"] += 1
         logger.warning("a group crashed and is replaced by a fresh prompt: %s", error)
@@ -317,12 +338,22 @@ class AsyncRolloutWorker:
                 f"prompt group {flight.untouched[0].group_index} was aborted {self._aborts[first]} times; see the "
                 "engine logs (memory, timeouts), or what the custom generate function sets as status"
             )
+        if self._is_ordered and self._is_running:
+            self._begin(flight.untouched, again=flight, num_crashes=flight.num_crashes)
+            return
         self.data_buffer.add_samples([Collector(self.args, self._rollout_id).give_back(group, flight.untouched)])
 
+    def _has_next(self) -> bool:
+        """Whether a group can be taken: in order, only the first of all that were begun."""
+        if not self._finished or not self._is_ordered:
+            return bool(self._finished)
+        first = min(flight.number for flight in self._finished)
+        return all(flight.number > first for flight in self._flying.values())
+
     def _pop(self) -> Flight:
-        oldest = min(self._finished, key=lambda flight: flight.age_key)
-        self._finished.remove(oldest)
-        return oldest
+        taken = min(self._finished, key=lambda flight: flight.number if self._is_ordered else flight.age_key)
+        self._finished.remove(taken)
+        return taken
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
@@ -348,6 +379,12 @@ class _Workers(metaclass=SingletonMeta):
             concurrency = args.sglang_server_concurrency * get_rollout_num_engines(args)
             self.worker = AsyncRolloutWorker(args, data_buffer, concurrency=concurrency)
         return self.worker
+
+
+def settle_worker() -> None:
+    """Wait until the process's worker, if there is one, has finished all that it may begin with these weights."""
+    if (worker := _Workers().worker) is not None:
+        async_utils.run(worker.settle())
 
 
 def stop_worker() -> None:

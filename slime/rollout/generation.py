@@ -34,6 +34,7 @@ from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta, load_function, stable_hash
 from slime.utils.processing_utils import build_processor_kwargs, encode_text, load_processor, load_tokenizer
+from slime.utils.progress_counts import went_on
 from slime.utils.reward_baselines import GREEDY_REWARD
 from slime.utils.types import Sample
 
@@ -210,7 +211,10 @@ async def _call_engine(args: Namespace, sample: Sample, params: dict[str, Any], 
     with span_if_traced(sample, "engine call") as span:
         payload = engine_payload(sample, params, with_routed_experts=args.use_rollout_routing_replay)
         output = await post(url, payload, headers=engine_headers(args, sample))
-        append_engine_output(args, sample, output, trainable=trainable)
+        try:
+            append_engine_output(args, sample, output, trainable=trainable)
+        except RuntimeError as error:
+            raise RuntimeError(f"{url}: {error}") from None
         if span.is_recorded:
             span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
 
@@ -264,6 +268,7 @@ async def generate_and_rm(
         _share_rollout_id(sample, samples)
     if not args.group_rm or evaluation:
         await score_each(args, samples, evaluation=evaluation)
+    went_on("samples", len(samples))
     return samples if isinstance(completed, list) else completed
 
 

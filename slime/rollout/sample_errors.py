@@ -61,7 +61,8 @@ def reward_name(args: Namespace, sample: Sample) -> str:
         return f"the sample's custom_rm_path {hook_name(sample.custom_rm_path)}"
     if args.custom_rm_path:
         return f"--custom-rm-path {hook_name(args.custom_rm_path)}"
-    return f"the reward {sample.metadata.get('rm_type') or args.rm_type or '(none is named)'}"
+    kind = sample.metadata.get("rm_type") or args.rm_type or "(none is named)"
+    return f"the reward {kind}" + (f" of --rm-url {args.rm_url}" if kind == "remote_rm" else "")
 
 
 def describe(sample: Sample) -> str:

@@ -25,18 +25,44 @@ class SyncSchedule:
     """When the driver syncs the weights: after every rollout whose number + 1 is a multiple of `interval`.
 
     Attributes:
-        first: the first rollout of this process; the engines have version 1 then.
+        first: the first rollout of this process, or of its trainers where lost ones were replaced.
         end: the rollout after the last one.
         interval: rollouts between two syncs.
+        version: of the weights that the engines have when `first` begins.
+        stops_every: with --deterministic, the periods of rollouts that a run may be resumed behind. What is begun
+            behind one has the weights of the sync that follows it, for that is what a resumed run begins with; so a
+            run that is never stopped repeats one that was.
     """
 
     first: int
     end: int
     interval: int = 1
+    version: int = 1
+    stops_every: tuple[int, ...] = ()
 
     def version_at(self, rollout_id: int) -> int:
         """The engines' version when this rollout is trained."""
-        return 1 + rollout_id // self.interval - self.first // self.interval
+        return self.version + rollout_id // self.interval - self.first // self.interval
+
+    def may_begin(self, rollout_id: int, version: int, bound: int | None) -> bool:
+        """Whether a rollout may be begun now.
+
+        Args:
+            rollout_id: which.
+            version: of the weights that the engines have.
+            bound: versions that it may be older when it is trained (--max-weight-staleness); None is any number.
+        """
+        if bound is not None and self.version_at(rollout_id) - version > bound:
+            return False
+        before = rollout_id - 1
+        while self.stops_every and self.version_at(before + 1) > version:  # its sync is still to come
+            if self._is_stop(before):
+                return False
+            before -= 1
+        return True
+
+    def _is_stop(self, rollout_id: int) -> bool:
+        return any((rollout_id + 1) % period == 0 for period in self.stops_every)
 
 
 class WeightClock(metaclass=SingletonMeta):
@@ -73,9 +99,21 @@ class WeightClock(metaclass=SingletonMeta):
 def version_number(version: str) -> int | None:
     """The sync that a version stands for: "3" is 3; "3.1", weights 3 half loaded, is still 2; another name is None."""
     whole, dot, part = version.partition(".")
-    if not whole.isdigit() or (dot and not part.isdigit()):
+    if not whole.removeprefix("-").isdigit() or (dot and not part.isdigit()):
         return None
     return int(whole) - 1 if dot else int(whole)
+
+
+def of_earlier_run(versions: Iterable[str], trained_at: int) -> list[str]:
+    """The versions of a sample that another process has saved, as this one counts: its own first version is 1.
+
+    Args:
+        versions: as the run before has counted them.
+        trained_at: the version at which that run trained the rollout that this one goes on behind; it is 0 now, and
+            those before it are negative.
+    """
+    numbers = [(text, version_number(text)) for text in versions]
+    return [text if number is None else str(number - trained_at) for text, number in numbers]
 
 
 def oldest_version(samples: Sample | Iterable[Sample]) -> int | None:

@@ -35,7 +35,7 @@ class FlatColumn:
     """The values of all samples, one after the other.
 
     Attributes:
-        values: [sum of lengths].
+        values: [sum of lengths]; a tensor where NIXL carries it.
         lengths: [S] of each sample.
     """
 
@@ -58,7 +58,9 @@ def restore_columns(share: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `flatten_columns`: a list of an array per sample, which is a read-only view where it came out of the object
     store."""
     return {
-        name: np.split(column.values, np.cumsum(column.lengths)[:-1]) if isinstance(column, FlatColumn) else column
+        name: np.split(np.asarray(column.values), np.cumsum(column.lengths)[:-1])
+        if isinstance(column, FlatColumn)
+        else column
         for name, column in share.items()
     }
 

@@ -25,6 +25,8 @@ from slime.utils.prompt_length import CUTS, fit_prompts
 from slime.utils.row_files import JsonlRows, ParquetRows, Row, open_rows, parse_slice, read_file, read_rows
 from slime.utils.types import Sample
 
+FETCH_DEADLINE_S = 1800.0  # a share of a rollout, which the driver waited for: only the way here is left
+
 __all__ = [
     "Dataset",
     "check_data_file",
@@ -343,4 +345,4 @@ def process_rollout_data(args: Namespace, refs: list[Any], dp_rank: int, dp_size
 
     if len(refs) != dp_size:
         raise ValueError(f"the rollout was split into {len(refs)} shares, but there are {dp_size} data-parallel ranks")
-    return restore_columns(ray.get(refs[dp_rank].inner))
+    return restore_columns(ray.get(refs[dp_rank].inner, timeout=FETCH_DEADLINE_S))

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.utils.wait import WaitTimeout
+
+EVERYWHERE = ("0.0.0.0", "::")  # nosec B104
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""Megatron's default of --distributed-timeout-minutes is shorter: whoever has flags passes that."""
+
 
 def store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> dist.TCPStore:
     """Rank 0's store for forming a group, served at a socket that listens already, which it takes over.
@@ -24,10 +30,10 @@ def store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> di
         world_size: of the group.
         timeout: of every wait for a key.
     """
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()[:2]
     # It waits for nobody here: forming the group does, with a message that says who is missing.
     return dist.TCPStore(
-        "localhost",
+        "localhost" if host in EVERYWHERE else host,
         port,
         world_size,
         is_master=True,
@@ -45,15 +51,45 @@ def get_gloo_group() -> dist.ProcessGroup:
     return dist.group.WORLD if dist.get_backend() == "gloo" else _own_gloo_group()
 
 
+class _Own:
+    """How long an operation of the gloo group may take, in this process."""
+
+    timeout = DEFAULT_TIMEOUT
+
+
 @functools.cache
 def _own_gloo_group() -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=_Own.timeout)
 
 
-def init_gloo_group() -> dist.ProcessGroup:
-    """Make the gloo group over all ranks; every rank calls it once, after the default process group exists."""
+def init_gloo_group(timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup:
+    """Make the gloo group over all ranks; every rank calls it once, after the default process group exists.
+
+    Args:
+        timeout: of each of its operations, and of `barrier` where that is given none.
+    """
     _own_gloo_group.cache_clear()
+    _Own.timeout = timeout
     return get_gloo_group()
+
+
+def barrier(what: str, deadline_s: float | None = None) -> None:
+    """Wait until every rank is here; the only barrier of this project, for it says which rank did not come.
+
+    Args:
+        what: what the ranks do before it, as it is to appear in the error ("the checkpoint /path").
+        deadline_s: for all to come; None is the timeout of the gloo group.
+
+    Raises:
+        WaitTimeout: on rank 0 with the ranks that did not come, on the others with what torch knows.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    timeout = _Own.timeout if deadline_s is None else timedelta(seconds=deadline_s)
+    try:
+        dist.monitored_barrier(group=get_gloo_group(), timeout=timeout)
+    except RuntimeError as error:
+        raise WaitTimeout(f"waited {timeout.total_seconds():g} s for every rank to finish {what}: {error}") from error
 
 
 def gathered(value: Any) -> list[Any]:

@@ -8,14 +8,25 @@ A forward pass over sequences of lengths n_1, n_2, ... costs
 The second line is attention: scores and weighted values are two products of 2 x n^2 x channels each, of which the
 causal mask drops half. With experts a token goes through the router, `topk` experts and the shared one, not through
 all. With latent attention (arXiv:2405.04434) the matrices are the low-rank ones, and keys are as wide as queries. A
-backward pass costs twice as much: gradients of inputs and of weights. Not counted: embedding look-up, norms, softmax,
-rotation, biases, and what recomputation does a second time. Layers that predict further tokens run in training alone
-and are counted by themselves. It knows nothing about devices or parallel layout.
+backward pass costs twice as much: gradients of inputs and of weights.
+
+A layer with a gated delta net (arXiv:2412.06464, equation 10) has no second line. For each token and value head the
+state [key channels, value channels] is read with the key, updated with an outer product and read with the query, 2 x
+key channels x value channels each; and there is the convolution, `kernel` products for each channel of queries, keys
+and values. What implementations that go by chunks do beyond that is not counted.
+
+In sparse attention (DeepSeek-V3.2, arXiv:2512.02556, equations 1 and 2) a token attends to k keys at most: n^2 is
+then 2 n k - k^2 where n > k. There, and only there, the indexer runs: its projections, and for each pair of tokens a
+product for each of its heads and their weighted sum. It is not trained: training has no backward pass of it.
+
+Not counted: embedding look-up, norms, softmax, rotation, biases, and what recomputation does a second time. Layers
+that predict further tokens run in training alone and are counted by themselves. It knows nothing about devices or
+parallel layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +34,7 @@ from slime.utils.plan.shape import ModelShape
 
 
 def calculate_fwd_flops(seqlens: Iterable[int], args: Any) -> float:
-    """FLOPs of one forward pass over sequences of these lengths; a step of training costs three times as much.
+    """FLOPs of one forward pass over sequences of these lengths.
 
     Args:
         seqlens: tokens of each sequence; attention is causal and does not cross sequences.
@@ -32,12 +43,59 @@ def calculate_fwd_flops(seqlens: Iterable[int], args: Any) -> float:
     Raises:
         ValueError: the sizes do not describe a model.
     """
+    return forward_flops(_shape_of(args), seqlens)
+
+
+def calculate_train_flops(seqlens: Iterable[int], args: Any) -> float:
+    """FLOPs of forward and backward passes over sequences of these lengths, prediction layers left out.
+
+    Args:
+        seqlens: as `calculate_fwd_flops`.
+        args: Megatron's size attributes.
+
+    Raises:
+        ValueError: the sizes do not describe a model.
+    """
+    shape, lengths = _shape_of(args), list(seqlens)
+    return 3 * forward_flops(shape, lengths) - 2 * sum(map(_indexer_flops(shape), lengths))
+
+
+def forward_flops(shape: ModelShape, seqlens: Iterable[float]) -> float:
+    """As `calculate_fwd_flops`, of a shape."""
+    per_token, per_pair = _coefficients(shape)
+    topk = shape.indexer.topk if shape.indexer else None
+    lengths = list(seqlens)
+    pairs = sum(_pairs(length, topk) for length in lengths)
+    return float(per_token * sum(lengths) + per_pair * pairs + sum(map(_indexer_flops(shape), lengths)))
+
+
+def _shape_of(args: Any) -> ModelShape:
     shape = ModelShape.of(args)
     if shape is None:
         raise ValueError("FLOPs cannot be counted: the model's number of layers, heads, channels or words is not set")
-    per_token, per_pair = _coefficients(shape)
-    lengths = list(seqlens)
-    return float(per_token * sum(lengths) + per_pair * sum(length * length for length in lengths))
+    return shape
+
+
+def _pairs(length: float, topk: int | None) -> float:
+    """Twice the pairs of a token and a key that it attends to."""
+    if topk is None or length <= topk:
+        return length * length
+    return 2 * length * topk - topk * topk
+
+
+def _indexer_flops(shape: ModelShape) -> Callable[[float], float]:
+    """FLOPs of the indexers of all layers over a sequence, by its length."""
+    indexer, latent = shape.indexer, shape.latent
+    if indexer is None or latent is None:
+        return lambda length: 0
+    heads, head, hidden = indexer.num_heads, indexer.head_dim, shape.hidden_size
+    per_token = 2 * ((latent.q_lora_rank or 0) * heads * head + hidden * (head + heads))
+    per_pair = heads * head + heads
+
+    def flops(length: float) -> float:
+        return shape.num_layers * (per_token * length + per_pair * length**2) if length > indexer.topk else 0
+
+    return flops
 
 
 def calculate_prediction_flops(seqlens: Iterable[int], num_predicted: int, args: Any) -> float:
@@ -65,12 +123,23 @@ def calculate_prediction_flops(seqlens: Iterable[int], num_predicted: int, args:
 @lru_cache(maxsize=8)
 def _coefficients(shape: ModelShape) -> tuple[int, int]:
     """FLOPs per token, and per pair of tokens of one sequence."""
-    dense, sparse = _attention_weights(shape) + _mlp(shape, shape.ffn_hidden_size), 0
-    if shape.experts is not None:
-        sparse = _attention_weights(shape) + _active_expert_weights(shape)
+    dense = _mlp(shape, shape.ffn_hidden_size)
+    sparse = _active_expert_weights(shape) if shape.experts is not None else 0
     weights = sum(sparse if has_experts else dense for has_experts in shape.moe_layers)
-    per_pair = shape.num_layers * (shape.query_width + shape.attention_out_width)
-    return 2 * (weights + shape.embedding_params), per_pair
+    attending = shape.num_attention_layers
+    weights += attending * _attention_weights(shape) + shape.embedding_params
+    per_token = 2 * weights + (shape.num_layers - attending) * _delta_net_flops(shape)
+    return per_token, attending * (shape.query_width + shape.attention_out_width)
+
+
+def _delta_net_flops(shape: ModelShape) -> int:
+    """Of a layer with a gated delta net, per token."""
+    net = shape.delta_net
+    if net is None:
+        return 0
+    projections = 2 * shape.hidden_size * (net.in_width + net.value_width)
+    state = 3 * 2 * net.num_value_heads * net.key_head_dim * net.value_head_dim
+    return projections + 2 * net.kernel * net.conv_width + state
 
 
 def _attention_weights(shape: ModelShape) -> int:
@@ -78,7 +147,8 @@ def _attention_weights(shape: ModelShape) -> int:
     hidden, out = shape.hidden_size, shape.attention_out_width * shape.hidden_size
     latent = shape.latent
     if latent is None:
-        return hidden * (shape.query_width + shape.key_width + shape.value_width) + out
+        query = (1 + shape.has_output_gate) * shape.query_width
+        return hidden * (query + shape.key_width + shape.value_width) + out
     rank = latent.q_lora_rank
     query = hidden * shape.query_width if rank is None else rank * (hidden + shape.query_width)
     down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)

@@ -7,12 +7,10 @@ a command line is checked and planned with it; the arithmetic is slime.utils.fp8
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import UsageError
@@ -24,7 +22,7 @@ REMEDY = "use the unquantized checkpoint, or make one in fp8 of it with tools/co
 
 # The linear layers that SGLang quantises. Embeddings, norms, routers (`mlp.gate`), the output layer and the projection
 # of a multi-token prediction layer (`eh_proj`) it keeps as they are.
-_LINEAR = re.compile(r".*\.layers\.\d+\..*(?<!\.eh)_proj(_with_mqa)?\.weight")
+_LINEAR = re.compile(r".*\.layers\.\d+\..*((?<!\.eh)_proj(_with_mqa)?|\.experts\.\d+\.w[123])\.weight")
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,11 @@ class Fp8Format:
         )
 
     @property
+    def kind(self) -> str:
+        """What it is called in words."""
+        return "fp8"
+
+    @property
     def scale_suffix(self) -> str:
         """What follows a weight's name in the name of its scales."""
         return BLOCK_SUFFIX if self.block_size else TENSOR_SUFFIX
@@ -86,8 +89,8 @@ class Fp8Format:
             return prod(shape) * itemsize
         return prod(shape) + self.num_scales(shape[0], shape[1]) * SCALE_BYTES
 
-    def bytes_of_params(self, num_params: int) -> int:
-        """Bytes of so many quantised parameters, blocks at edges not counted."""
+    def bytes_of_params(self, num_params: int, *, itemsize: int) -> int:
+        """Bytes of so many quantised parameters, blocks at edges not counted; scales are fp32 whatever `itemsize`."""
         per_scale = prod(self.block_size) if self.block_size else max(1, num_params)
         return num_params + num_params // per_scale * SCALE_BYTES
 
@@ -101,16 +104,6 @@ class Fp8Format:
         if self.unquantized:
             config["modules_to_not_convert"] = list(self.unquantized)
         return config
-
-
-def fp8_format_of(checkpoint: str | Path | None) -> Fp8Format | None:
-    """The format of an HF directory; None without one, or without quantised weights.
-
-    Raises:
-        UsageError: as `Fp8Format.of`.
-    """
-    file = Path(checkpoint, "config.json") if checkpoint else None
-    return Fp8Format.of(json.loads(file.read_text())) if file is not None and file.is_file() else None
 
 
 def _problem(config: Any) -> str | None:
@@ -146,8 +139,6 @@ def _is_block(size: Any) -> bool:
 def _reason(method: str) -> str:
     if method in ("awq", "gptq", "gptq_marlin", "auto-round"):
         return "4-bit weights that a calibration on data has chosen"
-    if method in ("compressed-tensors", "compressed_tensors"):
-        return "SGLang re-packs them as it loads them, and cannot take new ones afterwards"
     if method == "mxfp8":
         return "blocks of 1 x 32 are made for Blackwell GPUs"
-    return "only 'fp8' is built"
+    return "built are 'fp8' and, of 'compressed-tensors', integers of 4 bits"

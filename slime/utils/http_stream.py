@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from slime.utils import http_utils
+from slime.utils.api_keys import headers_for
 from slime.utils.errors import HttpError
 
 
@@ -24,7 +25,8 @@ async def stream_events(url: str, payload: Any, headers: dict[str, str] | None =
         HttpError: a 4xx or 5xx answer (`status` says which), or the connection broke (`status` is None).
     """
     body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-    headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **(headers or {})}
+    accepts = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    headers = {**accepts, **headers_for(url), **(headers or {})}
     try:
         async with http_utils.shared_session().post(url, data=body, headers=headers) as answer:
             if answer.status >= 400:

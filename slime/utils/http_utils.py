@@ -32,9 +32,11 @@ from typing import Any
 import aiohttp
 import orjson
 
+from slime.utils.api_keys import headers_for
 from slime.utils.errors import HttpError
 from slime.utils.http_connection import exchange
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
+from slime.utils.progress_counts import went_on
 
 __all__ = [
     "HttpError",
@@ -162,6 +164,7 @@ async def post(
         HttpError: a 4xx answer (at once, with its body), none in time, or the last failure when retrying was given up.
     """
     body = orjson.dumps({} if payload is None else payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    headers = {**headers_for(url), **(headers or {})} or None
     if timeout_s is None and _client.transport is not None:
         return await _client.transport(url, body, headers, max_retries)
     return await post_body(url, body, headers, max_retries, timeout_s=timeout_s)
@@ -182,7 +185,7 @@ def set_post_transport(transport: PostTransport | None) -> None:
 
 async def get(url: str, max_retries: int = 60, *, timeout_s: float | None = None) -> Any:
     """GET an address; arguments, answers and errors as in `post`."""
-    return await _request(_Attempts("GET", url, max_retries), timeout_s)
+    return await _request(_Attempts("GET", url, max_retries), timeout_s, headers=headers_for(url))
 
 
 async def _request(attempts: _Attempts, timeout_s: float | None, **content: Any) -> Any:
@@ -216,7 +219,7 @@ def delete_sync(url: str, *, timeout_s: float = 60.0) -> Any:
 
 def _request_sync(method: str, url: str, *, body: bytes | None, timeout_s: float, max_retries: int) -> Any:
     attempts = _Attempts(method, url, max_retries)
-    headers = {"Content-Type": "application/json"} if body is not None else {}
+    headers = headers_for(url) | ({"Content-Type": "application/json"} if body is not None else {})
     connect_s = min(timeout_s, _client.limits.connect_timeout_s)
     while True:
         try:
@@ -246,8 +249,12 @@ class _Attempts:
 
     def value(self, status: int, content_type: str, body: bytes) -> Any:
         """What a complete answer holds."""
+        if status < 400 and self.method == "POST":  # a health check is no progress
+            went_on("answers")
         if status >= 400:
             reason = f"HTTP {status}: {body.decode(errors='replace')[:_REASON_CHARS]}"
+            if status == 401:
+                reason += " (it asks for an API key, and got none or another: see docs/security.md)"
             if status < 500:
                 raise HttpError(f"{self.name} was refused: {reason}", status=status)
             raise _TryAgain(reason, status)

@@ -31,10 +31,10 @@ def quantize_groups(
     """
     groups = weight.float().unflatten(1, (-1, group_size))
     if symmetric:
-        span, zeros = groups.abs().amax(2) / 7.5, None
+        span, zeros = _divided(groups.abs().amax(2), 7.5), None
     else:
         lowest, highest = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-        span = (highest - lowest) / 15
+        span = _divided(highest - lowest, 15)
     smallest = torch.finfo(weight.dtype).tiny
     scales = span.to(weight.dtype).where(span.to(weight.dtype) != 0, torch.full_like(span, smallest).to(weight.dtype))
     values = (groups / scales.float()[:, :, None]).round()
@@ -43,6 +43,11 @@ def quantize_groups(
         values = values + zeros[:, :, None]
     values = values.clamp(LOWEST, HIGHEST).nan_to_num(0).to(torch.int8).flatten(1)
     return values, scales, None if zeros is None else zeros.nan_to_num(0).to(torch.int8)
+
+
+def _divided(sizes: torch.Tensor, by: float) -> torch.Tensor:
+    # By a tensor: by a number, CUDA would multiply with its reciprocal, which rounds differently.
+    return sizes / torch.full_like(sizes, by)
 
 
 def dequantize_groups(

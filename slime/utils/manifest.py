@@ -33,6 +33,23 @@ def entries_of(root: Path, files: Iterable[Path]) -> dict[str, Entry]:
         return dict(threads.map(lambda path: (path.relative_to(root).as_posix(), _entry(path)), files))
 
 
+class Digest:
+    """What a manifest says of a file, made from its bytes as they are written, from the first to the last."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._num_bytes = 0
+
+    def update(self, data: Any) -> None:
+        """Take the next bytes."""
+        self._digest.update(data)
+        self._num_bytes += memoryview(data).nbytes
+
+    def entry(self) -> Entry:
+        """Size and checksum of all of them."""
+        return {"bytes": self._num_bytes, "xxh3": self._digest.hexdigest()}
+
+
 def _entry(path: Path) -> Entry:
     to_disk(path)
     return {"bytes": path.stat().st_size, "xxh3": _checksum(path)}

@@ -6,6 +6,7 @@ It knows nothing about slime's flags, samples or processes.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -13,6 +14,7 @@ import importlib.util
 import ipaddress
 import logging
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +22,8 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+
+from slime.utils.network import given_address
 
 logger = logging.getLogger(__name__)
 _FILE_MODULE = "slime_hook_"
@@ -238,8 +242,16 @@ def is_port_available(port: int) -> bool:
         return True
 
 
-def listen_anywhere() -> socket.socket:
-    """A socket that listens on a port which the kernel chose, at every address of this host: nobody else gets it."""
+def listen_anywhere(host: str | None = None) -> socket.socket:
+    """A socket that listens on a port which the kernel chose: nobody else gets it.
+
+    Args:
+        host: the address at which others reach this host, which alone is listened at; where it is none of the host's
+            interfaces (behind a translated address), and with None, every address is.
+    """
+    if host is not None:
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
@@ -254,7 +266,15 @@ def url_host(host: str) -> str:
 
 
 def get_current_node_ip() -> str:
-    """This host's address as other nodes see it; 127.0.0.1 on a host without a network."""
+    """This host's address as other nodes see it: `given_address`, else that of the interface which leads outside.
+
+    127.0.0.1 on a host without a network.
+
+    Raises:
+        UsageError: SLIME_HOST_IP is no address of this host.
+    """
+    if given := given_address(os.environ):
+        return given
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))  # sends nothing: it only picks the outgoing interface

@@ -26,6 +26,8 @@ from typing import Any
 
 import psutil
 
+from slime.utils.run_processes import remove_unused, shared_memory_of
+
 logger = logging.getLogger(__name__)
 
 # Runs as `python -c`, asks the kernel for SIGKILL when its parent ends, and becomes the command. Popen's preexec_fn
@@ -102,6 +104,7 @@ class ProcessRegistry:
 
     def _end(self, processes: list[subprocess.Popen[bytes]], grace_s: float) -> None:
         members = {member.pid: member for process in processes for member in _tree(process.pid)}
+        memory = shared_memory_of(members)  # what is killed cannot remove it
         for member in members.values():
             _send(member, signal.SIGTERM)
         end = time.monotonic() + grace_s
@@ -117,6 +120,7 @@ class ProcessRegistry:
                 process.wait(5.0)
             with self._lock:
                 self._running.pop(process.pid, None)
+        remove_unused(memory)
 
 
 class _Spawner:

@@ -6,7 +6,7 @@ It reads names, places and sizes, no weights, and knows nothing about models. Im
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,19 @@ def read_index(directory: Path) -> dict[str, Any]:
     index = json.loads((directory / INDEX_FILE).read_text())
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         raise ValueError(f"{directory / INDEX_FILE} has no weight_map")
+    check_names(directory / INDEX_FILE, index["weight_map"].values())
     return index
+
+
+def check_names(told_by: Path, names: Iterable[Any]) -> None:
+    """Refuse names of files that lie outside the directory of the file that names them.
+
+    Raises:
+        ValueError: one is absolute, leads upwards, or is no text.
+    """
+    for name in set(names):
+        if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{told_by} names the file {name!r}, which is not in its directory: do not trust it")
 
 
 def what_is_wrong(directory: Path) -> str | None:

@@ -7,9 +7,10 @@ what it waits for: `poll` looks, `check` notices early that looking on is pointl
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -65,6 +66,31 @@ async def wait_async(
         if found is not None and found is not False:
             return found
         await asyncio.sleep(_pause(what, deadline_s, end, interval_s))
+
+
+def lock_file(file: IO[Any], what: str, deadline_s: float, *, shared: bool = False) -> None:
+    """Lock a file for this process, waiting for whoever has it; closing the file gives it back.
+
+    Args:
+        file: open.
+        what: whose turn is waited for, as it is to appear in the error.
+        deadline_s: seconds after which the wait is given up.
+        shared: with others that want it shared, too.
+
+    Raises:
+        WaitTimeout: another process had it until the deadline.
+        OSError: the file system has no locks.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+
+    def is_mine() -> bool:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    wait(what, deadline_s, is_mine, interval_s=0.02)
 
 
 def _pause(what: str, deadline_s: float, end: float, interval_s: float) -> float:

@@ -19,29 +19,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.hf_config import indexer_types
 from slime.backends.megatron_utils.model.spec import assemble_block
-from slime.utils.errors import UsageError
 from slime_plugins.models.sparse_attention import IndexerPlan, SparseAttention, SparseLatentAttention
 
 
 def get_glm5_spec(
     args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the spec of the layers of this rank's pipeline stage.
-
-    Raises:
-        UsageError: a layer of this stage takes the choice of a layer of another one.
-    """
+    """Return the spec of the layers of this rank's pipeline stage; none takes the choice of another stage."""
     plans = indexer_plans(_hf_config(args.hf_checkpoint), config.num_layers)
     here: list[int] = []
 
     def adapt(layer: ModuleSpec, index: int) -> None:
         here.append(index + 1)
-        if plans[index].chooser not in here:
-            raise UsageError(
-                f"layer {index} takes the keys that the indexer of layer {plans[index].chooser - 1} chose, which is "
-                "on another pipeline stage; let every stage begin with a layer that has an indexer "
-                "(--pipeline-model-parallel-layout), or use one stage."
-            )
+        assert plans[index].chooser in here, f"layer {index} begins a stage without an indexer: see attention_checks"
         attention = layer.submodules.self_attention
         attention.module = SparseLatentAttention
         attention.submodules.core_attention = ModuleSpec(module=SparseAttention, params={"plan": plans[index]})

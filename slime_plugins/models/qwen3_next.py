@@ -13,8 +13,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.hf_config import linear_attention_pattern
 from slime.backends.megatron_utils.model.spec import assemble_block
+from slime.utils.plan.shape import linear_attention_pattern
 from slime_plugins.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
 

@@ -82,6 +82,7 @@ class StartRollout(Message):
         input_file, num_epoch, num_process, skip_instance_ids, tokenizer_path: for such a generator.
         sampling_params: of SGLang.
         remote_engine_url: where it generates (the router).
+        remote_engine_key: the API key that the router asks for.
         remote_buffer_url: where it writes (this server).
         request_timeout_s: of one request to the engine.
     """
@@ -96,6 +97,7 @@ class StartRollout(Message):
     tokenizer_path: str | None = None
     sampling_params: dict[str, Any] = {}
     remote_engine_url: str
+    remote_engine_key: str | None = Field(default=None, repr=False)
     remote_buffer_url: str
     request_timeout_s: float = Field(default=3600.0, gt=0)
 

@@ -36,6 +36,7 @@ from slime.rollout.sample_errors import SampleError, blame, check_completed, che
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.scoring import score_each, score_group
 from slime.utils import async_utils
+from slime.utils.api_keys import key_of
 from slime.utils.http_utils import HttpError, get, get_rollout_num_engines, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import SingletonMeta
@@ -301,6 +302,7 @@ class _Rollout:
             "tokenizer_path": args.hf_checkpoint,
             "sampling_params": state.sampling_params,
             "remote_engine_url": router_url(args),
+            "remote_engine_key": key_of(router_url(args)),
             "remote_buffer_url": self.client.url,
             "request_timeout_s": float(args.sglang_router_request_timeout_secs),
         }

@@ -47,6 +47,7 @@ OF_MANAGER: dict[str, Any] = {
     "pf_ppo_reweight": None,
     "overlong_penalty_factor": 1.0,
     "max_weight_staleness": None,
+    "rollout_data_transport": "object-store",
 }
 
 

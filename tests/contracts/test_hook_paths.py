@@ -21,6 +21,7 @@ WRONG_PATHS = {
     "nowhere.wrong:fn": "{cannot}: no module 'nowhere' is on the Python path.",
     "user_package/nowhere.py:fn": "{cannot}: there is no file {here}/user_package/nowhere.py.",
     "user_package.broken.fn": "{cannot}: user_package.broken imports 'surely_not_installed', which is not installed.",
+    "": "{flag}: '' is no hook path: write pkg.module.attr, pkg.module:attr or path/to/file.py:attr.",
     "fn": "{flag}: 'fn' is no hook path: write pkg.module.attr, pkg.module:attr or path/to/file.py:attr.",
     "user_package.wrong:NUMBER": "{flag} {path} does not fit: it is a int, not a function.",
 }

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
+from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.sglang_utils import weight_transfer
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils import fusion, http_utils
-from slime.utils.fp8_format import Fp8Format, fp8_format_of
+from slime.utils.fp8_format import Fp8Format
+from slime.utils.weight_format import format_of_checkpoint
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model
 from tools import convert_hf_to_fp8
@@ -131,7 +132,7 @@ def test_an_engine_answers_with_the_weights_that_a_bf16_trainer_sends(
         loaded = mean_gap(engine, models[0])
         reader = SafetensorsReader(tmp_path / "hf1")  # what a trainer holds
         tensors = [(name, reader.get(name).to("cuda", torch.bfloat16)) for name in reader.names()]
-        bucket = quantize_bucket(tensors, fp8_format_of(tmp_path / "fp8_0"))
+        bucket = quantize_bucket(tensors, format_of_checkpoint(tmp_path / "fp8_0"))
         handle = weight_transfer.serialize_bucket(bucket)
         engine.update_weights_from_tensor([handle], load_format="flattened_bucket", weight_version="1")
         engine.flush_cache()

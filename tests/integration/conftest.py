@@ -39,6 +39,7 @@ def make_engine(model: Path, log_path: Path, *, accelerator: str = "cpu", **over
     """A server that is not started yet, with seeded sampling."""
     args = Namespace(accelerator=accelerator, seed=1234, trust_remote_code=False, update_weights_in_flight=False)
     args.use_rollout_routing_replay = False
+    args.params_dtype = "float32" if accelerator == "cpu" else "bfloat16"
     settings = {"enable_deterministic_inference": True, "max_total_tokens": 16384, **overrides}
     block = reserve_block(HOST)  # held until this process ends: nothing else takes the port meanwhile
     make_engine.blocks.append(block)  # type: ignore[attr-defined]

@@ -72,8 +72,7 @@ def grpo_flags(model: Path, prompts: Path) -> list[Any]:
 def train(output_dir: Path, *flags: Any, script: str = "train.py", check: bool = True, **env: str) -> Run:
     """Run a driver to its end; with `check` a failing run is an assertion with the end of what it printed."""
     command = [sys.executable, str(ROOT / script), "--output-dir", str(output_dir), *map(str, flags)]
-    environment = {**os.environ, **env}
-    environment.pop("RAY_ADDRESS", None)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | env
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -90,5 +89,5 @@ def train(output_dir: Path, *flags: Any, script: str = "train.py", check: bool =
 
 def log_tails(output_dir: Path) -> str:
     """The last lines of every log of a run."""
-    logs = sorted((output_dir / "logs").glob("*")) if (output_dir / "logs").is_dir() else []
+    logs = sorted(path for path in (output_dir / "logs").glob("*") if path.is_file())
     return "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)

@@ -190,7 +190,7 @@ def test_an_engine_behind_the_trainers_slots_gets_broadcasts_in_the_sync_of_thos
     updater.transports[1].close()
 
 
-def out_of_service() -> socket.socket:
+def out_of_service(host: str) -> socket.socket:
     """A socket that was given a port and does not listen."""
     found = socket.socket()
     found.bind(("127.0.0.1", 0))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slime.backends.megatron_utils.hf_export import HfWriter
 from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
+from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.megatron_utils.update_weight import base
 from slime.backends.sglang_utils import weight_transfer
-from slime.utils.fp8_format import fp8_format_of
+from slime.utils.weight_format import format_of_checkpoint
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model
 from tests.integration.test_distributed_sync import leave, updater_to
@@ -20,27 +22,31 @@ from tests.integration.test_engine import largest_gap
 from tools import convert_hf_to_fp8
 
 
-def unquantized_twin(fp8: Path) -> Any:
-    """transformers' model with the weights that an fp8 checkpoint stands for, in fp32."""
+def unquantized_twin(quantized: Path) -> Any:
+    """transformers' model with the weights that a quantised checkpoint stands for, in fp32."""
     import transformers as hf
 
-    config = hf.AutoConfig.from_pretrained(fp8)
-    del config.quantization_config
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    reader = SafetensorsReader(fp8)
-    missing, unknown = model.load_state_dict({n: reader.get(n).float() for n in reader.names()}, strict=False)
-    assert not unknown and set(missing) <= {"lm_head.weight"}  # tied
-    return model
+    config = json.loads((quantized / "config.json").read_text())
+    del config["quantization_config"]
+    reader, plain = SafetensorsReader(quantized), quantized.with_name(quantized.name + "_plain")
+    writer = HfWriter(plain, quantized, config=config)
+    writer.add((name, reader.get(name)) for name in reader.names())
+    writer.finish()
+    return hf.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("strategy", [("--block-size", "16"), ("--strategy", "tensor")], ids=["block", "tensor"])
+@pytest.mark.parametrize(
+    "flags",
+    [("qwen3", "--block-size", "16"), ("qwen3", "--strategy", "tensor"), ("minimax_m2", "--block-size", "16")],
+    ids=["block", "tensor", "minimax"],
+)
 def test_an_engine_answers_with_the_weights_that_fp8_stands_for(
-    strategy: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a bucket in shared memory, and after broadcasts."""
-    models = []
+    (family, *strategy), models = flags, []
     for seed in (0, 1):
-        make_model(tmp_path / f"hf{seed}", "--seed", seed)
+        make_model(tmp_path / f"hf{seed}", "--seed", seed, "--family", family)
         fp8 = tmp_path / f"fp8_{seed}"
         assert (
             convert_hf_to_fp8.main(["--model-dir", str(tmp_path / f"hf{seed}"), "--save-dir", str(fp8), *strategy])
@@ -53,7 +59,7 @@ def test_an_engine_answers_with_the_weights_that_fp8_stands_for(
         assert largest_gap(engine, models[0]) < 1e-4
         source = SafetensorsReader(tmp_path / "hf1")  # what a trainer holds
         bucket = quantize_bucket(
-            [(name, source.get(name)) for name in source.names()], fp8_format_of(tmp_path / "fp8_0")
+            [(name, source.get(name)) for name in source.names()], format_of_checkpoint(tmp_path / "fp8_0")
         )
         handle = weight_transfer.serialize_bucket(bucket)
         engine.update_weights_from_tensor([handle], load_format="flattened_bucket", weight_version="1")
@@ -65,7 +71,7 @@ def test_an_engine_answers_with_the_weights_that_fp8_stands_for(
         # What an engine fuses is of one parameter of the trainer, and so of one bucket.
         parts = [[item for item in found if f"layers.{layer}." in item[0]] for layer in range(2)]
         parts.append([item for item in found if "layers." not in item[0]])
-        fmt = fp8_format_of(tmp_path / "fp8_0")
+        fmt = format_of_checkpoint(tmp_path / "fp8_0")
         monkeypatch.setattr(
             base, "iter_hf_buckets", lambda args, model, *, buffer_size: (quantize_bucket(part, fmt) for part in parts)
         )

@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         work / "out", *grpo_flags(model, prompts), "--colocate", "--num-rollout", 3,
         "--advantage-estimator", "ppo", "--gamma", 0.99, "--lambd", 0.95, "--kl-coef", 0.1, "--ref-load", model,
         "--normalize-advantages", "--num-critic-only-steps", 1, "--megatron-config-path", work / "roles.yaml",
-        "--save", work / "out", "--save-interval", 1, "--keep-checkpoints", 2,
+        "--save", work / "out", "--save-interval", 1, "--keep-checkpoints", 2, "--async-save",
     )  # fmt: skip
 
 

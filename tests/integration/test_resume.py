@@ -2,8 +2,8 @@
 parts, each by itself: the trainer with the dumped samples, and the engine until weights change. It is colocated: the
 last weights that the engine has are those that the trainer exports.
 
-The engine samples deterministically and serves one request at a time (its logits move by 4e-6 with the batch, which
-would flip a rare token), and the old log-probs come from the trainer.
+With --deterministic the engine samples with a seed for each sample and serves one request at a time (its logits move
+by 4e-6 with the batch, which would flip a rare token), and the old log-probs come from the trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.dumps import load_dump
-from tests.integration.launch import Run, grpo_flags, make_model, train, write_prompts
+from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
 from tests.integration.test_agreement_and_sync import assert_answers_are_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -32,20 +32,22 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     model, prompts = make_model(work / "model"), write_prompts(work / "prompts.jsonl", count=12)
     return [
         *grpo_flags(model, prompts), "--colocate", "--rollout-shuffle",
-        "--sglang-enable-deterministic-inference", "--sglang-max-running-requests", 1, "--sglang-disable-radix-cache",
+        "--deterministic",
         "--lr-decay-style", "cosine", "--lr-decay-iters", TOTAL, "--lr-warmup-iters", 1,
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def runs(flags: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """(uninterrupted, resumed); both under the checks of --ci-test"""
+    """(uninterrupted, resumed); both under the checks of --ci-test. The resumed one loses its trainer in its last
+    rollout, and goes on from the checkpoint of the epoch's end before."""
     work = tmp_path_factory.mktemp("resume")
     prompts = flags[flags.index("--prompt-data") + 1]
 
-    def launch(out: Path) -> Run:
+    def launch(out: Path, *more: Any) -> Run:
         return train(
-            out, *flags, "--num-rollout", TOTAL, "--save", out, "--resume", "auto", "--save-interval", SAVE_EVERY,
+            out, *flags, *more, "--num-rollout", TOTAL,
+            "--save", out, "--resume", "auto", "--save-interval", SAVE_EVERY,
             "--save-hf", out / "hf-{rollout_id}", "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt",
             "--ci-test", "--ci-train-rollout-logprob-abs-diff-threshold", 1e-4,
             "--eval-prompt-data", "digits", prompts, "--eval-interval", TOTAL, "--skip-eval-before-train",
@@ -53,7 +55,9 @@ def runs(flags: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
 
     straight = launch(work / "straight")
     leave_as_if_killed(straight.output_dir, work / "resumed", last_saved=SAVE_EVERY - 1)
-    return straight, launch(work / "resumed")
+    killed = f"{ROOT}/tests/integration/user_code.py:kill_this_rank_in_rollout_3"
+    resumed = launch(work / "resumed", "--max-restarts", 1, "--custom-megatron-before-train-step-hook-path", killed)
+    return straight, resumed
 
 
 def leave_as_if_killed(finished: Path, stopped: Path, *, last_saved: int) -> None:
@@ -76,6 +80,17 @@ def leave_as_if_killed(finished: Path, stopped: Path, *, last_saved: int) -> Non
     records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     kept = [record for record in records if record[record["step_key"]] <= last_saved]
     (stopped / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+
+def test_a_lost_trainer_is_replaced_and_the_engine_stays(runs: tuple[Run, Run]):
+    resumed = runs[1]
+    assert "training the trainer on rollout 3" in resumed.printed and "rank 0 of 1 is lost" in resumed.printed
+    assert (resumed.output_dir / "killed_a_rank").exists()
+    logs = resumed.output_dir / "logs"
+    assert (logs / "engine_0.log").read_text().count("SIGTERM received") == 1, "one server, which the run's end ended"
+    assert (logs / "trainer_0.log").read_text().count("imported everything") == 2
+    versions = {tuple(sample["weight_versions"]) for sample in samples(resumed, 3)}
+    assert versions == {("3",)}, "syncs before it: at the start, after rollout 2, with the new trainer"
 
 
 def samples(run: Run, rollout_id: int) -> list[dict]:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch import ROOT, Run, grpo_flags, log_tails, make_model, train, write_prompts
+from tests.integration.leftovers import MARK, Holdings
 
 pytestmark = pytest.mark.timeout(600)
-MARK = "SLIME_E2E_MARK"
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +99,13 @@ def test_nothing_is_left_running_after_sigterm(inputs: list[object], tmp_path: P
     metrics = tmp_path / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text() or process.poll() is not None, 300)
     assert process.poll() is None, (tmp_path / "printed").read_text()[-3000:] + log_tails(tmp_path)
-    assert len(marked(mark)) > 5, "Ray, the trainer, the manager, the engine and the router carry the mark"
+    holdings = Holdings(mark)
+    holdings.look()
+    assert len(holdings.processes) > 5, "Ray, the trainer, the manager, the engine and the router carry the mark"
+    assert len(holdings.ports) > 5 and len(holdings.sessions) == 1 and holdings.memory
     process.send_signal(signal.SIGTERM)
     assert process.wait(90) == 143, (tmp_path / "printed").read_text()[-3000:]
-    wait_until(lambda: not marked(mark), 20)
-    assert marked(mark) == []
+    assert holdings.wait_until_gone() == []
 
 
 def wait_until(condition, deadline_s: float) -> None:
@@ -111,18 +113,3 @@ def wait_until(condition, deadline_s: float) -> None:
     end = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end:
         time.sleep(0.2)
-
-
-def marked(mark: str) -> list[str]:
-    """Command lines of the living processes whose environment carries the mark."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            alive = "State:\tZ" not in (entry / "status").read_text()
-            if alive and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_text().replace("\0", " ")[:150])
-        except OSError:  # it ended meanwhile
-            continue
-    return found

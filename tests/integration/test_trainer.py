@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.spiky_loss import FEWEST, SpikyLoss
+from slime.utils.checkpoint_paths import iteration_dir, latest_iteration
+from slime.utils.manifest import what_is_wrong
 from tests.integration.trainer_world import make_train_data, parameters, train, trainer_args
 from tests.unit.megatron_fakes import make_hf_model
 
@@ -103,9 +107,16 @@ def test_the_reference_stays_and_looking_at_it_leaves_the_actor_alone(hf_path: P
 
 
 def save_after_one(actor: Any, records: list[Any], out: Path) -> None:
-    """Save, then go on with one more rollout, whose records and weights are what a resumed run must repeat."""
+    """Save, then go on with one more rollout, whose records and weights are what a resumed run must repeat.
+
+    With --async-save the files are written meanwhile: they must hold what the weights were.
+    """
     actor.save_model(0)
     save(actor, actor.train_on(1, share()), out)
+    if actor.args.async_save:
+        assert latest_iteration(actor.args.save) is None, "it has no name before it is complete"
+        actor.finish_save()
+        assert actor.save_is_written()
 
 
 def check_resumed(actor: Any, records: list[Any], out: Path) -> None:
@@ -126,10 +137,13 @@ def share() -> dict[str, Any]:
     return split_train_data(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0]
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(hf_path: Path, tmp_path: Path):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(hf_path: Path, tmp_path: Path, async_save: bool):
     schedule = "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1"
     root = str(tmp_path / "ckpt")
-    train(trainer_args(hf_path, schedule, lr=1e-2, save=root), save_after_one, tmp_path / "straight")
+    changes = {"lr": 1e-2, "save": root, "async_save": async_save}
+    train(trainer_args(hf_path, schedule, **changes), save_after_one, tmp_path / "straight")
+    assert what_is_wrong(iteration_dir(root, 0) / "manifest.json") is None
     resumed = {"load": root, "finetune": False, "no_load_optim": False, "no_load_rng": False}
     train(trainer_args(hf_path, schedule, lr=1e-2, **resumed), check_resumed, tmp_path / "resumed", num_rollouts=0)
     straight, again = (torch.load(tmp_path / name) for name in ("straight", "resumed"))
@@ -164,6 +178,33 @@ def test_a_run_keeps_the_checkpoints_and_the_contents_that_it_is_asked_for(hf_pa
     # Adam keeps two moments of each weight, and here (fp32) no weights of its own
     assert size(tmp_path / "b" / "iter_0000002") < size(tmp_path / "a" / "iter_0000002") / 2
     train(trainer_args(hf_path, load=str(export)), check_loads)  # an iteration's export is a checkpoint of its own
+
+
+def test_an_export_that_does_not_fit_is_said_and_leaves_the_older_one(hf_path: Path, tmp_path: Path):
+    export = tmp_path / "hf"
+    export.mkdir()
+    (export / "older").write_text("one")
+    train(trainer_args(hf_path, save_hf=str(export)), check_full_disk, export)
+
+
+def check_full_disk(actor: Any, records: list[Any], export: Path) -> None:
+    """No file of this process may be larger than the model: as on a full disk, every write after that fails."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    actor.save_model(0)
+    assert "became full" in actor.export_problem
+    assert [path.name for path in export.iterdir()] == ["older"] and not list(export.parent.glob("*.partial"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    actor.save_model(1)
+    assert actor.export_problem is None and (export / "model.safetensors").is_file()
+
+
+def test_a_loss_out_of_proportion_is_said_and_not_taken_for_usual(caplog: pytest.LogCaptureFixture):
+    """--check-for-spiky-loss: after ten losses of at most 0.4, more than ten times that is a spike."""
+    watch = SpikyLoss()
+    losses = [0.1, -0.4] * (FEWEST // 2) + [4.1, 3.9, 39.1, float("nan")]
+    found = [watch.metrics(loss, step=f"step {i}")["spiky_loss"] for i, loss in enumerate(losses)]
+    assert found == [0.0] * FEWEST + [1.0, 0.0, 1.0, 1.0], "4.1 > 4; 3.9 is none, and makes the bound 39"
+    assert "the loss of step 10 is 4.1" in caplog.text
 
 
 def check_loads(actor: Any, records: list[Any]) -> None:

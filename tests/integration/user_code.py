@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 
 from slime.backends.sglang_utils.server_control import list_workers_sync
 from slime.utils.http_utils import post_sync
+from slime.utils.run_processes import MARK, processes_of
 
 PERTURBATION = 0.5
 BEFORE_LOG_PROBS_OF_ROLLOUT = 1
@@ -45,6 +50,16 @@ def _perturb(model: list[torch.nn.Module]) -> None:
         weight.add_(PERTURBATION * torch.randn_like(weight) * weight.std())
 
 
+def kill_this_rank_in_rollout_3(
+    args: Any, rollout_id: int, step_id: int, model: list[torch.nn.Module], optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """As the kernel ends a process that takes too much memory; once in a run."""
+    note = Path(args.output_dir) / "killed_a_rank"
+    if rollout_id == 3 and not note.exists():
+        note.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def sign_version(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
     """Leave a file in each version of the weights; every rank is called."""
     if torch.distributed.get_rank() == 0:
@@ -52,14 +67,15 @@ def sign_version(args: Any, version_dir: str, rollout_engines: list[Any]) -> Non
         (Path(version_dir) / "signed_by").write_text(text)
 
 
-def kill_an_engine_after_rollout_1(rollout_id: int, args: Any, samples: Any, metrics: Any, seconds: float) -> bool:
-    """As a machine would lose it: the server of engine 1, with all of its processes. After rollout 3 every engine
-    behind the router is asked for the same tokens."""
+def kill_router_and_engine(rollout_id: int, args: Any, samples: Any, metrics: Any, seconds: float) -> bool:
+    """As a machine would lose them: after rollout 0 the router, after rollout 1 the server of engine 1 with all of its
+    processes. After rollout 3 every engine behind the router is asked for the same tokens."""
     logs = Path(args.output_dir).absolute() / "logs"
+    if rollout_id == 0:
+        children = psutil.Process().children()  # of the rollout manager, in which this runs
+        next(child for child in children if "router" in " ".join(child.cmdline())).kill()
     if rollout_id == 1:
-        launch_file = str(logs / "engine_1.json")
-        servers = [one for one in psutil.process_iter(["cmdline"]) if launch_file in (one.info["cmdline"] or [])]
-        for process in [child for server in servers for child in [*server.children(recursive=True), server]]:
+        for process in _processes_of_engine(logs, 1):
             process.kill()
     if rollout_id == 3:
         request = {
@@ -71,3 +87,42 @@ def kill_an_engine_after_rollout_1(rollout_id: int, args: Any, samples: Any, met
         answers = {url: post_sync(f"{url}/generate", request)["meta_info"] for url in list_workers_sync(router)}
         (logs.parent / "answers.json").write_text(json.dumps(answers))
     return False
+
+
+def stop_an_engine_after_rollout_0(rollout_id: int, args: Any, samples: Any, metrics: Any, seconds: float) -> bool:
+    """A server that hangs: its processes are stopped, and its sockets stay open. Before, whoever may has knocked at
+    every server, and looked at every command line."""
+    directory = Path(args.output_dir).absolute()
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    key, doors = os.environ["SLIME_API_KEY"], {}
+    for url in (router, *list_workers_sync(router)):
+        without, wrong = _knock(url, {}), _knock(url, {"Authorization": "Bearer of nothing"})
+        doors[url] = [without, wrong, _knock(url, {"Authorization": f"Bearer {key}"})]
+    shown = [
+        one.info["cmdline"] for one in psutil.process_iter(["cmdline"]) if key in " ".join(one.info["cmdline"] or [])
+    ]
+    pids = {process.pid: process.name() for process in processes_of(os.environ[MARK])}
+    ports = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid in pids]
+    bound = [(pids[one.pid], one.laddr.ip) for one in ports if one.pid is not None]
+    found = {"key": key, "doors": doors, "shown": shown, "bound": bound}
+    (directory.parent / "doors.json").write_text(json.dumps(found))
+    for process in _processes_of_engine(directory / "logs", 0):
+        process.send_signal(signal.SIGSTOP)
+    return False
+
+
+def _knock(url: str, headers: dict[str, str]) -> int:
+    """Status of a request by a client that knows nothing of slime."""
+    body = json.dumps({"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def _processes_of_engine(logs: Path, number: int) -> list[psutil.Process]:
+    launch_file = str(logs / f"engine_{number}.json")
+    servers = [one for one in psutil.process_iter(["cmdline"]) if launch_file in (one.info["cmdline"] or [])]
+    return [process for server in servers for process in [*server.children(recursive=True), server]]

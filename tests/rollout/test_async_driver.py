@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import train_async
+from slime.ray import checkpoints
 from slime.ray import run as run_module
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.run import RunPlan, TrainingRun
@@ -60,6 +61,29 @@ def test_rollouts_that_would_be_trained_too_many_versions_later_are_not_begun(bo
     assert max(ahead) == most_ahead
 
 
+def begun_with(calls: list[str], *, first: int) -> dict[int, int]:
+    """Rollout -> the number of rollouts that the weights have seen with which it was begun."""
+    weights, begun = first, {}
+    for call in calls:
+        verb, _, number = call.partition(" ")
+        weights += verb == "sync"
+        if verb == "start":
+            begun[int(number)] = weights
+    return begun
+
+
+@pytest.mark.parametrize("stopped_behind", [1, 3, 5, 8])
+def test_a_deterministic_run_that_is_resumed_begins_every_rollout_with_the_weights_of_one_that_was_not(stopped_behind):
+    """It saves every second rollout, and the ninth, with which an epoch ends."""
+    flags = {"deterministic": True, "async_buffer_size": 3, "save_interval": 2, "eval_interval": None}
+    straight = begun_with(calls_of(num_rollout=12, **flags), first=0)
+    assert straight[3] == 2 and straight[5] == 4, "ahead where it may be: with the weights before rollout 2 and 4"
+    resumed = begun_with(calls_of(num_rollout=12, first=stopped_behind + 1, **flags), first=stopped_behind + 1)
+    assert resumed == {number: weights for number, weights in straight.items() if number > stopped_behind}
+    free = begun_with(calls_of(num_rollout=12, **(flags | {"deterministic": False})), first=0)
+    assert free[4] == 1, "otherwise three ahead, over the checkpoint"
+
+
 def test_with_requests_in_flight_a_sync_waits_for_no_rollout():
     calls = calls_of(num_rollout=3, update_weights_in_flight=True, **_QUIET)
     assert calls == [
@@ -94,7 +118,7 @@ def test_an_evaluation_sees_one_version_of_the_weights_also_where_syncs_are_rare
 def test_the_state_of_the_data_source_is_that_of_the_rollout_that_is_saved(monkeypatch):
     """With rollouts ahead several saves are asked for before the first is waited for."""
     waited = []
-    monkeypatch.setattr(run_module, "get", lambda ref, what, deadline: waited.append(ref))
+    monkeypatch.setattr(checkpoints, "get", lambda ref, what, deadline: waited.append(ref))
 
     def method(name):
         return SimpleNamespace(remote=lambda *rollout_id: " ".join([name, *map(str, rollout_id)]))

@@ -7,6 +7,7 @@ weights of its beginning, the second with those of its end, and answers like SGL
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -74,6 +75,7 @@ class Engine:
 
 
 engine = Engine()
+BOUND = {"max_weight_staleness": 0}
 
 
 async def scripted(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -151,6 +153,7 @@ async def collecting(worker: AsyncRolloutWorker, rollout_id: int) -> asyncio.Tas
 
 def test_a_version_is_the_last_sync_that_was_complete():
     assert [version_number(text) for text in ("3", "3.0", "3.12", "default", "", "x.1")] == [3, 2, 2, None, None, None]
+    assert version_number("-2") == -2, "of a run before this one"
 
 
 def test_a_rollout_is_trained_at_the_version_of_the_syncs_before_it():
@@ -158,6 +161,7 @@ def test_a_rollout_is_trained_at_the_version_of_the_syncs_before_it():
     assert [SyncSchedule(0, 9, 2).version_at(i) for i in range(6)] == [1, 1, 2, 2, 3, 3]
     # A run that is resumed at 3 starts with version 1 and syncs after 3.
     assert [SyncSchedule(3, 9, 2).version_at(i) for i in range(3, 7)] == [1, 2, 2, 3]
+    assert [SyncSchedule(3, 9, 2, 5).version_at(i) for i in range(3, 7)] == [5, 6, 6, 7], "after four syncs before"
 
 
 def test_the_version_at_which_generating_began_is_noted_where_the_answers_hide_it():
@@ -462,6 +466,90 @@ def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(data):
         await simulation.finish()
         assert len(set(simulation.used)) == len(simulation.used), "a prompt was trained on twice"
         await simulation.worker._stop()
+
+    scenario(run())
+
+
+# ---- in order (--deterministic)
+
+
+async def in_order(rng: random.Random, source: Source, *, first: int, end: int, bound: int) -> dict[int, list[Any]]:
+    """The driver's loop; when each call ends, crashes or is aborted, `rng` draws. Every second rollout is saved.
+
+    Returns:
+        rollout -> (prompt, how many rollouts the weights had seen that wrote its tokens) of each group.
+    """
+    global engine
+    engine = Engine()
+    WeightClock.clear_instances()
+    schedule = SyncSchedule(first, end, stops_every=(2,))
+    WeightClock().follow(schedule)
+    WeightClock().publish(1)
+    worker = AsyncRolloutWorker(source.args, source, concurrency=rng.randint(2, 5))
+
+    async def some_end() -> None:
+        for _ in range(rng.randint(0, len(engine.calls))):
+            engine.end(rng.randrange(len(engine.calls)), rng.choice(["stop"] * 8 + ["crash", "abort"]))
+        await settle()
+
+    async def until(task: asyncio.Task[Any]) -> Any:
+        await settle()
+        while not task.done():
+            await some_end()
+        return task.result()
+
+    trained = {}
+    for rollout_id in range(first, end):
+        output = await until(asyncio.create_task(fully_async_rollout._collect(worker, rollout_id)))
+        births = [[engine.birth[token] for sample in group for token in sample.tokens[1:]] for group in output.samples]
+        trained[rollout_id] = [
+            (number, {first + birth - 1 for birth in of_group})
+            for number, of_group in zip(numbers(output.samples), births, strict=True)
+        ]
+        if (rollout_id + 1) % 2 == 0:
+            assert worker.outstanding() == [], "nothing is in flight behind a rollout that is saved"
+        await some_end()  # meanwhile it is trained
+        await until(asyncio.create_task(worker.settle()))
+        sync()
+    await worker._stop()
+    return trained
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_in_order_each_rollout_has_the_same_groups_of_the_same_weights_whatever_ends_when(bound):
+    flags = {"max_group_retries": 100, "max_weight_staleness": bound, "deterministic": True}
+
+    def run(seed: int, first: int = 0, drawn: int = 0) -> dict[int, list[Any]]:
+        source = make(n_samples_per_prompt=1, **flags)[1]
+        source.drawn = drawn
+        return scenario(in_order(random.Random(seed), source, first=first, end=8, bound=bound))
+
+    expected = run(0)
+    # Two groups a rollout, in the order of the prompts; each of one version, at most `bound` older than the trainer,
+    # and none older than the last rollout that was saved: 1, 3, 5.
+    assert expected == {r: [(2 * r + i, {max(0, r - bound, r // 2 * 2)}) for i in range(2)] for r in range(8)}
+    for seed in range(1, 12):
+        assert run(seed) == expected
+    for stopped_behind in (1, 3, 5):
+        resumed = run(stopped_behind, first=stopped_behind + 1, drawn=2 * (stopped_behind + 1))
+        assert resumed == {number: groups for number, groups in expected.items() if number > stopped_behind}
+
+
+def test_in_order_a_group_that_never_works_is_replaced_behind_the_others_of_its_weights():
+    async def run() -> None:
+        follow()
+        worker, _ = make(concurrency=4, n_samples_per_prompt=1, max_group_retries=0, deterministic=True, **BOUND)
+        task = await collecting(worker, 0)
+        assert [sample.group_index for sample, _ in engine.calls] == [0, 1]
+        engine.end(0, "crash")
+        await settle()
+        assert [sample.group_index for sample, _ in engine.calls] == [1, 2]
+        engine.end(1)
+        await settle()
+        assert not task.done(), "group 2 has to wait for group 1"
+        engine.end(0)
+        assert numbers((await task).samples) == [1, 2]
+        await worker._stop()
 
     scenario(run())
 

@@ -60,7 +60,7 @@ def make_args(hf_path: Path | None = None, flags: str = "", **overrides: Any) ->
         values["hf_checkpoint"] = str(hf_path)
     vars(args).update(values)
     experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    smallest = math.lcm(args.tensor_model_parallel_size, experts)
+    smallest = args.pipeline_model_parallel_size * math.lcm(args.tensor_model_parallel_size, experts)
     args.actor_num_gpus_per_node = max(args.actor_num_gpus_per_node, smallest)
     vars(args).update(derive_megatron(args))
     return args

@@ -150,6 +150,7 @@ def rollout_args(**changes: Any) -> Namespace:
         "sglang_server_concurrency": 64,
         "sglang_router_request_timeout_secs": 30,
         "sglang_enable_deterministic_inference": False,
+        "deterministic": False,
         "sglang_speculative_algorithm": None,
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,

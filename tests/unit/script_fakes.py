@@ -25,8 +25,13 @@ esac
 """
 
 
+# A model of the same sizes; what differs, no flag says.
+SIZED_AS = {"glm5.2-744B-A40B": "glm5-744B-A40B"}
+
+
 def hf_config(name: str) -> dict[str, Any]:
     """The config of the model of a model script."""
+    name = SIZED_AS.get(name, name)
     whole, num_layers = SHORTENED.get(name, (name, None))
     config = json.loads((FIXTURES / f"{whole}.json").read_text())
     return config if num_layers is None else config | {"num_hidden_layers": num_layers}
@@ -47,7 +52,9 @@ def start_script(
     fake.write_text(FAKE_PYTHON)
     fake.chmod(0o755)
     log.touch()
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLIME_", "WANDB_", "RAY_"))}
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SLIME_", "WANDB_", "RAY_", "MASTER_"))
+    }
     done = subprocess.run(
         ["bash", f"scripts/{name}.sh", *arguments],
         cwd=ROOT,

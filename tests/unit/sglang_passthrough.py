@@ -20,7 +20,8 @@ from slime.backends.sglang_utils import cpu_standins, options
 from slime.backends.sglang_utils.arguments import SglangFlags, derive_sglang, explain_unknown
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.ray.rollout.router import RouterAddress, router_values
-from slime.utils.arguments.flags import Parser, add_flags, defaults_of
+from slime.utils.api_keys import make_keys
+from slime.utils.arguments.flags import Parser, add_flags, defaults_of, explicit_flags
 
 # Type -> values of which one is not the default.
 VALUES = {
@@ -89,11 +90,12 @@ class Ours:
             update_weights_in_flight=False,
             use_rollout_routing_replay=False,
             accelerator="cuda",
+            params_dtype="bfloat16",
         )
         problems = self._parser.parse_all(tokens, args, explain_unknown=explain_unknown)
         assert problems == [], problems
         own = list(defaults_of(SglangFlags))
-        vars(args).update(derive_sglang(args, self._parser.explicit(tokens), own))
+        vars(args).update(derive_sglang(args, explicit_flags(self._parser, tokens), own))
         return args
 
     def server_args(self, tokens: list[str], *, accelerator: str = "cuda", model: str = "m") -> dict[str, Any]:
@@ -173,7 +175,12 @@ def check_router(ours: Ours) -> int:
         return vars(RouterArgs.from_cli_args(theirs.parse_args(tokens), use_router_prefix=True))
 
     def as_launched_by_slime(tokens: list[str]) -> dict[str, Any]:
-        values = router_values(ours.parse(tokens), RouterAddress("127.0.0.1", 1), prometheus_port=2)
+        args = ours.parse(tokens)
+        values = router_values(args, RouterAddress("127.0.0.1", 1), prometheus_port=2)
+        assert "api_key" not in values, "it would be in the launch file"
+        values["api_key"] = make_keys(
+            is_wanted=False, router=args.router_overrides.get("api_key")
+        ).router  # in the environment
         return vars(RouterArgs.from_cli_args(argparse.Namespace(**json.loads(json.dumps(values)))))
 
     plain, without = as_parsed_by_the_router([]), as_launched_by_slime([])

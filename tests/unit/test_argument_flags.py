@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.utils.arguments.flags import Parser, add_flags, defaults_of, flag, group_title
+from slime.utils.arguments.flags import Parser, add_flags, defaults_of, explicit_flags, flag, group_title
 
 
 @dataclass
@@ -84,7 +84,7 @@ def test_the_value_of_an_unknown_flag_is_not_a_second_problem() -> None:
 def test_explicit_names_the_attributes_on_the_line() -> None:
     parser = Parser()
     add_flags(parser, Flags)
-    assert parser.explicit(["--size=2", "--no-maybe", "--disable-wanted", "--unknown", "1"]) == {
+    assert explicit_flags(parser, ["--size=2", "--no-maybe", "--disable-wanted", "--unknown", "1"]) == {
         "size",
         "maybe",
         "wanted",
@@ -107,4 +107,4 @@ def test_a_flag_without_an_attribute_is_not_among_the_given_attributes() -> None
     parser = Parser()
     parser.add_argument("--number", type=int)
     parser.add_argument("--gone", dest=argparse.SUPPRESS, action="store_true")
-    assert parser.explicit(["--number=3", "--gone"]) == {"number"}
+    assert explicit_flags(parser, ["--number=3", "--gone"]) == {"number"}

@@ -281,6 +281,36 @@ def test_v16_offload_on_a_cpu_frees_nothing(check: Check) -> None:
     assert "offload" not in vars(args), "only a short form"
 
 
+def test_a_deterministic_run_sets_what_it_needs_and_refuses_what_cannot_be_repeated(check: Check) -> None:
+    args = check("--deterministic").args
+    assert args.deterministic_mode and args.sglang_enable_deterministic_inference
+    given = {"enable_deterministic_inference": True, "max_running_requests": 1, "disable_radix_cache": True}
+    assert given.items() <= args.sglang_overrides.items(), "the engine is started with them"
+    on_gpu = f"--accelerator cuda --dry-run --deterministic {NO_OFFLOAD}"
+    args = check(on_gpu).args
+    assert args.train_env_vars == {"NCCL_ALGO": "Ring"} and "max_running_requests" not in args.sglang_overrides
+    assert check(f'{on_gpu} --train-env-vars {{"NCCL_ALGO":"Tree"}}').args.train_env_vars == {"NCCL_ALGO": "Tree"}
+    assert not check("").args.deterministic_mode
+    for flags in (
+        "--partial-rollout",
+        "--update-weights-in-flight",
+        "--over-sampling-batch-size 64",
+        "--dynamic-sampling-filter-path hooks.py:reward",
+        "--elastic-dp --max-restarts 1",
+    ):
+        has(check(f"--deterministic {flags}").problems.wrong, f"--deterministic does not go with {flags.split()[0]}")
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async --rollout-num-gpus 1"
+    fully_async = f"--deterministic --rollout-function-path {path}"
+    wrong = check(fully_async, "--colocate").problems.wrong
+    has(wrong, "generate_rollout_fully_async needs --max-weight-staleness, which says how many rollouts are begun")
+    taken = check(f"{fully_async} --max-weight-staleness 1", "--colocate")
+    assert not taken.problems.wrong and taken.args.update_weights_in_flight is False
+    stopping = f"{fully_async} --max-weight-staleness 1 --save saved --exit-duration-in-mins 5"
+    has(check(stopping, "--colocate").problems.wrong, "does not go with --exit-duration-in-mins")
+    wrong = check("--deterministic --sglang-max-running-requests 8").problems.wrong
+    has(wrong, "needs --sglang-max-running-requests 1, not 8: logits change with the batch")
+
+
 def test_v17_sharing_gpus_turns_both_offloads_on(check: Check) -> None:
     on_gpu = "--accelerator cuda --dry-run --actor-num-gpus-per-node 2"
 

@@ -179,6 +179,15 @@ def test_old_weights_are_of_one_version(check: Check) -> None:
     has(check(f"{keep} --use-rollout-logprobs").problems.wrong, f"{keep} has no effect with --use-rollout-logprobs")
 
 
+def test_copies_of_trainers_in_memory_need_trainers_that_stay_and_a_place_for_the_data_source(check: Check) -> None:
+    copies = "--peer-checkpoint-interval 2"
+    has(check(copies).problems.wrong, "--peer-checkpoint-interval has no effect without --max-restarts")
+    has(check(f"{copies} --max-restarts 1").problems.wrong, "--peer-checkpoint-interval needs --save")
+    assert check(f"{copies} --max-restarts 1 --save saved").problems == Problems()
+    released = check(f"{copies} --max-restarts 1 --save saved --release-train").problems.wrong
+    has(released, "--peer-checkpoint-interval does not go with --release-train")
+
+
 def test_v27_released_trainers_have_everything_on_disk(check: Check) -> None:
     wrong = check("--release-train --advantage-estimator ppo --keep-old-actor").problems.wrong
     has(wrong, "--release-train does not go with a critic (--advantage-estimator ppo)")

@@ -258,7 +258,6 @@ WRONG = {
     "--advantage-estimator ppo --value-clip -1": "--value-clip -1.0 must be at least 0",
     "--update-weight-transport disk": "--update-weight-transport disk needs --update-weight-disk-dir",
     "--train-backend fsdp": "--train-backend: invalid choice: 'fsdp'",
-    "--rollout-data-transport nixl": "--rollout-data-transport nixl is not supported yet (several GPUs)",
     "--update-weight-mode delta": "--update-weight-mode delta needs --update-weight-transport disk, not nccl",
     # Batches
     "--global-batch-size 3": "= 8 samples do not divide into steps of --global-batch-size 3",
@@ -298,9 +297,6 @@ WRONG = {
     "--reward-model-num-gpus 1": "--reward-model-num-gpus has no effect without --reward-model-path",
     "--sglang-config gone.yaml --prefill-num-servers 1": "exclude each other; keep the one that describes the engines",
     "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2": "--rollout-num-gpus 3 does not divide into engines",
-    "--rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 2": "is not supported with --accelerator cpu",
-    "--rollout-num-gpus-per-engine 16": "more than --num-gpus-per-node 8",
-    "--rollout-num-gpus-per-engine 8 --num-gpus-per-node 4": "more than --num-gpus-per-node 4",
     "--tensor-model-parallel-size 0": "--tensor-model-parallel-size 0 must be at least 1",
     "--tensor-model-parallel-size 2": "do not divide by --tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size 2": "do not divide by --pipeline-model-parallel-size 2; the nearest that works: 2",

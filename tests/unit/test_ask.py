@@ -45,7 +45,7 @@ def test_a_flag_is_explained_with_its_value_on_this_line(command_line: CommandLi
 
 
 def test_an_explanation_says_what_is_not_built_and_what_a_flag_was_called(command_line: CommandLine) -> None:
-    assert "status: not supported yet (fault tolerance)" in answer(command_line, "--explain async-save")
+    assert "status: not supported yet (LoRA)" in answer(command_line, "--explain lora-rank")
     assert "mlflow: trackers" in answer(command_line, "--explain tracker")
     assert answer(command_line, "--explain prompt-key").startswith("--input-key")
 
@@ -57,7 +57,7 @@ def test_an_unknown_flag_is_not_explained_but_its_neighbour_is_named(command_lin
 
 def test_what_is_not_built_is_listed_with_the_work_that_brings_it(command_line: CommandLine) -> None:
     text = answer(command_line, "--list-unsupported")
-    assert "--async-save" in text and "fault tolerance" in text
+    assert "--lora-rank" in text and "LoRA" in text
     assert "--rollout-batch-size" not in text
 
 

@@ -200,7 +200,7 @@ def fail_while_saving(args, root):
     state = build(args)
     save_checkpoint(root, 3, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)
     real = dist_checkpointing.save
-    dist_checkpointing.save = lambda state, path: (real(state, path), (_ for _ in ()).throw(OSError("disk full")))
+    dist_checkpointing.save = lambda state, path, **_: (real(state, path), (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save_checkpoint(root, 4, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)
 

@@ -38,6 +38,17 @@ def states(root: Path) -> list[str]:
     return sorted(path.stem.rpartition("_")[2] for path in (root / "rollout").iterdir())
 
 
+def test_every_so_many_rollouts_stay_and_of_the_others_the_newest(tmp_path: Path):
+    """--save-retain-interval 4: what was saved after 4 and 8 rollouts, which are those numbered 3 and 7."""
+    for iteration in (1, 3, 5, 7, 9):
+        make_iteration(tmp_path / "ckpt", iteration)
+        make_export(tmp_path / "hf" / str(iteration))
+    assert prune_checkpoints(tmp_path / "ckpt", 9, keep=1, retain=4) == [1, 5]
+    assert states(tmp_path / "ckpt") == ["3", "7", "9"]
+    assert prune_exports(str(tmp_path / "hf" / "{rollout_id}"), 9, keep=1, retain=4) == [1, 5]
+    assert names(tmp_path / "hf") == ["3", "7", "9"]
+
+
 def test_the_newest_iterations_stay_with_their_data_states(tmp_path: Path):
     for iteration in (1, 3, 5, 9):
         make_iteration(tmp_path, iteration)

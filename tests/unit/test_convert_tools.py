@@ -14,7 +14,9 @@ import torch.distributed.checkpoint as torch_checkpoint
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
+from slime.backends.megatron_utils import torch_dist_writer
 from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+from slime.utils import manifest
 from slime.utils.conversion import file_copy, hf_output, raw_tensors
 from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles
 from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
@@ -78,6 +80,37 @@ def test_experts_go_through_torch_dist_and_come_back_byte_equal(tmp_path, family
     back = ["--input-dir", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf", "--output-dir", f"{tmp_path}/back"]
     run_tool(convert_torch_dist_to_hf, *back)
     assert_same_bytes(tensors_of(tmp_path / "back"), original)
+
+
+def test_what_no_trainer_changes_comes_from_the_origin_and_nothing_may_be_missing(tmp_path, capsys):
+    make_hf_model(tmp_path / "hf", "qwen3_5")
+    run_tool(convert_hf_to_torch_dist, "--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist")
+    base = ["--input-dir", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf", "--output-dir"]
+    assert convert_torch_dist_to_hf.main([*base, f"{tmp_path}/back"]) == 0
+    original = tensors_of(tmp_path / "hf")
+    assert any(name.startswith("model.visual.") for name in original)
+    assert_same_bytes(tensors_of(tmp_path / "back"), original)
+
+    norm = "model.language_model.norm.weight"
+    for changed, said in (
+        ({"model.language_model.layers.9.mlp.up_proj.weight": torch.zeros(3)}, "lacks 1 tensor(s) of --origin-hf-dir"),
+        ({norm: torch.zeros(31)}, f"{norm} is [32] in the checkpoint and [31] in --origin-hf-dir"),
+    ):
+        save_file(original | changed, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+        capsys.readouterr()
+        assert convert_torch_dist_to_hf.main([*base, f"{tmp_path}/x"]) == 2
+        assert said in capsys.readouterr().err
+    save_file(original | {"model.extra": torch.ones(3)}, tmp_path / "hf" / "model.safetensors")
+    assert convert_torch_dist_to_hf.main([*base, f"{tmp_path}/more", "-a"]) == 0
+    assert tensors_of(tmp_path / "more")["model.extra"].tolist() == [1, 1, 1]
+
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["text_config"] |= {"intermediate_size": 64, "linear_num_value_heads": 2}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    assert convert_torch_dist_to_hf.main([*base, f"{tmp_path}/x"]) == 2
+    said = capsys.readouterr().err
+    assert "ffn_hidden_size 48, not 64; linear_num_value_heads 4, not 2" in said
+    assert not (tmp_path / "x").exists() and not (tmp_path / "x.partial").exists()
 
 
 def load_and_export(args, root, out):
@@ -150,6 +183,7 @@ def test_experts_become_int4_and_bf16_again(tmp_path):
     for flags, said in (
         (["--group-size", "7"], "not whole groups of --group-size 7"),
         (["--ignore-rules", "re:.*"], "nothing to quantise"),
+        (["--ignore-rules", "re:("], r"--ignore-rules re:\( is no regular expression"),
         (["--max-workers", "0"], "--max-workers 0"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -191,6 +225,23 @@ def test_a_checkpoint_of_fsdp_becomes_an_hf_directory(tmp_path, capsys):
     assert "tools/convert_fsdp_to_hf.py" in capsys.readouterr().err
 
 
+def test_experts_that_fsdp_keeps_as_one_tensor_become_single_ones(tmp_path):
+    model = make_hf_model(tmp_path / "hf", "qwen3_moe", dtype="bfloat16")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in model.state_dict()
+    torch_checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run", no_dist=True)
+    command = ["--input-dir", f"{tmp_path}/run", "--origin-hf-dir", f"{tmp_path}/hf", "--output-dir"]
+    assert convert_fsdp_to_hf.main([*command, f"{tmp_path}/out"]) == 0
+    assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
+
+
+def test_what_is_before_the_names_of_a_model_is_found_whatever_it_sees():
+    for before in ("", "model.", "actor.module."):
+        for inner in ("", "language_model."):
+            names = [f"{before}model.{inner}embed_tokens.weight", f"{before}model.visual.x", f"{before}lm_head.weight"]
+            found = convert_fsdp_to_hf.hf_names(names, Path("x"))
+            assert [name.removeprefix(before) for name in names] == list(found.values())
+
+
 def jobs_of(tensors: dict[str, torch.Tensor], made: list[str]) -> list[Job]:
     def job(name: str, tensor: torch.Tensor) -> Job:
         def make() -> list[torch.Tensor]:
@@ -217,6 +268,20 @@ def test_a_conversion_that_was_cut_off_makes_only_what_is_missing(tmp_path, monk
     assert made == ["t4", "t5"]
     assert_same_bytes(tensors_of(target.path), tensors)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_cut_conversion_of_weights_that_have_changed_since_starts_over(tmp_path, monkeypatch):
+    shutil.copytree(tiny_model(), tmp_path / "hf")
+    command = ["--model-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/fp8", "--shard-bytes", "30000"]
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_output, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert_hf_to_fp8.main(command)
+    changed = {name: tensor + 1 for name, tensor in tensors_of(tmp_path / "hf").items()}
+    save_file(changed, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert convert_hf_to_fp8.main(command) == 0
+    name = "model.norm.weight"
+    assert torch.equal(tensors_of(tmp_path / "fp8")[name], changed[name])
 
 
 def test_a_partial_directory_of_something_else_is_not_gone_on_with(tmp_path):
@@ -310,6 +375,26 @@ def test_a_conversion_to_torch_dist_goes_on_where_it_was_cut_off(tmp_path):
     assert convert_torch_dist_to_hf.main(back) == 0
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
     assert {one.name for one in (tmp_path / "dist").iterdir()} == {"release", "latest_checkpointed_iteration.txt"}
+    release = tmp_path / "dist" / "release"
+    listed = json.loads((release / manifest.FILE).read_text())["files"]
+    assert listed == manifest.entries_of(release, [file for file in release.iterdir() if file.name != manifest.FILE])
+
+
+def test_a_full_disk_ends_a_conversion_to_torch_dist_with_what_to_do(tmp_path, capfd):
+    class Tool:
+        """The tool, whose first part finds no room."""
+
+        @staticmethod
+        def main(argv: tuple[str, ...]) -> int:
+            def write(*_: object) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            torch_dist_writer._write_part = write
+            return 0 if convert_hf_to_torch_dist.main(argv) == 2 else 1
+
+    run_tool(Tool, "--hf-checkpoint", f"{tiny_model()}", "--save", f"{tmp_path}/dist")
+    assert ".release.partial is full; make room and run the same command again" in capfd.readouterr().err
+    assert [one.name for one in (tmp_path / "dist").iterdir()] == [".release.partial"]
 
 
 def without_weights(hf: Path) -> None:
@@ -381,6 +466,32 @@ def _tiny(tmp_path_factory):
     _TINY.clear()
 
 
+@pytest.mark.parametrize("way", ["fp8", "int4"])
+def test_a_family_that_is_not_trained_so_is_refused_before_hours_of_quantising(tmp_path, capsys, way):
+    tool, given, written = CONVERTERS[way]
+    shutil.copytree(tiny_model(), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for model_type, said in (
+        ("gpt_neox", "use llama, qwen2, "),
+        ("qwen3_next", f"({way}) of model_type 'qwen3_next'"),
+    ):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+        assert tool.main([given, f"{tmp_path}/hf", written, f"{tmp_path}/out"]) == 2
+        assert said in capsys.readouterr().err
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["hf"]
+
+
+def test_another_config_is_read_as_it_is_called(tmp_path, capsys):
+    shutil.copytree(tiny_model(), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED["from int4"]}))
+    command = ["--model-dir", f"{tmp_path}/hf", "--output-dir", f"{tmp_path}/out", "--config-path"]
+    assert convert_k2_thinking_int4_to_bf16.main([*command, f"{tmp_path}/other.json"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    assert convert_k2_thinking_int4_to_bf16.main([*command, f"{tmp_path}/none.json", "--overwrite"]) == 2
+    assert f"--config-path {tmp_path}/none.json: no such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("way", CONVERTERS)
 def test_an_output_that_is_the_input_is_refused(tmp_path, capsys, way):
     tool, given, written = CONVERTERS[way]
@@ -421,6 +532,10 @@ def test_a_model_of_another_kind_or_shape_is_named_before_anything_is_written(tm
     assert "model.layers.1.mlp.down_proj.weight of shape [32, 40]" in (said := refused()) and "[32, 48]" in said
     write({}, {"model.layers.1.mlp.extra.weight": torch.zeros(3)})
     assert "1 tensor(s) have no place" in (said := refused()) and "model.layers.1.mlp.extra.weight" in said
+    write({}, {})
+    for more in ([], ["--model-args-from-hf"]):  # a flag that is given is not overridden
+        assert "--vocab-size: the flags say 50, the HF config says 100" in refused("--vocab-size", "50", *more)
+    assert "--padded-vocab-size 64 is below the vocabulary of 100" in refused("--padded-vocab-size", "64")
     rows = {name: torch.zeros(104, 32) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     write({}, rows)
     assert "--vocab-size 100, but the embedding" in (said := refused()) and "give --vocab-size 104" in said
@@ -501,6 +616,25 @@ def test_bytes_that_are_the_same_in_both_forms_are_found_and_copied(tmp_path, mo
         copy_into([Segment(tmp_path / "a", 20, 8)], out.fileno(), 0)
 
 
+def test_a_checksum_is_of_the_bytes_that_went_into_the_file(tmp_path):
+    """A part with values that are made, values that are copied out of two files, and values of no length."""
+    values = torch.arange(1000, dtype=torch.int16)
+    data = bytes(raw_tensors.bytes_of(values))
+    (tmp_path / "a").write_bytes(b"xx" + data[:900])
+    (tmp_path / "b").write_bytes(data[900:])
+    places = [Segment(tmp_path / "a", 2, 900), Segment(tmp_path / "b", 0, 1100)]
+    with (tmp_path / "part").open("w+b") as file:
+        stream = torch_dist_writer.HashedStream(file)
+        torch_dist_writer._save(values[::2], (500,), stream)
+        start = stream.tell()
+        torch_dist_writer._save_from(places, (1000,), torch.int16, stream)
+        end = stream.tell()
+        torch_dist_writer._save(values[:0], (0,), stream)
+    assert stream.entry() == manifest.entries_of(tmp_path, [tmp_path / "part"])["part"]
+    (tmp_path / "one").write_bytes((tmp_path / "part").read_bytes()[start:end])
+    assert torch.equal(torch.load(tmp_path / "one"), values)
+
+
 def test_what_megatron_keeps_as_hf_has_it_is_copied_and_not_made(tmp_path):
     make_hf_model(tmp_path / "hf", "qwen3_moe")
     command = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--model-args-from-hf"]
@@ -562,3 +696,82 @@ def test_a_gguf_file_that_is_none_and_an_output_that_exists_are_named(tmp_path, 
     refused("some.gguf is no GGUF file")
     (tmp_path / "some.gguf").write_bytes(b"GGUF and more")
     refused("--output .* exists")
+
+
+def write_gguf(path: Path, arch: str, *, leaves_out: str = "nothing") -> None:
+    """A model of one layer with random weights, as llama.cpp stores it, quantised where it would."""
+    import gguf
+    import numpy
+
+    writer, random = gguf.GGUFWriter(path, arch), numpy.random.default_rng(0)
+    hidden, head, heads, groups, ffn, experts = 64, 32, 2, 1, 96, 4
+    for key, value in {
+        **{"context_length": 64, "embedding_length": hidden, "block_count": 1, "feed_forward_length": ffn},
+        **{"head_count": heads, "head_count_kv": groups, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4},
+        **{"key_length": head, "value_length": head, "rope_dimension_count": head, "vocab_size": 6},
+        **({"expert_count": experts, "expert_used_count": 2} if arch == "qwen3moe" else {}),
+        **({"expert_feed_forward_length": 32} if arch == "qwen3moe" else {}),
+    }.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab", "<|im_start|>", "<|im_end|>", "aba"])
+    writer.add_token_merges(["a b", "ab a"])
+    writer.add_eos_token_id(4)
+    writer.add_bos_token_id(3)
+    shapes = {
+        **{"token_embd": (6, hidden), "output_norm": (hidden,), "blk.0.attn_norm": (hidden,)},
+        **{"blk.0.ffn_norm": (hidden,), "blk.0.attn_q": (heads * head, hidden), "blk.0.attn_k": (head, hidden)},
+        **{"blk.0.attn_v": (head, hidden), "blk.0.attn_output": (hidden, heads * head)},
+    }
+    if arch != "llama":
+        shapes |= {"blk.0.attn_q_norm": (head,), "blk.0.attn_k_norm": (head,)}
+    if arch == "qwen3moe":
+        shapes |= {"blk.0.ffn_gate_inp": (experts, hidden), "blk.0.ffn_down_exps": (experts, hidden, 32)}
+        shapes |= {f"blk.0.ffn_{part}_exps": (experts, 32, hidden) for part in ("gate", "up")}
+    else:
+        shapes |= {f"blk.0.ffn_{part}": (ffn, hidden) for part in ("gate", "up")} | {"blk.0.ffn_down": (hidden, ffn)}
+    for name, shape in shapes.items():
+        values = random.standard_normal(shape, dtype=numpy.float32)
+        kind = gguf.GGMLQuantizationType.Q8_0 if len(shape) > 1 else gguf.GGMLQuantizationType.F32
+        if name != leaves_out:
+            writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3moe"])
+def test_a_gguf_file_becomes_what_transformers_reads_of_it_as_a_whole(tmp_path, arch):
+    import transformers as hf
+
+    write_gguf(tmp_path / "m.gguf", arch)
+    # Two shards: nothing is held beyond a tensor.
+    count = convert_gguf_to_hf.convert(tmp_path / "m.gguf", tmp_path / "hf", shard_bytes=60_000)
+    found = tensors_of(tmp_path / "hf")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    # Its config alone lacks the width of qwen3's heads, and of experts.
+    config = hf.AutoConfig.from_pretrained(tmp_path / "hf")
+    whole = hf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", config=config, dtype=torch.float32)
+    read = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert read.state_dict().keys() == whole.state_dict().keys()
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in read.state_dict().items())
+    assert count == sum(tensor.numel() for tensor in found.values()) == sum(p.numel() for p in whole.parameters())
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token == "<|im_end|>"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [type(whole).__name__]
+
+
+def test_a_gguf_file_without_a_tensor_or_of_another_family_is_refused_before_anything_is_written(tmp_path):
+    write_gguf(tmp_path / "cut.gguf", "qwen3")
+    for keep in (0.9, 0.1):
+        whole = (tmp_path / "cut.gguf").read_bytes()
+        (tmp_path / "cut.gguf").write_bytes(whole[: int(keep * len(whole))])
+        with pytest.raises(UsageError, match=r"cut.gguf is cut off, or no GGUF file"):
+            convert_gguf_to_hf.convert(tmp_path / "cut.gguf", tmp_path / "hf")
+    write_gguf(tmp_path / "m.gguf", "qwen3", leaves_out="blk.0.attn_v")
+    with pytest.raises(UsageError, match="lacks model.layers.0.self_attn.v_proj.weight"):
+        convert_gguf_to_hf.convert(tmp_path / "m.gguf", tmp_path / "hf")
+    write_gguf(tmp_path / "g.gguf", "gemma2")
+    with pytest.raises(UsageError, match="model_type 'gemma2' is not converted; known are llama, "):
+        convert_gguf_to_hf.convert(tmp_path / "g.gguf", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.partial").exists()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 import torch
 
 from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
+from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
 
@@ -121,6 +124,50 @@ def test_a_resumed_source_goes_on_with_the_same_samples_and_buffer(make, tmp_pat
     assert names == ["global_dataset_state_dict_4.manifest.json", "global_dataset_state_dict_4.pt"], (
         "no temporary left"
     )
+
+
+@pytest.fixture
+def clock():
+    """The process's clock of weight versions, which has heard of no sync; as in a process that has just begun."""
+    WeightClock.clear_instances()
+    yield WeightClock()
+    WeightClock.clear_instances()
+
+
+def test_a_driver_that_is_killed_while_it_saves_leaves_the_buffer_of_the_save_before(make, tmp_path, clock):
+    """Half an answer is in it, of weights that this process counts differently."""
+    flags = {"save": str(tmp_path), "load": str(tmp_path), "n_samples_per_prompt": 1}
+    half = {"tokens": [1, 2, 3], "response_length": 2, "response": "xy", "rollout_log_probs": [-0.5, -0.25]}
+    half |= {"loss_mask": [1, 1], "status": Sample.Status.ABORTED, "metadata": {"l": ["b"], "start_rollout_id": 3}}
+
+    def killed() -> None:
+        clock.follow(SyncSchedule(0, 9))  # rollout 4 is trained at version 1 + 4
+        clock.publish(5)
+        source = make(**flags)
+        (group,) = source.get_samples(2)[1:]
+        vars(group[0]).update(half, weight_versions=["4", "5"])
+        source.add_samples([group])
+        source.save(4)
+        source.get_samples(3)
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        source.save(5)
+
+    if (child := os.fork()) == 0:
+        try:
+            killed()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not state_path(str(tmp_path), 5).exists()
+    source = make(**flags)
+    source.load(4)
+    ((sample,),) = source.buffer
+    assert {name: vars(sample)[name] for name in half} == half
+    clock.follow(SyncSchedule(5, 9))
+    assert staleness([sample], clock.trained_at(5)) == 2, "rollout 5 would have been trained at 6, it was begun at 4"
+    clock.publish(1)
+    source.load(4)
+    assert source.buffer[0][0].weight_versions == ["4", "5"], "a process that goes on counts on"
 
 
 def test_the_state_file_has_the_documented_keys(make, tmp_path):

@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from slime.ray.ray_actor import RayActor
-from slime.utils.distributed_utils import distributed_masked_whiten, get_gloo_group, init_gloo_group, store_at
+from slime.utils.distributed_utils import barrier, distributed_masked_whiten, get_gloo_group, init_gloo_group, store_at
 from slime.utils.misc import listen_anywhere
+from slime.utils.wait import WaitTimeout
 
 VALUES = torch.tensor([1.0, 2.0, 4.0, 100.0, -3.0, 0.5])
 MASK = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
@@ -44,10 +45,14 @@ def whiten_share(rank: int, store_path: str) -> None:
     mine = slice(0, 2) if rank == 0 else slice(2, 6)
     whitened = distributed_masked_whiten(VALUES[mine], MASK[mine], get_gloo_group())
     torch.testing.assert_close(whitened, expected(VALUES[mine], MASK[mine]))
+    barrier("the sum", 20)
+    if rank == 0:  # the other one does not come to the second barrier
+        with pytest.raises(WaitTimeout, match=r"waited 0\.3 s for every rank to finish the lunch: .*[Rr]ank.*1"):
+            barrier("the lunch", 0.3)
     dist.destroy_process_group()
 
 
-def test_two_ranks_pool_their_values(tmp_path):
+def test_two_ranks_pool_their_values_and_a_barrier_names_the_rank_that_does_not_come(tmp_path):
     mp.spawn(whiten_share, args=(str(tmp_path / "store"),), nprocs=2)
 
 

@@ -5,15 +5,20 @@ The order of the verbs is all that the two drivers decide, so the list of calls 
 
 from __future__ import annotations
 
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 import train
 import train_async
-from slime.ray import driver
+from slime.ray import checkpoints, driver, exit_request
+from slime.ray.attempts import attempts
+from slime.ray.exit_request import ExitRequest
 from slime.ray.run import RunPlan, TrainingRun
-from slime.ray.utils import ActorFailure
+from slime.ray.utils import ActorFailure, ActorLost
+from slime.rollout.data_source import state_path
 from slime.utils.errors import UsageError
 
 
@@ -49,6 +54,7 @@ class FakeRun(TrainingRun):
         self.calls.append(f"train {rollout_id}")
 
     def save_if_due(self, rollout_id):
+        self._end_if_asked(rollout_id)
         if self._save_is_due(rollout_id):
             self.calls.append(f"save {rollout_id}")
 
@@ -65,6 +71,14 @@ class FakeRun(TrainingRun):
         if self.evaluating is not None:
             self.calls.append(f"evaluated {self.evaluating}")
         self.evaluating = None
+
+
+NO_EXIT = {
+    "exit_signal_handler": False,
+    "exit_signal": "SIGTERM",
+    "exit_duration_in_mins": None,
+    "async_save": False,
+}
 
 
 def run_args(**changes):
@@ -85,6 +99,10 @@ def run_args(**changes):
         "debug_rollout_only": False,
         "colocate": False,
         "release_train": False,
+        "max_restarts": 0,
+        "deterministic": False,
+        "peer_checkpoint_interval": None,
+        **NO_EXIT,
         "calls": [],
     }
     return SimpleNamespace(**(defaults | changes))
@@ -190,6 +208,113 @@ def test_a_resumed_run_goes_on_at_its_rollout_and_does_not_evaluate_again(driver
     assert [call for call in calls if call.startswith("train")] == ["train 3", "train 4"]
 
 
+def test_both_drivers_end_after_the_rollout_in_which_a_signal_comes_and_save_it(driver_module, monkeypatch):
+    """--exit-signal-handler: the signal comes while rollout 1 of 5 is trained."""
+    train_step = FakeRun.train_step
+
+    def train_and_ask(self, rollout_id, data):
+        train_step(self, rollout_id, data)
+        if rollout_id == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def start(self):
+        begin(self)
+        self._exit.listen()
+
+    begin = FakeRun._start
+    monkeypatch.setattr(FakeRun, "_start", start)
+    monkeypatch.setattr(FakeRun, "train_step", train_and_ask)
+    before = signal.getsignal(signal.SIGUSR1)
+    calls = calls_of(driver_module, num_rollout=5, exit_signal_handler=True, exit_signal="SIGUSR1")
+    assert signal.getsignal(signal.SIGUSR1) == before, "a second one does what it always did"
+    assert [call for call in calls if call.startswith(("train", "save"))] == ["train 0", "train 1", "save 1"]
+    assert calls[-1] == "finish" and "eval 2" not in calls
+
+
+def test_a_run_whose_time_is_over_says_so(monkeypatch):
+    """--exit-duration-in-mins 2"""
+    now = [0.0]
+    monkeypatch.setattr(exit_request.time, "monotonic", lambda: now[0])
+    request = ExitRequest(None, 2)
+    assert request.is_possible and request.why() is None
+    now[0] = 120.0
+    assert request.why() == "--exit-duration-in-mins 2 are over"
+    assert not ExitRequest(None, None).is_possible
+
+
+def test_the_state_of_a_rollout_that_may_be_the_last_is_there_and_removed_if_it_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "get", lambda ref, *_: ref)
+    run = TrainingRun(run_args(exit_duration_in_mins=60, save=str(tmp_path)))
+    run.plan = RunPlan(start_rollout_id=0, num_rollout=9, num_rollout_per_epoch=9)
+
+    def save(rollout_id):
+        path = state_path(str(tmp_path), rollout_id)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("state")
+
+    nothing = SimpleNamespace(remote=lambda *_: None)
+    run._manager = SimpleNamespace(
+        generate=nothing, train_data=nothing, save=SimpleNamespace(remote=lambda number: save(number) or "saved")
+    )
+    run.start_generate(0)
+    assert state_path(str(tmp_path), 0).exists()
+    run.save_if_due(0)
+    assert not list((tmp_path / "rollout").iterdir()), "it was not the last"
+
+
+def test_both_drivers_go_on_from_the_checkpoint_after_a_loss_and_end_when_no_restart_is_left(
+    driver_module, monkeypatch
+):
+    """Rollout 1 loses a trainer each time; what follows begins at the checkpoint of rollout 0."""
+
+    def lose(self, rollout_id, data):
+        self.calls.append(f"train {rollout_id}")
+        if rollout_id == 1 and self.calls.count("train 1") <= self.args.losses:
+            raise ActorLost("rank 0 is lost")
+
+    def start_again(self):
+        self.calls.append("again")
+        self.plan = RunPlan(start_rollout_id=1, num_rollout=3, num_rollout_per_epoch=9)
+
+    monkeypatch.setattr(FakeRun, "train_step", lose)
+    monkeypatch.setattr(FakeRun, "_start_again", start_again)
+    changes = {"num_rollout": 3, "eval_interval": None, "save_interval": 1, "max_restarts": 2}
+    calls = calls_of(driver_module, losses=2, **changes)
+    assert [call for call in calls if call.startswith(("train", "again", "finish"))] == [
+        *["train 0", "train 1", "again", "train 1", "again", "train 1", "train 2", "finish"]
+    ]
+    with pytest.raises(ActorLost):
+        calls_of(driver_module, losses=3, **changes)
+
+
+def test_a_loss_while_another_attempt_is_prepared_takes_one_too_and_no_other_failure_is_retried():
+    prepared = []
+
+    def start_again():
+        prepared.append(len(prepared))
+        if len(prepared) < 3:
+            raise ActorLost("a new rank is lost too")
+
+    done = []
+    for attempt in attempts(3, start_again):
+        with attempt:
+            done.append(len(prepared))
+            if not prepared:
+                raise ActorLost("rank 0 is lost")
+    assert (done, len(prepared)) == ([0, 3], 3), "two preparations failed, the third did not"
+    prepared.clear()
+    with pytest.raises(ActorLost, match="a new rank"):
+        for attempt in attempts(1, start_again):
+            with attempt:
+                raise ActorLost("rank 0 is lost")
+    prepared.clear()
+    with pytest.raises(ActorFailure, match="crooked"):
+        for attempt in attempts(3, start_again):
+            with attempt:
+                raise ActorFailure("the weights are crooked")
+    assert not prepared
+
+
 def test_both_drivers_end_the_run_when_a_verb_fails(driver_module, monkeypatch):
     monkeypatch.setattr(FakeRun, "train_step", lambda self, rollout_id, data: 1 / 0)
     args = run_args()
@@ -201,6 +326,22 @@ def test_both_drivers_end_the_run_when_a_verb_fails(driver_module, monkeypatch):
 def test_the_asynchronous_driver_refuses_colocated_engines():
     with pytest.raises(UsageError, match="--colocate"):
         train_async.check(run_args(colocate=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"update_weights_interval": 2}, "needs --update-weights-interval 1, not 2"),
+        ({"exit_signal_handler": True}, "does not go with --exit-signal-handler"),
+        ({"exit_duration_in_mins": 5}, "does not go with --exit-duration-in-mins"),
+    ],
+)
+def test_the_asynchronous_driver_refuses_to_repeat_what_a_resumed_run_would_begin_otherwise(changes, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        train_async.check(run_args(deterministic=True, **changes))
+    train_async.check(run_args(**changes))
+    train_async.check(run_args(deterministic=True, save=None, **changes))
+    train_async.check(run_args(deterministic=True))
 
 
 def test_the_asynchronous_driver_refuses_trainers_that_end_while_engines_generate():
@@ -242,3 +383,19 @@ def test_a_failing_actor_is_one_line_and_its_traceback_a_file(parsed, capsys):
 def test_ctrl_c_is_no_traceback(parsed, capsys):
     assert drive_into(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_sigterm_ends_with_its_own_status_whatever_ray_makes_of_it(parsed, monkeypatch):
+    monkeypatch.setattr(driver._Terminated, "arrived", False)
+
+    def schedule(args):
+        with pytest.raises(SystemExit) as caught:
+            driver._leave(15, None)
+        assert caught.value.code == 143
+        raise SystemExit(1)  # as Ray's wait raises it, whatever the code was
+
+    assert driver.drive(schedule) == 143
+    monkeypatch.setattr(driver._Terminated, "arrived", False)
+    with pytest.raises(SystemExit) as caught:
+        drive_into(SystemExit(7))
+    assert caught.value.code == 7, "a hook's own"

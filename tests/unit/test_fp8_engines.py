@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.fp8_checks import cut_blocks, fp8_problems
+from slime.backends.sglang_utils.quantization_checks import cut_blocks, quantization_problems
 from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
-from slime.ray.dry_run import find_fp8
+from slime.ray.dry_run import find_format
 from slime.utils.fp8_format import Fp8Format
 from tests.unit.argument_lines import Check, check, command_line, has
 
@@ -26,6 +26,10 @@ QWEN3_8B = {
     "num_hidden_layers": 36,
 }
 QWEN3_30B = QWEN3_8B | {"num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768}
+MINIMAX = {
+    **{"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 3072},
+    **{"intermediate_size": 1536, "num_hidden_layers": 62, "num_local_experts": 256},
+}
 DEEPSEEK = {
     "num_attention_heads": 128,
     "hidden_size": 7168,
@@ -52,6 +56,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_schem
         (QWEN3_30B, 4, {"ep_size": 4}, {}),  # each rank has whole experts
         (QWEN3_8B | {"head_dim": 64, "num_key_value_heads": 1}, 1, {}, {"the key heads": 64}),
         (QWEN3_8B | {"intermediate_size": 192}, 1, {}, {"intermediate_size": 192}),  # gate and up are one matrix
+        (MINIMAX, 8, {}, {"moe_intermediate_size": 192}),  # 1536 / 8
         (DEEPSEEK, 16, {}, {}),
         (DEEPSEEK, 32, {}, {"intermediate_size": 576, "moe_intermediate_size": 64, "the shared experts": 64}),
     ],
@@ -59,21 +64,23 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_schem
 def test_a_rank_with_a_part_of_a_block_is_named(
     config: dict[str, int], tp: int, settings: dict[str, int], bad: dict[str, int]
 ) -> None:
-    assert cut_blocks(config, Fp8Format(), tp, settings) == bad
+    assert cut_blocks(config, Fp8Format(), (128, 128), tp, settings) == bad
 
 
 def test_modules_that_are_not_quantized_may_be_cut_anywhere() -> None:
     config = QWEN3_8B | {"head_dim": 64, "num_key_value_heads": 1}
-    assert cut_blocks(config, Fp8Format(unquantized=("self_attn",)), 1, {}) == {}
+    assert cut_blocks(config, Fp8Format(unquantized=("self_attn",)), (128, 128), 1, {}) == {}
 
 
 def problems_of(path: Path, config: dict[str, Any], size: int = 1, **flags: Any) -> Any:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     settings = flags.pop("settings", {})
-    args = Namespace(**({"accelerator": "cuda", "colocate": False, "debug_rollout_only": False} | flags))
+    args = Namespace(
+        **({"accelerator": "cuda", "colocate": False, "debug_rollout_only": False, "rollout_external": False} | flags)
+    )
     group = EngineGroupPlan("regular", size, size, 0, settings)
-    return fp8_problems(args, [ModelPlan("default", str(path), True, (group,))])
+    return quantization_problems(args, [ModelPlan("default", str(path), True, (group,))])
 
 
 def test_the_sentence_has_the_numbers_and_what_would_do(tmp_path: Path) -> None:
@@ -103,5 +110,5 @@ def test_a_command_line_with_such_an_engine_is_refused(check: Check) -> None:
 def test_a_plan_knows_the_format_and_goes_on_without_one_that_is_refused(tmp_path: Path) -> None:
     for config, expected in ((FP8, Fp8Format()), ({"quant_method": "awq"}, None), (None, None)):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-        assert find_fp8(str(tmp_path)) == expected
-    assert find_fp8(None) is None
+        assert find_format(str(tmp_path)) == expected
+    assert find_format(None) is None

@@ -111,6 +111,8 @@ def test_a_model_is_calibrated_on_a_file_of_samples(tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "--dampening-frac 0.0 is not above 0" in refused("--dampening-frac", "0")
+    assert "--quant-type W8A16: engines that a trainer feeds" in refused("--quant-type", "W8A16")
+    assert "groups of --quant-group-size 7 columns; give another size." in refused("--quant-group-size", "7")
     (tmp_path / "data" / "train.jsonl").write_text('{"answer": 1}')
     assert 'none of "text", "prompt" and "messages"; it has [\'answer\']' in refused()
     (tmp_path / "data" / "train.jsonl").unlink()

@@ -270,9 +270,10 @@ def test_a_type_without_weight_rules_is_not_supported_yet():
 
 def test_fp8_weights_of_a_family_that_was_not_compared_are_refused():
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (sentence,) = unsupported_model(fixture("minimax-m2", quantization_config=config))
-    assert "fp8 checkpoint of model_type 'minimax_m2'" in sentence and "fp8_cast_bf16" in sentence
-    assert unsupported_model(fixture("minimax-m2")) == []
+    (sentence,) = unsupported_model(fixture("deepseek-v3.2", quantization_config=config))
+    assert "checkpoint (fp8) of model_type 'deepseek_v32'" in sentence and "fp8_cast_bf16" in sentence
+    assert unsupported_model(fixture("deepseek-v3.2")) == []
+    assert unsupported_model(fixture("minimax-m2", quantization_config=config)) == []
 
 
 def test_fp8_weights_have_the_same_flags_as_unquantized_ones():

@@ -163,3 +163,33 @@ def test_without_sglang_nothing_is_installed_beside_it(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "has no sglang; use SGLang's image for ROCm" in done.stderr
     assert not (tmp_path / "log").exists()
+
+
+# Stands for conda: notes what it was told, and has an environment once it has made one.
+FAKE_CONDA = """#!/bin/sh
+echo "$@" >>"$FAKE_LOG"
+case "$*" in
+    create*) touch "$FAKE_LOG.made" ;;
+    *"python --version") [ -e "$FAKE_LOG.made" ] ;;
+esac
+"""
+
+
+def test_a_conda_environment_is_made_once_and_takes_the_pins_of_the_gpu_stack(tmp_path):
+    (tmp_path / "conda").write_text(FAKE_CONDA)
+    (tmp_path / "conda").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FAKE_LOG": str(tmp_path / "log")}
+
+    def build(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(ROOT / "build_conda.sh"), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert "environment with the GPU stack of requirements.txt" in build("--help").stdout
+    assert build("--dev").returncode == 2 and not (tmp_path / "log").exists()
+    for _ in range(2):
+        done = build("mine")
+        assert done.returncode == 0 and done.stdout.endswith("ready: conda activate mine\n"), done.stderr
+    told = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in told if line.startswith("create")] == ["create -y -n mine python=3.12 pip"]
+    assert told.count(f"run -n mine python -m pip install -r {ROOT}/requirements.txt") == 2
+    assert told.count(f"run -n mine python -m pip install --no-deps -e {ROOT}") == 2

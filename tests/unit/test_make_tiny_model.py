@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,33 @@ def test_untied_embeddings_have_their_own_output_matrix(tmp_path: Path):
 
     make(tmp_path, "--no-tie-embeddings", "--layers", "1")
     assert "lm_head.weight" in load_file(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax_m2", "glm_moe_dsa", "deepseek_v32"]
+)
+def test_a_tiny_model_of_a_family_is_one_that_we_train(family: str, tmp_path: Path):
+    """Its flags are derived, every tensor has a rule, and both kinds of layers are there."""
+    from safetensors.torch import load_file
+
+    from slime.backends.megatron_utils.hf_config import model_args_from_hf, unsupported_model
+    from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
+    from slime.utils.plan.shape import linear_attention_pattern
+
+    make(tmp_path, "--family", family, "--layers", "2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == family and unsupported_model(config) == []
+    flags = model_args_from_hf(config)
+    known = {hf for rule in family_of(family).rules for hf in rule.hf}
+    if "qwen3" in family:
+        assert linear_attention_pattern(flags["linear_attention_freq"], 2) == [1, 0]
+    names = [re.sub(r"(?<=layers\.)\d+", "{i}", name) for name in load_file(tmp_path / "model.safetensors")]
+    names = [re.sub(r"(?<=experts\.)\d+", "{e}", name) for name in names]
+    assert [name for name in names if name not in known and "visual" not in name and name not in FUSED] == []
+
+
+FUSED = (
+    "model.language_model.layers.{i}.mlp.experts.down_proj",
+    "model.language_model.layers.{i}.mlp.experts.gate_up_proj",
+)
+"""All experts of a layer in one tensor: read as single ones."""

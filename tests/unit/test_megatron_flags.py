@@ -126,7 +126,7 @@ def test_a_class_is_found_under_every_name_of_an_option():
     assert megatron_flag_class("--override-opt-param-scheduler") == ("warned", "always so here")
     assert megatron_flag_class("--use-gated-attention") == ("used", "")
     assert megatron_flag_class("--context-parallel-size") == ("used", "")
-    assert megatron_flag_class("--use-sharp") == ("refused", "not supported yet (several GPUs)")
+    assert megatron_flag_class("--use-sharp") == ("used", "")
 
 
 def test_options_that_set_one_attribute_share_its_class():
@@ -256,11 +256,10 @@ def test_one_warning_names_all_options_without_effect():
 
 
 def test_refusals_of_one_kind_are_one_sentence():
-    flags = "--moe-expert-capacity-factor 1 --moe-token-dropping --sharp-enabled-group dp --data-path a b"
+    flags = "--moe-expert-capacity-factor 1 --moe-token-dropping --data-path a b"
     args = parse(flags.split())
     derived = derive_megatron(args).keys()
     assert refused_flags(args, derived) == [
-        "--sharp-enabled-group dp is not supported yet (several GPUs).",
         "--data-path ['a', 'b'] is not supported: data come from --prompt-data; leave it out.",
         "--moe-token-dropping, --moe-expert-capacity-factor 1.0 are not supported: a token's experts would depend on "
         "chance or on other tokens, and the policy would not be the engine's; leave them out.",

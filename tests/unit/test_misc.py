@@ -18,6 +18,7 @@ from slime.utils.misc import (
     get_free_port,
     group_by,
     is_port_available,
+    listen_anywhere,
     load_function,
     should_run_periodic_action,
     stable_hash,
@@ -137,3 +138,9 @@ def test_coroutines_run_on_one_background_loop():
 
     with pytest.raises(RuntimeError, match="use await"):
         async_utils.run(nested())
+
+
+def test_a_port_of_ones_own_is_listened_at_where_it_is_asked_for():
+    with listen_anywhere("127.0.0.1") as local, listen_anywhere("198.51.100.7") as elsewhere:
+        assert local.getsockname()[0] == "127.0.0.1"
+        assert elsewhere.getsockname()[0] in ("0.0.0.0", "::"), "no interface has it: it is translated on the way"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
 from slime.utils.hf_text_config import is_of_other_part
 from tests.unit.megatron_fakes import gather_vocab, make_args, make_hf_model, packed, run_world
 
@@ -37,10 +38,6 @@ KIMI_ROPE = {
     "mscale_all_dim": 1.0,
 }
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-FAMILIES = (
-    *("qwen3", "mimo", "glm4", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax_m2", "glm_moe_dsa", "deepseek_v32"),
-)
 # The norm of queries and keys makes the gradients of a weight's length vanish: what is left is rounding.
 GRADIENT_TOLERANCE = 1e-4
 

@@ -29,11 +29,11 @@ ALIASES = {
     "qwen3.5-35B-A3B-vl": "qwen3.5-35B-A3B",
 }
 # Parameters of the published models, tied embeddings counted once; the hub counts as many. Known only rounded are
-# deepseek-v3 (671 B), glm4-32B (33 B), moonlight (16 B), both kimi-k2 (1 T) and mimo-7B-rl (7.83 B with a prediction
-# layer of 0.21 B), and all with a gated delta net or an indexer, minimax-m2 and qwen3.5 (without the part that sees
-# images). The hub counts the two glm4.5 with their prediction layer: HUB_WITH_PREDICTION_LAYER. Nobody
-# publishes the first layers of deepseek-v3: those numbers say only that both models agree. What no count shows (rotary
-# base and scaling, epsilon) is compared with config.json when a run starts.
+# deepseek-v3 (671 B), glm4-32B (33 B), glm4.7-30B-A3B (30 B), moonlight (16 B), both kimi-k2 (1 T) and mimo-7B-rl
+# (7.83 B with a prediction layer of 0.21 B), and all with a gated delta net or an indexer, minimax-m2 and qwen3.5
+# (without the part that sees images). The hub counts the two glm4.5 with their prediction layer:
+# HUB_WITH_PREDICTION_LAYER. Nobody publishes the first layers of deepseek-v3: those numbers say only that both models
+# agree. What no count shows (rotary base and scaling, epsilon) is compared with config.json when a run starts.
 PARAMETERS = {
     "deepseek-v3": 671_026_404_352,
     "deepseek-v3.2": 671_877_929_216,
@@ -43,6 +43,7 @@ PARAMETERS = {
     "glm4-32B": 32_566_081_536,
     "glm4.5-106B-A12B": 106_852_245_504,
     "glm4.5-355B-A32B": 352_797_814_784,
+    "glm4.7-30B-A3B": 29_943_390_976,
     "glm5-744B-A40B": 743_911_199_232,
     "kimi-k2": 1_026_408_209_408,
     "kimi-k2-thinking": 1_026_408_209_408,

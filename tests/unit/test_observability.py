@@ -24,12 +24,17 @@ from slime.observability.logging_utils import (
 )
 from slime.observability.tensorboard_utils import tensorboard_dir
 from slime.observability.timer import Timer, inverse_timer, timer, with_defer
+from slime.observability.tracker_runs import tracker_runs
+from slime.utils.checkpoint_paths import TRACKER_FILE
 from slime.utils.errors import UsageError
 
 
 def make_args(output_dir: Path, **changes: object) -> Namespace:
     values = {
         "output_dir": str(output_dir),
+        "save": None,
+        "load": None,
+        "finetune": False,
         "use_wandb": False,
         "use_tensorboard": False,
         "tb_project_name": None,
@@ -221,7 +226,7 @@ def test_wandb_offline_writes_a_run_with_no_key_in_its_config(tmp_path: Path, mo
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     args = make_args(tmp_path, use_wandb=True)
-    assert "wandb_key" not in wandb_utils.public_config(args)
+    assert wandb_utils.public_config(args)["wandb_key"] == "***"
     run_of_two_steps(args)
     (run_file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     content = run_file.read_bytes()
@@ -240,7 +245,7 @@ class FakeWandb:
 
     def init(self, **keywords: object) -> Namespace:
         self.run = keywords
-        return Namespace(define_metric=lambda *names, **options: None)
+        return Namespace(define_metric=lambda *names, **options: None, id=keywords["id"] or "made up")
 
 
 @pytest.fixture
@@ -250,7 +255,8 @@ def wandb_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def start(**flags: object) -> tuple[list[dict], dict]:
         fake = FakeWandb()
         monkeypatch.setitem(sys.modules, "wandb", fake)
-        wandb_utils.WandbAdapter(make_args(tmp_path, use_wandb=True, **flags))
+        args = make_args(tmp_path, use_wandb=True, **flags)
+        wandb_utils.WandbAdapter(args, tracker_runs(args))
         return fake.logins, fake.run
 
     return start
@@ -274,6 +280,48 @@ def test_a_wandb_flag_is_a_keyword_of_the_run(wandb_asked, flag: str, value: str
 def test_wandb_goes_on_with_a_run_that_is_named(wandb_asked):
     assert wandb_asked()[1]["resume"] is None
     assert wandb_asked(wandb_run_id="r")[1]["resume"] == "allow"
+
+
+def has_saved(save: Path) -> None:
+    """What a run has in --save behind its first checkpoint, as far as trackers look."""
+    (save / TRACKER_FILE).write_text("3")
+
+
+def test_a_run_that_goes_on_goes_on_in_its_wandb_run_and_one_that_begins_has_its_own(wandb_asked, tmp_path: Path):
+    save = tmp_path / "saved"
+    line = {"save": str(save), "load": str(save)}
+    assert wandb_asked(save=str(save), load="hf")[1]["id"] is None, "it begins, and W&B makes up an id"
+    assert wandb_asked(**line)[1]["id"] is None, "it was killed before its first checkpoint: the same line begins"
+    has_saved(save)
+    resumed = wandb_asked(**line)[1]
+    assert (resumed["id"], resumed["resume"], resumed["name"]) == ("made up", "allow", None)
+    assert wandb_asked(**line, wandb_run_id="mine")[1]["id"] == "mine"
+    assert wandb_asked(**line)[1]["id"] == "mine", "that is where it goes on now"
+    assert wandb_asked(**line, finetune=True)[1]["id"] is None, "--resume never"
+    assert wandb_asked(save=str(tmp_path / "branch"), load=str(save))[1]["id"] is None, "--resume OTHER"
+    (save / "trackers.json").write_text("{")
+    assert wandb_asked(**line)[1]["id"] is None, "a damaged file costs no run"
+
+
+def test_a_run_that_goes_on_writes_to_the_tensorboard_directory_that_it_had(tmp_path: Path, monkeypatch):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    save = tmp_path / "saved"
+    line = {"use_tensorboard": True, "tb_project_name": str(tmp_path / "tb"), "save": str(save), "load": str(save)}
+    args = make_args(tmp_path, **line)
+    for clock in ("20260101-000000", "20260102-000000", "20260103-000000"):
+        monkeypatch.setattr("slime.observability.tensorboard_utils.time.strftime", lambda _, now=clock: now)
+        init_tracking(args)
+        log(args, {"train/step": int(clock[7]), "train/loss": 0.5}, "train/step")
+        finish_tracking()
+        has_saved(save)
+    (directory,) = (tmp_path / "tb").iterdir()
+    assert directory.name == "20260101-000000", "the second and the third run began from a checkpoint"
+    events = event_accumulator.EventAccumulator(str(directory))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    init_tracking(make_args(tmp_path, **line, tb_experiment_name="e"))
+    assert (tmp_path / "tb" / "e").is_dir()
 
 
 def test_wandb_files_are_below_their_directory(wandb_asked, tmp_path: Path):

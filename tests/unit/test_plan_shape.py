@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
+from slime.utils.plan.engine_memory import kv_elements
 from slime.utils.plan.shape import ModelShape
 
 
@@ -150,12 +151,49 @@ META = {
 }
 
 
+NEXT = {
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{"shared_expert_intermediate_size": 40, "head_dim": 16, "num_hidden_layers": 4},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10},
+}
+NEXT_OURS = {
+    **{"num_layers": 4, "kv_channels": 16, "qk_layernorm": True, "attention_output_gate": True},
+    **{"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10},
+    **{"num_moe_experts": 8, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40},
+    **{"moe_shared_expert_gate": True, "untie_embeddings_and_output_weights": True},
+}
+DSA = {"num_experts": 8, "index_n_heads": 3, "index_head_dim": 8, "index_topk": 16}
+DSA_OURS = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 3,
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 16,
+}
+META |= {
+    "qwen3 next": (hf.Qwen3NextConfig, TINY | UNTIED | NEXT, OURS | NEXT_OURS),
+    "deepseek v3.2": (
+        hf.DeepseekV32Config,
+        TINY | UNTIED | MLA | MOE_V3 | DSA,
+        OURS | MLA_OURS | MOE_V3_OURS | DSA_OURS,
+    ),
+}
+
+
 @pytest.mark.parametrize("name", META)
 def test_a_shape_counts_what_the_model_of_the_same_sizes_has(name):
     config_class, config, ours = META[name]
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config_class(**config))
     assert shape_of(**ours).num_params == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_layers_that_do_not_attend_cache_nothing():
+    shape = shape_of(**OURS | NEXT_OURS)
+    assert shape.num_attention_layers == 1
+    assert kv_elements(shape, tp=1, pp=1) == 2 * 2 * 16
+    latent = shape_of(**OURS | MLA_OURS | MOE_V3_OURS | DSA_OURS)
+    assert kv_elements(latent, tp=1, pp=1) == 3 * (16 + 4 + 8), "latent, rotated key, and the indexer's key"
 
 
 def test_prediction_layers_add_a_decoder_layer_a_projection_and_three_norms():

@@ -9,11 +9,11 @@ import time
 import pytest
 import ray
 
-from slime.ray import actor_group
+from slime.ray import actor_group, elastic
 from slime.ray import placement_group as placement
 from slime.ray.actor_group import RayTrainGroup, trainer_env
 from slime.ray.run import TrainingRun
-from slime.ray.utils import ActorFailure, actor_env, get, in_bundle, slot_options
+from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_trainer import OWNED_ENV_VARS
 from slime.utils.errors import UsageError
@@ -36,6 +36,10 @@ class Worker:
     def die(self):
         os._exit(3)
 
+    def die_after(self, seconds):
+        time.sleep(seconds)
+        os._exit(3)
+
     def slots(self):
         return ray.get_runtime_context().get_assigned_resources()
 
@@ -54,6 +58,8 @@ def cluster_args(**changes):
         "megatron_role_values": {"actor": {}, "critic": {}},
         "rollout_external_engine_addrs": None,
         "reward_model_num_gpus": None,
+        "exit_signal_handler": False,
+        "exit_duration_in_mins": None,
     }
     return Args(**(defaults | changes))
 
@@ -114,6 +120,51 @@ def test_an_actor_that_dies_is_an_error_and_no_hang(local_ray):
         get(start_worker().die.remote(), "the start", 60)
 
 
+def test_the_lost_rank_is_named_though_another_fails_first_of_it(local_ray):
+    class Group(RayTrainGroup):
+        def __init__(self):
+            self._name, self.world_size = "trainer", 2
+
+    ranks = [start_worker(), start_worker()]
+    get([rank.value.remote() for rank in ranks], "the start", 60)
+    first, last = ranks[0].fail.remote(), ranks[1].die_after.remote(1.0)
+    with pytest.raises(ActorLost, match=r"step failed: trainer rank 1 of 2 is lost; another said first: .*crooked"):
+        Group()._get([first, last], "the step", 60)
+    with pytest.raises(ActorFailure, match="crooked") as caught:
+        Group()._get([ranks[0].fail.remote(), ranks[0].value.remote()], "the step", 60)
+    assert not isinstance(caught.value, ActorLost), "every process is there"
+
+
+def test_trainers_take_the_slots_that_are_left_only_where_they_may(monkeypatch):
+    """Two ranks a copy of the model and 12 samples a step: of 5 slots that are left, 4 hold two copies; of 1, none."""
+    args = cluster_args(
+        actor_num_gpus_per_node=6, elastic_dp=True, tensor_model_parallel_size=2, pipeline_model_parallel_size=1,
+        context_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=None,
+        virtual_pipeline_model_parallel_size=None, microbatch_group_size_per_vp_stage=None, log_probs_chunk_size=-1,
+        use_dynamic_batch_size=False, max_tokens_per_gpu=None, eval_only=False, global_batch_size=12,
+        micro_batch_size=1,
+    )  # fmt: skip
+    whole = placement.Placement(None, trainer_bundles=[0, 1, 2, 3, 4, 5], engine_bundles=[6], nodes={})
+    monkeypatch.setattr(elastic, "RETURN_S", 0.0)
+    monkeypatch.setattr(elastic, "PLACEMENT_DEADLINE_S", 0.0)
+    there = [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr(elastic, "_placed", lambda placed: list(there))
+    assert elastic.usable(whole, args) == (whole, args)
+    del there[1]
+    left, smaller = elastic.usable(whole, args)
+    assert left.trainer_bundles == [0, 2, 3, 4] and left.engine_bundles == [6]
+    assert (smaller.world_size, smaller.data_parallel_size, smaller.global_batch_size) == (4, 2, 12)
+    with pytest.raises(ActorFailure, match="5 of 6 trainer slots are left .--elastic-dp goes on with fewer."):
+        elastic.usable(whole, args.replace(elastic_dp=False))
+    # 12 samples divide among 3 copies, and among 2, not among 5
+    del there[:]
+    there += range(5)
+    assert elastic.usable(whole, args.replace(tensor_model_parallel_size=1))[1].world_size == 4
+    del there[1:]
+    with pytest.raises(ActorFailure, match="1 of 6 trainer slots are left .no smaller layout has room in them"):
+        elastic.usable(whole, args)
+
+
 def test_a_wait_that_is_too_long_names_what_it_waited_for(local_ray):
     worker = start_worker()
     get(worker.value.remote(), "the worker", 60)
@@ -164,7 +215,8 @@ class EnvironmentReader:
 def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls(local_ray, tmp_path):
     path = tmp_path / "new" / "timeline.json"
     more = {"MY_SETTING": "1", "OMP_WAIT_POLICY": "ACTIVE"}
-    args = cluster_args(output_dir=str(tmp_path), train_env_vars=more, ray_timeline_path=str(path))
+    unsaved = {"save": None, "save_hf": None, "async_save": False, "peer_checkpoint_interval": None}
+    args = cluster_args(output_dir=str(tmp_path), train_env_vars=more, ray_timeline_path=str(path), **unsaved)
     placed = placement.create_placement(args)
     group = RayTrainGroup(args, placed, actor_cls=EnvironmentReader)
     assert group.train(0, [])[0] == {**more, "PYTHONUNBUFFERED": "1"}

@@ -14,7 +14,7 @@ from slime.observability import logging_utils
 from slime.ray.rollout import manager as manager_module
 from slime.ray.rollout.manager import RolloutManager, _draws_prompts
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.weight_versions import WeightClock
+from slime.rollout.weight_versions import SyncSchedule, WeightClock
 from slime.utils.columns import PER_TOKEN, FlatColumn, restore_columns
 from slime.utils.dumps import load_dump
 from slime.utils.errors import UsageError
@@ -82,6 +82,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
     logging_utils.take_pending()
     bare = RolloutManager.__new__(RolloutManager)
     bare.args = SimpleNamespace(
+        rollout_data_transport="object-store",
         global_batch_size=4,
         use_dynamic_batch_size=False,
         micro_batch_size=2,
@@ -185,7 +186,7 @@ def test_a_rollout_function_that_returns_tokens_that_are_too_old_ends_the_run(ma
     for sample in (sample for group in samples for sample in group):
         sample.weight_versions = ["2", "3"]
     manager._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(samples)
-    manager.set_sync_schedule(0, 9, 1)
+    manager.set_sync_schedule(SyncSchedule(0, 9))
     manager.args.max_weight_staleness = 1
     try:
         manager.set_weight_version(3)

@@ -70,7 +70,10 @@ def run_args(*external: ExternalEngineInfo) -> Namespace:
     return Namespace(accelerator="cpu", rollout_external=bool(external), rollout_external_engine_infos=list(external))
 
 
-def test_encoders_start_first_and_only_their_own_models_engines_hear_of_them(events: list[str]) -> None:
+def test_encoders_start_first_and_a_router_that_cannot_start_is_known_before_the_engines_are_waited_for(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "get", lambda refs, what, deadline_s: events.append(what) or list(refs))
     policy = model(events, 1, "policy", ("encoder", ["v0", "v1"], 1), ("regular", ["a"], 1))
     teacher = model(events, 2, "teacher", ("regular", ["t"], 1), update=False)
     RolloutServers(run_args(), [policy, teacher]).launch()
@@ -78,11 +81,13 @@ def test_encoders_start_first_and_only_their_own_models_engines_hear_of_them(eve
         "router 1",
         "router 2",
         "encoder v0 v1 with []",
-        "regular a with ['http://v0', 'http://v1']",
+        "the start of 2 engine(s)",
+        "regular a with ['http://v0', 'http://v1']",  # the encoders of its own model
         "regular t with []",
         "router 1 answers",
-        "http://a regular -> 1",  # encoders are behind no router
         "router 2 answers",
+        "the start of 2 engine(s)",
+        "http://a regular -> 1",  # encoders are behind no router
         "http://t regular -> 2",
     ]
 

@@ -17,7 +17,7 @@ from slime.ray.dry_run import dry_run
 from slime.utils.arguments import CommandLine
 from slime.utils.arguments.debug import AskFlags
 from slime.utils.arguments.flags import option_name
-from slime.utils.int4_format import Int4Format
+from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
 from tests.unit.script_fakes import ROOT, hf_config, run_script, script_flags, start_script
 
 # Run script -> its model script.
@@ -31,10 +31,14 @@ MODEL_OF = {
     "run-deepseek-r1": "deepseek-v3",
     "run-glm4-9B": "glm4-9B",
     "run-glm4.5-355B-A32B": "glm4.5-355B-A32B",
+    "run-glm4.7-30B-A3B": "glm4.7-30B-A3B",
     "run-glm4.7-355B-A32B": "glm4.5-355B-A32B",
+    "run-glm5-744B-A40B": "glm5-744B-A40B",
+    "run-glm5.2-744B-A40B": "glm5.2-744B-A40B",
     "run-kimi-k2-Instruct": "kimi-k2",
     "run-kimi-k2-Thinking": "kimi-k2-thinking",
     "run-mimo-7B-rl-eagle": "mimo-7B-rl",
+    "run-minimax-m2": "minimax-m2",
     "run-moonlight-16B-A3B": "moonlight",
     "run-qwen2.5-0.5B-gb10-smoke": "qwen2.5-0.5B",
     "run-qwen2.5-0.5B-reproducibility": "qwen2.5-0.5B",
@@ -45,6 +49,9 @@ MODEL_OF = {
     "run-qwen3-4B": "qwen3-4B",
     "run-qwen3-4B-amd": "qwen3-4B",
     "run-qwen3-4B-base-sft": "qwen3-4B",
+    "run-qwen3-next-80B-A3B": "qwen3-next-80B-A3B",
+    "run-qwen3.5-27B": "qwen3.5-27B",
+    "run-qwen3.5-35B-A3B-sft": "qwen3.5-35B-A3B",
 }
 NUM_NODES = {
     "low_precision/run-kimi-k2-Thinking-int4": 32,
@@ -52,10 +59,14 @@ NUM_NODES = {
     "run-deepseek-r1": 16,
     "run-glm4.5-355B-A32B": 8,
     "run-glm4.7-355B-A32B": 8,
+    "run-glm5-744B-A40B": 32,
+    "run-glm5.2-744B-A40B": 32,
     "run-kimi-k2-Instruct": 32,
     "run-kimi-k2-Thinking": 32,
+    "run-minimax-m2": 8,
     "run-qwen3-235B-A22B": 8,
     "run-qwen3-235B-A22B-sft": 8,
+    "run-qwen3-next-80B-A3B": 4,
 }
 NUM_GPUS = {"run-qwen2.5-0.5B-gb10-smoke": 1}
 # Whose engines run the weights of a checkpoint in fp8.
@@ -65,6 +76,7 @@ FP8 = {
     "run-deepseek-r1",
     "run-kimi-k2-Instruct",
     "run-kimi-k2-Thinking",
+    "run-minimax-m2",
 }
 FP8_FORMAT = {
     "quant_method": "fp8",
@@ -72,24 +84,15 @@ FP8_FORMAT = {
     "weight_block_size": [128, 128],
     "activation_scheme": "dynamic",
 }
-# Whose engines would run it in int4, which is not built: planned in 16 bit, and refused where config.json says int4.
+# Whose engines run the experts of a checkpoint in int4.
 INT4 = {name for name in MODEL_OF if name.endswith("-int4")}
-# Fit only with what their config.json says of fp8; one in int4, which is planned in 16 bit, not even then.
-NEEDS_CONFIG = {"run-deepseek-r1", "run-kimi-k2-Instruct", "run-kimi-k2-Thinking"}
-FITS_IN_INT4_ONLY = {"low_precision/run-kimi-k2-Thinking-int4"}
-# What is not built yet: the sentences of a dry run.
-NOT_BUILT = dict.fromkeys(
-    (
-        "low_precision/run-kimi-k2-Thinking-int4",
-        "run-deepseek-r1",
-        "run-glm4.5-355B-A32B",
-        "run-glm4.7-355B-A32B",
-        "run-kimi-k2-Instruct",
-        "run-kimi-k2-Thinking",
-    ),
-    "engines over several nodes are not supported yet",
-)
-NO_INT4 = "quant_method 'compressed-tensors' is not supported, for its weights cannot be made from the trainer's"
+# Fit only with what their config.json says of fp8 or int4.
+NEEDS_CONFIG = {
+    "low_precision/run-kimi-k2-Thinking-int4",
+    "run-deepseek-r1",
+    "run-kimi-k2-Instruct",
+    "run-kimi-k2-Thinking",
+}
 ON_ITS_OWN = {"run-tiny-cpu", "run-smollm2-135M"}  # the small runs that are real tests (docs/quick_start.md)
 # A flag that needs another one says how that one's answer is to be.
 QUESTIONS = ["-h", "--help", *(option_name(f) for f in dataclasses.fields(AskFlags) if not f.metadata["needs"])]
@@ -134,7 +137,7 @@ def test_a_dry_run_without_weights_and_data_says_that_the_plan_fits_gpus_of_80_g
     model_path = Path(flags[flags.index("--hf-checkpoint") + 1])
     if has_config:  # the flags are compared with it, and fp8 is found in it
         model_path.mkdir()
-        formats = {"quantization_config": FP8_FORMAT if name in FP8 else Int4Format().config()}
+        formats = {"quantization_config": FP8_FORMAT if name in FP8 else Int4Format(ignored=EXPERTS_ONLY).config()}
         quantized = formats if name in FP8 | INT4 else {}
         (model_path / "config.json").write_text(json.dumps(hf_config(MODEL_OF[name]) | quantized))
     json_path = tmp_path / "plan.json"
@@ -145,10 +148,7 @@ def test_a_dry_run_without_weights_and_data_says_that_the_plan_fits_gpus_of_80_g
     assert (args.actor_num_nodes, args.actor_num_gpus_per_node) == (NUM_NODES.get(name, 1), NUM_GPUS.get(name, 8))
     assert args.colocate != args.debug_train_only
     assert args.global_batch_size == args.rollout_batch_size * args.n_samples_per_prompt
-    not_built = [NOT_BUILT[name]] if name in NOT_BUILT else []
-    not_built += [NO_INT4] if has_config and name in INT4 else []
-    assert len(checked.problems.unsupported) == len(not_built), checked.problems.unsupported
-    assert all(part in said for part, said in zip(not_built, checked.problems.unsupported, strict=True))
+    assert checked.problems.unsupported == []
     # What a run still lacks is files.
     lacking = ("no directory", "does not exist", "safetensors", "tokenizer")
     assert [said for said in checked.problems.environment if not any(part in said for part in lacking)] == []
@@ -157,9 +157,32 @@ def test_a_dry_run_without_weights_and_data_says_that_the_plan_fits_gpus_of_80_g
     shown, plan = capsys.readouterr().out, json.loads(json_path.read_text())
     assert len(plan["fit"]) == (1 if args.debug_train_only else 2) and "A run would be refused" in shown
     guesses = not has_config and not args.debug_train_only
-    assert ("engines are planned in 16 bit, and may run in fp8" in " ".join(shown.split())) == guesses
-    assert plan["does_fit"] == ((has_config or name not in NEEDS_CONFIG) and name not in FITS_IN_INT4_ONLY)
+    assert ("engines are planned in 16 bit, and may run in less" in " ".join(shown.split())) == guesses
+    assert plan["does_fit"] == (has_config or name not in NEEDS_CONFIG)
     assert ("; fits; " in shown) == plan["does_fit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "accelerator"), [("run-tiny-cpu", "cpu"), ("run-smollm2-135M", "cpu"), ("run-smollm2-135M", "cuda")]
+)
+def test_a_small_run_has_a_dry_run_of_flags_that_fit_each_other(tmp_path, name, accelerator):
+    where = {"ACCELERATOR": accelerator, "OUTPUT": str(tmp_path / "out")}
+    done, _ = start_script(tmp_path, name, "--dry-run", **where)
+    assert done.returncode == 0, done.stderr
+    lines = [text[: text.rindex("\0")].split("\0") for text in done.stdout.split("train.py\0")[1:]]
+    assert len(lines) == (2 if name == "run-tiny-cpu" else 1) and not (tmp_path / "out").exists()
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("qwen3-0.6B")))  # the stand-in makes no model
+    for flags in lines:
+        assert flags[-1] == "--dry-run"
+        if "--model-args-from-hf" in flags:
+            flags[flags.index("--hf-checkpoint") + 1] = str(tmp_path)
+        problems = CommandLine().check(flags).problems
+        assert (problems.wrong, problems.unsupported) == ([], [])
+
+
+def test_the_quick_start_refuses_flags_as_it_has_none(tmp_path):
+    done, log = start_script(tmp_path, "run-tiny-cpu", "--lr", "1")
+    assert done.returncode == 2 and log == "" and "--lr 1: settings of this script are environment" in done.stderr
 
 
 def test_a_dry_run_of_a_script_prints_the_verdict(tmp_path):
@@ -178,7 +201,8 @@ def test_a_dry_run_of_a_script_prints_the_verdict(tmp_path):
 def test_a_run_on_several_machines_needs_a_ray_that_spans_them(tmp_path):
     done, log = start_script(tmp_path, "run-qwen3-235B-A22B")
     assert done.returncode == 2 and log == ""
-    assert "this run takes 8 machines: start Ray on them" in done.stderr and "RAY_ADDRESS=" in done.stderr
+    assert "this run takes 8 machines" in done.stderr
+    assert all(name in done.stderr for name in ("MASTER_ADDR", "WORKERS=", "ray_worker.sh", "RAY_ADDRESS="))
 
 
 def test_a_ray_that_is_there_is_used_and_left_running(tmp_path):

@@ -38,6 +38,13 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, **flags: object) -> tuple[RunPlan, 
         "use_pytorch_profiler": False,
         "profile_step_start": 0,
         "profile_step_end": 1,
+        "exit_signal_handler": False,
+        "save": None,
+        "save_hf": None,
+        "async_save": False,
+        "deterministic": False,
+        "peer_checkpoint_interval": None,
+        "exit_duration_in_mins": None,
     }
     run = TrainingRun(SimpleNamespace(**(values | flags)))
     run._manager = manager = Manager()

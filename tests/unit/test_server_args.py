@@ -21,6 +21,7 @@ from slime.backends.sglang_utils.server_args import (
 def arguments(**changed: object) -> Namespace:
     values = {"accelerator": "cpu", "seed": 100, "trust_remote_code": False}
     values |= {"update_weights_in_flight": False, "use_rollout_routing_replay": False, "hf_checkpoint": "/models/m"}
+    values["params_dtype"] = "float32" if changed.get("accelerator", "cpu") == "cpu" else "bfloat16"
     return Namespace(**(values | changed))
 
 
@@ -34,6 +35,13 @@ def test_a_users_flag_overrides_the_default_of_the_device() -> None:
     changed = build(settings={"dtype": "bfloat16", "max_running_requests": 1})
     assert (changed["dtype"], changed["max_running_requests"]) == ("bfloat16", 1)
     assert changed["attention_backend"] == "torch_native"
+
+
+def test_an_engine_holds_the_trainers_weights_in_the_trainers_type() -> None:
+    on_cuda = arguments(accelerator="cuda")  # SGLang would take a checkpoint in fp32 for fp16
+    assert build(on_cuda)["dtype"] == "bfloat16"
+    assert build(on_cuda, settings={"dtype": "float16"})["dtype"] == "float16"
+    assert "dtype" not in build(on_cuda, takes_weights=False), "a frozen model is what its checkpoint says"
 
 
 def test_what_slime_owns_cannot_be_overridden() -> None:
@@ -83,7 +91,7 @@ def test_only_data_parallel_attention_gets_an_address_for_its_ports() -> None:
 
 def test_a_gpu_engine_keeps_sglangs_own_choices() -> None:
     kwargs = build(arguments(accelerator="cuda"))
-    assert not {"device", "dtype", "attention_backend", "max_total_tokens"} & set(kwargs)
+    assert not {"device", "attention_backend", "max_total_tokens"} & set(kwargs)
 
 
 def test_the_default_dictionaries_are_not_shared() -> None:

@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError, RayTaskError
 
-from slime.backends.sglang_utils.server_args import EngineSpec
+from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args, cores_of_ranks
 from slime.backends.sglang_utils.sglang_engine import EngineStartError
+from slime.ray.placement_group import Slot
 from slime.ray.rollout import server_group
+from slime.ray.rollout.engine_nodes import nodes_of_engine
 from slime.ray.rollout.router import Router, RouterAddress, router_values
 from slime.ray.rollout.server_group import SHOW_ALL_GPUS, EngineActor, threads_per_engine
+from slime.utils.errors import UsageError
 
 
 class FakeEngine(EngineActor):
     """Starts as the script says; the rest, ports included, is real."""
 
     def __init__(self, log_path: Path, *outcomes: Exception | None, worker_type: str = "regular") -> None:
-        args = Namespace(accelerator="cpu", seed=0, trust_remote_code=False)
+        args = Namespace(accelerator="cpu", seed=0, trust_remote_code=False, params_dtype="float32")
         args.update_weights_in_flight = args.use_rollout_routing_replay = False
         spec = EngineSpec(0, "/models/m", worker_type=worker_type)
         super().__init__(args, spec, host="127.0.0.1", log_path=str(log_path), num_threads=1)
@@ -131,3 +135,67 @@ def test_an_engine_sees_all_gpus_that_ray_was_given_and_starts_at_its_own(monkey
     monkeypatch.setenv(f"{kind}_VISIBLE_DEVICES", "4,5,6,7")
     assert server_group._device_arguments("cuda") == {"base_gpu_id": 2}
     assert server_group._device_arguments("cpu") == {}
+
+
+def test_the_slots_of_an_engine_are_shared_out_over_nodes_evenly_or_not_at_all() -> None:
+    slots = [Slot(None, bundle, node) for bundle, node in enumerate("aabbbb")]
+    assert [slot.bundle for slot in nodes_of_engine(slots[:4], "engine 0")] == [0, 2]
+    assert [slot.bundle for slot in nodes_of_engine(slots[2:], "engine 0")] == [2]
+    with pytest.raises(UsageError, match="engine 7 of 5 GPUs .* would have 1 on a, 4 on b, but it takes as many"):
+        nodes_of_engine(slots[1:], "engine 7")
+
+
+def test_the_log_of_an_engine_that_was_there_before_does_not_end_the_next_start(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path / "log")
+    engine._log_path.write_text("Received sigquit from a child process\n")
+    engine._log_begin = engine._log_path.stat().st_size
+    engine._process = Namespace(poll=lambda: None)  # runs
+    engine._check_alive()
+    with engine._log_path.open("a") as log:
+        log.write("Received sigquit from a child process\n")
+    with pytest.raises(EngineStartError, match="failed before it was healthy"):
+        engine._check_alive()
+
+
+@pytest.mark.parametrize(
+    ("failure", "message", "is_port_taken"),
+    [
+        (RayTaskError("check", "", EngineStartError("its ranks ended", True)), "node 1 of engine 0: its", True),
+        (GetTimeoutError("silence"), "node 1 of engine 0 is lost: silence", False),
+    ],
+)
+def test_a_start_ends_when_the_ranks_of_another_node_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, message: str, is_port_taken: bool
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise failure
+
+    engine = FakeEngine(tmp_path / "log")
+    engine._log_path.touch()
+    engine._others = [Namespace(check=Namespace(remote=lambda: None))]
+    engine._process = Namespace(poll=lambda: None)
+    monkeypatch.setattr(server_group.ray, "get", fail)
+    with pytest.raises(EngineStartError, match=message) as caught:
+        engine._check_alive()
+    assert caught.value.port_taken == is_port_taken
+
+
+def test_the_nodes_of_an_engine_get_the_same_arguments_but_for_where_they_are() -> None:
+    args = Namespace(accelerator="cuda", seed=5, trust_remote_code=False, params_dtype="bfloat16")
+    args.update_weights_in_flight = args.use_rollout_routing_replay = False
+    spec = EngineSpec(3, "/models/m", num_gpus=16, first_slot=8, settings={"pp_size": 2})
+    ports = {"nccl_port": 2, "bootstrap_port": 3, "dist_init_port": 4, "num_nodes": 2}
+    first = EnginePlace("fd00::1", 1, **ports)
+    head = build_server_args(args, spec, first)
+    other = build_server_args(args, spec, EnginePlace("h", 1, node_rank=1, meeting=first.dist_init_addr, **ports))
+    assert head["dist_init_addr"] == "[fd00::1]:4"
+    assert {name: (head[name], other[name]) for name in head if head[name] != other[name]} == {
+        "host": ("fd00::1", "h"),
+        "node_rank": (0, 1),
+    }
+    assert (head["tp_size"], head["nnodes"]) == (8, 2)
+
+
+def test_each_rank_of_a_cpu_engine_has_its_share_of_the_cores() -> None:
+    assert cores_of_ranks([0, 1, 4, 5], 2) == "0,1|4,5"
+    assert cores_of_ranks([3], 2) == "3|3"

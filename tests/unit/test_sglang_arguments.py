@@ -14,7 +14,7 @@ import pytest
 
 from slime.backends.sglang_utils import arguments as sglang
 from slime.backends.sglang_utils import options
-from slime.utils.arguments.flags import Parser, add_flags, defaults_of
+from slime.utils.arguments.flags import Parser, add_flags, defaults_of, explicit_flags
 from slime.utils.arguments.problems import Problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,10 @@ def parse(parser: Parser, line: str, *, gpus_per_engine: int = 4) -> argparse.Na
         debug_rollout_only=False,
         debug_train_only=False,
         hf_checkpoint=None,
+        actor_num_gpus_per_node=8,
+        actor_num_nodes=1,
         num_gpus_per_node=8,
+        reward_model_num_gpus=None,
         reward_model_path=None,
         rollout_external="--rollout-external" in line,
         rollout_external_engine_addrs=None,
@@ -49,7 +52,7 @@ def parse(parser: Parser, line: str, *, gpus_per_engine: int = 4) -> argparse.Na
         rollout_num_gpus_per_engine=gpus_per_engine,
     )
     assert parser.parse_all(line.split(), args, explain_unknown=sglang.explain_unknown) == []
-    vars(args).update(sglang.derive_sglang(args, parser.explicit(line.split()), OWN))
+    vars(args).update(sglang.derive_sglang(args, explicit_flags(parser, line.split()), OWN))
     return args
 
 

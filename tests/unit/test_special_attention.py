@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from slime.backends.megatron_utils.attention_checks import check_attention
-from slime.backends.megatron_utils.hf_config import indexer_types, linear_attention_pattern
+from slime.backends.megatron_utils.attention_checks import check_attention, check_indexer_stages
+from slime.backends.megatron_utils.hf_config import indexer_types
+from slime.utils.arguments import CommandLine
 from slime.utils.arguments.check_trainer import check_indexers, check_kernels
+from slime.utils.plan.shape import linear_attention_pattern
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
+from tests.unit.script_fakes import hf_config, script_flags
 
 LENGTHS = [70, 3, 70, 1, 21]
 DELTA_NET = "--experimental-attention-variant gated_delta_net --num-attention-heads 8 --num-layers 4"
@@ -109,6 +114,19 @@ def test_every_layer_knows_whose_indexer_chooses_for_it():
     run_world(1, check_plans, make_args(), None)
 
 
+def test_a_pipeline_stage_that_begins_with_a_layer_without_an_indexer_is_refused(tmp_path):
+    flags = f"{SPARSE} {INDEXER} --q-lora-rank 8 --hidden-size 64 --pipeline-model-parallel-size 2"
+    by_two = {"index_topk_freq": 2}  # full, full, shared, full: as transformers counts
+
+    def said(more: str = "", config: dict[str, object] = by_two) -> str:
+        return " ".join(check_indexer_stages(make_args(None, f"{flags} {more}"), config))
+
+    assert "begin with the layers 2 (from 0), which take the keys" in said() and "one of 0, 1, 3, by" in said()
+    assert said("--decoder-last-pipeline-num-layers 1") == said("--pipeline-model-parallel-layout Ettt|tL") == ""
+    assert "the layers 2 (from 0)" in said("--num-virtual-stages-per-pipeline-rank 2")
+    assert said(config={}) == ""
+
+
 def problems(flags: str) -> list[str]:
     return list(check_attention(make_args(None, f"--hidden-size 64 {flags}")))
 
@@ -158,3 +176,38 @@ def test_kernels_and_indexers_that_are_not_there_are_refused():
     moe = said(megatron_deepgemm_moe_forward_layers=[0], megatron_deepgemm_moe_forward_modules=["mlp.experts"])
     assert "deep_gemm, which slime does not install" in moe
     assert "no indexer to freeze" in said(freeze_indexer=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "said"),
+    [
+        ("qwen3-next-80B-A3B", ["--context-parallel-size", "2"], "--experimental-attention-variant gated_delta_net"),
+        ("deepseek-v3.2", ["--context-parallel-size", "2"], "--experimental-attention-variant dsa"),
+        ("qwen3-next-80B-A3B", ["--mtp-num-layers", "1"], "(model_type qwen3_next) has 0 layers that predict"),
+        ("deepseek-v3.2", ["--mtp-num-layers", "1"], "there are rules for those of mimo, glm4_moe"),
+        ("minimax-m2", ["--mtp-num-layers", "1"], "there are rules for those of mimo, glm4_moe"),
+    ],
+)
+def test_what_a_special_layer_cannot_do_yet_is_refused_with_the_flag_to_change(
+    tmp_path: Path, model: str, flags: list[str], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model)))
+    place = ["--accelerator", "cuda", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "8", "--colocate"]
+    line = [*script_flags(model), *place, "--hf-checkpoint", str(tmp_path), "--dry-run", *flags]
+    problems = CommandLine().check([*line, "--prompt-data", "x"]).problems
+    (sentence,) = [one for one in [*problems.wrong, *problems.unsupported] if flags[0] in one]
+    assert said in sentence and ("use 1" in sentence or "leave it out" in sentence)
+
+
+def test_the_config_of_a_checkpoint_is_looked_at_for_layers_that_share_a_choice(tmp_path: Path) -> None:
+    def said(**config: object) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(hf_config("glm5.2-744B-A40B") | config))
+        place = ["--accelerator", "cuda", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "8", "--colocate"]
+        stages = ["--pipeline-model-parallel-size", "2", "--hf-checkpoint", str(tmp_path), "--prompt-data", "x"]
+        checked = CommandLine().check([*script_flags("glm5.2-744B-A40B"), *place, *stages, "--dry-run"])
+        return [sentence for sentence in checked.problems.wrong if "pipeline stages begin with" in sentence]
+
+    # 78 layers: the second stage begins with layer 39; those with an indexer are 0, 1, 3, 5, ... or 0, 1, 5, 9, ...
+    assert said(index_topk_freq=2) == said() == []
+    (sentence,) = said(index_topk_freq=4)
+    assert sentence.startswith("pipeline stages begin with the layers 39 (from 0)")

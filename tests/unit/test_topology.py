@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ sglang:
 def flags(**changes: Any) -> argparse.Namespace:
     values: dict[str, Any] = {
         "accelerator": "cuda",
+        "actor_num_gpus_per_node": 0,
+        "actor_num_nodes": 1,
         "colocate": False,
         "debug_rollout_only": False,
         "debug_train_only": False,
@@ -43,6 +46,7 @@ def flags(**changes: Any) -> argparse.Namespace:
         "reward_model_num_gpus": None,
         "reward_model_path": None,
         "rollout_external": False,
+        "rollout_external_engine_addrs": None,
         "rollout_num_gpus": 4,
         "rollout_num_gpus_per_engine": 2,
         "sglang_config": None,
@@ -148,7 +152,6 @@ def test_a_reward_model_needs_a_directory_and_slots(tmp_path: Path) -> None:
     [
         ("{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 1}", "hand over their KV cache"),
         ("{worker_type: encoder, num_gpus: 1}, {worker_type: regular, num_gpus: 1}", "process images on GPUs"),
-        ("{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}", "num_gpus_per_engine 2 is not supported with"),
     ],
 )
 def test_what_needs_gpus_is_refused_on_cpu_with_the_reason(tmp_path: Path, group: str, reason: str) -> None:
@@ -166,9 +169,26 @@ def test_prefill_servers_are_refused_on_cpu_too() -> None:
     assert "hand over their KV cache" in sentence and "--prefill-num-servers" in sentence
 
 
-def test_an_engine_larger_than_a_node_is_not_built_yet(topology: str) -> None:
-    args = flags(sglang_config=topology, rollout_num_gpus=11, num_gpus_per_node=2)
-    assert "num_gpus_per_engine 4 is more than --num-gpus-per-node 2" in topology_problems(args).unsupported[0]
+@pytest.mark.parametrize(
+    ("trainers", "size", "per_node", "shares"),
+    [
+        (0, 4, 2, None),
+        (0, 4, 4, None),
+        (4, 8, 8, None),  # four on each
+        (2, 4, 4, None),
+        (3, 4, 4, "1 on node 0 and 3 on node 1"),
+        (1, 8, 4, "3 on node 0 and 4 on node 1 and 1 on node 2"),
+    ],
+)
+def test_an_engine_over_several_nodes_has_as_many_gpus_of_each(
+    trainers: int, size: int, per_node: int, shares: str | None
+) -> None:
+    given = {"actor_num_gpus_per_node": trainers, "debug_rollout_only": not trainers, "accelerator": "cuda"}
+    args = flags(rollout_num_gpus=size, rollout_num_gpus_per_engine=size, num_gpus_per_node=per_node, **given)
+    sentences = topology_problems(args).wrong
+    assert [shares in sentence for sentence in sentences] == [True] * bool(shares)
+    args.accelerator = "cpu"
+    assert not topology_problems(args).wrong, "slots of a machine without GPUs are on one node"
 
 
 def test_the_example_of_the_docs_works(tmp_path: Path) -> None:
@@ -186,3 +206,41 @@ def test_the_plan_travels_to_actors() -> None:
     plan = plan_engines(flags())
     info = ExternalEngineInfo("http://e:1", 2)
     assert pickle.loads(pickle.dumps((plan, info))) == (plan, info)
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("qwen3_5_moe_text", "delta nets"), ("deepseek_v32", "sparse")])
+def test_a_model_that_only_gpus_serve_is_refused_on_cpu_with_what_to_do(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": model_type}}))
+    args = flags(accelerator="cpu", hf_checkpoint=str(tmp_path))
+    (sentence,) = topology_problems(args).unsupported
+    assert model_type in sentence and reason in sentence and "--debug-train-only" in sentence
+    args.accelerator = "cuda"
+    assert topology_problems(args).unsupported == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({}, True),
+        ({"update_weight_transport": "disk"}, True),  # the first stage's answer would remove what the next one reads
+        ({"update_weight_transport": "disk", "update_weight_disk_keep_files": True}, False),
+        (
+            {"update_weight_transport": "disk", "update_weight_disk_keep_files": True, "update_weight_mode": "delta"},
+            True,
+        ),
+        ({"debug_rollout_only": True}, False),
+    ],
+)
+def test_engines_of_several_pipeline_stages_take_weights_from_files_that_stay(
+    changes: dict[str, Any], is_refused: bool
+) -> None:
+    given = {"update_weight_transport": "nccl", "update_weight_mode": "full", "update_weight_disk_keep_files": False}
+    args = flags(sglang_overrides={"pp_size": 2}, **(given | changes))
+    sentences = topology_problems(args).wrong
+    assert ["engines of 2 pipeline stages (--sglang-pp-size)" in sentence for sentence in sentences] == [
+        True
+    ] * is_refused
+    args.sglang_overrides = {"pp_size": 1}
+    assert not topology_problems(args).wrong

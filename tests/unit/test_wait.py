@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
-from slime.utils.wait import WaitTimeout, wait, wait_async
+from slime.utils.wait import WaitTimeout, lock_file, wait, wait_async
 
 
 def test_it_returns_the_first_value_that_is_neither_none_nor_false() -> None:
@@ -46,3 +47,20 @@ def test_the_async_twin_does_the_same() -> None:
     assert asyncio.run(wait_async("a word", 5, poll, interval_s=0.001)) == "found"
     with pytest.raises(WaitTimeout, match="waited 0.01 s for nothing"):
         asyncio.run(wait_async("nothing", 0.01, never, interval_s=0.001))
+
+
+def test_a_locked_file_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with path.open("a") as other, path.open("a") as mine:
+        lock_file(other, "the lock", 1)
+        with pytest.raises(WaitTimeout, match=r"waited 0\.05 s for our turn"):
+            lock_file(mine, "our turn", 0.05)
+        other.close()
+        lock_file(mine, "our turn", 5)
+
+
+def test_several_share_a_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with path.open("a") as one, path.open("a") as two:
+        lock_file(one, "a share", 1, shared=True)
+        lock_file(two, "a share", 1, shared=True)

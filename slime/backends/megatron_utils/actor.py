@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ from megatron.core import parallel_state
 
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.arguments import model_shape
-from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
+from slime.backends.megatron_utils.checkpoint import (
+    CheckpointSource,
+    UnfinishedCheckpoint,
+    begin_checkpoint,
+    load_checkpoint,
+)
 from slime.backends.megatron_utils.checkpoint_pruning import prune_after_save
 from slime.backends.megatron_utils.ci_checks import CiChecks
 from slime.backends.megatron_utils.data import Columns, MicroBatches, Packing, to_host, to_tensors
@@ -32,6 +38,7 @@ from slime.backends.megatron_utils.forward_passes import (
     needs_reference,
     needs_teacher,
 )
+from slime.backends.megatron_utils.full_disk import DiskFull
 from slime.backends.megatron_utils.hf_export import save_hf
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
@@ -43,6 +50,12 @@ from slime.backends.megatron_utils.model.train_step import train_one_step
 from slime.backends.megatron_utils.model.value_head import is_value_model
 from slime.backends.megatron_utils.model_weights import named_tensors
 from slime.backends.megatron_utils.old_actor import keep_version
+from slime.backends.megatron_utils.rank_state import (
+    restore_tensors,
+    restore_values,
+    state_tensors,
+    state_values,
+)
 from slime.backends.megatron_utils.resumed_state import (
     load_moved_reference,
     restore_controller,
@@ -50,6 +63,7 @@ from slime.backends.megatron_utils.resumed_state import (
 )
 from slime.backends.megatron_utils.routing_replay import take_engine_routing
 from slime.backends.megatron_utils.sleep import fall_asleep, wake_up
+from slime.backends.megatron_utils.spiky_loss import SpikyLoss
 from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.training_passes import passes_over
 from slime.backends.megatron_utils.update_weight import connected_weight_updater
@@ -105,6 +119,10 @@ class MegatronTrainActor:
             "local_rank": local_rank,
         }
         self._updater: Any = None
+        self._saving: tuple[int, UnfinishedCheckpoint] | None = None
+        self._spiky_loss = SpikyLoss() if args.check_for_spiky_loss else None
+        self.export_problem: str | None = None
+        """Why the last save's HF export was not written."""
         self.columns_for_critic: Columns = {}
         """What the critic trains on, of the last rollout; with a critic only."""
         self._memory = recorder_of(args, rank, role=self.role)
@@ -127,7 +145,7 @@ class MegatronTrainActor:
         initialize.init(self.args, **self._where)
         if self._memory is not None:
             self._memory.start()
-        init_gloo_group()
+        init_gloo_group(timedelta(minutes=self.args.distributed_timeout_minutes))
         if self.args.custom_megatron_init_path:
             load_function(self.args.custom_megatron_init_path)(self.args)
         self.state = setup_model_and_optimizer(self.args)
@@ -259,6 +277,8 @@ class MegatronTrainActor:
             for position, (batches, step_id) in enumerate(self._steps(rollout_id, micro_batches)):
                 metrics = train_one_step(args, self.state, batches, rollout_id=rollout_id, step_id=step_id)
                 self._checks.step(rollout_id, position, metrics)
+                if self._spiky_loss is not None and "loss" in metrics:
+                    metrics |= self._spiky_loss.metrics(metrics["loss"], step=f"rollout {rollout_id}, step {position}")
                 named = {f"{prefix}{name}": value for name, value in metrics.items()}
                 records.append(({**named, "train/step": first_step + position}, "train/step"))
             # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights
@@ -274,10 +294,13 @@ class MegatronTrainActor:
                 yield batches, step_id
 
     def save_model(self, rollout_id: int) -> None:
-        """Write the checkpoint of a rollout to --save and its HF export to --save-hf; then delete what is too old."""
+        """Write the checkpoint of a rollout to --save and its HF export to --save-hf; then delete what is too old.
+
+        With --async-save the checkpoint is only begun; `finish_save` has to be called before the next.
+        """
         args, model = self.args, self.state.model
         if args.save:
-            save_checkpoint(
+            unfinished = begin_checkpoint(
                 args.save,
                 rollout_id,
                 model=model,
@@ -286,10 +309,58 @@ class MegatronTrainActor:
                 contents=args.checkpoint_contents,
                 model_shape=model_shape(args),
                 write_more=self._write_more,
+                in_background=args.async_save,
             )
+            if args.async_save:
+                self._saving = (rollout_id, unfinished)
+            else:
+                unfinished.finish()
+        self.export_problem = None
         if args.save_hf:
-            save_hf(args, model, Path(args.save_hf.format(rollout_id=rollout_id)))
-        if args.keep_checkpoints is not None and dist.get_rank() == 0:
+            self._export(Path(args.save_hf.format(rollout_id=rollout_id)))
+        if self._saving is None:
+            self._prune(rollout_id)
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that the next step depends on, live (`rank_state`)."""
+        moves_reference = bool(self.args.ref_update_interval) and REFERENCE in self._weights.tags
+        return state_tensors(self.state, self._weights, moves_reference=moves_reference)
+
+    def state_values(self) -> dict[str, Any]:
+        """Everything else that it depends on."""
+        return state_values(self.state, self._kl_controller)
+
+    def restore_state(self, pieces: Iterable[Mapping[str, Any]], values: Mapping[str, Any]) -> None:
+        """Go on with the state of a rank in the same place of the same layout.
+
+        Args:
+            pieces: name -> the bytes of a tensor of `state_tensors`.
+            values: of `state_values`.
+        """
+        restore_tensors(self.state_tensors(), pieces)
+        restore_values(self.state, self._kl_controller, values)
+
+    def save_is_written(self) -> bool:
+        """Whether `finish_save` has nothing to wait for on this rank."""
+        return self._saving is None or self._saving[1].is_written
+
+    def finish_save(self) -> None:
+        """Complete the checkpoint that was begun, if one was (every rank calls it)."""
+        if self._saving is not None:
+            (rollout_id, unfinished), self._saving = self._saving, None
+            unfinished.finish()
+            self._prune(rollout_id)
+
+    def _export(self, path: Path) -> None:
+        """Write an HF export; a run goes on without one that does not fit on its disk."""
+        try:
+            save_hf(self.args, self.state.model, path)
+        except DiskFull as error:
+            self.export_problem = str(error)
+
+    def _prune(self, rollout_id: int) -> None:
+        args = self.args
+        if dist.get_rank() == 0 and (args.keep_checkpoints is not None or args.save_retain_interval is not None):
             prune_after_save(args, rollout_id)
 
     def _write_more(self, directory: Path) -> None:

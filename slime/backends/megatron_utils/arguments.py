@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils import value_checks
-from slime.backends.megatron_utils.attention_checks import check_attention
+from slime.backends.megatron_utils.attention_checks import check_attention, check_indexer_stages
 from slime.backends.megatron_utils.config_flags import add_config_flags
 from slime.backends.megatron_utils.derived import derive_megatron, model_sizes
 from slime.backends.megatron_utils.flag_classes import (
@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.flag_classes import (
     option_of,
     refused_flags,
 )
+from slime.backends.megatron_utils.group_checks import check_sharp, check_sharp_library, nccl_problems
 from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf, unsupported_model
 from slime.backends.megatron_utils.hf_config_check import config_differences, config_mismatches
 from slime.backends.megatron_utils.layout import layout_problems
@@ -136,6 +137,9 @@ def megatron_problems(
     ):
         problems.wrong += check(args, given)
     problems.wrong += value_checks.check_recompute(args)
+    problems.wrong += check_sharp(args)
+    problems.environment += check_sharp_library(args)
+    problems.extend(nccl_problems(args))
     problems.wrong += _family_problems(args.model_name)
     problems.environment += value_checks.check_device(args, given)
     problems.environment += _missing_checkpoint(args)
@@ -155,7 +159,7 @@ def _described_model(args: argparse.Namespace, hf_config: Mapping[str, Any] | No
     problems.wrong += value_checks.check_model(args)
     problems.wrong += check_attention(args)
     problems.wrong += check_moe(args)
-    problems.wrong += layout_problems(args, hf_config)
+    problems.wrong += layout_problems(args, hf_config) or check_indexer_stages(args, hf_config)
     problems.unsupported += value_checks.check_built_models(args)
     if hf_config is not None:
         problems.wrong += config_mismatches(args, hf_config)

@@ -1,15 +1,18 @@
 """What contradicts what among the flags of attention that is not Megatron's own: gated, linear, sparse.
 
-It reads flags and returns sentences; the sizes of the model are given. The parallel layout is layout.py's.
+It reads flags and returns sentences; the sizes of the model are given. The rest of the parallel layout is layout.py's.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from slime.backends.megatron_utils.flag_classes import option_of
+from slime.backends.megatron_utils.hf_config import indexer_types
 from slime.backends.megatron_utils.layout import query_groups
+from slime.utils.plan.layout import ParallelLayout
 
 _DELTA_NET = (
     "linear_conv_kernel_dim",
@@ -67,4 +70,23 @@ def _check_sparse(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"{variant} does not go with --recompute-granularity selective of core_attn, which does not hand on what "
             "indexers read; give other --recompute-modules, or --recompute-granularity full."
+        )
+
+
+def check_indexer_stages(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
+    """A layer that takes the choice of an earlier one's indexer is on that one's pipeline stage.
+
+    Which layers do is said by config.json alone; the layout has to be one.
+    """
+    if args.experimental_attention_variant != "dsa" or hf_config is None or args.pipeline_model_parallel_size == 1:
+        return
+    kinds = indexer_types(hf_config, args.num_layers)
+    stages = ParallelLayout.of(args, args.num_layers).stage_layers
+    firsts = [layer for stage in stages for layer in stage if layer - 1 not in stage]  # of virtual stages, too
+    if orphans := [layer for layer in sorted(firsts) if kinds[layer : layer + 1] == ["shared"]]:
+        choosing = [layer for layer, kind in enumerate(kinds) if kind == "full"]
+        yield (
+            f"pipeline stages begin with the layers {', '.join(map(str, orphans))} (from 0), which take the keys that "
+            "the indexer of an earlier layer chose (config.json), on another stage; let every stage begin with one of "
+            f"{', '.join(map(str, choosing))}, by --pipeline-model-parallel-layout, or use one stage."
         )

@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
+from slime.backends.megatron_utils.background_save import BackgroundSave, merged
 from slime.backends.megatron_utils.full_disk import gives_way_to_a_full_disk
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.model.optimizer_state import make_moments
@@ -40,10 +41,11 @@ from slime.backends.megatron_utils.model.value_head import is_of_head, value_hea
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
-from slime.utils.distributed_utils import gathered, get_gloo_group
-from slime.utils.manifest import entries_of, to_disk, write_manifest
+from slime.utils.distributed_utils import barrier, gathered, get_gloo_group
+from slime.utils.manifest import Entry, entries_of, to_disk, write_manifest
 
 logger = logging.getLogger(__name__)
+WRITE_DEADLINE_S = 3600.0
 
 # Optimizer state as one tensor per parameter, which any TP and DP size can load.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -76,6 +78,74 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of `iteration` ("release": weights alone) and point the tracker at it; all ranks call it.
 
+    Arguments and errors are those of `begin_checkpoint`.
+
+    Returns:
+        the directory of the checkpoint.
+    """
+    return begin_checkpoint(
+        root,
+        iteration,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        contents=contents,
+        model_shape=model_shape,
+        write_more=write_more,
+    ).finish()
+
+
+class UnfinishedCheckpoint:
+    """A checkpoint of which some files may still be being written; it has no name of its own before `finish`.
+
+    Args:
+        root, iteration: which.
+        partial: the directory in which it is written.
+        background: what writes the tensors; None where they are written.
+    """
+
+    def __init__(self, root: Path, iteration: int | str, partial: Path, background: BackgroundSave | None) -> None:
+        self._root, self._iteration, self._partial, self._background = root, iteration, partial, background
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` has nothing to wait for on this rank."""
+        return self._background is None or self._background.is_written
+
+    def finish(self) -> Path:
+        """Wait until all is written, describe it, give it its name and point the tracker at it; all ranks call it.
+
+        Returns:
+            the directory of the checkpoint.
+
+        Raises:
+            DiskFull: the disk became full; nothing of it is left, and the tracker still names the one before.
+        """
+        final, partial = iteration_dir(self._root, self._iteration), self._partial
+        with gives_way_to_a_full_disk(partial, needed=None):
+            known = {} if self._background is None else self._background.finish(WRITE_DEADLINE_S)
+            _describe(partial, known)
+            if dist.get_rank() == 0:
+                put_in_place(partial, final)
+                write_tracker(self._root, self._iteration)
+        barrier(f"the checkpoint {final}")
+        return final
+
+
+def begin_checkpoint(
+    root: str | Path,
+    iteration: int | str,
+    *,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any = None,
+    scheduler: Any = None,
+    contents: Collection[str] = ("model", "optimizer", "rng"),
+    model_shape: dict[str, Any] | None = None,
+    write_more: Callable[[Path], None] | None = None,
+    in_background: bool = False,
+) -> UnfinishedCheckpoint:
+    """Write a checkpoint but for its name, or begin to: model and optimizer may change afterwards. All ranks call it.
+
     Args:
         root: checkpoint root; made if absent.
         model: this rank's modules, wrapped or bare.
@@ -84,9 +154,7 @@ def save_checkpoint(
         contents: what to save of optimizer (with the schedule) and rng; the weights always are.
         model_shape: the numbers of `arguments.model_shape`, kept beside the tensors for checks at parse time.
         write_more: called with the unfinished directory on every rank, to add files of its own.
-
-    Returns:
-        the directory of the checkpoint.
+        in_background: leave the tensors to processes that go on when this returns (`background_save`).
 
     Raises:
         DiskFull: it does not fit; nothing of it is left, and the tracker still names the one before.
@@ -96,7 +164,7 @@ def save_checkpoint(
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
+    barrier(f"the preparation of {partial}")
     for chunk in model:
         finish_param_gather(chunk)
     with_optimizer = "optimizer" in contents
@@ -107,17 +175,14 @@ def save_checkpoint(
     if scheduler is not None and with_optimizer:
         state["opt_param_scheduler"] = scheduler.state_dict()
     with gives_way_to_a_full_disk(partial, needed=_bytes_of(state)):
-        dist_checkpointing.save(state, str(partial))
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=in_background)
         if write_more is not None:
             write_more(partial)
         if dist.get_rank() == 0:
             (partial / MODEL_SHAPE_FILE).write_text(json.dumps(model_shape or {}, indent=2) + "\n")
-        _describe(partial)
-        if dist.get_rank() == 0:
-            put_in_place(partial, final)
-            write_tracker(Path(root), iteration)
-    dist.barrier()
-    return final
+    rank = dist.get_rank()
+    background = BackgroundSave(request, partial, lambda path: _writer_of(path) == rank) if request else None
+    return UnfinishedCheckpoint(Path(root), iteration, partial, background)
 
 
 def _bytes_of(state: dict[str, Any]) -> int:
@@ -127,16 +192,15 @@ def _bytes_of(state: dict[str, Any]) -> int:
     return sum(tensor.data.nbytes for tensor in tensors if is_main_replica(tensor.replica_id))
 
 
-def _describe(directory: Path) -> None:
-    """Write the manifest; each rank reads back what it has written."""
-    dist.barrier()
+def _describe(directory: Path, known: dict[str, Entry]) -> None:
+    """Write the manifest; each rank reads back what it has written, but for what it knows."""
+    barrier(f"writing {directory}")
     rank = dist.get_rank()
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    mine = [path for path in files if _writer_of(path) == rank]
-    found = gathered(entries_of(directory, mine))
+    mine = [path for path in files if _writer_of(path) == rank and path.relative_to(directory).as_posix() not in known]
+    found = gathered(known | entries_of(directory, mine))
     if rank == 0:
-        entries = {name: entry for of_rank in found for name, entry in of_rank.items()}
-        write_manifest(directory / manifest.FILE, entries)
+        write_manifest(directory / manifest.FILE, merged(found))
 
 
 def _writer_of(path: Path) -> int:
@@ -149,7 +213,7 @@ def save_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
     """Write the model's weights alone to a new directory, without a tracker; all ranks call it."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
-    dist.barrier()
+    barrier(f"the preparation of {directory}")
     dist_checkpointing.save(_sharded_state(model, None, is_loading=False), str(directory))
 
 
@@ -220,7 +284,7 @@ def load_checkpoint(
     elif optimizer is not None:
         optimizer.reload_model_params()
     if with_rng:
-        _set_rng_state(loaded["rng_state"])
+        set_random_states(loaded["rng_state"])
     return iteration
 
 
@@ -318,13 +382,6 @@ def _layout() -> dict[str, int]:
 
 def _rng_object() -> ShardedObject:
     """This rank's random states, addressed by its place in the layout."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
     layout = _layout()
     places = {
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
@@ -333,11 +390,23 @@ def _rng_object() -> ShardedObject:
         "tp": parallel_state.get_tensor_model_parallel_rank(),
     }
     return ShardedObject(
-        "rng_state", state, tuple(layout[axis] for axis in places), tuple(places.values()), replica_id=0
+        "rng_state", random_states(), tuple(layout[axis] for axis in places), tuple(places.values()), replica_id=0
     )
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def random_states() -> dict[str, Any]:
+    """This process's random states, of all that a training draws from."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_random_states(state: dict[str, Any]) -> None:
+    """Undo `random_states`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

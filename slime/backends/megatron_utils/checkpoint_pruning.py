@@ -1,4 +1,4 @@
-"""Delete old checkpoints of a run: --keep-checkpoints.
+"""Delete old checkpoints of a run: --keep-checkpoints, --save-retain-interval.
 
 It deletes only what this layout names and holds: `iter_*` directories with our model_shape.json, the data source's
 states of iterations that are gone, and HF directories at the places that a --save-hf template names. Iterations after
@@ -28,7 +28,8 @@ _BEING_DELETED = ".deleted"
 
 
 def prune_after_save(args: Any, rollout_id: int) -> None:
-    """Delete what --keep-checkpoints does not keep, after a rollout's was written; never what a flag says is loaded.
+    """Delete what neither --keep-checkpoints nor --save-retain-interval keeps, after a rollout's was written; never
+    what a flag says is loaded.
 
     Args:
         args: where the run writes and what it loads.
@@ -36,6 +37,7 @@ def prune_after_save(args: Any, rollout_id: int) -> None:
     """
     loads = (args.hf_checkpoint, args.load, args.ref_load, args.opd_teacher_load)
     in_use = [Path(path) for path in loads if path]
+    keep, retain = args.keep_checkpoints or 1, args.save_retain_interval
     if args.save:
         steps = (
             (args.load, args.ckpt_step),
@@ -50,16 +52,23 @@ def prune_after_save(args: Any, rollout_id: int) -> None:
             prune_checkpoints(
                 root,
                 rollout_id,
-                keep=args.keep_checkpoints,
+                keep=keep,
+                retain=retain,
                 protected=in_use,
                 protected_ids=[step for step in ids if step is not None],
             )
     if args.save_hf:
-        prune_exports(args.save_hf, rollout_id, keep=args.keep_checkpoints, protected=in_use)
+        prune_exports(args.save_hf, rollout_id, keep=keep, retain=retain, protected=in_use)
 
 
 def prune_checkpoints(
-    root: str | Path, newest: int, *, keep: int, protected: Collection[Path] = (), protected_ids: Collection[int] = ()
+    root: str | Path,
+    newest: int,
+    *,
+    keep: int,
+    retain: int | None = None,
+    protected: Collection[Path] = (),
+    protected_ids: Collection[int] = (),
 ) -> list[int]:
     """Delete all but the newest `keep` complete iterations up to `newest`, and the data states of those that are gone.
 
@@ -67,6 +76,7 @@ def prune_checkpoints(
         root: checkpoint root.
         newest: the iteration that was just completed; always kept.
         keep: how many to keep, itself included.
+        retain: keep also every so many rollouts' (--save-retain-interval).
         protected: paths that are in use; an iteration that holds one is kept.
         protected_ids: iterations that are in use.
 
@@ -81,6 +91,7 @@ def prune_checkpoints(
         for path in root.glob("iter_*")
         if (found := _ITERATION.fullmatch(path.name)) and (path / MODEL_SHAPE_FILE).is_file()
     }
+    protected_ids = {*protected_ids, *_retained(ours, retain)}
     deleted = _delete_old(ours, newest, keep=keep, protected=protected, protected_ids=protected_ids)
     there = {int(found[1]) for path in root.glob("iter_*") if (found := _ITERATION.fullmatch(path.name))}
     for path in (root / "rollout").glob("global_dataset_state_dict_*"):
@@ -90,20 +101,28 @@ def prune_checkpoints(
     return deleted
 
 
-def prune_exports(template: str, newest: int, *, keep: int, protected: Collection[Path] = ()) -> list[int]:
+def prune_exports(
+    template: str, newest: int, *, keep: int, retain: int | None = None, protected: Collection[Path] = ()
+) -> list[int]:
     """Delete all but the newest `keep` HF exports of a --save-hf template up to the one of rollout `newest`.
 
     Args:
         template: a path with {rollout_id}; without it there is one export, and nothing is deleted.
         newest: the rollout whose export was just completed; always kept.
         keep: how many to keep, itself included.
+        retain: keep also every so many rollouts' (--save-retain-interval).
         protected: paths that are in use.
 
     Returns:
         the rollouts whose exports were deleted.
     """
     exports = {rollout_id: path for rollout_id, path in _places(template) if _is_export(path)}
-    return _delete_old(exports, newest, keep=keep, protected=protected, protected_ids=())
+    return _delete_old(exports, newest, keep=keep, protected=protected, protected_ids=_retained(exports, retain))
+
+
+def _retained(ids: Iterable[int], interval: int | None) -> list[int]:
+    """Those after whose rollout a multiple of `interval` is done: with 5, of rollouts 4, 9, 14."""
+    return [] if interval is None else [one for one in ids if (one + 1) % interval == 0]
 
 
 def _delete_old(

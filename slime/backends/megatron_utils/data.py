@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.cp_utils import (
     zigzag_positions,
 )
 from slime.utils.dp_schedule import first_fit_pack, split_or_repeat
+from slime.utils.progress_counts import went_on
 
 PAD_TOKEN = 0
 SCHEDULE_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
@@ -307,6 +308,7 @@ class MicroBatches:
         return found
 
     def _micro_batch(self, index: int) -> dict[str, Any]:
+        went_on("micro-batches")
         samples = self.indices[index]
         columns = {name: [self.rollout_data[name][i] for i in samples] for name in self.columns()}
         columns["unconcat_tokens"] = columns.pop("tokens")

@@ -27,17 +27,19 @@ class DiskFull(RuntimeError):
 
 
 @contextmanager
-def gives_way_to_a_full_disk(directory: Path, *, needed: int) -> Iterator[None]:
+def gives_way_to_a_full_disk(directory: Path, *, needed: int | None) -> Iterator[None]:
     """Write a checkpoint to `directory` inside the block; every rank enters it.
 
     Args:
         directory: exists; removed where the block gives up.
-        needed: bytes that this rank will write.
+        needed: bytes that this rank will write; None where they are written, or being written, already.
 
     Raises:
         DiskFull: it does not fit. Other errors pass.
     """
-    wanted, free = sum(gathered(needed)) + MARGIN, gathered(shutil.disk_usage(directory).free)[0]
+    wanted, free = 0, 1
+    if needed is not None:
+        wanted, free = sum(gathered(needed)) + MARGIN, gathered(shutil.disk_usage(directory).free)[0]
     if wanted > free:
         _remove(directory)
         raise DiskFull(f"{directory.parent} has {free / 1e9:.2f} GB free, and it takes {wanted / 1e9:.2f} GB")

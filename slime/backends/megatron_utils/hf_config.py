@@ -20,8 +20,10 @@ from slime.backends.megatron_utils.hf_defaults import (
     WITHOUT_FP8,
 )
 from slime.utils.errors import UsageError
-from slime.utils.fp8_format import Fp8Format
 from slime.utils.hf_text_config import text_config
+from slime.utils.int4_format import quantization_config_of
+from slime.utils.plan.shape import linear_attention_pattern
+from slime.utils.weight_format import weight_format_of
 
 SUPPORTED_MODEL_TYPES = tuple(DEFAULTS)
 """`model_type`s that can be trained: their Megatron flags follow from the config, and their weights have rules."""
@@ -53,15 +55,6 @@ def moe_layer_pattern(moe_layer_freq: int | list[int], num_layers: int) -> list[
     if isinstance(moe_layer_freq, int):
         return [int(layer % moe_layer_freq == 0) for layer in range(num_layers)]
     return list(moe_layer_freq)
-
-
-def linear_attention_pattern(linear_attention_freq: int | list[int] | None, num_layers: int) -> list[int]:
-    """Return 1 for each layer with linear attention and 0 for the others; a number N means that every Nth is full."""
-    if linear_attention_freq is None:
-        return [0] * num_layers
-    if isinstance(linear_attention_freq, int):
-        return [int((layer + 1) % linear_attention_freq != 0) for layer in range(num_layers)]
-    return list(linear_attention_freq)
 
 
 def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -404,17 +397,26 @@ def _begins_with_dense_layers(hf: Mapping[str, Any]) -> bool:
 
 def unsupported_model(hf_config: Mapping[str, Any]) -> list[str]:
     """Return a sentence for everything in the HF config for which a model cannot be trained yet."""
-    model_type = hf_config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        known = ", ".join(SUPPORTED_MODEL_TYPES)
-        return [f"model_type {model_type!r} of the HF config is not supported; use {known}."]
-    if model_type in WITHOUT_FP8 and hf_config.get("quantization_config"):
-        return [
-            f"an fp8 checkpoint of model_type {model_type!r} is not supported: which of its weights engines keep in "
-            "fp8 was not compared with what a sync quantises; make one in 16 bit of it (tools/fp8_cast_bf16.py)."
-        ]
+    quantization = quantization_config_of(hf_config)
+    method = str(quantization.get("quant_method")) if quantization and isinstance(quantization, Mapping) else None
+    if problem := unsupported_family(hf_config.get("model_type"), method):
+        return [problem]
     try:
-        Fp8Format.of(hf_config)
+        weight_format_of(hf_config)
     except UsageError as error:
         return error.messages
     return []
+
+
+def unsupported_family(model_type: Any, quant_method: str | None = None) -> str | None:
+    """Return why models of this model_type, quantised so, cannot be trained; None where they can."""
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        known = ", ".join(SUPPORTED_MODEL_TYPES)
+        return f"model_type {model_type!r} of the HF config is not supported; use {known}."
+    if model_type in WITHOUT_FP8 and quant_method:
+        return (
+            f"a quantised checkpoint ({quant_method}) of model_type {model_type!r} is not supported: which of its "
+            "weights engines keep so was not compared with what a sync quantises; take one in 16 bit "
+            "(tools/fp8_cast_bf16.py and tools/convert_k2_thinking_int4_to_bf16.py make one of it)."
+        )
+    return None

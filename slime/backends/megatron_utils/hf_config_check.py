@@ -10,12 +10,12 @@ from typing import Any
 
 from slime.backends.megatron_utils.hf_config import (
     SUPPORTED_MODEL_TYPES,
-    linear_attention_pattern,
     model_args_from_hf,
     moe_layer_pattern,
 )
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import text_config
+from slime.utils.plan.shape import linear_attention_pattern
 
 PREDICTING = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 """`model_type`s with rules for layers that predict further tokens."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from slime.backends.megatron_utils.full_disk import DiskFull, is_of_full_disk
 from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
+from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
@@ -26,18 +29,21 @@ from slime.utils.hf_text_config import is_of_other_part, text_config
 from slime.utils.manifest import to_disk
 from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 
+_SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor
+
 
 def save_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Export the model to `path` as --hf-checkpoint is stored (dtype, fp8); all ranks call it, rank 0 writes.
+    """Export the model to `path` as --hf-checkpoint is stored (dtype, fp8, int4); all ranks call it, rank 0 writes.
 
     Raises:
         UsageError: when `path` is --hf-checkpoint itself.
+        DiskFull: it does not fit; nothing of it is left, and an older one of the same name stays.
     """
     from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
 
     check_output(path, args.hf_checkpoint)
     copies = _copies_in_predictions(args) if args.mtp_num_layers else {}
-    writer = HfWriter(path, args.hf_checkpoint) if dist.get_rank() == 0 else None
+    writer = _GivesWay(path, args.hf_checkpoint) if dist.get_rank() == 0 else None
     for bucket in iter_hf_buckets(args, model, buffer_size=args.update_weight_buffer_size):
         if writer is not None:
             writer.add(bucket)
@@ -45,7 +51,43 @@ def save_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: st
     if writer is not None:
         writer.add(_of_other_parts(args.hf_checkpoint))
         writer.finish()
-    dist.barrier()
+    barrier(f"the HF export {path}")
+    if problem := gathered(writer.problem if writer is not None else None)[0]:
+        raise DiskFull(f"{Path(path).parent} became full: {problem[:200]}")
+
+
+class _GivesWay:
+    """An `HfWriter` of rank 0 that a full disk ends, not the other ranks, which help to gather until the last tensor.
+
+    Args:
+        path, assets_from: as of `HfWriter`.
+    """
+
+    def __init__(self, path: str | Path, assets_from: str) -> None:
+        self.problem: str | None = None
+        self._writer: HfWriter | None = None
+        self._try(lambda: setattr(self, "_writer", HfWriter(path, assets_from)))
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As of `HfWriter`."""
+        if (writer := self._writer) is not None:
+            self._try(lambda: writer.add(tensors))
+
+    def finish(self) -> None:
+        """As of `HfWriter`."""
+        if (writer := self._writer) is not None:
+            self._try(writer.finish)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (OSError, SafetensorError) as error:
+            if not is_of_full_disk(error):
+                raise
+            self.problem = str(error)
+            if self._writer is not None:
+                self._writer.discard()
+                self._writer = None
 
 
 def _copies_in_predictions(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -127,9 +169,9 @@ class HfWriter:
         self._total_bytes = 0
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take copies of (name, tensor) pairs; fp8 weights and their scales keep their dtypes."""
+        """Take copies of (name, tensor) pairs; quantised weights and their scales keep their dtypes."""
         for name, tensor in tensors:
-            is_quantized = tensor.dtype == E4M3 or name.endswith((BLOCK_SUFFIX, TENSOR_SUFFIX))
+            is_quantized = not tensor.is_floating_point() or tensor.dtype == E4M3 or name.endswith(_SCALES)
             dtype = tensor.dtype if is_quantized else self._dtypes.get(name, self._dtype or tensor.dtype)
             stored = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
             if self._shard and self._size_of_shard + stored.nbytes > self._shard_bytes:

@@ -18,11 +18,11 @@ from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.layouts import Layout, TensorShape
-from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket, stored_bytes
+from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket, stored_bytes
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family
 from slime.backends.megatron_utils.model_weights import Weight
 from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages, iter_weights_of_own_stage
-from slime.utils.fp8_format import Fp8Format, fp8_format_of
+from slime.utils.weight_format import WeightFormat, format_of_checkpoint
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -34,7 +34,7 @@ def iter_hf_buckets(
     """Yield lists of (HF name, full tensor) that together make up the model.
 
     The dtype is that of the parameters; where the config of --hf-checkpoint has a quantization_config, weights of
-    linear layers are fp8, each followed by its scales.
+    linear layers are fp8 or int4, each followed by its scales.
 
     Tensors may be views of the model's parameters: use them before the next train step. A tied output layer has no
     tensor of its own.
@@ -46,7 +46,7 @@ def iter_hf_buckets(
         only_own_stage: what other pipeline stages have is theirs to send.
 
     Raises:
-        QuantizationError: a weight that is to be quantised is not finite.
+        QuantizationError: a weight that is to be quantised is not finite, or no whole groups wide.
     """
     (family, fmt), shape = _kind_of(args.model_name, args.hf_checkpoint), TensorShape.of(args)
     bucket: Bucket = []
@@ -66,10 +66,10 @@ def iter_hf_buckets(
 
 
 @functools.cache
-def _kind_of(model_name: str | None, checkpoint: str | Path | None) -> tuple[Family, Fp8Format | None]:
+def _kind_of(model_name: str | None, checkpoint: str | Path | None) -> tuple[Family, WeightFormat | None]:
     """Rules and format of a checkpoint. Its config does not change during a run, and may lie on a slow disk."""
     family = family_of_args(argparse.Namespace(model_name=model_name, hf_checkpoint=checkpoint))
-    return family, fp8_format_of(checkpoint)
+    return family, format_of_checkpoint(checkpoint)
 
 
 def gather_hf_tensors(weight: Weight, family: Family, shape: TensorShape) -> Bucket:

@@ -85,6 +85,10 @@ def initialize_model_parallel(args: argparse.Namespace) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
+        use_sharp=args.use_sharp,
+        sharp_enabled_group=args.sharp_enabled_group,
         # Gathering optimizer state for a checkpoint goes over the CPU on every device.
         create_gloo_process_groups=True,
     )

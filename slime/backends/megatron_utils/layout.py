@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.megatron_utils.group_checks import check_instances
 from slime.utils.pipeline_layout import stages_of_text, text_problem
 
 ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
@@ -110,6 +111,7 @@ def layout_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | Non
         check_interleaving,
         check_experts,
         check_context,
+        check_instances,
     )
     problems = [sentence for check in checks for sentence in check(args, layout)]
     return problems + list(check_allgather_cp(args, hf_config))

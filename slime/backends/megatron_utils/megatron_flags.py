@@ -48,6 +48,10 @@ TABLE: tuple[Group, ...] = (
     Group("used", "--memory-snapshot-path"),
     Group(
         "used",
+        "--exit-signal-handler --exit-signal --exit-duration-in-mins --check-for-spiky-loss --save-retain-interval",
+    ),
+    Group(
+        "used",
         """--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
         --num-query-groups --kv-channels --softmax-scale --vocab-size --make-vocab-size-divisible-by
         --padded-vocab-size --normalization --norm-epsilon
@@ -88,7 +92,8 @@ TABLE: tuple[Group, ...] = (
         --recompute-modules --distribute-saved-activations --distribute-checkpointed-activations
         --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size --ddp-num-buckets --ddp-average-in-collective
         --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
-        --no-gradient-accumulation-fusion --no-bias-swiglu-fusion""",
+        --no-gradient-accumulation-fusion --no-bias-swiglu-fusion
+        --num-distributed-optimizer-instances --use-sharp --sharp-enabled-group --nccl-communicator-config-path""",
     ),
     Group(
         "used",
@@ -300,11 +305,6 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "refused",
-        "--num-distributed-optimizer-instances --use-sharp --sharp-enabled-group --nccl-communicator-config-path",
-        later="several GPUs",
-    ),
-    Group(
-        "refused",
         "--use-nccl-ub",
         "what registered buffers are for, reductions inside the NVLink switch (NVLS), is off in trainers and engines: "
         "the group that carries weights between them fails with it",
@@ -325,9 +325,9 @@ TABLE: tuple[Group, ...] = (
         "refused",
         """--non-persistent-save-interval --non-persistent-ckpt-type --non-persistent-global-ckpt-dir
         --non-persistent-local-ckpt-dir --non-persistent-local-ckpt-algo --replication --replication-jump
-        --replication-factor --exit-signal-handler --exit-signal --exit-duration-in-mins --check-for-spiky-loss
-        --save-retain-interval""",
-        later="fault tolerance",
+        --replication-factor""",
+        "Megatron's local and replicated checkpoints need nvidia_resiliency_ext, which slime does not install; "
+        "--save-interval with --keep-checkpoints and --async-save keeps few and recent ones",
     ),
     # --------------------------------------------------------------------------------------- refused, with a reason
     Group(

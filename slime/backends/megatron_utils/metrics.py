@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss.reducers import all_reduce_sum
-from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops
+from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops
 
 NOT_LOGGED = ("tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums")
 FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
@@ -77,7 +77,7 @@ def perf_metrics(
             metrics[f"perf/{name}_tflops"] = forward_tflops / seconds[name]
     if training_s := seconds.get("actor_train"):
         tokens_per_s = args.ppo_epochs * sum(seqlens) / training_s
-        tflops = 3 * forward_tflops
+        tflops = calculate_train_flops(seqlens, args) / devices / 1e12
         if args.enable_mtp_training:
             tflops += calculate_prediction_flops(seqlens, sum(response_lengths), args) / devices / 1e12
         metrics["perf/actor_train_tflops"] = args.ppo_epochs * tflops / training_s

@@ -84,7 +84,7 @@ OPTIMIZER: tuple[Row, ...] = (
         "on resume take the checkpoint's schedule",
         dest="use_checkpoint_opt_param_scheduler",
     ),
-    Row("--check-for-spiky-loss", "stop when the loss jumps"),
+    Row("--check-for-spiky-loss", "say so when the loss jumps: train/spiky_loss, and a line in the trainer's log"),
 )
 
 TRAINING: tuple[Row, ...] = (
@@ -102,9 +102,15 @@ TRAINING: tuple[Row, ...] = (
     Row("--decrease-batch-size-if-needed", "make the batch divide"),
     Row("--data-parallel-random-init", "other weights on each data-parallel rank"),
     Row("--exit-interval", "end after so many train steps", int),
-    Row("--exit-duration-in-mins", "end after so many minutes", int),
-    Row("--exit-signal-handler", "save and end on SIGTERM"),
-    Row("--exit-signal", "signal that ends the run", str, "SIGTERM"),
+    Row("--exit-duration-in-mins", "after so many minutes finish the rollout, save and end", int),
+    Row("--exit-signal-handler", "on --exit-signal finish the rollout, save and end with status 0"),
+    Row(
+        "--exit-signal",
+        "signal of --exit-signal-handler",
+        str,
+        "SIGTERM",
+        choices=("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"),
+    ),
     Row("--train-sync-interval", "train steps between synchronisations with the GPU", int),
     Row("--check-weight-hash-across-dp-replicas-interval", "train steps between checks of equal weights", int),
     Row(
@@ -136,7 +142,11 @@ CHECKPOINTS: tuple[Row, ...] = (
     Row("--no-save-rng", "leave the random states out of checkpoints"),
     Row("--finetune", "load weights only and start at iteration 0"),
     Row("--pretrained-checkpoint", "weights to start from where --load has none", str),
-    Row("--save-retain-interval", "checkpoints to keep: every Nth step", int),
+    Row(
+        "--save-retain-interval",
+        "keep the checkpoint of every Nth rollout, and of others only the newest (--keep-checkpoints: how many)",
+        int,
+    ),
     Row("--exit-on-missing-checkpoint", "end when --load has no checkpoint"),
     Row("--use-checkpoint-args", "take the model's flags from the checkpoint"),
     Row("--use-mp-args-from-checkpoint-args", "take the parallel sizes from the checkpoint"),

@@ -12,13 +12,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from slime.utils import accelerator, memory_saver
-from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.distributed_utils import barrier
 from slime.utils.reloadable_process_group import destroy_process_groups, reload_process_groups
 
 KEEP_WORLD = "SLIME_DESTROY_WORLD_PROCESS_GROUP"
@@ -32,9 +30,9 @@ def fall_asleep(model: Sequence[DistributedDataParallel], *, deadline_s: float) 
         deadline_s: for all ranks to come here.
 
     Raises:
-        RuntimeError: a rank did not come; the message names it.
+        WaitTimeout: a rank did not come; the message names it.
     """
-    dist.monitored_barrier(group=get_gloo_group(), timeout=timedelta(seconds=deadline_s))
+    barrier("its part before the trainer leaves the GPU", deadline_s)
     accelerator.synchronize()
     destroy_process_groups(default_too=os.environ.get(KEEP_WORLD, "1") != "0")
     for chunk in model:

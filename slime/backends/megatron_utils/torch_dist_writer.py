@@ -3,7 +3,9 @@
 The model is built without memory: Megatron itself says how each parameter is called and cut in the checkpoint. The
 values are asked for one parameter at a time and written into files of bounded size, by threads. What
 `checkpoint.save_checkpoint` writes of a model in memory is the same but for the files that it is in. A checkpoint that
-was cut off is gone on with: parts that are complete are kept. It knows nothing about HF.
+was cut off is gone on with: parts that are complete are kept. The checksums of the manifest are made of the bytes as
+they are handed to the file, so that nothing is read back; a part counts as complete only when it is on the disk. It
+knows nothing about HF.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import pickle
 import shutil
 from collections import defaultdict
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -43,7 +46,11 @@ from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.errors import UsageError
 from slime.utils.manifest import entries_of, to_disk, write_manifest
 
-PART_BYTES = 512 * 1024**2
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+PART_BYTES, LEAST_PART_BYTES, USUAL_PARTS = 512 * 1024**2, 64 * 1024**2, 16
+"""So many files, unless they would be too large or too small: while one goes to the disk others are written."""
 PLAN_FILE = "conversion_plan.json"
 # As megatron.core.dist_checkpointing.save marks a directory.
 _BACKENDS = {
@@ -158,9 +165,9 @@ def write_release(
                 return sum(one.num_bytes for one in part)
 
             run_in_threads(todo, write, num_threads=num_threads, bar=bar)
-        _write_rest(partial, len(parts), objects, model_shape)
-        files = sorted(path for path in partial.iterdir() if path.is_file())
-        write_manifest(partial / manifest.FILE, entries_of(partial, files))
+        written = _write_rest(partial, len(parts), objects, model_shape)
+        files = sorted(path for path in partial.iterdir() if path.is_file() and path.name not in written)
+        write_manifest(partial / manifest.FILE, entries_of(partial, files) | written)
         put_in_place(partial, final)
         write_tracker(root, "release")
     except OSError as error:
@@ -174,8 +181,10 @@ def _parts(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
     """Parameters in their order, as many to a file as fit."""
     parts: list[list[Parameter]] = []
     size = 0
+    usual = sum(one.num_bytes for one in parameters) // USUAL_PARTS
+    largest = min(PART_BYTES, max(LEAST_PART_BYTES, usual))
     for one in parameters:
-        if not parts or size + one.num_bytes > PART_BYTES:
+        if not parts or size + one.num_bytes > largest:
             parts.append([])
             size = 0
         parts[-1].append(one)
@@ -192,6 +201,10 @@ def _open_partial(partial: Path, parts: Sequence[Sequence[Parameter]], made_from
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         plan.write_text(digest)
+
+
+def _part_file(number: int) -> str:
+    return f"__0_{number}.distcp"
 
 
 def _journal(partial: Path, number: int) -> Path:
@@ -223,9 +236,10 @@ def _chunks(
 
 def _write_part(partial: Path, number: int, chunks: Iterator[tuple[ShardedTensor, list[Segment] | None]]) -> None:
     """Write one file of chunks, see that it is on the disk, then say so."""
-    path = partial / f"__0_{number}.distcp"
+    path = partial / _part_file(number)
     entries: list[list[Any]] = []
-    with path.open("w+b") as stream:
+    with path.open("w+b") as file:
+        stream = HashedStream(file)
         for chunk, segments in chunks:
             start = stream.tell()
             shape = (1,) * chunk.prepend_axis_num + tuple(chunk.data.shape)
@@ -238,41 +252,93 @@ def _write_part(partial: Path, number: int, chunks: Iterator[tuple[ShardedTensor
             entries.append([chunk.key, str(chunk.data.dtype).removeprefix("torch."), *sizes, stored])
     to_disk(path)
     growing = _journal(partial, number).with_suffix(".tmp")
-    growing.write_text(json.dumps(entries))
+    growing.write_text(json.dumps({"chunks": entries, "file": stream.entry()}))
     growing.rename(_journal(partial, number))
 
 
-def _save(data: torch.Tensor, shape: tuple[int, ...], stream: BinaryIO) -> None:
+class HashedStream:
+    """A file that is written from its beginning to its end, and the checksum of what it was given.
+
+    Args:
+        file: open for reading and writing, and empty.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = manifest.Digest()
+
+    def write(self, data: Buffer) -> int:
+        """Write at the end."""
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        self._file.flush()
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def entry(self) -> manifest.Entry:
+        """What the manifest says of it."""
+        return self._digest.entry()
+
+    def write_around(self, write: Callable[[BinaryIO], None], segments: Sequence[Segment]) -> None:
+        """Write an archive with one tensor, whose values are copied from other files.
+
+        Args:
+            write: writes it with a hole in the place of the values.
+            segments: the values.
+        """
+        start = self.tell()
+        write(self._file)
+        self.flush()
+        end, handle = self.tell(), self._file.fileno()
+        archive = torch._C.PyTorchFileReader(_create_file_view(self._file, start, end - start))
+        values = start + archive.get_record_offset("data/0")
+        self._digest.update(os.pread(handle, values - start, start))
+        behind = copy_into(segments, handle, values, update=self._digest.update)
+        self._digest.update(os.pread(handle, end - behind, behind))
+        self._file.seek(end)
+
+
+def _save(data: torch.Tensor, shape: tuple[int, ...], stream: HashedStream) -> None:
     """torch.save of the values at the end of a file."""
     # A view would be written with all that it is a view of.
     whole = data.untyped_storage().nbytes() == data.nbytes and data.is_contiguous()
-    torch.save((data if whole else data.clone(memory_format=torch.contiguous_format)).view(shape), stream)
+    torch.save(
+        (data if whole else data.clone(memory_format=torch.contiguous_format)).view(shape), cast(BinaryIO, stream)
+    )
 
 
-def _save_from(segments: Sequence[Segment], shape: tuple[int, ...], dtype: torch.dtype, stream: BinaryIO) -> None:
+def _save_from(segments: Sequence[Segment], shape: tuple[int, ...], dtype: torch.dtype, stream: HashedStream) -> None:
     """What torch.save would write at the end of a file, with values that are copied from other files."""
-    start = stream.tell()
-    with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), stream)  # nothing touches that memory, so it takes none
-    stream.flush()
-    end = stream.tell()
-    archive = torch._C.PyTorchFileReader(_create_file_view(stream, start, end - start))
-    copy_into(segments, stream.fileno(), start + archive.get_record_offset("data/0"))
-    stream.seek(end)
+
+    def write(file: BinaryIO) -> None:
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(shape, dtype=dtype), file)  # nothing touches that memory, so it takes none
+
+    stream.write_around(write, segments)
 
 
-def _write_rest(partial: Path, num_parts: int, objects: Sequence[ShardedObject], shape: Mapping[str, Any]) -> None:
-    """Write objects and everything that says what is where."""
+def _write_rest(
+    partial: Path, num_parts: int, objects: Sequence[ShardedObject], shape: Mapping[str, Any]
+) -> dict[str, manifest.Entry]:
+    """Write objects and everything that says what is where; returns what the manifest says of the parts."""
     described: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
+    written: dict[str, manifest.Entry] = {}
     for number in range(num_parts):
-        for key, dtype, full, offset, sizes, stored in json.loads(_journal(partial, number).read_text()):
+        journal = json.loads(_journal(partial, number).read_text())
+        written[_part_file(number)] = journal["file"]
+        for key, dtype, full, offset, sizes, stored in journal["chunks"]:
             if key not in described:
                 properties = TensorProperties(dtype=getattr(torch, dtype))
                 described[key] = TensorStorageMetadata(properties, torch.Size(full), [])
             described[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
             where[MetadataIndex(key, torch.Size(offset))] = _StorageInfo(*stored)
-    path = partial / f"__0_{num_parts}.distcp"
+    path = partial / _part_file(num_parts)
     with path.open("wb") as stream:
         for one in objects:
             data, start = io.BytesIO(), stream.tell()
@@ -290,6 +356,7 @@ def _write_rest(partial: Path, num_parts: int, objects: Sequence[ShardedObject],
     (partial / PLAN_FILE).unlink()
     for file in (*partial.iterdir(), partial):
         to_disk(file)
+    return written
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -23,6 +23,7 @@ AT_LEAST: dict[int, str] = {
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
     expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     microbatch_group_size_per_vp_stage
+    exit_duration_in_mins save_retain_interval num_distributed_optimizer_instances
     moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size loss_scale_window hysteresis""",
     0: """lr_warmup_iters lr_warmup_init min_lr decoupled_lr decoupled_min_lr weight_decay start_weight_decay
     end_weight_decay ckpt_step hidden_dropout attention_dropout adam_beta1 adam_beta2 adam_eps init_method_std
@@ -67,6 +68,8 @@ class Effect(NamedTuple):
 
 
 EFFECTS: tuple[Effect, ...] = (
+    Effect("exit_signal", lambda a: a.exit_signal_handler, "without --exit-signal-handler"),
+    Effect("save_retain_interval", lambda a: a.save or a.save_hf, "without --save or --save-hf"),
     Effect(
         "sequence_parallel",
         lambda a: a.tensor_model_parallel_size > 1,

@@ -68,6 +68,10 @@ class SglangFlags:
     )
     sglang_router_request_timeout_secs: int = flag(14400, "seconds the router waits for one request", at_least=1)
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", at_least=1)
+    api_key_per_run: bool = flag(
+        True,
+        "engines and routers answer anybody; otherwise they ask for the run's key, which slime's HTTP helpers send",
+    )
     sglang_config: str | None = flag(None, "YAML file with the models and engines of the run")
     prefill_num_servers: int | None = flag(
         None, "engines that only prefill, of one model without --sglang-config", at_least=1
@@ -114,7 +118,8 @@ def derive_engines(args: argparse.Namespace, explicit: set[str], problems: Probl
         addresses = args.rollout_external_engine_addrs
         num_external = len(addresses)
         if not any(check_external_engines(args)):
-            infos = collected(problems.environment, discover_external_engines, addresses) or []
+            key = args.sglang_overrides.get("api_key")
+            infos = collected(problems.environment, discover_external_engines, addresses, api_key=key) or []
             if infos:
                 apply_external_engine_info_to_args(args, infos)
             problems.environment += external_engine_problems(args, infos, explicit)

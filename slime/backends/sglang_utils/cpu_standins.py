@@ -111,6 +111,13 @@ def install_latent_attention() -> None:
     deepseek_v2.get_rope_wrapper = rope
 
 
+def install_all_heads_norm() -> None:
+    """Let MiniMax-M2 norm queries and keys with torch; SGLang does so by itself only on CPUs with AMX."""
+    from sglang.srt.models.minimax_m2 import MiniMaxM2QKRMSNorm
+
+    MiniMaxM2QKRMSNorm._forward_naive = MiniMaxM2QKRMSNorm._forward_cpu
+
+
 def drop_pinned_memory() -> None:
     """Let torch's factories ignore `pin_memory`, which needs CUDA: SGLang's buffers of routed experts ask for it."""
     import torch

@@ -14,6 +14,7 @@ from slime.backends.sglang_utils.disk_weights import LOAD_FORMAT
 from slime.backends.sglang_utils.weight_group import PROBE
 from slime.backends.sglang_utils.weight_samples import SAMPLE_ACTION
 from slime.utils import http_utils
+from slime.utils.api_keys import protect_engine
 from slime.utils.errors import HttpError
 
 UPDATE_TIMEOUT_S = 600.0
@@ -310,6 +311,7 @@ class DirectEngine(EngineClient):
     def __init__(self, contact: EngineContact) -> None:
         super().__init__(rank=contact.rank)
         self._contact = contact
+        protect_engine(contact.url)
 
     @property
     def url(self) -> str:

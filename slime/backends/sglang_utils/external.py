@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient
 from slime.backends.sglang_utils.server_control import Worker
+from slime.utils.api_keys import protect, protect_engine
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.wait import WaitTimeout
 
@@ -59,18 +61,21 @@ class ExternalEngineInfo:
 
 
 def discover_external_engines(
-    addresses: Sequence[str], *, timeout_s: float = DISCOVERY_TIMEOUT_S
+    addresses: Sequence[str], *, api_key: str | None = None, timeout_s: float = DISCOVERY_TIMEOUT_S
 ) -> list[ExternalEngineInfo]:
     """Ask every server what it is, all at once.
 
     Args:
         addresses: host:port, or http://host:port.
+        api_key: that they ask for (--sglang-api-key).
         timeout_s: for each answer.
 
     Raises:
         UsageError: with a sentence for each server that does not answer, or is none of SGLang.
     """
     problems: list[str] = []
+    for address in addresses:
+        protect(_url(address), api_key)
     with ThreadPoolExecutor(max_workers=min(32, max(1, len(addresses)))) as threads:
         asked = [threads.submit(_ask, _url(address), timeout_s) for address in addresses]
     found = []
@@ -181,6 +186,11 @@ class ExternalEngine(EngineClient):
     def __init__(self, info: ExternalEngineInfo, *, rank: int) -> None:
         super().__init__(rank=rank)
         self.info = info
+        protect_engine(self.url)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        protect_engine(self.url)  # each process knows the servers that it may send the key to
 
     @property
     def url(self) -> str:

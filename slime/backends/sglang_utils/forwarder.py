@@ -12,14 +12,19 @@ once to each; the answer, or 502 or 504 with the reason, unblocks the client.
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import sys
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
+
+from slime.utils.api_keys import ROUTER_ENV
 
 MAX_BODY_BYTES = 512 * 2**20
 CONNECT_TIMEOUT_S = 30.0
@@ -28,6 +33,7 @@ CONNECT_TIMEOUT_S = 30.0
 @dataclass
 class _Engine:
     url: str
+    api_key: str | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     in_flight: int = 0
 
@@ -37,10 +43,19 @@ class Forwarder:
 
     Args:
         timeout_s: of one request.
+        api_key: that every request must bring; None asks for none.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+    def __init__(self, *, timeout_s: float, api_key: str | None = None) -> None:
+        @web.middleware
+        async def check_key(request: web.Request, handler: Any) -> web.StreamResponse:
+            given = request.headers.get("Authorization", "")
+            if api_key and not secrets.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+                return web.Response(status=401)
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[check_key])
         self.app.router.add_get("/workers", self._list)
         self.app.router.add_post("/workers", self._add)
         self.app.router.add_delete("/workers/{id}", self._remove)
@@ -61,7 +76,8 @@ class Forwarder:
         return web.json_response({"workers": entries})
 
     async def _add(self, request: web.Request) -> web.Response:
-        engine = _Engine((await request.json())["url"].rstrip("/"))
+        asked = await request.json()
+        engine = _Engine(asked["url"].rstrip("/"), asked.get("api_key"))
         if engine.url not in [known.url for known in self._engines]:
             self._engines.append(engine)
         return web.json_response({"status": "accepted"}, status=202)
@@ -85,6 +101,8 @@ class Forwarder:
         engine.in_flight += 1
         try:
             headers = {"Content-Type": "application/json"}
+            if engine.api_key:
+                headers["Authorization"] = f"Bearer {engine.api_key}"
             async with self._session.post(engine.url + path, data=body, headers=headers) as answer:
                 return web.Response(
                     status=answer.status, body=await answer.read(), content_type=answer.content_type or None
@@ -96,7 +114,7 @@ class Forwarder:
 def main(path: Path) -> None:
     """Forward until told to stop."""
     values = json.loads(path.read_text())
-    forwarder = Forwarder(timeout_s=float(values["request_timeout_secs"]))
+    forwarder = Forwarder(timeout_s=float(values["request_timeout_secs"]), api_key=os.environ.get(ROUTER_ENV))
     web.run_app(forwarder.app, host=values["host"], port=values["port"], print=None, access_log=None)
 
 

@@ -1,6 +1,7 @@
 """Run one SGLang router in this process: `python -m slime.backends.sglang_utils.launch_router FILE.json`.
 
-The file holds the values of `sglang_router`'s own command line, by attribute name. It needs no SGLang and no
+The file holds the values of `sglang_router`'s own command line, by attribute name, and the environment the API key. It
+needs no SGLang and no
 stand-ins, and it does not know its workers: they are registered over HTTP (`server_control.register_worker`).
 """
 
@@ -8,8 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
+
+from slime.utils.api_keys import ROUTER_ENV
+from slime.utils.misc import url_host
 
 
 def main(path: Path) -> None:
@@ -17,7 +22,9 @@ def main(path: Path) -> None:
     from sglang_router.launch_router import launch_router
     from sglang_router.router_args import RouterArgs
 
-    launch_router(RouterArgs.from_cli_args(argparse.Namespace(**json.loads(path.read_text()))))
+    values = json.loads(path.read_text()) | {"api_key": os.environ.get(ROUTER_ENV)}
+    values["host"] = url_host(values["host"])  # it joins this host and its port as text; that of the metrics it parses
+    launch_router(RouterArgs.from_cli_args(argparse.Namespace(**values)))
 
 
 if __name__ == "__main__":

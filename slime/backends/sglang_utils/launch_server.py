@@ -1,10 +1,10 @@
 """Run one real SGLang server in this process: `python -m slime.backends.sglang_utils.launch_server FILE.json`.
 
-The file holds `{"accelerator": "cpu" | "cuda", "server_args": {ServerArgs field: value}}`. On CPU the stand-ins come
-first, and SGLang's scheduler and detokenizer are forked instead of spawned: they then share this process's imports,
-which halves the start. (With CUDA they are spawned, as SGLang does it; they re-execute this module as `__mp_main__`.)
-It does not choose arguments, ports or log files, and it does not watch its parent: whoever starts it does
-(`slime.utils.processes`).
+The file holds `{"accelerator": "cpu" | "cuda", "server_args": {ServerArgs field: value}}`, and the environment the API
+key. On CPU the stand-ins come first, and SGLang's scheduler and detokenizer are forked instead of spawned: they then
+share this process's imports, which halves the start. (With CUDA they are spawned, as SGLang does it; they re-execute
+this module as `__mp_main__`.) It does not choose arguments, ports or log files, and it does not watch its parent:
+whoever starts it does (`slime.utils.processes`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from slime.utils.api_keys import ENGINE_ENV, HiddenText
 
 
 def write_launch_file(path: Path, *, accelerator: str, server_args: dict[str, Any]) -> None:
@@ -32,7 +34,8 @@ def main(path: Path) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    server_args = ServerArgs(**launch["server_args"])
+    key = os.environ.get(ENGINE_ENV)
+    server_args = ServerArgs(**launch["server_args"], **({"api_key": HiddenText(key)} if key else {}))
     if launch["accelerator"] == "cpu":
         fork_children()
     try:
@@ -63,10 +66,18 @@ def prepare(launch: dict[str, Any]) -> None:
         from slime.backends.sglang_utils import cpu_standins
 
         cpu_standins.install_latent_attention()
+    if launch["accelerator"] == "cpu" and _config(model_path).get("model_type") == "minimax_m2":
+        from slime.backends.sglang_utils import cpu_standins
+
+        cpu_standins.install_all_heads_norm()
     if _serves_fp8(model_path):
         from slime.backends.sglang_utils import fp8_engine
 
         fp8_engine.install(launch["accelerator"])
+    if _serves_int4(model_path):
+        from slime.backends.sglang_utils import int4_engine
+
+        int4_engine.install(launch["accelerator"])
     if _classifies(model_path):
         from slime.backends.sglang_utils import classifier_bias
 
@@ -79,6 +90,12 @@ def _classifies(model_path: Path) -> bool:
 
 def _serves_fp8(model_path: Path) -> bool:
     return (_config(model_path).get("quantization_config") or {}).get("quant_method") == "fp8"
+
+
+def _serves_int4(model_path: Path) -> bool:
+    from slime.utils.int4_format import METHODS, quantization_config_of
+
+    return str(quantization_config_of(_config(model_path)).get("quant_method")).lower() in METHODS
 
 
 def _config(model_path: Path) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from slime.utils.safetensors_files import files_of, read_header, read_index
+from slime.utils.wait import lock_file
 
 FLAG = "--update-weight-local-checkpoint-dir"
 NUM_THREADS = 4
 _ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Of the dtypes of safetensors; those of one byte are left out."""
+LOCK_DEADLINE_S = 1800.0  # another engine of the node copies a whole checkpoint
 _held: dict[Path, IO[str]] = {}
 """Root -> the file whose lock says that an engine of this process uses it."""
 
@@ -60,7 +62,7 @@ class LocalCheckpoint:
         wanted = read_index(version_dir)["metadata"]
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock, f"another engine to finish with {self.root}", LOCK_DEADLINE_S)
             self._hold(wanted["run"])
             if self._state() != {"run": wanted["run"], "version": wanted["version"]}:
                 self._bring(version_dir, wanted)
@@ -77,7 +79,7 @@ class LocalCheckpoint:
                     f"{FLAG} {self.root} is in use by the engines of another run; give each run a directory of its own"
                 ) from None
             self._set_state(run, None)
-        fcntl.flock(file, fcntl.LOCK_SH)
+        lock_file(file, f"the use of {self.root}", LOCK_DEADLINE_S, shared=True)
         _held[self.root] = file
 
     def _bring(self, version_dir: Path, wanted: dict[str, Any]) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.cpu_standins import CPU_ATTENTION_BACKEND
+from slime.utils.misc import url_host
 
 # Chosen with 512 requests of 8 + 6 tokens to a model of 0.8 M parameters on two cores: 2.0 s of CPU time with
 # SGLang's own values and attention, 1.0 s with these and `cpu_attention`.
@@ -78,7 +79,11 @@ class EnginePlace:
         port: of the HTTP server.
         nccl_port: of the engine's own process group.
         bootstrap_port: where a prefill engine, or one that uses encoders, is found by the engines it works with.
-        dist_init_port: first of the consecutive ports that data-parallel attention uses.
+        dist_init_port: first of the consecutive ports that data-parallel attention uses, and at which the nodes of an
+            engine meet.
+        num_nodes: over which the engine lies; each has a server process with its share of the ranks.
+        node_rank: of this process among them.
+        meeting: `host:port` where they meet, on the first of them; None is this place's own.
     """
 
     host: str
@@ -86,6 +91,14 @@ class EnginePlace:
     nccl_port: int
     bootstrap_port: int
     dist_init_port: int
+    num_nodes: int = 1
+    node_rank: int = 0
+    meeting: str | None = None
+
+    @property
+    def dist_init_addr(self) -> str:
+        """Where the ranks of the engine meet."""
+        return self.meeting or f"{url_host(self.host)}:{self.dist_init_port}"
 
 
 def build_server_args(args: Any, spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:
@@ -93,7 +106,7 @@ def build_server_args(args: Any, spec: EngineSpec, place: EnginePlace) -> dict[s
 
     Args:
         args: reads `accelerator`, `seed`, `trust_remote_code`, `update_weights_in_flight`,
-            `use_rollout_routing_replay`, `hf_checkpoint`.
+            `use_rollout_routing_replay`, `hf_checkpoint`, `params_dtype`.
         spec: which engine.
         place: its ports.
     """
@@ -118,9 +131,15 @@ def build_server_args(args: Any, spec: EngineSpec, place: EnginePlace) -> dict[s
         owned |= {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}
         if not spec.takes_weights:
             owned["enable_weights_cpu_backup"] = True
-    if spec.settings.get("enable_dp_attention"):
-        owned["dist_init_addr"] = f"{place.host}:{place.dist_init_port}"
-    return device_defaults(args.accelerator, Path(spec.model_path)) | dict(spec.settings) | owned
+    if place.num_nodes > 1:
+        owned |= {"nnodes": place.num_nodes, "node_rank": place.node_rank}
+    if place.num_nodes > 1 or spec.settings.get("enable_dp_attention"):
+        owned["dist_init_addr"] = place.dist_init_addr
+    defaults = device_defaults(args.accelerator, Path(spec.model_path))
+    if spec.takes_weights:
+        # SGLang itself would take a checkpoint in fp32 for fp16, to which bf16 weights are rounded as they arrive.
+        defaults.setdefault("dtype", args.params_dtype)
+    return defaults | dict(spec.settings) | owned
 
 
 def _worker_arguments(spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:
@@ -149,12 +168,13 @@ def device_defaults(accelerator: str, model_path: Path) -> dict[str, Any]:
     return {"device": "cpu", "max_running_requests": requests, **CPU_DEFAULTS}
 
 
-def server_environment(accelerator: str, *, num_threads: int | None = None) -> dict[str, str]:
+def server_environment(accelerator: str, *, num_threads: int | None = None, tp_size: int = 1) -> dict[str, str]:
     """The environment of a server process: this process's, with what SGLang reads.
 
     Args:
         accelerator: "cpu" or "cuda".
         num_threads: OMP threads of a CPU engine; None leaves the choice to the environment.
+        tp_size: tensor-parallel ranks of the engine.
     """
     env = dict(os.environ)
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -172,9 +192,22 @@ def server_environment(accelerator: str, *, num_threads: int | None = None) -> d
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if num_threads is not None:
             env["OMP_NUM_THREADS"] = str(num_threads)
+        if tp_size > 1:
+            # Unset, SGLang wants a NUMA node for each rank.
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(sorted(os.sched_getaffinity(0)), tp_size))
     else:
         # Both ends of the NCCL group that carries weights must agree; with SGLang's own "1" on newer drivers they do
         # not.
         env["NCCL_CUMEM_ENABLE"] = "0"
         env["NCCL_NVLS_ENABLE"] = "0"
     return env
+
+
+def cores_of_ranks(cores: Sequence[int], num_ranks: int) -> str:
+    """An equal share of the cores for each rank, as SGLANG_CPU_OMP_THREADS_BIND has it ("0,1|2,3").
+
+    Ranks share cores where there are fewer of these.
+    """
+    each = max(1, len(cores) // num_ranks)
+    shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.utils import http_utils
+from slime.utils.api_keys import key_of
 from slime.utils.http_utils import HttpError
 from slime.utils.wait import wait, wait_async
 
@@ -27,9 +28,9 @@ async def list_workers(router_url: str) -> list[str]:
     return _healthy(await http_utils.get(f"{router_url}/workers", timeout_s=CONTROL_TIMEOUT_S))
 
 
-def list_workers_sync(router_url: str) -> list[str]:
+def list_workers_sync(router_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> list[str]:
     """As `list_workers`."""
-    return _healthy(http_utils.get_sync(f"{router_url}/workers", timeout_s=CONTROL_TIMEOUT_S))
+    return _healthy(http_utils.get_sync(f"{router_url}/workers", timeout_s=timeout_s))
 
 
 def _healthy(answer: dict[str, Any]) -> list[str]:
@@ -52,9 +53,10 @@ class Worker:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What `POST /workers` takes."""
+        """What `POST /workers` takes; the router sends the engine its key."""
         port = {} if self.bootstrap_port is None else {"bootstrap_port": self.bootstrap_port}
-        return {"url": self.url, "worker_type": self.worker_type, **port}
+        key = {} if (found := key_of(self.url)) is None else {"api_key": found}
+        return {"url": self.url, "worker_type": self.worker_type, **port, **key}
 
 
 async def register_worker(router_url: str, worker: Worker, *, deadline_s: float = ROUTER_DEADLINE_S) -> None:
@@ -184,6 +186,12 @@ def weight_version_sync(worker_url: str) -> str:
 async def num_running(worker_url: str) -> int:
     """Requests in a server, running and waiting."""
     return _total_requests(await http_utils.get(f"{worker_url}/v1/loads?include=core", timeout_s=CONTROL_TIMEOUT_S))
+
+
+def loads_sync(worker_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> list[dict[str, Any]]:
+    """What each data-parallel rank of a server is busy with: requests that run and wait, tokens held, ..."""
+    answer = http_utils.get_sync(f"{worker_url}/v1/loads?include=core", timeout_s=timeout_s)
+    return list(answer["loads"]) if isinstance(answer, dict) and "loads" in answer else []
 
 
 def _total_requests(answer: dict[str, Any]) -> int:

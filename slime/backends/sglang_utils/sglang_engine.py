@@ -7,6 +7,7 @@ arguments come from (`server_args`).
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -18,12 +19,14 @@ from slime.backends.sglang_utils.engine_client import EngineClient, EngineContac
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
 from slime.backends.sglang_utils.start_failures import memory_advice
+from slime.utils.api_keys import ENGINE_ENV, protect
 from slime.utils.processes import log_tail, registry
 from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 40
+TAIL_BYTES = 4096
 PORT_TAKEN = ("address already in use", "EADDRINUSE")
 
 
@@ -68,6 +71,7 @@ class SGLangEngine(EngineClient):
         self._accelerator = accelerator
         self._num_threads = num_threads
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0
 
     @property
     def url(self) -> str:
@@ -94,15 +98,8 @@ class SGLangEngine(EngineClient):
         Raises:
             EngineStartError: it died (noticed at once), or was not healthy in time; quotes the end of its log.
         """
-        launch_file = self._log_path.with_suffix(".json")
-        write_launch_file(launch_file, accelerator=self._accelerator, server_args=self._server_kwargs)
-        begin, log_begin = time.monotonic(), self._log_path.stat().st_size if self._log_path.exists() else 0
-        self._process = registry().start(
-            [sys.executable, "-m", "slime.backends.sglang_utils.launch_server", str(launch_file)],
-            name=f"engine {self.rank}",
-            log_path=self._log_path,
-            env=server_environment(self._accelerator, num_threads=self._num_threads),
-        )
+        begin = time.monotonic()
+        self._begin()
         try:
             wait(
                 f"engine {self.rank} at {self.url} to be healthy",
@@ -112,24 +109,47 @@ class SGLangEngine(EngineClient):
             )
         except (EngineStartError, WaitTimeout) as error:
             self.shutdown()
-            raise self._start_error(error, log_begin) from None
+            raise self._start_error(error) from None
         if not self._server_kwargs.get("encoder_only"):  # that server has few endpoints
             server_control.freeze_gc_sync(self.url)
         logger.info("engine %d is healthy at %s after %.1f s", self.rank, self.url, time.monotonic() - begin)
         return self.url
+
+    def _begin(self) -> None:
+        """Start the server without waiting for it."""
+        launch_file = self._log_path.with_suffix(".json")
+        # The key is in the server's environment alone: files and command lines are read by others.
+        shown = {name: value for name, value in self._server_kwargs.items() if name != "api_key"}
+        key = self._server_kwargs.get("api_key") or os.environ.get(ENGINE_ENV)
+        protect(self.url, key)
+        write_launch_file(launch_file, accelerator=self._accelerator, server_args=shown)
+        self._log_begin = self._log_path.stat().st_size if self._log_path.exists() else 0
+        tp_size = self._server_kwargs.get("tp_size", 1)
+        self._process = registry().start(
+            [sys.executable, "-m", "slime.backends.sglang_utils.launch_server", str(launch_file)],
+            name=f"engine {self.rank}",
+            log_path=self._log_path,
+            env=server_environment(self._accelerator, num_threads=self._num_threads, tp_size=tp_size)
+            | ({ENGINE_ENV: key} if key else {}),
+        )
 
     def _check_alive(self) -> None:
         code = self._process.poll() if self._process is not None else None
         if code is not None:
             raise EngineStartError(f"engine {self.rank} ended with exit code {code} before it was healthy")
         # SGLang's main process lives on for seconds after its scheduler has failed, to collect diagnostics.
-        if "Received sigquit from a child process" in log_tail(self._log_path, lines=5):
+        if "Received sigquit from a child process" in self._log_of_this_start(last=TAIL_BYTES):
             raise EngineStartError(f"engine {self.rank} failed before it was healthy")
 
-    def _start_error(self, error: Exception, log_begin: int) -> EngineStartError:
+    def _log_of_this_start(self, *, last: int | None = None) -> str:
+        """The log without that of an engine that was in its place before; of that the last so many bytes."""
         with self._log_path.open("rb") as log:
-            log.seek(log_begin)
-            text = log.read().decode(errors="replace")
+            log.seek(0 if last is None else max(0, self._log_path.stat().st_size - last))
+            log.seek(max(log.tell(), self._log_begin))
+            return log.read().decode(errors="replace")
+
+    def _start_error(self, error: Exception) -> EngineStartError:
+        text = self._log_of_this_start()
         port_taken = any(sign.lower() in text.lower() for sign in PORT_TAKEN)
         advice = memory_advice(text, self._server_kwargs)
         tail = log_tail(self._log_path, TAIL_LINES)

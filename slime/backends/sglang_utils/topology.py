@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils.fp8_checks import fp8_problems
+from slime.backends.sglang_utils.quantization_checks import quantization_problems
 from slime.backends.sglang_utils.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
-from slime.backends.sglang_utils.shape_checks import shape_problems
+from slime.backends.sglang_utils.shape_checks import read_text_config, shape_problems
 from slime.utils.arguments.problems import Problems
+from slime.utils.plan.layout import slot_layout
 
 DEFAULT_MODEL = "default"
 REWARD_MODEL = "reward"
 # What makes SGLang answer /classify whatever the name of the architecture says.
 REWARD_SETTINGS = {"is_embedding": True}
+
+_DELTA_NET = "SGLang's gated delta nets are kernels for GPUs and for CPUs with AMX"
+_SPARSE = "SGLang's sparse attention asks for a CUDA device"
+NO_CPU_ENGINE = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NET),
+    **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), _SPARSE),
+}
+"""model_type -> why no engine serves it without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +179,11 @@ def topology_problems(args: argparse.Namespace) -> Problems:
     problems.extend(_reward_problems(args, config))
     models = plan_engines(args)
     problems.wrong += shape_problems(models)
-    problems.extend(fp8_problems(args, models))
+    problems.extend(quantization_problems(args, models))
     if args.accelerator == "cpu":
         problems.unsupported += _cpu_problems(args, models)
-    if args.sglang_config is not None:  # otherwise it is said of --rollout-num-gpus-per-engine
-        problems.unsupported += _size_problems(args, models)
+    problems.wrong += _node_problems(args, models)
+    problems.wrong += _stage_problems(args, models)
     return problems
 
 
@@ -214,17 +225,51 @@ def _cpu_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator
                 f"model {model.name}: encoder engines process images on GPUs, which --accelerator cpu cannot do; use "
                 "regular engines there."
             )
-
-
-def _size_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator[str]:
-    """Engines that are larger than can be started."""
-    for model in models:
-        size = max((g.num_gpus_per_engine for g in model.groups if g.worker_type != "placeholder"), default=1)
-        what = f"model {model.name}: num_gpus_per_engine {size}"
-        if args.accelerator == "cpu" and size > 1:
-            yield f"{what} is not supported with --accelerator cpu; use 1 and more engines."
-        elif size > args.num_gpus_per_node:
+        model_type = read_text_config(Path(model.model_path or "") / "config.json").get("model_type")
+        if model.groups and (reason := NO_CPU_ENGINE.get(str(model_type))):
             yield (
-                f"{what} is more than --num-gpus-per-node {args.num_gpus_per_node}; engines over several nodes are "
-                "not supported yet (several GPUs)."
+                f"model {model.name}: --accelerator cpu cannot serve {model.model_path} (model_type {model_type!r}), "
+                f"for {reason}; use a GPU, or train without engines (--debug-train-only, as SFT does)."
             )
+
+
+def _stage_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator[str]:
+    """Pipeline-parallel engines that would take weights in a way that their stages cannot.
+
+    A stage of SGLang's hands a request on when it has dealt with it: a stage that waits for the next one in a group
+    waits for ever, and the first one's answer says nothing of the others, which may still read.
+    """
+    if args.debug_rollout_only:
+        return
+    for model in models:
+        sizes = [int(g.settings.get("pp_size") or 1) for g in model.groups if model.update_weights and g.takes_weights]
+        if max(sizes, default=1) <= 1:
+            continue
+        over_files = (args.update_weight_transport, args.update_weight_mode) == ("disk", "full")
+        if not (over_files and args.update_weight_disk_keep_files):
+            yield (
+                f"model {model.name}: engines of {max(sizes)} pipeline stages (--sglang-pp-size) take the trainer's "
+                "weights from files that stay: give --update-weight-transport disk and "
+                "--update-weight-disk-keep-files, or --sglang-pp-size 1."
+            )
+
+
+def _node_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator[str]:
+    """Engines that would have unequal shares of the nodes that they lie on; a machine without GPUs is one node."""
+    per_node = args.num_gpus_per_node
+    if args.accelerator == "cpu" or args.rollout_external or args.rollout_num_gpus is None or per_node < 1:
+        return
+    slots = slot_layout(args).engine_slots
+    for model in models:
+        for group in model.groups:
+            for first in group.engine_slots:
+                own = slots[first : first + group.num_gpus_per_engine]
+                shares = Counter(slot // per_node for slot in own)
+                if len(set(shares.values())) > 1:
+                    parts = " and ".join(f"{count} on node {node}" for node, count in sorted(shares.items()))
+                    yield (
+                        f"model {model.name}: an engine of {len(own)} GPUs would have {parts} (--num-gpus-per-node "
+                        f"{per_node}), but it takes as many of each of its nodes; change "
+                        "--rollout-num-gpus-per-engine, the trainer's GPUs before it, or --num-gpus-per-node."
+                    )
+                    break

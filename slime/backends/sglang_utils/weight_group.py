@@ -8,12 +8,12 @@ earlier attempt or of trainers of before, is left first. It does not know what a
 
 from __future__ import annotations
 
-import socket
 from typing import Any
+
+from slime.utils.network import out_of_reach
 
 PROBE = "probe"
 """In the place of a backend: only see whether the address can be reached."""
-CONNECT_TIMEOUT_S = 10.0
 
 
 def install() -> None:
@@ -44,12 +44,3 @@ def install() -> None:
         return found
 
     WeightUpdater.init_weights_update_group = probe_and_join
-
-
-def out_of_reach(address: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> str | None:
-    """Why nothing can be connected to an address from this host; None where it can."""
-    try:
-        socket.create_connection((address, port), timeout=timeout_s).close()
-    except OSError as error:
-        return f"{socket.gethostname()} cannot connect to {address}:{port}: {error}"
-    return None

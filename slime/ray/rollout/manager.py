@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,27 @@ from slime.observability import logging_utils
 from slime.observability.eval_samples import EvalSample, pick_eval_samples
 from slime.observability.progress import ProgressBar, set_progress_factory
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
+from slime.ray import progress_board
 from slime.ray.http_post import use_distributed_post
+from slime.ray.placement_group import Slot
 from slime.ray.ray_actor import RayActor
 from slime.ray.rollout.dp_split import split_train_data
+from slime.ray.rollout.engine_state import engine_state
 from slime.ray.rollout.engine_watch import EngineWatch
 from slime.ray.rollout.replacements import Replacements
+from slime.ray.rollout.router_watch import RouterWatch
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
-from slime.ray.utils import redirect_output
+from slime.ray.rollout.share_transport import put_share
+from slime.ray.utils import get, redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
-from slime.rollout.fully_async_rollout import save_data_source, stop_worker
+from slime.rollout.fully_async_rollout import save_data_source, settle_worker, stop_worker
 from slime.rollout.hook_returns import check_data_source, check_train_data
 from slime.rollout.policy_filtration import filter_train_data
 from slime.rollout.rewards import post_process_rewards
 from slime.rollout.train_data import samples_to_train_data
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
-from slime.utils.columns import flatten_columns
+from slime.utils import stacks
+from slime.utils.api_keys import use_keys
 from slime.utils.dumps import load_samples, save_dump, subsample
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
@@ -48,7 +55,9 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ("weights",)
-CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1, "memory": 1}
+LOAD_DEADLINE_S = 1800.0  # prompts and user code; the driver waits as long for the start
+CONTINUE_DEADLINE_S = 30.0
+CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1, "memory": 1, "settling": 1}
 HOOKS_ON_SAMPLES = (
     "custom_rollout_log_function_path",
     "custom_reward_post_process_path",
@@ -67,13 +76,16 @@ class RolloutManager(RayActor):
 
     Args:
         args: the run's flags.
-        engine_slots: (placement group, bundle index) of each slot that engines take.
+        engine_slots: each slot that engines take.
         log_path: where this process's log goes; what user code prints still reaches the driver's terminal.
         show_progress: draw progress bars on the driver's terminal.
     """
 
-    def __init__(self, args: Any, engine_slots: list[tuple[Any, int]], *, log_path: str, show_progress: bool) -> None:
+    def __init__(self, args: Any, engine_slots: list[Slot], *, log_path: str, show_progress: bool) -> None:
         _configure_output(log_path)
+        stacks.can_be_asked()
+        use_keys(vars(args).get("run_keys"))
+        progress_board.publish("rollout manager")
         if show_progress:
             set_progress_factory(ray_progress_bar)
         logging_utils.init_tracking(args, primary=False)
@@ -81,6 +93,7 @@ class RolloutManager(RayActor):
         self._slots = engine_slots
         self._servers: RolloutServers | None = None
         self._watch: EngineWatch | None = None
+        self._router_watch: RouterWatch | None = None
         self._replacements: Replacements | None = None
         self._data_source: Any = None
         self._parallel_config: dict[str, int] = {}
@@ -93,22 +106,27 @@ class RolloutManager(RayActor):
             loading = thread.submit(self._load_user_code)
             if self.args.engine_models:
                 self._start_servers()
-            loading.result()
+            loading.result(timeout=LOAD_DEADLINE_S)
         gc.collect()
         gc.freeze()  # the imports' million objects and the prompts stay: collections need not look through them again
 
     def _load_user_code(self) -> None:
         if _draws_prompts(self.args):
-            path = self.args.data_source_path
-            self._data_source = check_data_source(path, load_function(path)(self.args))
+            self._open_data_source(self.args)
         self._generate = load_function(self.args.rollout_function_path)
         self._evaluate = load_function(self.args.eval_function_path)
         if self.args.dump_details:
             self._save_tokenizer()
 
+    def _open_data_source(self, args: Any) -> None:
+        path = args.data_source_path
+        self._data_source = check_data_source(path, load_function(path)(args))
+
     def _start_servers(self) -> None:
         self._servers = start_rollout_servers(self.args, slots=self._slots)
         self._servers.publish()
+        self._router_watch = RouterWatch(self._servers.models)
+        self._router_watch.start()
         if self.args.check_weight_update_equal:
             self._servers.overwrite_weights()
         init_http_client(self.args)
@@ -154,6 +172,14 @@ class RolloutManager(RayActor):
             self._replacements.register()
             self._watch.resume()
 
+    @ray.method(concurrency_group="control")
+    def engine_state(self) -> dict[str, Any]:
+        """Address -> what each router and engine is busy with, or why it does not tell; for the stall report."""
+        if self._servers is None:
+            return {}
+        routers = [router.url for router in self._servers.routers.values()]
+        return engine_state(routers, self._replacements.urls().values() if self._replacements else [])
+
     def get_num_rollout_per_epoch(self) -> int:
         """Rollouts that go once through the data set (at least 1); 0 where there is none, so no epoch ends.
 
@@ -175,14 +201,20 @@ class RolloutManager(RayActor):
         """Tell how many data-parallel ranks share a rollout (`dp_size`, `cp_size`, ...)."""
         self._parallel_config = config
 
-    def set_sync_schedule(self, first: int, end: int, interval: int) -> None:
-        """Tell which rollouts this run does (`first` to `end` - 1), and after how many the weights are synced."""
-        WeightClock().follow(SyncSchedule(first, end, interval))
+    def set_sync_schedule(self, schedule: SyncSchedule) -> None:
+        """Tell which rollouts this run does, and when the weights are synced."""
+        WeightClock().follow(schedule)
 
     @ray.method(concurrency_group="control")
     def set_weight_version(self, version: int) -> None:
         """Tell that every engine has the weights of this sync."""
         WeightClock().publish(version)
+
+    @ray.method(concurrency_group="settling")
+    def settle(self) -> None:
+        """Wait until every group that may be begun with the engines' weights is finished, where groups are begun
+        behind the rollouts that were asked for."""
+        settle_worker()
 
     def generate(self, rollout_id: int) -> None:
         """Make the samples of one rollout; `train_data`, to be called next, makes of them what the trainer takes."""
@@ -219,7 +251,8 @@ class RolloutManager(RayActor):
             return [], logging_utils.take_pending()
         data = self._convert(samples) | ({} if begun is None else {"weight_version": begun})
         shares = split_train_data(self.args, data, self._parallel_config)
-        return [Box(ray.put(flatten_columns(share))) for share in shares], logging_utils.take_pending()
+        boxes = [put_share(share, self.args.rollout_data_transport) for share in shares]
+        return boxes, logging_utils.take_pending()
 
     @ray.method(concurrency_group="evaluation")
     def eval(self, rollout_id: int, step: int) -> tuple[list[MetricRecord], list[EvalSample]]:
@@ -270,14 +303,36 @@ class RolloutManager(RayActor):
         if self._data_source is not None:  # a replay has none
             save_data_source(self._data_source, rollout_id)
 
+    def begin_again(self, load: str | None) -> None:
+        """Forget what was drawn and generated, after all calls before this one: a data source as at the start, which
+        takes its state from `load`.
+
+        What a user's rollout function keeps for itself stays as it is.
+        """
+        stop_worker()
+        self._finish = None
+        if self._data_source is not None:
+            self._open_data_source(self.args.replace(load=load))
+
+    @ray.method(concurrency_group="control")
+    def let_go_on(self) -> None:
+        """Let engines go on that a weight sync has stopped and whose trainer is lost: requests wait in them, whose
+        answers are of no use, but are waited for."""
+        for engine, _ in self._servers.updatable if self._servers else []:
+            with suppress(Exception):  # one that is gone keeps nobody waiting
+                get(engine.continue_generation.remote(), "an engine to go on", CONTINUE_DEADLINE_S)
+
     def load(self, rollout_id: int) -> None:
         """Read the data source's state of `rollout_id`."""
         if self._data_source is not None:
             self._data_source.load(rollout_id)
 
+    @ray.method(concurrency_group="control")
     def dispose(self) -> None:
-        """End the engines and the router."""
+        """End the engines and the router; after a failure beside a rollout that will not end any more."""
         stop_worker()
+        if self._router_watch is not None:
+            self._router_watch.stop()
         if self._watch is not None:
             self._watch.stop()
         if self._servers is not None:

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.server_control import Worker
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import ModelServers, RolloutServers
 from slime.ray.utils import get
-from slime.utils.errors import HttpError
 
 logger = logging.getLogger(__name__)
 
-REMOVE_TIMEOUT_S = 5.0
 WATCHED = "regular"
 """Worker types that answer by themselves: a prefill or decode server needs the other, an encoder generates nothing."""
 
@@ -80,10 +76,7 @@ class Replacements:
             if seat in self._waiting:  # lost again before it served
                 self._waiting.remove(seat)
             logger.error("engine at %s is lost, the others go on without it: %s", seat.worker.url, why)
-            with suppress(HttpError):
-                server_control.remove_worker_sync(
-                    seat.model.router.address.url, seat.worker.url, timeout_s=REMOVE_TIMEOUT_S
-                )
+            seat.model.take_from_router(seat.worker.url)
             seat.model.lost.add(seat.group.engines[seat.index])
             seat.group.end(seat.index)
 
@@ -119,5 +112,5 @@ class Replacements:
     def _register(self, seat: _Seat) -> None:
         self._waiting.remove(seat)
         if seat.worker is not None and not seat.is_lost:
-            server_control.register_worker_sync(seat.model.router.address.url, seat.worker)
+            seat.model.put_behind_router(seat.worker)
             logger.warning("engine at %s takes the place of a lost one", seat.worker.url)

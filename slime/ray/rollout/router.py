@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.ray.rollout.ports import PortBlock, is_free, reserve_block
+from slime.utils.api_keys import protect_router
 from slime.utils.errors import UsageError
 from slime.utils.misc import url_host
 from slime.utils.processes import log_tail, registry
@@ -24,6 +26,7 @@ from slime.utils.wait import WaitTimeout, wait
 logger = logging.getLogger(__name__)
 
 ROUTER_DEADLINE_S = 120.0
+ANSWER_TIMEOUT_S = 30.0
 BREAK_S = 10  # an engine that failed ten times running gets no request for so long; shorter than the client retries
 MAX_STARTS = 3
 
@@ -67,17 +70,24 @@ class Router:
         self._is_first = is_first
         self.is_ours = not (is_first and args.sglang_router_ip)
         self.address = RouterAddress(host if self.is_ours else args.sglang_router_ip, self._port or 0)
+        if not self.is_ours:
+            protect_router(self.address.url)
 
     def launch(self) -> None:
         """Start the process without waiting for it; a router that runs already needs nothing."""
         if not self.is_ours:
             return
         ip, port = self.address.ip, self._port
-        # Its metrics port has a fixed default that two routers would fight over.
-        self._block = reserve_block(ip, needed=(0, 1))
         if port and not is_free(ip, port):
             raise UsageError(f"port {port} on {ip} is taken: choose another --sglang-router-port, or leave it out")
+        self._start_process()
+
+    def _start_process(self) -> None:
+        ip, port = self.address.ip, self._port
+        # Its metrics port has a fixed default that two routers would fight over.
+        self._block = reserve_block(ip, needed=(0, 1))
         self.address = RouterAddress(ip, port or self._block[0])
+        protect_router(self.address.url)
         file = self._log_path.with_suffix(".json")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self._values(self._block[1]), indent=2))
@@ -128,6 +138,35 @@ class Router:
     def _port_was_taken(self) -> bool:
         return self.is_ours and not self._port and "in use" in log_tail(self._log_path)
 
+    def what_is_wrong(self, *, asks: bool) -> str | None:
+        """Why it cannot be counted on, as a sentence's end; None while it can.
+
+        Args:
+            asks: it is to answer, too.
+        """
+        code = self._process.poll() if self._process is not None else None
+        if code is not None:
+            return f"has ended ({exit_text(code)})"
+        if asks and self._process is not None:
+            try:
+                server_control.list_workers_sync(self.address.url, timeout_s=ANSWER_TIMEOUT_S)
+            except server_control.HttpError as error:
+                return f"does not answer ({error})"
+        return None
+
+    def restart(self) -> None:
+        """Start it again where it was, and wait until it answers.
+
+        Connections of the old one that the kernel still holds do not keep a server from listening there.
+
+        Raises:
+            RouterStartError: it died or did not answer in time.
+        """
+        self.shutdown()
+        self._port = self.address.port
+        self._start_process()
+        self.wait_ready()
+
     def shutdown(self) -> None:
         """End the process, if it is ours."""
         if self._process is not None:
@@ -155,7 +194,15 @@ def router_values(args: Any, address: RouterAddress, *, prometheus_port: int, ha
         "cb_timeout_duration_secs": BREAK_S,
     }
     owned = {"host": address.ip, "port": address.port} | ({"pd_disaggregation": True} if has_pd else {})
-    return ours | {"prometheus_port": prometheus_port} | dict(args.router_overrides) | owned
+    # The key is in the router's environment alone: this is written to a file.
+    given = {name: value for name, value in args.router_overrides.items() if name != "api_key"}
+    metrics = {"prometheus_host": address.ip, "prometheus_port": prometheus_port}
+    return ours | metrics | given | owned
+
+
+def exit_text(code: int) -> str:
+    """How a process ended, from Popen's return code."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _answers(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""Engines of one kind: Ray actors, started in parallel, each on ports found on its own node.
+"""Engines of one kind: Ray actors, started in parallel, each on ports found on its own node; one actor a node.
 
 It does not know the router, nor the other groups of the run.
 """
@@ -14,20 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
 from slime.backends.sglang_utils.engine_client import EngineContact
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
-from slime.ray.placement_group import ENGINE_SHARE
-from slime.ray.rollout.ports import reserve_block
-from slime.ray.utils import actor_env, in_bundle, slot_options
+from slime.ray.placement_group import ENGINE_SHARE, Slot
+from slime.ray.rollout.ports import PortBlock, reserve_block
+from slime.ray.utils import actor_env, check_network, get, in_bundle, node_address, slot_options
+from slime.utils.api_keys import use_keys
 
 logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = {"cpu": 600.0, "cuda": 1800.0}  # a large model takes many minutes to load and to capture graphs
 SHUTDOWN_DEADLINE_S = 30.0
 MAX_STARTS = 3
+JOIN_DEADLINE_S = 120.0
+CHECK_INTERVAL_S = 2.0
+"""Between two questions whether the other nodes of an engine that starts still run."""
 # A server takes as many GPUs as it is large, so it has to see them all, not only its actor's own (HIP: AMD's).
 SHOW_ALL_GPUS = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP")}
 SMALL_MODEL_BYTES = 100 * 2**20
@@ -37,7 +42,10 @@ PORTS = (0, NCCL_PORT, BOOTSTRAP_PORT, ENCODER_PORT, DIST_INIT_PORT)
 
 
 class EngineActor(SGLangEngine):
-    """An engine that finds its ports and its GPUs where Ray has put it.
+    """An engine that finds its ports and its GPUs where Ray has put it, or the part of one that is on one node.
+
+    The first node's actor is the engine: its server takes requests, and everything that is asked of the engine. Those
+    of the other nodes (`join`, `check`) only run their ranks.
 
     Args:
         args: the run's flags.
@@ -48,21 +56,26 @@ class EngineActor(SGLangEngine):
     """
 
     def __init__(self, args: Any, spec: EngineSpec, *, host: str | None, log_path: str, num_threads: int) -> None:
+        use_keys(vars(args).get("run_keys"))
         super().__init__({}, rank=spec.rank, log_path=log_path, accelerator=args.accelerator, num_threads=num_threads)
         self._args = args
         self._spec = spec
-        self._host = host or ray.util.get_node_ip_address()
+        self._given_host = host
+        self._others: list[Any] = []
+        self._block: PortBlock | None = None
+        self._checked_at = 0.0
 
     def contact(self) -> EngineContact:
         """How trainers reach this engine, and in which slot it is."""
         return dataclasses.replace(super().contact(), first_slot=self._spec.first_slot)
 
-    def launch(self, deadline_s: float, encoder_urls: Sequence[str] = ()) -> Worker:
+    def launch(self, deadline_s: float, encoder_urls: Sequence[str] = (), others: Sequence[Any] = ()) -> Worker:
         """Start the server; one whose free port was snatched away is started again on others.
 
         Args:
             deadline_s: until it is healthy.
             encoder_urls: servers that encode images for it.
+            others: the actors of its other nodes.
 
         Returns:
             what a router is to be told of it.
@@ -70,23 +83,17 @@ class EngineActor(SGLangEngine):
         Raises:
             EngineStartError: see `SGLangEngine.start`.
         """
-        spec = dataclasses.replace(self._spec, encoder_urls=tuple(encoder_urls))
-        device = _device_arguments(self._args.accelerator)
+        self._others = list(others)
+        self._look_at_network()
         end, tried = time.monotonic() + deadline_s, list[int]()
         while True:
             block = reserve_block(self._host, needed=PORTS, avoid=tried)
-            place = EnginePlace(
-                host=self._host,
-                port=block[0],
-                nccl_port=block[NCCL_PORT],
-                bootstrap_port=block[BOOTSTRAP_PORT],
-                dist_init_port=block[DIST_INIT_PORT],
-            )
-            self._server_kwargs = build_server_args(self._args, spec, place) | device
             try:
+                place = self._settle(block, encoder_urls, num_nodes=1 + len(others))
+                self._call_others(place, encoder_urls)
                 url = self.start(max(0.0, end - time.monotonic()))
                 bootstrap_port = self._server_kwargs.get("disaggregation_bootstrap_port")
-                return Worker(url, spec.worker_type, bootstrap_port)
+                return Worker(url, self._spec.worker_type, bootstrap_port)
             except EngineStartError as error:
                 tried.append(block.first)
                 if not error.port_taken or len(tried) == MAX_STARTS:
@@ -94,6 +101,92 @@ class EngineActor(SGLangEngine):
                 logger.warning("a port of engine %d was taken; starting it on others", self.rank)
             finally:
                 block.release()
+
+    def join(self, meeting: str, node_rank: int, num_nodes: int, encoder_urls: Sequence[str]) -> None:
+        """Begin to run the ranks of another node; once more where they run already.
+
+        Args:
+            meeting: `host:port` on the first node.
+            node_rank: of this node among the engine's.
+            num_nodes: the engine has.
+            encoder_urls: as of `launch`.
+        """
+        self.shutdown()
+        self._look_at_network()
+        # Kept while it runs: nobody asks its own server, which only says that it is there.
+        self._block = reserve_block(self._host, needed=PORTS)
+        self._settle(self._block, encoder_urls, num_nodes=num_nodes, node_rank=node_rank, meeting=meeting)
+        self._begin()
+
+    def check(self) -> None:
+        """Do nothing while the ranks of `join` run.
+
+        Raises:
+            EngineStartError: they have ended; quotes the end of their log.
+        """
+        try:
+            self._check_alive()
+        except EngineStartError as error:
+            raise self._start_error(error) from None
+
+    def shutdown(self) -> None:
+        """End the server and its children; nothing happens when it does not run."""
+        super().shutdown()
+        if self._block is not None:
+            self._block.release()
+            self._block = None
+
+    def _look_at_network(self) -> None:
+        check_network(f"engine {self.rank}", uses_nccl=self._args.accelerator == "cuda")
+        self._host = self._given_host or node_address()
+
+    def _settle(
+        self,
+        block: PortBlock,
+        encoder_urls: Sequence[str],
+        *,
+        num_nodes: int,
+        node_rank: int = 0,
+        meeting: str | None = None,
+    ) -> EnginePlace:
+        """Choose the server's arguments for a place on this node."""
+        place = EnginePlace(
+            host=self._host,
+            port=block[0],
+            nccl_port=block[NCCL_PORT],
+            bootstrap_port=block[BOOTSTRAP_PORT],
+            dist_init_port=block[DIST_INIT_PORT],
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            meeting=meeting,
+        )
+        spec = dataclasses.replace(self._spec, encoder_urls=tuple(encoder_urls))
+        device = _device_arguments(self._args.accelerator)
+        self._server_kwargs = build_server_args(self._args, spec, place) | device
+        return place
+
+    def _call_others(self, place: EnginePlace, encoder_urls: Sequence[str]) -> None:
+        joining = [
+            other.join.remote(place.dist_init_addr, number, place.num_nodes, list(encoder_urls))
+            for number, other in enumerate(self._others, start=1)
+        ]
+        get(joining, f"the other nodes of engine {self.rank}", JOIN_DEADLINE_S)
+        self._checked_at = time.monotonic()
+
+    def _check_alive(self) -> None:
+        super()._check_alive()
+        if not self._others or time.monotonic() < self._checked_at + CHECK_INTERVAL_S:
+            return
+        self._checked_at = time.monotonic()
+        for number, other in enumerate(self._others, start=1):
+            try:
+                ray.get(other.check.remote(), timeout=JOIN_DEADLINE_S)
+            except RayTaskError as error:
+                cause = error.cause
+                port_taken = isinstance(cause, EngineStartError) and cause.port_taken
+                raise EngineStartError(f"node {number} of engine {self.rank}: {cause}", port_taken) from None
+            except RayError as error:
+                raise EngineStartError(f"node {number} of engine {self.rank} is lost: {error}") from None
 
 
 def _device_arguments(accelerator: str) -> dict[str, Any]:
@@ -111,7 +204,7 @@ class ServerGroup:
     Args:
         args: the run's flags.
         specs: of each engine.
-        placements: (placement group or None, index of its first bundle) of each engine.
+        placements: of each engine the first slot on each of its nodes.
         host: address the engines listen on; None is the address of the node each is on.
         log_dir: where `engine_<rank>.log` is written.
         num_threads: OMP threads of each CPU engine.
@@ -121,7 +214,7 @@ class ServerGroup:
         self,
         args: Any,
         specs: Sequence[EngineSpec],
-        placements: Sequence[tuple[Any, int]],
+        placements: Sequence[Sequence[Slot]],
         *,
         host: str | None,
         log_dir: Path,
@@ -130,43 +223,54 @@ class ServerGroup:
         self._args = args
         self._seats = list(zip(specs, placements, strict=True))
         self._host, self._log_dir, self._num_threads = host, log_dir, num_threads
-        self.engines = [self._create(*seat) for seat in self._seats]
+        self.engines: list[Any] = []
+        """Of each, the actor that is asked: on the first of its nodes."""
+        self._others: list[list[Any]] = []
+        """Of each engine, the actors of its other nodes."""
+        for spec, slots in self._seats:
+            first, *others = self._create_all(spec, slots)
+            self.engines.append(first)
+            self._others.append(others)
 
-    def _create(self, spec: EngineSpec, placement: tuple[Any, int]) -> Any:
-        group, bundle = placement
+    def _create_all(self, spec: EngineSpec, slots: Sequence[Slot]) -> list[Any]:
+        names = [f"engine_{spec.rank}.log", *(f"engine_{spec.rank}.node{n}.log" for n in range(1, len(slots)))]
+        return [self._create(spec, slot, self._log_dir / name) for slot, name in zip(slots, names, strict=True)]
+
+    def _create(self, spec: EngineSpec, slot: Slot, log_path: Path) -> Any:
         accelerator = self._args.accelerator
         extra = SHOW_ALL_GPUS if accelerator == "cuda" else {}
         options = slot_options(accelerator, ENGINE_SHARE) | {"runtime_env": {"env_vars": actor_env(extra)}}
-        if group is not None:
-            options["scheduling_strategy"] = in_bundle(group, bundle)
-        log_path = str(self._log_dir / f"engine_{spec.rank}.log")
+        options["scheduling_strategy"] = in_bundle(slot.group, slot.bundle)
         return (
             ray.remote(EngineActor)
             .options(**options)
-            .remote(self._args, spec, host=self._host, log_path=log_path, num_threads=self._num_threads)
+            .remote(self._args, spec, host=self._host, log_path=str(log_path), num_threads=self._num_threads)
         )
 
     def launch(self, encoder_urls: Sequence[str] = ()) -> list[ray.ObjectRef]:
         """Start every server at once; each reference becomes the server's `Worker` when it is healthy, or fails."""
+        return [self._launch(index, encoder_urls) for index in range(len(self.engines))]
+
+    def _launch(self, index: int, encoder_urls: Sequence[str]) -> ray.ObjectRef:
         deadline_s = START_DEADLINE_S[self._args.accelerator]
-        return [engine.launch.remote(deadline_s, list(encoder_urls)) for engine in self.engines]
+        launch = self.engines[index].launch
+        launched: ray.ObjectRef = launch.remote(deadline_s, list(encoder_urls), self._others[index])
+        return launched
 
     def replace(self, index: int, encoder_urls: Sequence[str] = ()) -> ray.ObjectRef:
         """End an engine that is of no use any more, and start another in its place; as of `launch`."""
         self.end(index)
-        self.engines[index] = self._create(*self._seats[index])
-        deadline_s = START_DEADLINE_S[self._args.accelerator]
-        launched: ray.ObjectRef = self.engines[index].launch.remote(deadline_s, list(encoder_urls))
-        return launched
+        self.engines[index], *self._others[index] = self._create_all(*self._seats[index])
+        return self._launch(index, encoder_urls)
 
     def end(self, index: int) -> None:
-        """End one server and its actor."""
-        _end([self.engines[index]])
+        """End one server, on all its nodes, and its actors."""
+        _end([self.engines[index], *self._others[index]])
 
     def shutdown(self) -> None:
-        """End every server and its actor."""
-        _end(self.engines)
-        self.engines = []
+        """End every server and its actors."""
+        _end([*self.engines, *(other for others in self._others for other in others)])
+        self.engines, self._others = [], []
 
 
 def _end(engines: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,12 +26,16 @@ from slime.backends.sglang_utils.external import ExternalEngine, start_external_
 from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan, releases_memory
+from slime.ray.placement_group import Slot
+from slime.ray.rollout.engine_nodes import nodes_of_engine
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, threads_per_engine
-from slime.ray.utils import get
+from slime.ray.utils import get, node_address
+from slime.utils.api_keys import protect_engine
 from slime.utils.arguments import publish_runtime
 from slime.utils.errors import HttpError
 from slime.utils.misc import url_host
+from slime.utils.wait import WaitTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,6 @@ LOOPBACK = "127.0.0.1"
 REMOVE_TIMEOUT_S = 5.0
 MEMORY_DEADLINE_S = FLUSH_DEADLINE_S + MEMORY_TIMEOUT_S + 30.0
 CHECK_DEADLINE_S = 600.0
-Slot = tuple[Any, int]  # placement group or None, and the index of the bundle
 
 
 class ModelServers:
@@ -57,7 +61,8 @@ class ModelServers:
         self.external: list[ExternalEngine] = []
         self.lost: set[Any] = set()
         """Of `engines`, those that have ended and were not replaced yet."""
-        self._registered: list[str] = []
+        self._behind: dict[str, Worker] = {}
+        self._may_change = threading.RLock()
 
     @property
     def engines(self) -> list[Any]:
@@ -83,19 +88,51 @@ class ModelServers:
         """Put engines behind the router, external ones too where they are this model's; needs the router to run."""
         url = self.router.address.url
         for worker in workers:
-            server_control.register_worker_sync(url, worker)
-            self._registered.append(worker.url)
+            self.put_behind_router(worker)
         if args.rollout_external and self.plan.update_weights:
             known = set(server_control.list_workers_sync(url))
             self.external = start_external_rollout_servers(args, url, first_rank=len(workers))
-            self._registered += [engine.url for engine in self.external if engine.url not in known]
+            new = [engine for engine in self.external if engine.url not in known]
+            self._behind |= {engine.url: engine.info.worker for engine in new}
+
+    def put_behind_router(self, worker: Worker) -> None:
+        """Have the router send an engine requests."""
+        with self._may_change:
+            protect_engine(worker.url)
+            server_control.register_worker_sync(self.router.address.url, worker)
+            self._behind[worker.url] = worker
+
+    def take_from_router(self, worker_url: str) -> None:
+        """Have the router send an engine none; a router that does not answer sends none anyway."""
+        with self._may_change:
+            self._behind.pop(worker_url, None)
+            with suppress(HttpError):
+                server_control.remove_worker_sync(self.router.address.url, worker_url, timeout_s=REMOVE_TIMEOUT_S)
+
+    def restart_router(self) -> int:
+        """Start the router again on its port, with the engines that were behind it; returns how many.
+
+        An engine that the new router does not take is left out: it does not answer.
+
+        Raises:
+            RouterStartError: it did not start.
+        """
+        with self._may_change:
+            self.router.restart()
+            taken = 0
+            for worker in self._behind.values():
+                try:
+                    server_control.register_worker_sync(self.router.address.url, worker)
+                    taken += 1
+                except (HttpError, WaitTimeout) as error:
+                    logger.error("engine at %s is not behind the new router: %s", worker.url, error)
+            return taken
 
     def shutdown(self) -> None:
         """End what is ours; a router that is not is told of the engines that leave it."""
         if not self.router.is_ours:
-            for url in self._registered:
-                with suppress(HttpError):  # it may be gone already
-                    server_control.remove_worker_sync(self.router.address.url, url, timeout_s=REMOVE_TIMEOUT_S)
+            for url in list(self._behind):
+                self.take_from_router(url)
         self.router.shutdown()
         for _, group in self.groups:
             group.shutdown()
@@ -145,20 +182,28 @@ class RolloutServers:
         """Start everything; returns when every engine takes requests."""
         for model in self.models:
             model.router.launch()
-        encoders = self._launch_engines(are_encoders=True, encoders={})
-        workers = self._launch_engines(are_encoders=False, encoders=encoders)
-        for model in self.models:
+        encoders = self._wait_started(self._begin_engines(are_encoders=True, encoders={}))
+        begun = self._begin_engines(are_encoders=False, encoders=encoders)
+        for model in self.models:  # first: they take seconds, and one that cannot start is not found after minutes
             model.router.wait_ready()
+        workers = self._wait_started(begun)
+        for model in self.models:
             model.register(self._args, workers.get(model.plan.name, []))
 
-    def _launch_engines(self, *, are_encoders: bool, encoders: dict[str, list[Worker]]) -> dict[str, list[Worker]]:
-        """Start the engines of one kind of all models side by side; name of the model -> its engines."""
+    def _begin_engines(
+        self, *, are_encoders: bool, encoders: dict[str, list[Worker]]
+    ) -> list[tuple[str, ray.ObjectRef]]:
+        """Begin the start of the engines of one kind of all models; (name of the model, what becomes its engine)."""
         begun: list[tuple[str, ray.ObjectRef]] = []
         for model in self.models:
             urls = [worker.url for worker in encoders.get(model.plan.name, [])]
             for kind, group in model.groups:
                 if (kind.worker_type == "encoder") == are_encoders:
                     begun += [(model.plan.name, ref) for ref in group.launch(urls)]
+        return begun
+
+    def _wait_started(self, begun: list[tuple[str, ray.ObjectRef]]) -> dict[str, list[Worker]]:
+        """Name of the model -> its engines, once they are started."""
         deadline_s = START_DEADLINE_S[self._args.accelerator] + 60.0
         what = f"the start of {len(begun)} engine(s)"
         found: dict[str, list[Worker]] = {}
@@ -222,7 +267,7 @@ def _models(args: Any, slots: Sequence[Slot]) -> Iterator[ModelServers]:
         name = "router" if number == 0 else f"router_{plan.name}"
         router = Router(
             args,
-            host=host or ray.util.get_node_ip_address(),
+            host=host or node_address(),
             log_path=log_dir / f"{name}.log",
             is_first=number == 0,
             kind="pd" if number == 0 and _external_pd(args) else plan.kind,
@@ -232,7 +277,10 @@ def _models(args: Any, slots: Sequence[Slot]) -> Iterator[ModelServers]:
         for kind in plan.groups:
             specs = _specs(args, plan, kind, first_rank=rank)
             rank += len(specs)
-            placed = [slots[slot] for slot in kind.engine_slots]
+            placed = [
+                nodes_of_engine(slots[first : first + kind.num_gpus_per_engine], f"engine {spec.rank}")
+                for first, spec in zip(kind.engine_slots, specs, strict=True)
+            ]
             group = ServerGroup(args, specs, placed, host=host, log_dir=log_dir, num_threads=num_threads)
             groups.append((kind, group))
         yield ModelServers(plan, router, groups)

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 CHECK_LIMIT_S = 2.0
 MAX_WORKERS = 2
+END_S = 10.0
+TURN_S = 3600.0
+"""For a free child: each check has its limit, but thousands may wait."""
 
 
 class _Worker:
@@ -46,7 +49,7 @@ class _Worker:
         """Kill the child."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(END_S)  # it was killed
             for stream in (self._process.stdin, self._process.stdout):
                 if stream is not None:
                     stream.close()
@@ -77,7 +80,7 @@ class _Pool:
         atexit.register(self.end)
 
     def is_equal(self, a: str, b: str, limit_s: float) -> bool | None:
-        worker = self._idle.get()
+        worker = self._idle.get(timeout=TURN_S)
         try:
             return worker.is_equal(a, b, limit_s)
         finally:

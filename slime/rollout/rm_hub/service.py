@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from slime.utils.api_keys import headers_for
 from slime.utils.errors import HttpError
 from slime.utils.types import Sample
 
@@ -92,7 +93,10 @@ class _Client:
         session = self._sessions.get(loop)
         if session is None or session.closed:
             # No limit here: a request that waited in the pool would wait inside its own deadline.
-            session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0))
+            session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+                timeout=aiohttp.ClientTimeout(total=None),  # each attempt has the deadline of its service
+            )
             self._sessions[loop] = session
         return session
 
@@ -162,7 +166,11 @@ async def _try_once(
     async with _client.slots(service):
         try:
             async with _client.session().post(
-                service.url, json=payload, proxy=service.proxy, timeout=timeout
+                service.url,
+                json=payload,
+                headers=headers_for(service.url),
+                proxy=service.proxy,
+                timeout=timeout,
             ) as answer:
                 status, text = answer.status, await answer.text(errors="replace")
         except TimeoutError:

@@ -65,7 +65,7 @@ class CheckpointFlags:
         "compare a checkpoint with its manifest before it is loaded: sizes and checksums, sizes alone, or nothing",
         choices=("full", "sizes", "none"),
     )
-    async_save: bool = flag(False, "write checkpoints while training goes on", later="fault tolerance", needs="save")
+    async_save: bool = flag(False, "write checkpoints while training goes on", needs="save")
     save_hf: str | None = flag(None, "HF directory written at each save; {rollout_id} in it keeps every one")
 
 

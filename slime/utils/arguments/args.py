@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from slime.utils.api_keys import make_keys
+
 
 class Args(argparse.Namespace):
     """A Namespace that can be frozen. Copies and pickles (Ray sends it to every actor) stay frozen."""
@@ -53,6 +55,18 @@ class Args(argparse.Namespace):
         vars(self).update(values)
         if is_frozen:
             self.freeze()
+
+
+def with_run_keys(args: Args) -> Args:
+    """The flags with the keys of the run's servers as `run_keys`, whose text shows none of them.
+
+    Args:
+        args: reads `api_key_per_run`, `sglang_overrides` and `router_overrides`; without engines it stays as it is.
+    """
+    if args.debug_train_only:
+        return args
+    router, engine = args.router_overrides.get("api_key"), args.sglang_overrides.get("api_key")
+    return args.replace(run_keys=make_keys(is_wanted=args.api_key_per_run, router=router, engine=engine))
 
 
 def publish_runtime(

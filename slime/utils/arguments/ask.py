@@ -14,6 +14,7 @@ from typing import Any
 from slime.utils.arguments.flags import Parser
 from slime.utils.errors import UsageError
 from slime.utils.names import nearest
+from slime.utils.secret_names import without_secrets
 
 HELP = ("-h", "--help")
 SHELLS = ("bash", "zsh", "tcsh")
@@ -145,6 +146,7 @@ def explanation(
     group = next((one.title for one in parser._action_groups if action in one._group_actions), "")
     older = [old for old, current in older_names.items() if current in action.option_strings]
     value = values.get(action.dest)
+    shown = without_secrets({action.dest: value})[action.dest]
     source = "given" if action.dest in explicit else "the default" if value == action.default else "derived"
     rows = {
         "group": group,
@@ -156,7 +158,7 @@ def explanation(
         "attribute": f"args.{action.dest}",
         "older name": ", ".join(older),
         "status": status_of(action),
-        "on this line": f"{value} ({source})" if action.dest in values else "",
+        "on this line": f"{shown} ({source})" if action.dest in values else "",
     }
     lines = [", ".join(action.option_strings)]
     lines += [f"  {title + ':':14} {text}" for title, text in rows.items() if str(text) != ""]

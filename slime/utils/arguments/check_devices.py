@@ -141,6 +141,8 @@ def check_release_train(args: argparse.Namespace) -> Iterable[str]:
             f"--release-train needs --save-interval 1, not {args.save_interval}: what is not saved ends with the "
             "trainers."
         )
+    if args.async_save:
+        yield "--release-train does not go with --async-save: the next trainers need what is saved."
     missing = [part for part in ("optimizer", "rng") if part not in args.checkpoint_contents]
     if missing:
         yield (
@@ -154,6 +156,28 @@ def check_release_train(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
+def check_peer_copies(args: argparse.Namespace) -> Iterable[str]:
+    """Copies of trainers in memory are of use where trainers stay, and the data source's state is on disk."""
+    if args.peer_checkpoint_interval is None:
+        return
+    if not args.save:
+        yield "--peer-checkpoint-interval needs --save, where the state of the data source is kept."
+    if args.release_train:
+        yield (
+            "--peer-checkpoint-interval does not go with --release-train, whose trainers end after every rollout with "
+            "everything saved; leave one of the two out."
+        )
+
+
+def check_data_transport(args: argparse.Namespace) -> Iterable[str]:
+    """What carries training data is installed."""
+    if args.rollout_data_transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        yield (
+            "--rollout-data-transport nixl needs the package nixl, which is not installed; install it on every node, "
+            "or leave it out (object-store)."
+        )
+
+
 CHECKS = (
     check_backend,
     check_engines,
@@ -161,30 +185,7 @@ CHECKS = (
     check_offload,
     check_debug_modes,
     check_transport,
+    check_data_transport,
     check_release_train,
+    check_peer_copies,
 )
-
-
-# ---- what works later
-
-
-def engines_not_built(args: argparse.Namespace) -> Iterable[str]:
-    """Engine layouts that cannot be started yet."""
-    if args.debug_train_only or args.rollout_external or args.rollout_num_gpus is None:
-        return
-    per_engine = args.rollout_num_gpus_per_engine
-    if args.sglang_config is not None:
-        return  # its groups say how large engines are
-    if args.accelerator == "cpu" and per_engine > 1:
-        yield (
-            f"--rollout-num-gpus-per-engine {per_engine} is not supported with --accelerator cpu; use 1 and more "
-            "engines."
-        )
-    if per_engine > args.num_gpus_per_node:
-        yield (
-            f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {args.num_gpus_per_node}; "
-            "engines over several nodes are not supported yet (several GPUs)."
-        )
-
-
-UNSUPPORTED = (engines_not_built,)

@@ -127,6 +127,7 @@ _TRAINERS = (
     "save",
     "save_hf",
     "save_interval",
+    "peer_checkpoint_interval",
     "save_debug_train_data",
     "record_memory_history",
     "ci_test",

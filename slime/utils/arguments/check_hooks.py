@@ -31,7 +31,7 @@ def check_hooks(
     """
     for attribute, protocol in hooks.items():
         value = values.get(attribute)
-        if not value or value == defaults.get(attribute):
+        if value is None or value == defaults.get(attribute):
             continue
         for path in value if isinstance(value, list) else [value]:
             yield from check_hook("--" + attribute.replace("_", "-"), path, protocol, signature_problem)

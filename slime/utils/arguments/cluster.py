@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from slime.utils.arguments.flags import flag
 
+MOST_GPUS = 1_000_000
+"""A typing error, not a cluster."""
+
 
 @dataclass
 class ClusterFlags:
@@ -17,17 +20,18 @@ class ClusterFlags:
     accelerator: str = flag(
         "auto", "device of trainer and engines; auto = cuda where there is one", choices=("auto", "cuda", "cpu")
     )
-    actor_num_nodes: int = flag(1, "nodes given to the trainer", at_least=1)
+    actor_num_nodes: int = flag(1, "nodes given to the trainer", at_least=1, at_most=MOST_GPUS)
     actor_num_gpus_per_node: int = flag(
-        8, "trainer GPUs (slots) per node (default: 8; with --accelerator cpu 1)", at_least=1
+        8, "trainer GPUs (slots) per node (default: 8; with --accelerator cpu 1)", at_least=1, at_most=MOST_GPUS
     )
     rollout_num_gpus: int | None = flag(
         None,
         "GPUs (slots) of all engines together, 0 = only a router; with --colocate default: the trainer's",
         at_least=0,
+        at_most=MOST_GPUS,
     )
-    rollout_num_gpus_per_engine: int = flag(1, "GPUs per SGLang engine", at_least=1)
-    num_gpus_per_node: int = flag(8, "GPUs of one physical node, for placing engines", at_least=1)
+    rollout_num_gpus_per_engine: int = flag(1, "GPUs per SGLang engine", at_least=1, at_most=MOST_GPUS)
+    num_gpus_per_node: int = flag(8, "GPUs of one physical node, for placing engines", at_least=1, at_most=MOST_GPUS)
     colocate: bool = flag(False, "trainer and engines share the same GPUs (slots)")
     offload: bool = flag(False, "short for --offload-train --offload-rollout")
     offload_train: bool | None = flag(None, "release the trainer's GPU memory while engines generate")
@@ -54,11 +58,39 @@ class FaultToleranceFlags:
     rollout_health_check_first_wait: float = flag(
         0, "seconds without checks after the engines were resumed", needs="use_fault_tolerance", at_least=0
     )
+    max_restarts: int = flag(
+        0,
+        "times that a run goes on from its newest checkpoint, with new trainers, after a trainer process, a node of "
+        "theirs or the rollout manager was lost; the engines stay",
+        at_least=0,
+    )
+    peer_checkpoint_interval: int | None = flag(
+        None,
+        "with --max-restarts: copy the trainers' states to the memory of other processes every N rollouts, and go on "
+        "from there where that is newer than the checkpoint; every node needs host memory for the weights and "
+        "optimizer states of its ranks, twice while they are copied, and with several nodes for as much of another "
+        "node's",
+        needs="max_restarts",
+        at_least=1,
+    )
+    elastic_dp: bool = flag(
+        False,
+        "with --max-restarts: on fewer trainer GPUs where lost ones do not come back; fewer data-parallel ranks share "
+        "the same global batch",
+        needs="max_restarts",
+    )
     resume: str | None = flag(
         None,
         "auto: go on from what --save holds, if it holds an iteration, else begin as the other flags say; never: of a "
         "run's checkpoint load the weights alone; or the checkpoint root of a run to go on from",
     )
+    stall_timeout: float = flag(
+        1800.0,
+        "seconds without any progress after which a phase is stalled, if that is more than six times its median: the "
+        "stacks of all processes are written to stall_report.txt; 0 = never",
+        at_least=0,
+    )
+    on_stall: str = flag("abort", "what then becomes of the run: it ends, or waits on", choices=("abort", "report"))
     max_group_retries: int = flag(
         3, "times that a group whose generation failed is tried again (--on-sample-error retry)", at_least=0
     )

@@ -48,7 +48,8 @@ def derive_flags(
         "eval_function_path": first(args.eval_function_path, args.rollout_function_path),
         "eval_max_context_len": first(args.eval_max_context_len, args.rollout_max_context_len),
         "update_weights_in_flight": first(
-            args.update_weights_in_flight, keeps_requests_in_flight(args.rollout_function_path)
+            args.update_weights_in_flight,
+            keeps_requests_in_flight(args.rollout_function_path) and not args.deterministic,
         ),
         "rollout_max_prompt_len": longest_prompt(args.rollout_max_prompt_len, context=args.rollout_max_context_len),
         "save_interval": first(args.save_interval, 1 if args.release_train else None),

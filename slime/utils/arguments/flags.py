@@ -233,11 +233,11 @@ class Parser(argparse.ArgumentParser):
             f"did you mean {' or '.join(near)}?" if near else "see --help for all flags."
         )
 
-    def explicit(self, tokens: Sequence[str]) -> set[str]:
-        """The attributes whose flags appear on the command line (a flag without effect has none)."""
-        options = self.options()
-        given = {options[name].dest for token in tokens if (name := token.split("=", 1)[0]) in options}
-        return given - {argparse.SUPPRESS}
+
+def explicit_flags(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> set[str]:
+    """The attributes whose flags appear on the command line (a flag without effect has none)."""
+    options = {name: action.dest for action in parser._actions for name in action.option_strings}
+    return {options[name] for token in tokens if (name := token.split("=", 1)[0]) in options} - {argparse.SUPPRESS}
 
 
 def _without(tokens: list[str], names: list[str]) -> list[str]:

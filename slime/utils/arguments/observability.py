@@ -46,7 +46,11 @@ class ObservabilityFlags:
     wandb_group: str | None = flag(None, "W&B group, also the start of the run's name", needs="use_wandb")
     wandb_project: str | None = flag(None, "W&B project", needs="use_wandb")
     wandb_random_suffix: bool = flag(True, "no random suffix on the run's name", needs="use_wandb")
-    wandb_run_id: str | None = flag(None, "go on with this W&B run", needs="use_wandb")
+    wandb_run_id: str | None = flag(
+        None,
+        "go on with this W&B run (default: a run that is resumed from its own --save goes on with its own)",
+        needs="use_wandb",
+    )
     wandb_always_use_train_step: bool = flag(False, "count rollout and eval metrics in train steps", needs="use_wandb")
     use_tensorboard: bool = flag(False, "log to TensorBoard")
     tb_project_name: str | None = flag(

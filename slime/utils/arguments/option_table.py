@@ -30,6 +30,8 @@ from typing import Any
 
 from slime.utils.errors import UsageError
 
+IMPORT_S = 600.0
+
 logger = logging.getLogger(__name__)
 
 Fill = Callable[[argparse.ArgumentParser], Any]
@@ -196,7 +198,15 @@ def capture_elsewhere(fill: Fill) -> OptionTable:
     )
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     command, environment = [sys.executable, "-c", program], os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"the flags of an installed package cannot be read: importing {module} took longer than {IMPORT_S:g} s; "
+            "try again on a machine that is less busy, or with the packages on a local disk."
+        ) from None
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise UsageError(

@@ -38,8 +38,9 @@ from slime.utils.arguments.config_files import apply_config_files
 from slime.utils.arguments.custom_config import apply_extra
 from slime.utils.arguments.data import DataFlags
 from slime.utils.arguments.debug import AskFlags, CiFlags, DebugFlags
+from slime.utils.arguments.deterministic import check_deterministic, deterministic_values
 from slime.utils.arguments.eval import EvalFlags
-from slime.utils.arguments.flags import Parser, add_flags, defaults_of, group_title
+from slime.utils.arguments.flags import Parser, add_flags, defaults_of, explicit_flags, group_title
 from slime.utils.arguments.observability import ObservabilityFlags
 from slime.utils.arguments.problems import Problems, collected, read_file, without_repeats
 from slime.utils.arguments.profile import ProfileFlags
@@ -205,7 +206,7 @@ class CommandLine:
         args, problems = Args(), Problems()
         tokens = set_aside(tokens, self.parser.options())
         line_problems = self.parser.parse_all(tokens, args, explain_unknown=explain_unknown)
-        explicit = self.parser.explicit(tokens)
+        explicit = explicit_flags(self.parser, tokens)
         custom = apply_config_files(args, explicit, problems, options=self._options(), explain_unknown=explain_unknown)
         resumed, unusable = collected(problems.wrong, resume_values, args) or ({}, [])
         vars(args).update(resumed)
@@ -299,6 +300,10 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     if args.model_args_from_hf and hf_config is not None:
         from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
         values.update({name: value for name, value in from_hf.items() if name not in explicit})
+    problems.wrong += check_deterministic(args, explicit)
+    implied = deterministic_values(args)
+    values.update(implied)
+    explicit |= set(implied)  # engines are started with what is explicit
     now = time.strftime("%Y%m%d-%H%M%S")
     values.update(derive.derive_flags(args, explicit, kind_of=classify_checkpoint, now=now))
     values.update(collected(problems.wrong, derive_megatron, args) or {})

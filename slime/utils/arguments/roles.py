@@ -49,6 +49,7 @@ CRITIC_FORCED: dict[str, Any] = {
     "recompute_loss_function": False,
     "save_hf": None,
     "keep_checkpoints": None,
+    "save_retain_interval": None,
     "save_debug_train_data": None,
     "use_pytorch_profiler": False,
 }

@@ -87,9 +87,8 @@ class RolloutFlags:
     )
     rollout_data_transport: str = flag(
         "object-store",
-        "how training data reaches the trainers",
+        "how training data reaches the trainers: Ray's object store, or NIXL (RDMA; the package nixl)",
         choices=("object-store", "nixl"),
-        later_choices={"nixl": "several GPUs"},
     )
     rollout_fire_temperature: float | None = flag(
         None, "temperature of the first token of a response only (FIRE sampling); that token is not trained on"

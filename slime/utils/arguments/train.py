@@ -12,6 +12,11 @@ class TrainFlags:
     """Training process."""
 
     model_args_from_hf: bool = flag(False, "take every Megatron model flag that is not given from the HF config")
+    deterministic: bool = flag(
+        False,
+        "every run of this line does the same, bit for bit: --deterministic-mode, engines that sample with a seed per "
+        "sample, sums in one order; refuses what takes samples as they end",
+    )
     train_env_vars: dict[str, str] = flag({}, "JSON: more environment variables for trainer processes", is_json=True)
     recompute_loss_function: bool = flag(
         False,

@@ -40,7 +40,6 @@ CHECKS: tuple[Check, ...] = (
     *TRAINER_CHECKS,
 )
 UNSUPPORTED: tuple[Check, ...] = (
-    *check_devices.UNSUPPORTED,
     *check_losses.UNSUPPORTED,
     *check_generation.UNSUPPORTED,
 )

@@ -1,22 +1,25 @@
 """Copy ranges of bytes from file to file inside the kernel: for tensors whose bytes are the same in both forms.
 
-Nothing of them passes through this process's memory. Which bytes of a tensor are those of another one is found on
-tensors without memory: a part that is a contiguous view of a whole is a range of its bytes.
+Nothing of them passes through this process's memory, unless somebody wants to see them on the way. Which bytes of a
+tensor are those of another one is found on tensors without memory: a part that is a contiguous view of a whole is a
+range of its bytes.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slime.utils.errors import UsageError
 
 _PIECE = 16 * 1024**2
+_SHOWN_PIECE = 1024**2  # stays in the processor's cache between reading, hashing and writing
 _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
@@ -54,8 +57,16 @@ def tiles(ranges: Sequence[tuple[int, int, Segment]], start: int, stop: int) -> 
     return found if at == stop else None
 
 
-def copy_into(segments: Sequence[Segment], handle: int, offset: int) -> None:
-    """Write segments one after the other into an open file, from `offset` on.
+def copy_into(
+    segments: Sequence[Segment], handle: int, offset: int, *, update: Callable[[bytes], Any] | None = None
+) -> int:
+    """Write segments one after the other into an open file, from `offset` on; returns where they end.
+
+    Args:
+        segments: to copy.
+        handle: of the file.
+        offset: in it.
+        update: is given every byte in order as it is written, which then passes through this process.
 
     Raises:
         UsageError: a file ends before.
@@ -65,13 +76,27 @@ def copy_into(segments: Sequence[Segment], handle: int, offset: int) -> None:
         try:
             done = 0
             while done < segment.num_bytes:
-                count = _copy_some(source, segment.offset + done, handle, offset + done, segment.num_bytes - done)
+                place = source, segment.offset + done, handle, offset + done, segment.num_bytes - done
+                count = _copy_some(*place) if update is None else _copy_through(*place, update)
                 if not count:
                     raise UsageError(f"{segment.path} is cut off; download or write it again.")
                 done += count
         finally:
             os.close(source)
         offset += segment.num_bytes
+    return offset
+
+
+def _copy_through(
+    source: int, start: int, handle: int, offset: int, num_bytes: int, update: Callable[[bytes], Any]
+) -> int:
+    """Copy some bytes and show them; returns how many."""
+    data = os.pread(source, min(num_bytes, _SHOWN_PIECE), start)
+    update(data)
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, memoryview(data)[done:], offset + done)
+    return done
 
 
 def _copy_some(source: int, start: int, handle: int, offset: int, num_bytes: int) -> int:

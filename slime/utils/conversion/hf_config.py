@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,17 @@ def read_hf_config(path: str | Path, *, flag: str) -> dict[str, Any]:
         UsageError: there is none, or it is no JSON object; names the flag.
     """
     file = Path(path) / "config.json"
+    return read_config_file(file, missing=f"{flag} {path} is no HF checkpoint: it has no config.json.")
+
+
+def read_config_file(file: Path, *, missing: str) -> dict[str, Any]:
+    """Return the config in a file.
+
+    Raises:
+        UsageError: `missing` where there is no file, or it is no JSON object.
+    """
     if not file.is_file():
-        raise UsageError(f"{flag} {path} is no HF checkpoint: it has no config.json.")
+        raise UsageError(missing)
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
@@ -25,3 +35,11 @@ def read_hf_config(path: str | Path, *, flag: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UsageError(f"{file} holds no JSON object; is it the config of a model?")
     return config
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a model that is not quantised; its language model may have one of its own."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(plain.get("text_config"), dict):
+        plain["text_config"] = without_quantization(plain["text_config"])
+    return plain

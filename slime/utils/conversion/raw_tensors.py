@@ -17,7 +17,7 @@ import torch
 
 from slime.utils.conversion.file_copy import Segment
 from slime.utils.errors import UsageError
-from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE, Header, read_header
+from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE, Header, check_names, read_header
 
 DTYPES = {
     "F64": torch.float64,
@@ -72,6 +72,7 @@ class RawTensors:
         if index.is_file():
             try:
                 file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                check_names(index, file_of.values())
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(f"{index} is no index of safetensors ({error}); download it again.") from error
             return file_of
@@ -96,6 +97,11 @@ class RawTensors:
                     f"{self.root / file} lacks {len(missing)} tensor(s) that {INDEX_FILE} says are in it, such as "
                     f"{missing[0]}; download both again."
                 )
+
+    def identity(self) -> list[str]:
+        """What tells these files from others at the same place: path, size and time of each."""
+        files = [(self.root / file).resolve() for file in sorted(set(self.file_of.values()))]
+        return [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
     def info(self, name: str) -> TensorInfo:
         """Dtype and shape of a tensor, from its file's header."""

@@ -31,11 +31,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.utils.env_flags import env_flag
 from slime.utils.errors import UsageError
 from slime.utils.misc import exec_command
 from slime.utils.names import nearest
 from slime.utils.processes import registry
 from slime.utils.wait import wait
+
+MODEL_ARGS_S = 60.0
 
 __all__ = [
     "ExecuteTrainConfig",
@@ -199,7 +202,8 @@ def _model_args(model_type: str | None) -> list[str]:
             "None takes the model's flags from train_args, where --model-args-from-hf derives them all"
         )
     script = '. "$1"; [ "${#MODEL_ARGS[@]}" -eq 0 ] || printf "%s\\0" "${MODEL_ARGS[@]}"'
-    done = subprocess.run(["bash", "-euc", script, "bash", str(path)], check=True, capture_output=True, text=True)
+    command = ["bash", "-euc", script, "bash", str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=MODEL_ARGS_S)
     return done.stdout.split("\0")[:-1]
 
 
@@ -323,10 +327,7 @@ def get_bool_env_var(name: str, default: str = "false") -> bool:
     Raises:
         UsageError: it says something else.
     """
-    value = os.environ.get(name, default).strip().lower()
-    if value not in ("true", "1", "false", "0", ""):
-        raise UsageError(f"{name}={value}: write true or 1, false or 0")
-    return value in ("true", "1")
+    return env_flag(os.environ, name, default=default)
 
 
 def save_to_temp_file(text: str, ext: str) -> str:

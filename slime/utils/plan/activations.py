@@ -101,7 +101,8 @@ def layer_saved(
     hidden = shape.hidden_size / (layout.tp if layout.is_sequence_parallel else 1)
     copies = 3 if compute.is_cpu else 2
     norms = 2 * (copies - ("layernorm" in skipped)) * hidden + (shape.num_norms - 2) * (copies - 1) * hidden
-    elements = norms + _attention_elements(shape, layout, compute, skipped)
+    mixing = _delta_net_elements if shape.is_linear(layer) else _attention_elements
+    elements = norms + mixing(shape, layout, compute, skipped)
     has_experts = shape.moe_layers[layer] and shape.experts is not None
     elements += _expert_elements(shape, layout, skipped) if has_experts else _mlp_elements(shape, layout, skipped)
     heads = shape.num_attention_heads / layout.tp
@@ -137,7 +138,20 @@ def _attention_elements(
         return low_rank + up + q + k + v + output
     norms = ((2 * q + k) if compute.is_cpu else q) if shape.has_qk_norm else 0
     values = 0 if compute.is_cpu or not shape.has_qk_norm else v  # a copy beside the projection that the norm keeps
-    return (q + k + v) + norms + q + k + values + output
+    gate = 2 * q if shape.has_output_gate else 0  # the gate and its sigmoid
+    return (q + k + v) + norms + q + k + values + output + gate
+
+
+def _delta_net_elements(
+    shape: ModelShape, layout: ParallelLayout, compute: Compute, skipped: Collection[str]
+) -> float:
+    """The projection; the convolution's output; keys and queries normed and spread over value heads; the output,
+    normed and gated. What the rule keeps of its chunks is not counted.
+    """
+    net = shape.delta_net
+    assert net is not None
+    spread = 2 * net.num_value_heads * net.key_head_dim + net.value_width
+    return (net.in_width + 2 * net.conv_width + spread + 3 * net.value_width) / layout.tp
 
 
 def _mlp_elements(shape: ModelShape, layout: ParallelLayout, skipped: Collection[str]) -> float:

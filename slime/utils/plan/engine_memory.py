@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.utils.plan.devices import Device
 from slime.utils.plan.shape import ModelShape
+from slime.utils.weight_format import PROBES, WeightFormat, quantized_parts
 
 DTYPE_BYTES = {"auto": 2, "bfloat16": 2, "bf16": 2, "half": 2, "float16": 2, "float32": 4, "float": 4}
 KV_DTYPE_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2, "float16": 2, "float32": 4}
@@ -47,7 +48,14 @@ class EngineMemory:
 
 
 def engine_memory(
-    shape: ModelShape, device: Device, settings: Mapping[str, Any], *, num_gpus: int, longest: int, name: str = ""
+    shape: ModelShape,
+    device: Device,
+    settings: Mapping[str, Any],
+    *,
+    num_gpus: int,
+    longest: int,
+    name: str = "",
+    fmt: WeightFormat | None = None,
 ) -> EngineMemory:
     """Memory of an engine.
 
@@ -59,14 +67,21 @@ def engine_memory(
         num_gpus: of the engine.
         longest: tokens of a full request.
         name: shown.
+        fmt: how the checkpoint that it serves is quantised; SGLang finds it in config.json.
     """
     pp = settings.get("pp_size") or 1
     tp = max(1, num_gpus // pp)
     ep = settings.get("ep_size") or 1
     dtype = DTYPE_BYTES.get(settings.get("dtype") or "auto", 2)
-    linear, others = weight_params(shape, tp, pp, ep)
-    # FP8 and the like: about one byte, for scales are small.
-    weights = linear * (1 if settings.get("quantization") else dtype) + others * dtype
+    parts = weight_params(shape, tp, pp, ep)
+    if fmt is not None:
+        quantized = sum(parts[part] for part in quantized_parts(fmt))
+        small = fmt.bytes_of_params(quantized, itemsize=dtype)
+    else:
+        # What SGLang quantises itself: about one byte, for scales are small.
+        quantized = sum(parts[part] for part in PROBES) if settings.get("quantization") else 0
+        small = quantized
+    weights = small + (sum(parts.values()) - quantized) * dtype
     attention_tp = tp // (settings.get("dp_size") or 1) if settings.get("enable_dp_attention") else tp
     cache_dtype = KV_DTYPE_BYTES.get(settings.get("kv_cache_dtype") or "auto", dtype)
     per_token = kv_elements(shape, max(1, attention_tp), pp) * cache_dtype
@@ -99,23 +114,28 @@ def engine_memory(
     )
 
 
-def weight_params(shape: ModelShape, tp: int, pp: int, ep: int) -> tuple[int, int]:
-    """Parameters on the rank that has most, the first or the last pipeline stage: of linear layers, and all others.
+def weight_params(shape: ModelShape, tp: int, pp: int, ep: int) -> dict[str, int]:
+    """Parameters by part of the model on the rank that has most: of the first or of the last pipeline stage.
 
     Experts are divided by TP whatever the expert parallelism is: that is a part of TP in SGLang (ep <= tp).
     """
     layers = [shape.layer_params(layer) for layer in range(shape.num_layers)]
     per_stage = -(-shape.num_layers // pp)
     stage = sorted(layers, key=lambda layer: -layer.total)[:per_stage]
-    linear = sum((layer.attention + layer.mlp + layer.experts) // max(tp, ep) for layer in stage)
+    linear = {part: sum(vars(layer)[part] // max(tp, ep) for layer in stage) for part in PROBES}
     embeddings = 1 if shape.is_tied or pp > 1 else 2
     others = sum(layer.replicated for layer in stage) + embeddings * shape.embedding_params // tp + shape.norm_params
-    return linear, others
+    return linear | {"others": others}
 
 
 def kv_elements(shape: ModelShape, tp: int, pp: int) -> int:
-    """Elements of one token's cache on one rank."""
-    layers = -(-shape.num_layers // pp)
+    """Elements of one token's cache on one rank; with sparse attention the indexer's keys, too.
+
+    A gated delta net has none, but a state for each request, which SGLang takes from the same memory
+    (--mamba-full-memory-ratio): it is not counted.
+    """
+    layers = -(-shape.num_attention_layers // pp)
     if shape.latent is not None:
-        return layers * (shape.latent.kv_lora_rank + shape.latent.qk_pos_emb_head_dim)
+        keys = shape.indexer.head_dim if shape.indexer else 0
+        return layers * (shape.latent.kv_lora_rank + shape.latent.qk_pos_emb_head_dim + keys)
     return layers * 2 * max(1, shape.num_query_groups // tp) * shape.kv_channels

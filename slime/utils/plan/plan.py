@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.utils.fp8_format import Fp8Format
 from slime.utils.plan import timing, traffic
 from slime.utils.plan.batch import MEAN_SHARE, BatchPlan, DataFacts, batch_plan
 from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device
@@ -21,6 +20,7 @@ from slime.utils.plan.fit import Moment, moments
 from slime.utils.plan.layout import EngineGroup, ParallelLayout, Seat, SlotLayout, seats, slot_layout
 from slime.utils.plan.shape import ModelShape
 from slime.utils.plan.trainer_memory import TrainerMemory, recompute_of, trainer_memory
+from slime.utils.weight_format import WeightFormat
 
 ASSUMED_HOST_MEMORY = 24 * 2**30
 
@@ -73,7 +73,7 @@ class Facts:
     data: DataFacts | None = None
     engines: list[EngineKind] | None = None
     """None: all alike, as the cluster flags say."""
-    fp8: Fp8Format | None = None
+    weight_format: WeightFormat | None = None
     """How --hf-checkpoint is quantised, and with it what engines store and are sent; None: it is not."""
     hooks: list[HookReport] = field(default_factory=list)
     rows: list[RowReport] = field(default_factory=list)
@@ -141,7 +141,7 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
     engines = _engine_memory(facts, shape, device, batch, kinds)
     trainers = [each for each in (trainer, critic) if each]
     num_nodes = _num_nodes(args, slots)
-    sends = traffic.transport(args, shape, device, num_nodes=num_nodes, fmt=facts.fp8) if shape else None
+    sends = traffic.transport(args, shape, device, num_nodes=num_nodes, fmt=facts.weight_format) if shape else None
     return Plan(
         device=device,
         params=shape.components if shape else None,
@@ -156,7 +156,7 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
         host_memory_per_node=_host_memory(args, slots, trainers, engines),
         phases=_phases(args, shape, device, layout, batch, trainer, engines, _num_engines(kinds), sends),
         transport=sends,
-        outputs=traffic.outputs(args, shape, facts.fp8),
+        outputs=traffic.outputs(args, shape, facts.weight_format),
         hooks=facts.hooks,
         rows=facts.rows,
         assumptions=_assumptions(args, device, batch, engines, facts),
@@ -183,15 +183,15 @@ def _engine_memory(
     if shape is None:
         return []
     longest = batch.lengths.longest if batch else 1
-    quantized = {"quantization": "fp8"} if facts.fp8 else {}  # SGLang finds it in config.json
     return [
         engine_memory(
             shape,
             device,
-            {**kind.settings, **quantized},
+            kind.settings,
             num_gpus=kind.group.num_gpus_per_engine,
             longest=longest,
             name=kind.group.name,
+            fmt=facts.weight_format if kind.serves_policy else None,
         )
         for kind in kinds
         if _serves(kind)

@@ -7,7 +7,7 @@ knows nothing about bytes, devices or parallel layout, and builds no model.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,6 +44,17 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
     "mtp_num_layers": None,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "dsa_indexer_n_heads": None,
+    "dsa_indexer_head_dim": None,
+    "dsa_indexer_topk": None,
 }
 """Megatron's attribute -> what Megatron takes where no flag says otherwise, for every flag that a shape depends on."""
 
@@ -65,6 +76,45 @@ class LatentAttention:
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of a gated delta net (arXiv:2412.06464), which takes the place of attention in some layers."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel: int
+    """Of the convolution of each channel of queries, keys and values with itself."""
+    is_linear: tuple[bool, ...]
+    """Per layer, whether it is one."""
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads, which are those of the output, too."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def in_width(self) -> int:
+        """Rows of the projection into it: queries, keys, values and their gates, strengths and decays."""
+        return self.conv_width + self.value_width + 2 * self.num_value_heads
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Sizes of what chooses the keys of sparse attention (DeepSeek-V3.2, arXiv:2512.02556)."""
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    """Keys that a token attends to."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +177,11 @@ class ModelShape:
     num_mtp_layers: int
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    has_output_gate: bool = False
+    """Attention's output is multiplied by the sigmoid of a projection as wide as the queries."""
+    delta_net: DeltaNet | None = None
+    indexer: Indexer | None = None
+    """Counted in every layer: which ones take the choice of an earlier one (GLM-5.2), no flag says."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> ModelShape | None:
@@ -156,6 +211,9 @@ class ModelShape:
             num_mtp_layers=values["mtp_num_layers"] or 0,
             experts=_experts(values, ffn) if values["num_moe_experts"] else None,
             latent=_latent(values) if values["multi_latent_attention"] else None,
+            has_output_gate=values["attention_output_gate"],
+            delta_net=_delta_net(values) if values["experimental_attention_variant"] == "gated_delta_net" else None,
+            indexer=_indexer(values) if values["experimental_attention_variant"] == "dsa" else None,
         )
 
     @property
@@ -181,6 +239,15 @@ class ModelShape:
         """Channels of what attention returns, over all query heads."""
         return self.num_attention_heads * (self.latent.v_head_dim if self.latent else self.kv_channels)
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has a gated delta net in the place of attention."""
+        return self.delta_net is not None and self.delta_net.is_linear[layer]
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that attend, and whose keys and values engines cache."""
+        return sum(not self.is_linear(layer) for layer in range(self.num_layers))
+
     @property
     def embedding_params(self) -> int:
         """Of the input embedding, and again of an output layer that is not tied to it."""
@@ -193,7 +260,10 @@ class ModelShape:
 
     def layer_params(self, layer: int) -> LayerParams:
         """Parameters of a decoder layer."""
-        matrices, replicated = self._latent_params() if self.latent else self._attention_params()
+        if self.is_linear(layer):
+            matrices, replicated = self._delta_net_params()
+        else:
+            matrices, replicated = self._latent_params() if self.latent else self._attention_params()
         replicated += self.num_norms * self.norm_params
         if self.experts is None or not self.moe_layers[layer]:
             return LayerParams(matrices, self._mlp_params(self.ffn_hidden_size), replicated, 0)
@@ -252,7 +322,7 @@ class ModelShape:
         return int(dense + share * sum(layer.experts for layer in layers) + self.embedding_params)
 
     def _attention_params(self) -> tuple[int, int]:
-        qkv = self.query_width + self.key_width + self.value_width
+        qkv = (1 + self.has_output_gate) * self.query_width + self.key_width + self.value_width
         matrices = self.hidden_size * (qkv + self.attention_out_width) + qkv * self.has_qkv_bias
         replicated = self.hidden_size * self.has_bias + 2 * self.kv_channels * self.norm_width * self.has_qk_norm
         return matrices, replicated
@@ -269,7 +339,20 @@ class ModelShape:
             query = latent.q_lora_rank * self.query_width
             down += self.hidden_size * latent.q_lora_rank
             norms += latent.q_lora_rank * self.norm_width * self.has_qk_norm
-        return query + up + self.attention_out_width * self.hidden_size, down + norms
+        chooser = self._indexer_params() if self.indexer else 0
+        return query + up + self.attention_out_width * self.hidden_size, down + norms + chooser
+
+    def _delta_net_params(self) -> tuple[int, int]:
+        net = self.delta_net
+        assert net is not None
+        matrices = self.hidden_size * (net.in_width + net.value_width)
+        by_channel = net.conv_width * net.kernel + 2 * net.num_value_heads  # convolution; decays and their biases
+        return matrices + by_channel, net.value_head_dim
+
+    def _indexer_params(self) -> int:
+        assert self.indexer is not None and self.latent is not None
+        heads, head = self.indexer.num_heads, self.indexer.head_dim
+        return (self.latent.q_lora_rank or 0) * heads * head + self.hidden_size * (head + heads) + 2 * head
 
     def _mlp_params(self, width: int) -> int:
         matrices = (3 if self.is_gated else 2) * self.hidden_size * width
@@ -285,6 +368,33 @@ def moe_pattern(values: Mapping[str, Any]) -> tuple[bool, ...]:
         return tuple(layer % freq == 0 for layer in range(num_layers))
     pattern = tuple(bool(entry) for entry in freq)
     return (pattern + (True,) * num_layers)[:num_layers]  # a list that is too short is refused elsewhere
+
+
+def linear_attention_pattern(linear_attention_freq: int | Sequence[int] | None, num_layers: int) -> list[int]:
+    """Return 1 for each layer with linear attention and 0 for the others; a number N means that every Nth is full."""
+    if linear_attention_freq is None:
+        return [0] * num_layers
+    if isinstance(linear_attention_freq, int):
+        return [int((layer + 1) % linear_attention_freq != 0) for layer in range(num_layers)]
+    return list(linear_attention_freq)
+
+
+def _delta_net(values: Mapping[str, Any]) -> DeltaNet:
+    pattern = linear_attention_pattern(values["linear_attention_freq"], values["num_layers"])
+    return DeltaNet(
+        num_key_heads=values["linear_num_key_heads"],
+        num_value_heads=values["linear_num_value_heads"],
+        key_head_dim=values["linear_key_head_dim"],
+        value_head_dim=values["linear_value_head_dim"],
+        kernel=values["linear_conv_kernel_dim"],
+        # A list that is too short is refused elsewhere.
+        is_linear=tuple(map(bool, (pattern + [0] * values["num_layers"])[: values["num_layers"]])),
+    )
+
+
+def _indexer(values: Mapping[str, Any]) -> Indexer | None:
+    sizes = [values[f"dsa_indexer_{name}"] for name in ("n_heads", "head_dim", "topk")]
+    return Indexer(*sizes) if all(sizes) and values["multi_latent_attention"] else None
 
 
 def _experts(values: Mapping[str, Any], ffn: int) -> Experts:

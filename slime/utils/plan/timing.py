@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.utils import flops_utils
 from slime.utils.plan.batch import BatchPlan
 from slime.utils.plan.devices import Device
 from slime.utils.plan.engine_memory import EngineMemory
@@ -39,9 +40,8 @@ class Phase:
 
 
 def forward_flops(shape: ModelShape, tokens: float, mean_length: float) -> float:
-    """FLOPs of a forward pass over `tokens` tokens in sequences of `mean_length`: matrices and causal attention."""
-    pairs = tokens * mean_length
-    return 2.0 * shape.num_active_params * tokens + 2.0 * shape.num_layers * shape.attention_out_width * pairs
+    """FLOPs of a forward pass over `tokens` tokens in sequences of `mean_length` (slime.utils.flops_utils)."""
+    return tokens / mean_length * flops_utils.forward_flops(shape, [mean_length]) if tokens else 0.0
 
 
 def decode_seconds(shape: ModelShape, device: Device, engine: EngineMemory, *, requests: int, context: float) -> float:

@@ -9,11 +9,11 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from slime.utils.fp8_format import Fp8Format
 from slime.utils.plan.devices import Device
 from slime.utils.plan.shape import ModelShape
 from slime.utils.plan.timing import DISK_BANDWIDTH
 from slime.utils.plan.trainer_memory import Precision
+from slime.utils.weight_format import WeightFormat, quantized_parts
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Output:
 
 
 def transport(
-    args: argparse.Namespace, shape: ModelShape, device: Device, *, num_nodes: int, fmt: Fp8Format | None = None
+    args: argparse.Namespace, shape: ModelShape, device: Device, *, num_nodes: int, fmt: WeightFormat | None = None
 ) -> Transport | None:
     """The way of the weights, which are quantised where the engines' checkpoint is (`fmt`); None without engines."""
     if args.debug_train_only or args.debug_rollout_only:
@@ -66,23 +66,23 @@ def transport(
         way = ("gloo" if args.accelerator == "cpu" else "NCCL") + " broadcast from the trainer to every engine rank"
         bandwidth = network
     if fmt is not None:
-        way += ", as fp8"
+        way += f", as {fmt.kind}"
     bucket = min(args.update_weight_buffer_size, num_bytes)
     interval = args.update_weights_interval
     every = "every rollout" if interval == 1 else f"every {interval} rollouts (train_async.py)"
     return Transport(way, num_bytes, bucket, -(-num_bytes // max(1, bucket)), every, bandwidth)
 
 
-def hf_bytes(args: argparse.Namespace, shape: ModelShape, fmt: Fp8Format | None) -> int:
-    """Of the model as HF tensors: in the trainer's precision, but for linear layers where `fmt` makes them fp8."""
+def hf_bytes(args: argparse.Namespace, shape: ModelShape, fmt: WeightFormat | None) -> int:
+    """Of the model as HF tensors: in the trainer's precision, but for what `fmt` quantises."""
     parts, itemsize = shape.components, Precision.of(args).weight
     if fmt is None:
         return parts["total"] * itemsize
-    linear = parts["attention"] + parts["mlp"] + parts["experts"]
-    return fmt.bytes_of_params(linear) + (parts["total"] - linear) * itemsize
+    quantized = sum(parts[part] for part in quantized_parts(fmt))
+    return fmt.bytes_of_params(quantized, itemsize=itemsize) + (parts["total"] - quantized) * itemsize
 
 
-def outputs(args: argparse.Namespace, shape: ModelShape | None, fmt: Fp8Format | None = None) -> list[Output]:
+def outputs(args: argparse.Namespace, shape: ModelShape | None, fmt: WeightFormat | None = None) -> list[Output]:
     """Everything that the run writes, in the order in which it happens; HF exports are stored as `fmt` says."""
     directory = args.output_dir
     found = [
@@ -107,7 +107,7 @@ def outputs(args: argparse.Namespace, shape: ModelShape | None, fmt: Fp8Format |
     return found
 
 
-def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape, fmt: Fp8Format | None = None) -> int:
+def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape, fmt: WeightFormat | None = None) -> int:
     """What --checkpoint-contents says: weights as trained, the optimizer's fp32 state, an HF export."""
     precision, contents = Precision.of(args), args.checkpoint_contents or ("model", "optimizer")
     optimizer = precision.saved if "optimizer" in contents else 0

@@ -27,6 +27,7 @@ import time
 import uuid
 from typing import Any
 
+from slime.utils.api_keys import protect
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http_utils import HttpError, close_http_client, get, post
 from slime.utils.types import Sample
@@ -88,6 +89,7 @@ class BaseGenerator:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
+        protect(self.request.remote_engine_url, self.request.remote_engine_key)
         watcher = asyncio.create_task(self._watch())
         calls = [
             self._one(prompt, number)

@@ -1,12 +1,13 @@
 """Read single tensors out of an HF checkpoint directory, sharded or not, without loading the rest.
 
 It knows the file layout (model.safetensors, or shards with an index) and nothing about models. What is stored in fp8
-it gives back as the weight that it stands for (slime.utils.fp8_format), and experts that are stored as one tensor one
-by one (slime.utils.fused_experts).
+or int4 it gives back as the weight that it stands for (slime.utils.fp8_format, int4_format), and experts that are
+stored as one tensor one by one (slime.utils.fused_experts).
 """
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from slime.utils.conversion.file_copy import Segment
 from slime.utils.conversion.raw_tensors import RawTensors, TensorInfo
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3, dequantize
-from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX, Fp8Format, fp8_format_of
+from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX, Fp8Format
 from slime.utils.fused_experts import is_fused, place_of, single_names
+from slime.utils.int4 import dequantize_groups, unpack
+from slime.utils.int4_format import PACKED, SCALE, SHAPE, ZERO, Int4Format
+from slime.utils.weight_format import format_of_checkpoint
 
 
 class SafetensorsReader:
@@ -37,17 +41,25 @@ class SafetensorsReader:
         self._raw.check()
         self._file_of = self._raw.file_of
 
+    def identity(self) -> list[str]:
+        """What tells the checkpoint's files from others at the same place."""
+        return self._raw.identity()
+
     def names(self) -> list[str]:
-        """Names of all tensors, fused experts one by one; scales belong to the weight that they scale."""
+        """Names of all tensors, fused experts one by one; scales and shapes belong to their weight."""
         stored = [name for name in self._file_of if not self._is_scale(name)]
         return [name for one in stored for name in self._stands_for(one)]
 
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor to the CPU, in the dtype it has in the file; fp8 is multiplied by its scales, in fp32.
 
+        int4 is multiplied by its scales in fp32, too, and returned in their dtype.
+
         Raises:
             UsageError: when the checkpoint has no tensor of that name, or no scales for one in fp8.
         """
+        if module := self._int4_module(name):
+            return self._unpacked(module)
         tensor = self._read(name)
         if tensor.dtype != E4M3:
             return tensor
@@ -70,7 +82,7 @@ class SafetensorsReader:
         found: dict[str, TensorInfo] = {}
         for stored in self._file_of:
             if not self._is_scale(stored):
-                dtype, shape = self._raw.info(stored)
+                dtype, shape = self._info(stored)
                 found |= {name: TensorInfo(dtype, _shape_of(name, stored, shape)) for name in self._stands_for(stored)}
         return found
 
@@ -82,14 +94,45 @@ class SafetensorsReader:
 
     @cached_property
     def _format(self) -> Fp8Format | None:
-        return fp8_format_of(self._root)
+        fmt = format_of_checkpoint(self._root)
+        return fmt if isinstance(fmt, Fp8Format) else None
+
+    @cached_property
+    def _int4_format(self) -> Int4Format:
+        return Int4Format.of(json.loads((self._root / "config.json").read_text()), where=str(self._root))
+
+    def _int4_module(self, name: str) -> str | None:
+        """The module of a weight that is stored in int4, with the dot behind it."""
+        module = name.removesuffix("weight")
+        return module if module != name and module + PACKED in self._file_of else None
+
+    def _unpacked(self, module: str) -> torch.Tensor:
+        scales = self._read(module + SCALE)
+        groups, size = scales.shape[1], self._int4_format.group_size
+        values, zeros = unpack(self._read(module + PACKED), groups * size), None
+        if module + ZERO in self._file_of:
+            zeros = unpack(self._read(module + ZERO), values.shape[0], dim=0)
+        return dequantize_groups(values, scales, size, zeros, scales.dtype)
+
+    def _info(self, stored: str) -> TensorInfo:
+        """As `_raw.info`, of what is stored in int4 that of the weight."""
+        info = self._raw.info(stored)
+        if not stored.endswith("." + PACKED):
+            return info
+        dtype, (rows, groups) = self._raw.info(stored.removesuffix(PACKED) + SCALE)
+        return TensorInfo(dtype, (rows, groups * self._int4_format.group_size))
 
     def _is_scale(self, name: str) -> bool:
+        module, _, part = name.rpartition(".")
+        if part in (SCALE, SHAPE, ZERO) and f"{module}.{PACKED}" in self._file_of:
+            return True
         suffix = next((s for s in (BLOCK_SUFFIX, TENSOR_SUFFIX) if name.endswith(s)), None)
         return suffix is not None and name.removesuffix(suffix) in self._file_of
 
     def _stands_for(self, stored: str) -> list[str]:
         """The names of the tensors that one in a file holds."""
+        if stored.endswith("." + PACKED):
+            return [stored.removesuffix(PACKED) + "weight"]
         return single_names(stored, self._raw.info(stored).shape[0]) if is_fused(stored) else [stored]
 
     def _read(self, name: str) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Upstream (0.16.1): even a synchronous torch_dist save forks a writer for each file and keeps a queue manager process.
 A fork of a trainer that has gRPC and gloo threads can hang, a writer that dies leaves the save waiting for ever, and
 the manager outlives a rank that is killed. Files and their content stay the same. It can go when upstream has a
-writer without processes. Asynchronous saving is not supported with it.
+writer without processes. With --async-save a thread writes (background_save).
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ FAMILIES = {
         Family("glm_moe_dsa", _LATENT_DENSE + _SHARED_EXPERT_RULES + _INDEXER),
         Family("deepseek_v32", _LATENT_DENSE + _SHARED_EXPERT_RULES + _INDEXER),
         Family("deepseek_v3", _LATENT_WITH_EXPERTS),
-        Family("kimi_k2", _LATENT_WITH_EXPERTS),
+        Family("kimi_k2", _LATENT_DENSE + _SHARED_EXPERT_RULES),
     )
 }
 

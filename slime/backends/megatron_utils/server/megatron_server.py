@@ -21,6 +21,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from slime.backends.megatron_utils.server.arguments import parse_server_args
@@ -80,7 +81,7 @@ def _serve(args: argparse.Namespace, rank: int, world_size: int, listener: socke
     from slime.backends.megatron_utils.server.waiting_line import WaitingLine
     from slime.utils.distributed_utils import init_gloo_group
 
-    init_gloo_group()
+    init_gloo_group(timedelta(minutes=args.distributed_timeout_minutes))
     line = WaitingLine(args.teacher_max_waiting_requests, args.teacher_max_tokens_per_batch)
     loop = ModelLoop(Scorer(args), line)
     if listener is None:

@@ -30,7 +30,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -43,7 +42,7 @@ from slime.backends.megatron_utils.update_weight.expected_names import expected_
 from slime.backends.megatron_utils.update_weight.spot_check import SpotCheck
 from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
-from slime.utils.distributed_utils import gathered
+from slime.utils.distributed_utils import barrier, gathered
 
 __all__ = ["Bucket", "EngineFleet", "NoLinkError", "Posted", "Transport", "WeightSyncError", "WeightUpdater"]
 
@@ -361,7 +360,4 @@ class WeightUpdater(ABC):
 
     def _barrier(self) -> None:
         """All ranks together, with a deadline that names the laggard instead of the default's half hour."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            from slime.utils.distributed_utils import get_gloo_group
-
-            dist.monitored_barrier(group=get_gloo_group(), timeout=timedelta(seconds=self.deadline_s))
+        barrier("its part of the weight sync", self.deadline_s)

@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError, contact_of
 from slime.backends.megatron_utils.update_weight.transport import Posted
+from slime.utils.progress_counts import went_on
 
 Post = Callable[[Any, str], Posted]
 """(a prepared bucket, its version) -> what was handed to the engines."""
@@ -104,6 +105,7 @@ class BucketStream:
         answers = self._fleet.wait(first.posted.calls, f"the load of weights {first.version}")
         first.posted.finish()
         check_versions(self._fleet, dict(zip(first.posted.calls, answers, strict=True)), first.version)
+        went_on("buckets of weights")
 
 
 def check_versions(fleet: EngineFleet, found: Mapping[int, Any], version: str) -> None:

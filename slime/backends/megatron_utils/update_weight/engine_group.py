@@ -49,8 +49,9 @@ def form_group(
     Raises:
         NoLinkError: names the engine that cannot connect, refuses or is silent, and this rank's address and interface.
     """
-    listener = listen_anywhere()
-    address, port = get_current_node_ip(), listener.getsockname()[1]
+    address = get_current_node_ip()
+    listener = listen_anywhere(address)
+    port = listener.getsockname()[1]
     steps = _Steps(fleet, f"{address}:{port} (interface {interface_of(address)})", deadline_s * SHARE_OF_DEADLINE)
     ours = fleet.some([number for number, engine in fleet.engines.items() if getattr(engine, "is_ours", False)])
     steps.wait("cannot connect to the trainer", ours.start("probe_link", address, port))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime.utils.fused_experts import is_fused, single_names
 from slime.utils.hf_text_config import is_of_other_part, text_config
-from slime.utils.safetensors_files import read_header
+from slime.utils.safetensors_files import read_header, read_index
 
 # Buffers that old checkpoints carry and no engine loads.
 NOT_WEIGHTS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -57,7 +57,7 @@ def _is_of_first_layers(name: str, num_layers: float, num_predictions: int) -> b
 def _names(checkpoint: Path) -> set[str]:
     index = checkpoint / "model.safetensors.index.json"
     if index.is_file():
-        file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        file_of: dict[str, str] = read_index(checkpoint)["weight_map"]
     else:
         file_of = {name: file.name for file in checkpoint.glob("*.safetensors") for name in read_header(file).tensors}
     fused = [name for name in file_of if is_fused(name)]

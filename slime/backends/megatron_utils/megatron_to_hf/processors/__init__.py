@@ -28,11 +28,11 @@ def quantize_params(
 
     Raises:
         UsageError: a quantisation that is not supported.
-        QuantizationError: a weight that is not finite.
+        QuantizationError: a weight that cannot be stored so.
     """
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import quantize_bucket
-    from slime.utils.fp8_format import Fp8Format
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
+    from slime.utils.weight_format import weight_format_of
 
     return quantize_bucket(
-        list(converted_named_params), Fp8Format.of({"quantization_config": quantization_config or None})
+        list(converted_named_params), weight_format_of({"quantization_config": quantization_config or None})
     )

@@ -9,38 +9,35 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError, check_finite
 from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.fp8 import E4M3, largest_of, quantize_blocks, quantize_tensor
 from slime.utils.fp8_format import Fp8Format
 
+__all__ = ["QuantizationError", "planned", "quantize_bucket"]
+
 Bucket = list[tuple[str, torch.Tensor]]
-_GATE_OR_UP = re.compile(r"(?<=\.)(gate|up)(?=_proj\.weight$)")
-
-
-class QuantizationError(RuntimeError):
-    """A weight has no place in the format: it is not finite."""
+_GATE_OR_UP = re.compile(r"(?<=\.)((gate|up)(?=_proj\.weight$)|w[13](?=\.weight$))")  # MiniMax: w1 and w3
 
 
 @torch.no_grad()
-def quantize_bucket(bucket: Bucket, fmt: Fp8Format | None) -> Bucket:
+def quantize_bucket(bucket: Bucket, fmt: Fp8Format) -> Bucket:
     """Return the tensors of `bucket` in their order, each quantised one followed by its scales.
 
     Args:
         bucket: (HF name, full tensor); gate and up of an expert are in the same bucket.
-        fmt: what the checkpoint wants; None changes nothing.
+        fmt: what the checkpoint wants.
 
     Raises:
         QuantizationError: a weight is infinite or no number; names it.
     """
-    if fmt is None:
-        return bucket
     chosen = [(name, tensor) for name, tensor in bucket if fmt.quantizes(name)]
     found = _by_block(chosen, fmt, fmt.block_size) if fmt.block_size else _by_tensor(chosen, fmt)
-    _check_finite([(name, scales) for name, (_, scales) in found.items()])
+    check_finite([(name, scales) for name, (_, scales) in found.items()])
     quantized: Bucket = []
     for name, tensor in bucket:
         if name in found:
@@ -49,13 +46,6 @@ def quantize_bucket(bucket: Bucket, fmt: Fp8Format | None) -> Bucket:
         else:
             quantized.append((name, tensor))
     return quantized
-
-
-def stored_bytes(bucket: Iterable[tuple[str, torch.Tensor]], fmt: Fp8Format | None) -> int:
-    """Bytes of a bucket once it is quantised."""
-    if fmt is None:
-        return sum(tensor.nbytes for _, tensor in bucket)
-    return sum(fmt.stored_bytes(name, tuple(t.shape), itemsize=t.element_size()) for name, t in bucket)
 
 
 def _by_block(
@@ -91,24 +81,8 @@ def _by_tensor(
     }
 
 
-def _check_finite(named_scales: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise for the first weight with a scale that is not finite; one answer from the device for the whole bucket."""
-    if not named_scales:
-        return
-    largest = torch.stack([scales.amax() for _, scales in named_scales])
-    if bool(largest.isfinite().all()):
-        return
-    index = int((~largest.isfinite()).nonzero()[0])
-    raise QuantizationError(
-        f"{named_scales[index][0]} has a weight that is infinite or no number, and so cannot be quantized for the "
-        "engines: training has diverged (look at train/grad_norm and train/loss of the last steps)"
-    )
-
-
-def planned(tensors: Mapping[str, TensorInfo], fmt: Fp8Format | None) -> dict[str, TensorInfo]:
+def planned(tensors: Mapping[str, TensorInfo], fmt: Fp8Format) -> dict[str, TensorInfo]:
     """What `quantize_bucket` makes of tensors like these, without their values; in the same order."""
-    if fmt is None:
-        return dict(tensors)
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         if not fmt.quantizes(name):

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# A run script as a Slurm job, on as many machines as it takes.
+#
+#   usage: sbatch --nodes 8 --gpus-per-node 8 scripts/slurm/run.sh scripts/run-glm4.5-355B-A32B.sh [flags of train.py]
+#
+# From the repository, which all machines see at the same place, with its .venv (`bash scripts/setup_env.sh --cuda`, once). The first machine
+# of the job is the Ray head and runs the script; the others join it (scripts/ray_worker.sh).
+#
+# Environment variables: MASTER_ADDR, the first machine's address for the others (the first of `hostname -I`); MASTER_PORT (from the job's
+# number, so that two jobs can share a machine); SLIME_SRUN_ARGS, more arguments of srun (--container-image=...).
+#SBATCH --job-name=slime
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --output=slime-%j.log
+set -euo pipefail
+
+say() { printf '[slime] %s\n' "$*" >&2; }
+
+# sbatch runs a copy of this file.
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
+if [ ! -f scripts/common.sh ]; then
+    say "$PWD is not the repository: call sbatch there"
+    exit 2
+fi
+if [ -z "${SLURM_JOB_ID:-}" ] || [ $# -eq 0 ] || [ ! -f "$1" ]; then
+    say "usage: sbatch --nodes N --gpus-per-node 8 scripts/slurm/run.sh scripts/run-NAME.sh [flags of train.py]"
+    exit 2
+fi
+needed="$(sed -n 's/^NUM_NODES=\([0-9]*\)$/\1/p' "$1")"
+if [ "${SLURM_JOB_NUM_NODES:-1}" -lt "${needed:-1}" ]; then
+    say "$1 takes $needed machines, the job has ${SLURM_JOB_NUM_NODES:-1}: sbatch --nodes $needed"
+    exit 2
+fi
+
+read -r address _ <<<"$(hostname -I)"
+export MASTER_ADDR="${MASTER_ADDR:-$address}" MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
+read -r -a more <<<"${SLIME_SRUN_ARGS:-}"
+say "job $SLURM_JOB_ID on ${SLURM_JOB_NODELIST:-?}, Ray head at $MASTER_ADDR:$MASTER_PORT"
+exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${more[@]}" bash scripts/slurm/node.sh "$@"

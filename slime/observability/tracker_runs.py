@@ -1,0 +1,64 @@
+"""Which run of W&B and which directory of TensorBoard a run logs to, kept beside its checkpoints.
+
+A run that goes on from its own checkpoint goes on in them; one that begins, or goes on from another run's checkpoint,
+gets its own. It opens no tracker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from slime.utils.checkpoint_paths import latest_iteration
+
+logger = logging.getLogger(__name__)
+FILE = "trackers.json"
+WANDB_RUN, TENSORBOARD_DIR = "wandb_run_id", "tensorboard_dir"
+
+
+class TrackerRuns:
+    """Those of one run.
+
+    Args:
+        save: directory of --save, None where nothing is kept.
+        goes_on: the run goes on from a checkpoint there.
+    """
+
+    def __init__(self, save: str | None, *, goes_on: bool) -> None:
+        self._path = None if save is None else Path(save) / FILE
+        self._known: dict[str, str] = _read(self._path) if goes_on and self._path is not None else {}
+
+    def known(self, name: str) -> str | None:
+        """What the run before has logged to; None where it has not, or this one begins."""
+        return self._known.get(name)
+
+    def keep(self, name: str, value: str) -> None:
+        """Say what this run logs to."""
+        if self._path is None or self._known.get(name) == value:
+            return
+        self._known[name] = value
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_name(f".{FILE}.partial")
+        partial.write_text(json.dumps(self._known, indent=2) + "\n")
+        os.replace(partial, self._path)
+
+
+def tracker_runs(args: Namespace) -> TrackerRuns:
+    """Those of the run of these flags (reads `save`, `load`, `finetune`)."""
+    goes_on = args.save is not None and args.load == args.save and not args.finetune
+    return TrackerRuns(args.save, goes_on=goes_on and latest_iteration(args.save) is not None)
+
+
+def _read(path: Path) -> dict[str, str]:
+    """What is kept; a file that cannot be read costs a new run of the tracker, not this run."""
+    try:
+        found = json.loads(path.read_text())
+        return {str(name): str(value) for name, value in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s): metrics go to new runs of the trackers", path, error)
+        return {}

@@ -1,0 +1,101 @@
+"""The API keys of a run's routers and engines, and to which addresses of this process's requests they are added.
+
+A run makes its key when it starts (`RunKeys`), and hands it from process to process: in Ray calls, and to servers in
+their environment; never on a command line, in a file, or to an address that is not the run's. The HTTP helpers of
+`http_utils` ask `headers_for`, so code that uses them need not know that there are keys. Other clients send
+`Authorization: Bearer $SLIME_API_KEY`. It knows nothing about servers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field
+
+ROUTER_ENV = "SLIME_API_KEY"
+"""Of the routers, to which user code sends its requests; set in every process of a run that runs user code."""
+ENGINE_ENV = "SLIME_ENGINE_API_KEY"
+HIDDEN = "***"
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """What the routers and the engines of a run ask for; None asks for nothing. Its text shows neither."""
+
+    router: str | None = field(default=None, repr=False)
+    engine: str | None = field(default=None, repr=False)
+
+
+class HiddenText(str):
+    """Text that `repr` does not show: SGLang logs its arguments."""
+
+    def __repr__(self) -> str:
+        return repr(HIDDEN)
+
+
+class _Protected:
+    """host:port of each server -> its key, in this process."""
+
+    def __init__(self) -> None:
+        self.key_of: dict[str, str] = {}
+
+
+_protected = _Protected()
+
+
+def make_keys(*, is_wanted: bool, router: str | None = None, engine: str | None = None) -> RunKeys:
+    """The keys of a new run: those that were given, else $SLIME_API_KEY, else one that nobody else knows.
+
+    Args:
+        is_wanted: servers without a given key get one.
+        router: of --router-api-key.
+        engine: of --sglang-api-key.
+    """
+    made = (os.environ.get(ROUTER_ENV) or secrets.token_urlsafe(32)) if is_wanted else None
+    engine = engine or made
+    return RunKeys(router or engine, engine)
+
+
+def use_keys(keys: RunKeys | None) -> None:
+    """Have this process, and what it starts, know the keys of its run; None changes nothing."""
+    if keys is None:
+        return
+    for name, key in ((ROUTER_ENV, keys.router), (ENGINE_ENV, keys.engine)):
+        if key:
+            os.environ[name] = key
+        else:
+            os.environ.pop(name, None)
+
+
+def protect(url: str, key: str | None) -> None:
+    """Add a key to this process's requests to a server from now on; None adds none."""
+    if key:
+        _protected.key_of[_server(url)] = key
+    else:
+        _protected.key_of.pop(_server(url), None)
+
+
+def protect_router(url: str) -> None:
+    """As `protect`, with the key of the run's routers."""
+    protect(url, os.environ.get(ROUTER_ENV))
+
+
+def protect_engine(url: str) -> None:
+    """As `protect`, with the key of the run's engines."""
+    protect(url, os.environ.get(ENGINE_ENV))
+
+
+def key_of(url: str) -> str | None:
+    """The key that requests to this address get."""
+    return _protected.key_of.get(_server(url))
+
+
+def headers_for(url: str) -> dict[str, str]:
+    """The header that a request to this address needs; none where the server is not the run's."""
+    key = key_of(url) if _protected.key_of else None
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _server(url: str) -> str:
+    """`host:port` of an address."""
+    return url.partition("://")[2].partition("/")[0]

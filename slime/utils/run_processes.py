@@ -1,0 +1,88 @@
+"""The processes of a run on this node, found by a mark in their environment, and the shared memory that they hold.
+
+`begin_run` puts the mark into this process's environment, from where everything that it starts inherits it: Ray,
+actors, engines, their children. A process that has written over its environment (to change its title) is found as the
+child of one that has not. It ends nothing, and knows nothing about Ray or engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import psutil
+
+MARK = "SLIME_RUN_ID"
+# Only files that processes of the run had open are ever removed from it.
+SHARED_MEMORY = Path("/dev/shm")  # nosec B108
+_OF_TORCH = re.compile(r"torch_(\d+)_")
+
+
+def begin_run() -> str:
+    """Give this process, and what it starts from now on, the mark of a new run; returns the mark."""
+    os.environ[MARK] = secrets.token_hex(8)
+    return os.environ[MARK]
+
+
+def processes_of(run: str) -> list[psutil.Process]:
+    """The marked processes of a run and all that they started; this one only where it was started with the mark."""
+    alive = {process.pid: process for process in psutil.process_iter(["ppid"])}
+    children: dict[int, list[int]] = {}
+    for process in alive.values():
+        children.setdefault(process.info["ppid"], []).append(process.pid)
+    waiting, found = [pid for pid in alive if _is_marked(pid, run)], set[int]()
+    while waiting:
+        if (pid := waiting.pop()) not in found:
+            found.add(pid)
+            waiting += children.get(pid, [])
+    return [alive[pid] for pid in sorted(found)]
+
+
+def _is_marked(pid: int, run: str) -> bool:
+    try:
+        return f"{MARK}={run}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # another user's, or gone
+        return False
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that these processes have open or mapped, and those that torch named after them."""
+    wanted = set(pids)
+    found = {path for pid in wanted for path in _open_files(pid)}
+    with contextlib.suppress(OSError):
+        for path in SHARED_MEMORY.iterdir():
+            named = _OF_TORCH.match(path.name)
+            if named and int(named[1]) in wanted:
+                found.add(path)
+    return found
+
+
+def _open_files(pid: int) -> set[Path]:
+    prefix, found = f"{SHARED_MEMORY}/", set[str]()
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        found |= {line[line.index(prefix) :] for line in maps.splitlines() if prefix in line}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return {Path(name) for name in found if name.startswith(prefix) and not name.endswith(" (deleted)")}
+
+
+def remove_unused(files: Collection[Path]) -> list[Path]:
+    """Remove those of the files in /dev/shm that no process has open or mapped any more; returns them."""
+    left = [path for path in files if path.exists()]
+    if not left:
+        return []
+    used = {path for process in psutil.process_iter() for path in _open_files(process.pid)}
+    removed = []
+    for path in left:
+        if path not in used:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path)
+    return removed

@@ -1,0 +1,153 @@
+"""Ends what a run leaves behind, however it ends: `python -m slime.utils.sweeper RUN DRIVER_PID OUTPUT_DIR`.
+
+A process of its own, for a driver that is killed outright can clean up nothing. It looks at the run's processes
+(`run_processes`) every few seconds, for one that is gone cannot be asked which shared memory it had. When the driver
+has ended, or says on standard input that the run has, whatever is left of the run after a grace period is killed, its
+shared memory is removed, and so is the directory of the Ray session that the run had started, whose logs are kept
+beside the run's where it did not end well.
+
+What the driver may say, a line each: "session PATH" (of its Ray), "well" (it ended well), "end" (it has ended, though
+its process may go on). It touches nothing without the run's mark, and knows nothing about engines or trainers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from slime.utils.run_processes import processes_of, remove_unused, shared_memory_of
+
+POLL_S = 0.5
+LOOK_S = 5.0
+GRACE_S = 4.0
+KILL_S = 3.0
+
+
+class Sweeper:
+    """The driver's side.
+
+    Args:
+        run: mark of the run.
+        output_dir: of the run; where the logs of its Ray go if it fails.
+    """
+
+    def __init__(self, run: str, output_dir: Path) -> None:
+        command = [sys.executable, "-m", __name__, run, str(os.getpid()), str(output_dir)]
+        root = str(Path(__file__).resolve().parent.parent.parent)
+        # A session of its own: Ctrl-C at the terminal must not end it. Nobody waits for it: it outlives the driver.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
+            start_new_session=True,
+        )
+
+    def say(self, line: str) -> None:
+        """Tell it something; nothing happens when it is gone."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.write(f"{line}\n".encode())
+                self._process.stdin.flush()
+
+
+class _Told:
+    """What the driver has said so far."""
+
+    def __init__(self) -> None:
+        self.session: Path | None = None
+        self.well = False
+        self.over = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            word, _, rest = line.strip().partition(" ")
+            if word == "session":
+                self.session = Path(rest)
+            elif word == "well":
+                self.well = True
+            elif word == "end":
+                self.over.set()
+
+
+class _Seen:
+    """Processes of the run and their shared memory, as far as they were seen."""
+
+    def __init__(self, run: str, ignored: set[int]) -> None:
+        self._run = run
+        self._ignored = ignored
+        self._processes: dict[int, psutil.Process] = {}
+        self.memory: set[Path] = set()
+
+    def look(self) -> list[psutil.Process]:
+        """Those that are alive; psutil knows a process from another one that got its number."""
+        for process in processes_of(self._run):
+            if process.pid not in self._ignored:
+                self._processes[process.pid] = process
+        alive = [process for process in self._processes.values() if _is_alive(process)]
+        self.memory |= shared_memory_of(self._processes)
+        return alive
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def main(run: str, driver_pid: int, output_dir: Path) -> None:
+    """Wait for the end of the run, then sweep."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(5)
+    told, seen = _Told(), _Seen(run, {driver_pid, os.getpid()})
+    driver, next_look = psutil.Process(driver_pid), time.monotonic()
+    while _is_alive(driver) and not told.over.wait(POLL_S):
+        if time.monotonic() >= next_look:
+            seen.look()
+            next_look = time.monotonic() + LOOK_S
+    _end(seen)
+    remove_unused(seen.memory)
+    if told.session is not None:
+        _remove_session(told.session, None if told.well else output_dir / "logs" / "ray")
+
+
+def _end(seen: _Seen) -> None:
+    """Let what is left of the run end by itself for a while, then kill it."""
+    end = time.monotonic() + GRACE_S
+    while (alive := seen.look()) and time.monotonic() < end:
+        time.sleep(0.2)
+    end = time.monotonic() + KILL_S
+    while alive and time.monotonic() < end:
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.1)
+        alive = seen.look()
+
+
+def _remove_session(session: Path, keep_logs_at: Path | None) -> None:
+    """Remove the directory of a Ray session; its logs move elsewhere first where they are to be kept."""
+    if keep_logs_at is not None and (session / "logs").is_dir():
+        with contextlib.suppress(OSError):
+            keep_logs_at.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(keep_logs_at, ignore_errors=True)
+            shutil.move(str(session / "logs"), str(keep_logs_at))
+    shutil.rmtree(session, ignore_errors=True)
+    latest = session.parent / "session_latest"
+    with contextlib.suppress(OSError):
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

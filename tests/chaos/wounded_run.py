@@ -1,0 +1,142 @@
+"""A driver that wounds its own run once: `python -m tests.chaos.wounded_run PART PHASE SIGNAL DRIVER FLAGS...`
+
+It is train.py or train_async.py, whose own `train` it calls; what is added sends SIGNAL to the processes of one PART
+of the run (`processes_of_part`) in PHASE of rollout 1: `DELAY_S` after the driver enters it, or, for log-probs, from a
+hook of the trainer. "start" is the first phase there is, as soon as the part has processes. The moment is noted in
+wound.json in the output directory, and where there is such a note, the run is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slime.observability import phases
+from slime.ray import stall_watch
+from slime.utils.run_processes import MARK, processes_of
+
+ROLLOUT = 1
+DELAY_S = {"generate": 0.3, "train": 0.2, "save": 0.02, "sync": 0.02, "eval": 0.2, "start": 1.0}
+START_STALLS_S = 100.0
+IN_COMMAND_LINE = {
+    "engine": ("engine_0.json",),
+    "router": ("router.json", "sglang::router"),  # before and after it has given itself a title
+    "manager": ("ray::RolloutManager",),
+    "trainer": ("ray::TrainRayActor",),
+}
+
+
+def processes_of_part(part: str, run: str) -> list[psutil.Process]:
+    """The processes of a part of the run with this mark: an engine with all that it started, the last rank, ...
+
+    None where the run has no such part (yet).
+    """
+    if part == "driver":
+        return [psutil.Process(int(os.environ["CHAOS_DRIVER_PID"]))]
+    if part == "reward":
+        return [psutil.Process(int(os.environ["CHAOS_REWARD_PID"]))]
+    found = [one for one in processes_of(run) if is_of_part(one, part)]
+    if part == "engine":
+        return [process for server in found for process in [*server.children(recursive=True), server]]
+    return found[-1:]
+
+
+def is_of_part(process: psutil.Process, part: str) -> bool:
+    """Whether the process's command line is that of a part; not for the driver and the reward server."""
+    try:
+        command_line = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return any(text in command_line for text in IN_COMMAND_LINE[part])
+
+
+def wound(part: str, number: int, output_dir: Path) -> bool:
+    """Send the signal to all processes of the part, unless that was done before; whether it was done now."""
+    processes = processes_of_part(part, os.environ[MARK])
+    if not processes:
+        return False
+    try:
+        with (output_dir / "wound.json").open("x") as note:
+            json.dump({"time": time.time(), "pids": [process.pid for process in processes]}, note)
+    except FileExistsError:
+        return False
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+    return True
+
+
+class Wounding(phases.Phases):
+    """Phases that wound a part in one of them.
+
+    Args:
+        part: which. phase: when. number: of the signal. output_dir: of the run.
+    """
+
+    def __init__(self, part: str, phase: str, number: int, output_dir: Path) -> None:
+        super().__init__()
+        self._row = (part, phase, number, output_dir)
+        self._trained = 0
+
+    @contextmanager
+    def enter(self, name: str) -> Iterator[None]:
+        part, phase, number, output_dir = self._row
+        is_time = name == phase and (name == "start" or self._trained >= ROLLOUT)
+        if is_time and not (output_dir / "wound.json").exists():
+            threading.Thread(target=self._wait_and_wound, daemon=True).start()
+        with super().enter(name):
+            yield
+        self._trained += name == "train"
+
+    def _wait_and_wound(self) -> None:
+        part, phase, number, output_dir = self._row
+        end = time.monotonic() + 60
+        while not processes_of_part(part, os.environ[MARK]) and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(DELAY_S[phase])
+        wound(part, number, output_dir)
+
+
+_passes = 0
+
+
+def wound_before_log_probs(args: Any, model: Any, store_prefix: str) -> None:
+    """A hook of the trainers (--custom-megatron-before-log-prob-hook-path)."""
+    global _passes
+    _passes += 1
+    part, phase, name = os.environ["CHAOS_ROW"].split()
+    if phase == "log-probs" and _passes == ROLLOUT + 1:
+        wound(part, signal.Signals[name], Path(args.output_dir))
+
+
+def main() -> None:
+    part, phase, name, driver, *flags = sys.argv[1:]
+    sys.argv = [driver, *flags]
+    output_dir = Path(flags[flags.index("--output-dir") + 1])
+    os.environ |= {"CHAOS_ROW": f"{part} {phase} {name}", "CHAOS_DRIVER_PID": str(os.getpid())}
+    # The quarter of an hour that a start may be silent for is for models that take minutes to read.
+    stall_watch.SLOW["start"] = START_STALLS_S
+    from slime.ray import run as run_module
+
+    run_module.Phases = lambda: Wounding(part, phase, signal.Signals[name], output_dir)  # type: ignore[assignment,misc]
+    schedule = importlib.import_module(Path(driver).stem)
+    from slime.ray.driver import drive
+
+    sys.exit(drive(schedule.train, check=getattr(schedule, "check", None)))
+
+
+if __name__ == "__main__":
+    main()

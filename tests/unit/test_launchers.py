@@ -1,0 +1,163 @@
+"""Runs on several machines as the shell scripts start them; srun, ssh, kubectl and python are stand-ins that say what
+they were told to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.unit.script_fakes import ROOT, start_script
+
+RUN = "scripts/run-glm4.5-355B-A32B.sh"  # takes 8 machines
+
+
+def start(
+    tmp_path: Path, command: list[str], **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """(what a launcher said, the arguments that it gave srun or kubectl; what kubectl read is in `stdin`)."""
+    for name in ("srun", "kubectl"):
+        fake = tmp_path / name
+        fake.write_text(
+            f'#!/bin/sh\nprintf "%s\\0" "$@" >{tmp_path}/called\n[ {name} = srun ] || cat >{tmp_path}/stdin\n'
+        )
+        fake.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SLIME_", "MASTER_"))}
+    path = f"{tmp_path}:{kept['PATH']}"
+    done = subprocess.run(
+        command, cwd=ROOT, env=kept | {"PATH": path} | environment, capture_output=True, text=True, timeout=60
+    )
+    called = tmp_path / "called"
+    return done, called.read_text().split("\0")[:-1] if called.exists() else []
+
+
+# ---- MASTER_ADDR and workers
+
+
+def test_the_head_listens_where_others_reach_it_and_each_worker_is_started_over_ssh(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/ssh.log\n')
+    ssh.chmod(0o755)
+    environment = {"MASTER_ADDR": "10.0.0.1", "WORKERS": "10.0.0.2 node-3", "NCCL_SOCKET_IFNAME": "ib0"}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": "7001"}
+    done, log = start_script(tmp_path, "run-glm4.5-355B-A32B", **environment)
+    assert done.returncode == 0, done.stderr
+    assert "start --head --disable-usage-stats --node-ip-address 10.0.0.1 --port 7001 " in log
+    assert "/nodes?view=summary" in log and log.index("view=summary") < log.index("job submit")
+    first, second = sorted((tmp_path / "ssh.log").read_text().splitlines())
+    worker = f"bash {ROOT}/scripts/ray_worker.sh 10.0.0.1:7001"
+    assert first.startswith("-tt -o BatchMode=yes 10.0.0.2 env SLIME_PYTHON=") and first.endswith(f"{worker} 10.0.0.2")
+    assert " NCCL_SOCKET_IFNAME=ib0 " in first
+    assert " node-3 env " in second and second.endswith(worker), "a name is no address to listen at"
+
+
+def test_without_workers_the_command_for_the_other_machines_is_printed(tmp_path: Path) -> None:
+    done, _ = start_script(tmp_path, "run-glm4.5-355B-A32B", MASTER_ADDR="10.0.0.1")
+    assert f"on each other machine: bash {ROOT}/scripts/ray_worker.sh 10.0.0.1:6379" in done.stderr
+
+
+def test_an_address_of_another_machine_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    """192.0.2.0/24 is for documentation: no machine has .77."""
+    script = ". scripts/common.sh; PYTHON=python3; NUM_NODES=2 MASTER_ADDR=192.0.2.77 slime_ray_start 0"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "MASTER_ADDR=192.0.2.77 MASTER_PORT=6379: no Ray head can listen there" in done.stderr
+
+
+def test_a_worker_whose_head_does_not_answer_says_so(tmp_path: Path) -> None:
+    environment = {"SLIME_PYTHON": "/bin/true", "SLIME_NODES_DEADLINE_S": "0"}
+    command = ["bash", "scripts/ray_worker.sh", "127.0.0.1:1"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "no Ray head answers at 127.0.0.1:1: is it the MASTER_ADDR:" in done.stderr
+
+
+# ---- Slurm
+
+
+def test_a_slurm_job_runs_the_script_on_the_first_machine_and_a_worker_on_the_others(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NUM_NODES": "8", "SLURM_SUBMIT_DIR": str(ROOT)}
+    job |= {"MASTER_ADDR": "10.0.0.1", "SLIME_SRUN_ARGS": "--container-image=slime.sqsh --container-mounts=/data"}
+    done, called = start(tmp_path, ["bash", "scripts/slurm/run.sh", RUN, "--lr", "3e-6", "a b"], **job)
+    assert done.returncode == 0, done.stderr
+    mine = ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--container-image=slime.sqsh", "--container-mounts=/data"]
+    node = ["bash", "scripts/slurm/node.sh", RUN, "--lr", "3e-6", "a b"]
+    assert called == [*mine, *node]
+    assert "Ray head at 10.0.0.1:23456" in done.stderr, "the port follows from the job's number"
+
+
+def test_each_machine_of_a_slurm_job_knows_its_part(tmp_path: Path) -> None:
+    for folder in ("scripts/slurm",):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "scripts/slurm/node.sh").write_text((ROOT / "scripts/slurm/node.sh").read_text())
+    for name in ("run-x.sh", "ray_worker.sh"):
+        (tmp_path / "scripts" / name).write_text('echo "${0##*/}" "$@"\n')
+
+    def said(number: int) -> str:
+        command = ["bash", "scripts/slurm/node.sh", "scripts/run-x.sh", "--lr", "1"]
+        environment = {"SLURM_PROCID": str(number), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7000"}
+        environment |= {"PATH": os.environ["PATH"]}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+
+    assert said(0) == "run-x.sh --lr 1\n"
+    assert said(3) == "ray_worker.sh 10.0.0.1:7000\n"
+
+
+@pytest.mark.parametrize(
+    ("job", "arguments", "sentence"),
+    [
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"},
+            [RUN],
+            "takes 8 machines, the job has 4: sbatch --nodes 8",
+        ),
+        ({"SLURM_JOB_ID": "1"}, ["gone.sh"], "usage: sbatch --nodes N"),
+        ({}, [RUN], "usage: sbatch --nodes N"),
+        ({"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "/"}, [RUN], "/ is not the repository: call sbatch there"),
+    ],
+)
+def test_a_slurm_job_that_cannot_work_starts_nothing(
+    tmp_path: Path, job: dict[str, str], arguments: list[str], sentence: str
+) -> None:
+    done, called = start(tmp_path, ["bash", "scripts/slurm/run.sh", *arguments], **job)
+    assert done.returncode == 2 and not called
+    assert sentence in done.stderr
+
+
+# ---- KubeRay
+
+
+def test_a_rayjob_has_a_pod_for_each_machine_and_runs_the_script_on_the_head(tmp_path: Path) -> None:
+    settings = {"IMAGE": "registry/slime:1", "NAMESPACE": "rl", "CLAIM": "models", "SLIME_HOME": "/data"}
+    settings |= {"POD_ENV": "NCCL_SOCKET_IFNAME=eth0 A=b", "SECRET": "keys"}
+    odd = ["--custom-config-path", 'a b/$HOME "(1)".yaml', "it's"]
+    done, called = start(tmp_path, ["bash", "scripts/kuberay/submit.sh", RUN, *odd], **settings)
+    assert done.returncode == 0, done.stderr
+    assert called == ["--namespace", "rl", "apply", "-f", "-"]
+    job = yaml.safe_load((tmp_path / "stdin").read_text())
+    assert (job["kind"], job["metadata"]["name"]) == ("RayJob", "slime-glm4-5-355b-a32b")
+    shell = job["spec"]["entrypoint"].replace("cd /opt/slime && bash ", "printf '%s\\0' ")
+    assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout.split("\0")[:-1] == [RUN, *odd]
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert [workers[name] for name in ("replicas", "minReplicas", "maxReplicas")] == [7, 7, 7]
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["image"] == "registry/slime:1"
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+        values = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert values == {"SLIME_HOME": "/data", "NCCL_SOCKET_IFNAME": "eth0", "A": "b"}
+        assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+        mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounted == {"shm": "/dev/shm", "home": "/data"} and {v["name"] for v in pod["volumes"]} == set(mounted)
+
+
+def test_a_rayjob_of_one_machine_has_no_workers_and_is_only_printed_where_that_is_asked_for(tmp_path: Path) -> None:
+    command = ["bash", "scripts/kuberay/submit.sh", "scripts/run-qwen3-4B.sh"]
+    done, called = start(tmp_path, command, IMAGE="i", PRINT="1")
+    assert not called and "workerGroupSpecs" not in yaml.safe_load(done.stdout)["spec"]["rayClusterSpec"]
+    done, called = start(tmp_path, command)
+    assert done.returncode == 2 and not called and "usage: IMAGE=" in done.stderr

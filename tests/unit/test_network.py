@@ -1,0 +1,139 @@
+"""What a host's network cannot do is said before anything waits: interfaces, its address, others out of reach."""
+
+from __future__ import annotations
+
+import socket
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slime.ray import placement_group, ray_actor, utils
+from slime.ray.rollout.server_group import EngineActor
+from slime.ray.train_actor import TrainRayActor
+from slime.utils import misc, network
+from slime.utils.errors import UsageError
+from tests.unit.test_server_group import FakeEngine
+
+INTERFACES = ["eth0", "ib0", "ib1", "lo"]
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: [Namespace(address=f"10.0.0.{number}")] for number, name in enumerate(INTERFACES)}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_right"),
+    [
+        ({}, True),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, True),
+        ({"GLOO_SOCKET_IFNAME": "eth0,ib1"}, True),
+        ({"GLOO_SOCKET_IFNAME": "eth0,ib2"}, False),  # gloo opens all of them
+        ({"GLOO_SOCKET_IFNAME": "eth"}, False),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, True),  # NCCL takes what names begin with
+        ({"NCCL_SOCKET_IFNAME": "bond,ib"}, True),
+        ({"NCCL_SOCKET_IFNAME": "=ib"}, False),
+        ({"NCCL_SOCKET_IFNAME": "=ib0"}, True),
+        ({"NCCL_SOCKET_IFNAME": "^docker"}, True),
+        ({"NCCL_SOCKET_IFNAME": "bond"}, False),
+    ],
+)
+def test_an_interface_that_the_host_lacks_is_named_with_those_that_it_has(
+    environment: dict[str, str], is_right: bool, interfaces: None
+) -> None:
+    sentence = network.interface_problem(environment, uses_nccl=True)
+    if is_right:
+        assert sentence is None
+    else:
+        ((name, value),) = environment.items()
+        assert sentence is not None and sentence.startswith(f"{name}={value} names no network interface of ")
+        assert "which has eth0, ib0, ib1, lo; name one of those" in sentence
+
+
+def test_the_interface_of_nccl_does_not_matter_to_a_process_that_does_not_use_it(interfaces: None) -> None:
+    assert network.interface_problem({"NCCL_SOCKET_IFNAME": "bond"}, uses_nccl=False) is None
+
+
+def test_trainer_and_engine_say_which_of_them_has_a_wrong_interface_before_they_import_or_start_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(UsageError, match="^trainer 3: GLOO_SOCKET_IFNAME=eth77 names no network interface"):
+        trainer(rank=3).load()
+    engine = FakeEngine(tmp_path / "log", None)
+    for begin in (lambda: engine.launch(10), lambda: engine.join("10.0.0.1:5", 1, 2, [])):
+        with pytest.raises(UsageError, match="^engine 0: GLOO_SOCKET_IFNAME=eth77"):
+            begin()
+    assert not engine.ports
+
+
+def trainer(*, rank: int) -> TrainRayActor:
+    actor = TrainRayActor.__new__(TrainRayActor)
+    actor.args, actor.rank, actor._name = Namespace(accelerator="cpu"), rank, f"trainer {rank}"
+    return actor
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def test_a_trainer_that_cannot_reach_the_first_one_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = closed_port()
+    monkeypatch.setattr(TrainRayActor, "load", lambda self: None)
+    with pytest.raises(UsageError, match=f"trainer 2 cannot reach rank 0: .* cannot connect to 127.0.0.1:{port}: .*"):
+        trainer(rank=2).init("127.0.0.1", port)
+
+
+def test_a_ray_that_does_not_answer_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = closed_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    monkeypatch.setattr(placement_group, "slot_layout", lambda args: Namespace(total=1))
+    with pytest.raises(UsageError, match=f"RAY_ADDRESS=127.0.0.1:{port}: no Ray answers there .*; unset it or start"):
+        placement_group.connect_ray(Namespace(accelerator="cpu"))
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "ray://10.0.0.1:10001"])
+def test_addresses_that_only_ray_understands_are_left_to_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement_group, "out_of_reach", lambda host, port: pytest.fail("it was tried"))
+    assert placement_group._unreachable(address) is None
+
+
+def test_the_address_that_the_environment_gives_is_where_others_meet_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(network.HOST_IP, "127.0.0.9")
+    monkeypatch.setattr(utils.ray.util, "get_node_ip_address", lambda: pytest.fail("Ray was asked"))
+    assert misc.get_current_node_ip() == ray_actor.RayActor().node_address() == "127.0.0.9"
+    engine: Any = FakeEngine(tmp_path / "log", None)
+    engine._given_host = None
+    assert EngineActor.launch(engine, 10).url.startswith("http://127.0.0.9:")
+
+
+def test_an_address_that_the_host_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, interfaces: None) -> None:
+    assert network.given_address({network.HOST_IP: "10.0.0.2"}) == "10.0.0.2"
+    with pytest.raises(UsageError, match="SLIME_HOST_IP=10.9.9.9 is no address of .*; set it in the environment of"):
+        network.given_address({network.HOST_IP: "10.9.9.9"})
+
+
+def test_an_ipv6_address_is_preferred_where_one_is_asked_for_and_others_can_know_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of(*addresses: str) -> None:
+        found = {"eth0": [Namespace(address=one) for one in addresses]}
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+
+    prefer = {network.PREFER_IPV6: "1"}
+    of("02:fc:00:00:00:01", "::1", "fe80::1%eth0", "10.0.0.2", "fd00::2", "fd00::3")
+    assert network.given_address(prefer) == "fd00::2"
+    assert network.given_address({network.PREFER_IPV6: "0"}) is None is network.given_address({})
+    assert network.given_address({**prefer, network.HOST_IP: "10.0.0.2"}) == "10.0.0.2"
+    of("::1", "fe80::1%eth0", "10.0.0.2")
+    assert network.given_address(prefer) is None
+    with pytest.raises(UsageError, match="SLIME_PREFER_IPV6=maybe: write true or 1, false or 0"):
+        network.given_address({network.PREFER_IPV6: "maybe"})
