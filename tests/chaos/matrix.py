@@ -39,7 +39,9 @@ PARTS = ("engine", "trainer", "router", "manager", "driver", "reward")
 PHASES = ("start", "generate", "log-probs", "train", "sync", "save", "eval")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 NUM_ROLLOUT, PROMPTS, SAMPLES = 3, 4, 4
-DEADLINE_S, ASLEEP_S, STALL_S = 420.0, 15.0, 20
+DEADLINE_S, ASLEEP_S = 420.0, 15.0
+STALL_S = dict.fromkeys(PARTS, 20) | {"router": 60}
+"""After which the watchdog ends a run; a router is asked for half a minute before it is started again."""
 REASONS = {
     "engine": r"engine",
     "trainer": r"rank|trainer|nothing has gone on",
@@ -154,7 +156,7 @@ def run_row(row: Row, folder: Path, *, model: Path, prompts: Path, script: str =
     out = folder / "out"
     out.mkdir(parents=True)
     with reward_server() as (url, pid):
-        flags = [str(flag) for flag in flags_of(out, model, prompts, url)]
+        flags = [str(flag) for flag in flags_of(out, model, prompts, url, STALL_S[row.part])]
         command = [sys.executable, "-m", "tests.chaos.wounded_run", row.part, row.phase, row.signal, script, *flags]
         env = {**os.environ, "CHAOS_REWARD_PID": str(pid)}
         for name in ("RAY_ADDRESS", "SLIME_API_KEY"):
@@ -173,7 +175,7 @@ def run_row(row: Row, folder: Path, *, model: Path, prompts: Path, script: str =
     return judge(row, out, first, second, status)
 
 
-def flags_of(out: Path, model: Path, prompts: Path, url: str) -> list[Any]:
+def flags_of(out: Path, model: Path, prompts: Path, url: str, stall_s: int) -> list[Any]:
     """Two trainer ranks and two engines, with everything on that survives something."""
     grpo = grpo_flags(model, prompts)
     hook = grpo.index("--custom-rm-path")
@@ -182,7 +184,7 @@ def flags_of(out: Path, model: Path, prompts: Path, url: str) -> list[Any]:
         "--num-rollout", NUM_ROLLOUT, "--rm-type", "remote_rm", "--rm-url", url,
         "--use-fault-tolerance", "--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 10,
         "--max-restarts", 1, "--save", out / "saved", "--save-interval", 1, "--resume", "auto",
-        "--stall-timeout", STALL_S, "--save-debug-rollout-data", out / "rollouts" / "{rollout_id}.pt",
+        "--stall-timeout", stall_s, "--save-debug-rollout-data", out / "rollouts" / "{rollout_id}.pt",
         "--eval-prompt-data", "digits", prompts, "--eval-interval", 1, "--n-samples-per-eval-prompt", 1,
         "--skip-eval-before-train", "--distributed-timeout-minutes", 1,
         "--custom-megatron-before-log-prob-hook-path", "tests.chaos.wounded_run:wound_before_log_probs",
