@@ -104,10 +104,15 @@ class Wounding(phases.Phases):
     def _wait_and_wound(self) -> None:
         part, phase, number, output_dir = self._row
         end = time.monotonic() + 60
-        while not processes_of_part(part, os.environ[MARK]) and time.monotonic() < end:
+        while not _has_begun(part) and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(DELAY_S[phase])
         wound(part, number, output_dir)
+
+
+def _has_begun(part: str) -> bool:
+    """Whether the run has its mark, which it is given early in its start, and this part."""
+    return MARK in os.environ and bool(processes_of_part(part, os.environ[MARK]))
 
 
 _passes = 0

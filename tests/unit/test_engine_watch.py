@@ -86,3 +86,23 @@ def test_an_answer_that_comes_too_late_is_none() -> None:
         refused = server_control.why_unhealthy_sync(url, timeout_s=5.0, generates=False)
         assert refused is not None and "404" in refused
         server.shutdown()
+
+
+def test_engines_that_end_during_a_look_after_the_watch_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is over ends its engines while one of them is being asked."""
+    is_asked, has_ended = threading.Event(), threading.Event()
+
+    def answer(url: str, *, timeout_s: float, generates: bool) -> str:
+        is_asked.set()
+        has_ended.wait(10)
+        return "connection reset by peer"
+
+    monkeypatch.setattr(server_control, "why_unhealthy_sync", answer)
+    lost: list[tuple[int, str]] = []
+    one = watch(lost, "ended")
+    one.start()
+    assert is_asked.wait(10)
+    one.stop()
+    has_ended.set()
+    one.pause()  # returns when the look is over
+    assert lost == []

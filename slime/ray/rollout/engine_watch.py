@@ -68,7 +68,7 @@ class EngineWatch:
         self._changed.set()
 
     def stop(self) -> None:
-        """End."""
+        """End; what a look that is under way still finds is told nobody: engines end after their watch."""
         self._is_over = True
         self._changed.set()
 
@@ -81,7 +81,7 @@ class EngineWatch:
         with ThreadPoolExecutor(len(urls), thread_name_prefix="engine-health") as threads:
             answers = dict(zip(urls, threads.map(ask, urls.values()), strict=True))
         for number, problem in answers.items():
-            if problem is not None:
+            if problem is not None and not self._is_over:
                 self._on_loss(number, problem)
 
     def _run(self) -> None:
