@@ -1,13 +1,11 @@
 """TrainingRun: the verbs of a training run, shared by train.py and train_async.py, which differ only in their order.
 
-It starts and ends everything, and is the one writer of metrics: the manager and the trainers return records, it logs
-them.
-It knows no algorithm: what a rollout or a train step is, the actors know.
+It says when its parts (slime.ray.run_parts) start and end, and is the one writer of metrics: the manager and the
+trainers return records, it logs them. It knows no algorithm: what a rollout or a train step is, the actors know.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import sys
@@ -29,20 +27,16 @@ from slime.observability.step_times import StepTimes
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.attempts import Attempt, attempts
 from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
-from slime.ray.elastic import usable
 from slime.ray.exit_request import ExitRequest
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.peer_copies import PeerCopies
 from slime.ray.peer_state import owners_of
-from slime.ray.placement_group import connect_ray, create_placement
-from slime.ray.released_trainers import ReleasedTrainGroup
-from slime.ray.resume_point import resumed, settle_checkpoint
-from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, ray_progress_bar
+from slime.ray.rollout.manager import ray_progress_bar
 from slime.ray.run_guard import RunGuard
-from slime.ray.start import START_DEADLINE_S, start_side_by_side
-from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, on_this_node
+from slime.ray.run_parts import WORK_DEADLINE_S, RunParts, try_to_end
+from slime.ray.start import START_DEADLINE_S
+from slime.ray.utils import ActorFailure, get
 from slime.rollout.weight_versions import SyncSchedule
-from slime.utils.arguments import with_run_keys
 from slime.utils.arguments.derive import keeps_requests_in_flight
 from slime.utils.arguments.roles import Role
 from slime.utils.checkpoint_paths import latest_iteration
@@ -52,9 +46,7 @@ from slime.utils.misc import should_run_periodic_action
 logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
-WORK_DEADLINE_S = 24 * 3600.0  # generation has no bound of its own; each request inside it has one
 GENERATION = "the generation of a rollout"
-DISPOSE_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class TrainingRun:
     """
 
     def __init__(self, args: Any, *, sync_interval: int = 1) -> None:
-        self.args = args
+        self._parts = RunParts(args)
         self._sync_interval = sync_interval
         self._weight_version = 0
         self._first_version = 1
@@ -105,10 +97,6 @@ class TrainingRun:
         self._has_trainers = not args.debug_rollout_only
         self._syncs_weights = False
         self._rollout_id = 0
-        self._trainers: RayTrainGroup | None = None
-        self._critic: RayTrainGroup | None = None
-        self._manager: Any = None
-        self._turns: GpuTurns | None = None
         self._evaluation: _Evaluation | None = None
         self._trained = range(0)
         self._times = StepTimes()
@@ -201,7 +189,7 @@ class TrainingRun:
             get(replaced, "engines in place of lost ones", START_DEADLINE_S)
             if not self._syncs_weights:  # they have the weights that they are to have
                 get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
-        if first := self._critic or self._trainers:
+        if first := self._parts.critic or self._parts.actor:
             self.turns.to_trainer(first)  # meanwhile the manager makes the training data of the samples
         data, records = get(rollout.train_data, GENERATION, WORK_DEADLINE_S)
         self._times.generated(records)
@@ -209,14 +197,14 @@ class TrainingRun:
         if not self._has_trainers:
             return
         values = None
-        if self._critic:
-            values = self._critic.compute_values(rollout_id, data)
-        self._checkpoints.finish(self._groups, self.turns, if_written=True)
+        if self._parts.critic:
+            values = self._parts.critic.compute_values(rollout_id, data)
+        self._checkpoints.finish(self._parts.groups, self.turns, if_written=True)
         self.turns.to_trainer(self.trainers)
         records, returns = self.trainers.train(rollout_id, data, values)
-        if self._critic:
-            self.turns.to_trainer(self._critic)
-            records += self._critic.train(rollout_id, data, returns)[0]
+        if self._parts.critic:
+            self.turns.to_trainer(self._parts.critic)
+            records += self._parts.critic.train(rollout_id, data, returns)[0]
         self._log(records)
         self._log_rollout_record(self._times.trained(records))
         self._trained = range(self.plan.start_rollout_id, rollout_id + 1)
@@ -228,14 +216,14 @@ class TrainingRun:
         self._end_if_asked(rollout_id)
         if not self._save_is_due(rollout_id):
             if self._has_trainers and self._copies.is_due(rollout_id):
-                metrics = self._copies.keep(rollout_id, self._groups, self.turns)
+                metrics = self._copies.keep(rollout_id, self._parts.groups, self.turns)
                 self._checkpoints.keep_state_of_copy(rollout_id)
                 self._log_rollout_record(metrics)
             else:
                 self._checkpoints.forget_state(rollout_id)
             return
         start = time.monotonic()
-        self._checkpoints.save(rollout_id, self._groups, self.turns, is_last=self.is_last(rollout_id))
+        self._checkpoints.save(rollout_id, self._parts.groups, self.turns, is_last=self.is_last(rollout_id))
         self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})
 
     def _end_if_asked(self, rollout_id: int) -> None:
@@ -332,46 +320,19 @@ class TrainingRun:
 
     @phase("start")
     def _start(self) -> None:
-        args, start = self.args, time.monotonic()
+        args, parts, start = self.args, self._parts, time.monotonic()
         directory = Path(args.output_dir).resolve()
         self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
-        started_ray = connect_ray(args)
-        self.args = args = with_run_keys(args)
-        self._placement = self._trainer_placement = create_placement(args)
-        logging_utils.init_tracking(args)
-        log_dir = directory / "logs"
+        started_ray = parts.place()
+        logging_utils.init_tracking(self.args)
         if sys.stderr.isatty():
             set_progress_factory(ray_progress_bar)
-        logger.info("logs of every process: %s", log_dir)
-        self._create_manager()
-        self._guard.watch(lambda: self._manager, started_ray=started_ray)
-        self._connect(self._start_everything(self._manager.start.remote()))
+        logger.info("logs of every process: %s", directory / "logs")
+        parts.create_manager()
+        self._guard.watch(lambda: parts.manager, started_ray=started_ray)
+        self._connect(parts.start())
         self._exit.listen()
         logger.info("everything is running after %.1f s", time.monotonic() - start)
-
-    def _create_manager(self) -> None:
-        log_path = Path(self.args.output_dir).resolve() / "logs" / "rollout_manager.log"
-        self._manager = (
-            ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutManager)
-            .options(
-                num_cpus=0,
-                max_restarts=0,
-                runtime_env={"env_vars": actor_env()},
-                scheduling_strategy=on_this_node(),  # where the prompt file was checked, and --save is
-            )
-            .remote(
-                self.args,
-                self._placement.engine_slots,
-                log_path=str(log_path),
-                show_progress=sys.stderr.isatty(),
-            )
-        )
-        self._turns = GpuTurns(self.args, self._manager)
-
-    def _start_everything(self, engines: ray.ObjectRef) -> dict[str, Any]:
-        """Start the trainers, and wait for the engines, which are starting."""
-        self.args = settle_checkpoint(self.args)
-        return start_side_by_side(self._create_trainers(), self.turns, engines, what="the start of the engines")
 
     @phase("start")
     def _start_again(self) -> None:
@@ -381,29 +342,17 @@ class TrainingRun:
         Raises:
             ActorFailure: there is neither.
         """
-        roles = [group.role for group in self._groups]
-        for group in self._groups:
-            group.shutdown(graceful=False)
+        parts = self._parts
+        roles = [group.role for group in parts.groups]
+        parts.end_trainers()
         self._newest_copy(roles)  # without it, and without a checkpoint, nobody has to wait for slots
-        args = resumed(self.args) if self._checkpoints.has_saved else self.args
-        self._trainer_placement, self.args = usable(self._placement, args)
+        parts.use_what_is_left(resumes=self._checkpoints.has_saved)
         copied = self._newest_copy(roles)
         self._checkpoints.forget_what_was_begun()
         evaluation, self._evaluation = self._evaluation, None
-        if self._has_manager():
-            if self.args.update_weights_in_flight:
-                get(self._manager.let_go_on.remote(), "the engines to go on", STATE_DEADLINE_S)
-            if evaluation is not None:
-                ray.wait([evaluation.pending], timeout=WORK_DEADLINE_S, fetch_local=False)
-            self.turns.trainers_are_lost()
-            ready = self._manager.begin_again.remote(self.args.load)
-            get(ready, "the end of rollouts that were begun", WORK_DEADLINE_S)
-        else:
-            self._create_manager()
-            ready = self._manager.start.remote()
-        started = self._start_everything(ready)
+        started = parts.start_again(evaluation.pending if evaluation is not None else None)
         if copied is not None:
-            self._copies.restore(copied, self._groups, self.turns)
+            self._copies.restore(copied, parts.groups, parts.turns)
             reopened = self._manager.begin_again.remote(self.args.save)  # its state is there, whatever trainers load
             get(reopened, "the data source", STATE_DEADLINE_S)
         self._connect(started, first=None if copied is None else copied + 1)
@@ -414,8 +363,8 @@ class TrainingRun:
         Raises:
             ActorFailure: there is none, and no checkpoint either.
         """
-        size = len(self._trainer_placement.trainer_bundles)
-        copied = self._copies.newest([owner for role in roles for owner in owners_of(role, size)])
+        owners = [owner for role in roles for owner in owners_of(role, self._parts.world_size)]
+        copied = self._copies.newest(owners)
         saved = latest_iteration(self.args.save) if self._checkpoints.has_saved else None
         if copied is None and saved is None and not self._has_resumed:
             raise ActorFailure(
@@ -423,24 +372,6 @@ class TrainingRun:
                 "(--save and --save-interval); start the run again"
             )
         return copied if copied is not None and (saved is None or copied > saved) else None
-
-    def _has_manager(self) -> bool:
-        try:
-            get(self._manager.get_updatable_engines.remote(), "the rollout manager", STATE_DEADLINE_S)
-        except ActorLost:
-            return False
-        return True
-
-    def _create_trainers(self) -> list[RayTrainGroup]:
-        """The trainer groups in the order in which they take the GPU: where they start in turn, the actor comes last,
-        and is there for the weight sync."""
-        if not self._has_trainers:
-            return []
-        if self.args.use_critic:
-            self._critic = RayTrainGroup(self.args, self._trainer_placement, role="critic")
-        group_cls = ReleasedTrainGroup if self.args.release_train else RayTrainGroup
-        self._trainers = group_cls(self.args, self._trainer_placement)
-        return [*filter(None, [self._critic]), self._trainers]
 
     def _connect(self, started: dict[str, Any], *, first: int | None = None) -> None:
         """Let trainers, data source and engines that were started know of each other.
@@ -487,19 +418,14 @@ class TrainingRun:
             logging_utils.finish_tracking()
         if not failed:
             self._warn_of_no_profile(self._trained)
-            self._end("the state of the last copies", self._checkpoints.forget_state_of_copy)
+            try_to_end("the state of the last copies", self._checkpoints.forget_state_of_copy)
         if self._guard is not None:
-            self._end("the watchdog", self._guard.before_end)
+            try_to_end("the watchdog", self._guard.before_end)
         if ray.is_initialized():
             if self.args.ray_timeline_path:
-                self._end("the timeline", self._write_timeline)
-            for group in self._groups:
-                self._end("the trainers", functools.partial(group.shutdown, graceful=not failed))
-            if self._manager is not None:
-                dispose = self._manager.dispose
-                self._end("the engines", lambda: get(dispose.remote(), "the end of the engines", DISPOSE_DEADLINE_S))
-            self._end("the copies of trainers", self._copies.end)
-            self._trainers = self._critic = self._manager = None
+                try_to_end("the timeline", self._write_timeline)
+            self._parts.end(graceful=not failed)
+            try_to_end("the copies of trainers", self._copies.end)
             ray.shutdown()
         if self._guard is not None:
             self._guard.end(failed=failed)
@@ -508,21 +434,24 @@ class TrainingRun:
     # ---- inside
 
     @property
-    def trainers(self) -> RayTrainGroup:
-        """The trainer ranks."""
-        assert self._trainers is not None, "the run is not started: use it as a context manager"
-        return self._trainers
+    def args(self) -> Any:
+        """The flags with which the run goes on."""
+        return self._parts.args
 
     @property
-    def _groups(self) -> list[RayTrainGroup]:
-        """The critic's ranks, if there are any, and the actor's, in the order in which they take the GPU."""
-        return [group for group in (self._critic, self._trainers) if group is not None]
+    def trainers(self) -> RayTrainGroup:
+        """The trainer ranks."""
+        assert self._parts.actor is not None, "the run is not started: use it as a context manager"
+        return self._parts.actor
 
     @property
     def turns(self) -> GpuTurns:
         """Who has the GPUs."""
-        assert self._turns is not None, "the run is not started: use it as a context manager"
-        return self._turns
+        return self._parts.turns
+
+    @property
+    def _manager(self) -> Any:
+        return self._parts.manager
 
     @property
     def _eval_interval(self) -> int | None:
@@ -574,10 +503,3 @@ class TrainingRun:
     def _log(self, records: list[MetricRecord]) -> None:
         for metrics, step_key in records:
             logging_utils.log(self.args, metrics, step_key)
-
-    @staticmethod
-    def _end(what: str, action: Any) -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - the boundary: one part that does not end must not keep the others
-            logger.warning("ending %s: %s", what, error)

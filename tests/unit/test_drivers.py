@@ -161,7 +161,9 @@ def test_the_data_source_is_saved_before_a_rollout_ahead_draws_its_prompts():
 
     run = TrainingRun(run_args())
     run.plan = RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=1)
-    run._manager = SimpleNamespace(generate=Method("generate"), train_data=Method("train_data"), save=Method("save"))
+    run._parts.manager = SimpleNamespace(
+        generate=Method("generate"), train_data=Method("train_data"), save=Method("save")
+    )
     run.start_generate(0)
     run.start_generate(1)
     begun = {rollout_id: [("generate", rollout_id), ("train_data",)] for rollout_id in range(2)}
@@ -253,7 +255,7 @@ def test_the_state_of_a_rollout_that_may_be_the_last_is_there_and_removed_if_it_
         path.write_text("state")
 
     nothing = SimpleNamespace(remote=lambda *_: None)
-    run._manager = SimpleNamespace(
+    run._parts.manager = SimpleNamespace(
         generate=nothing, train_data=nothing, save=SimpleNamespace(remote=lambda number: save(number) or "saved")
     )
     run.start_generate(0)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import train
-from slime.ray import actor_group, checkpoints, gpu_turns
+from slime.ray import actor_group, checkpoints, gpu_turns, run_parts
 from slime.ray import run as run_module
 from slime.ray import start as start_module
-from slime.ray.gpu_turns import GpuTurns
 from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.run import RunPlan, TrainingRun
 from slime.ray.utils import ActorFailure
@@ -64,7 +63,7 @@ ON |= {"verify_checkpoint": "none", "use_fault_tolerance": False, "save": "somew
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gpu_turns, "get", lambda value, *_: value)
-    for module in (run_module, checkpoints):
+    for module in (run_module, run_parts, checkpoints):
         monkeypatch.setattr(module, "get", lambda value, *_, **__: value)
     return []
 
@@ -75,13 +74,12 @@ def run_of(calls: list[str], *, critic: bool = False, dies_at: str = "", **flags
     values |= {"save_interval": 1, "eval_interval": 1, "max_weight_staleness": None}
     run = TrainingRun(SimpleNamespace(**(values | ON | flags)))
     run._log = lambda records: None  # type: ignore[method-assign]
-    run._manager = Manager(calls, dies_at)
-    run._turns = GpuTurns(run.args, run._manager)
-    run._trainers = Group("actor", calls)  # type: ignore[assignment]
-    run._critic = Group("critic", calls) if critic else None  # type: ignore[assignment]
+    run._parts.take_manager(Manager(calls, dies_at))
+    run._parts.actor = Group("actor", calls)  # type: ignore[assignment]
+    run._parts.critic = Group("critic", calls) if critic else None  # type: ignore[assignment]
     run.plan = RunPlan(start_rollout_id=0, num_rollout=1, num_rollout_per_epoch=9)
     run._syncs_weights = True
-    run.turns.start_trainers([group for group in (run._critic, run._trainers) if group])
+    run.turns.start_trainers(run._parts.groups)
     return run
 
 
@@ -142,13 +140,12 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, *, dies: bool = Fal
         return value
 
     monkeypatch.setattr(start_module, "get", wait)
-    monkeypatch.setattr(run_module, "RayTrainGroup", lambda *_, role="actor": Group(role, calls))
+    monkeypatch.setattr(run_parts, "RayTrainGroup", lambda *_, role="actor": Group(role, calls))
     values = ON | {"debug_train_only": False, "debug_rollout_only": False, "use_critic": True} | flags
     run = TrainingRun(SimpleNamespace(**values))
-    run._trainer_placement = None  # type: ignore[assignment]
-    run._manager = Manager(calls)
-    run._turns = GpuTurns(run.args, run._manager)
-    run._start_everything(run._manager.start.remote())
+    run._parts._trainer_placement = None  # type: ignore[assignment]
+    run._parts.take_manager(Manager(calls))
+    run._parts.start()
     return calls
 
 
@@ -333,7 +330,7 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_the_run_goes_on_unless_it_wa
     run.plan = run_module.RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=2)
     logged: list[dict[str, float]] = []
     run._log = lambda records: logged.extend(metrics for metrics, _ in records)  # type: ignore[method-assign]
-    run._trainers = SimpleNamespace(role="actor", save_model=lambda _: "/disk has 0.01 GB free", wake_up=lambda: {})  # type: ignore[assignment]
+    run._parts.actor = SimpleNamespace(role="actor", save_model=lambda _: "/disk has 0.01 GB free", wake_up=lambda: {})  # type: ignore[assignment]
     run.save_if_due(0)
     assert "the checkpoint of rollout 0 was not written: /disk has 0.01 GB free" in caplog.text
     assert [one for one in logged if "perf/checkpoint_not_written" in one][-1]["perf/checkpoint_not_written"] == 1

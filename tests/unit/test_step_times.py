@@ -80,10 +80,10 @@ def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.Mo
             **dict.fromkeys(("exit_duration_in_mins", "save", "save_hf", "peer_checkpoint_interval")),
         )
     )
-    run._turns = GpuTurns(
+    run._parts._turns = GpuTurns(
         SimpleNamespace(colocate=False, offload_train=False, offload_rollout=False, release_train=False), None
     )
-    run._trainers = SimpleNamespace(train=lambda *_: (TRAINED, []))
+    run._parts.actor = SimpleNamespace(train=lambda *_: (TRAINED, []))
     run.plan = SimpleNamespace(start_rollout_id=0)
     run.train_step(3, run.wait_generated(PendingRollout("samples", "data")))
     assert logged[-1] == {"perf/other_time": 100 - COMPUTED, "rollout/step": 3}
