@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,13 @@ import torch
 from aiohttp import web
 
 from slime.backends.sglang_utils import server_control, weight_transfer
+from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ray.http_post import use_distributed_post
 from slime.ray.placement_group import Placement, connect_ray, create_placement, remove_placement
 from slime.ray.rollout.router import Router
+from slime.ray.rollout.server_group import SHUTDOWN_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.rollout.model_urls import get_model_url
 from slime.utils import http_utils
@@ -219,7 +222,28 @@ def test_a_router_that_runs_already_is_used_and_keeps_running_without_our_engine
 def wait_until(condition: Any) -> None:
     from slime.utils.wait import wait
 
-    wait("the router", 20.0, condition)
+    wait("a condition of the test", 20.0, condition)
+
+
+def test_an_engine_that_is_starting_is_ended_at_once(
+    servers: RolloutServers, placement: Placement, args: Any, tmp_path: Path
+) -> None:
+    """A start that fails elsewhere would wait for it otherwise: minutes, with a large model."""
+    spec = EngineSpec(rank=9, model_path=args.hf_checkpoint, num_gpus=1, first_slot=1)
+    slot = placement.engine_slots[1]  # the one that stays empty
+    group = ServerGroup(args, [spec], [[slot]], host="127.0.0.1", log_dir=tmp_path, num_threads=1)
+    (starting,) = group.launch()
+    wait_until(lambda: processes_with(tmp_path / "engine_9.json"))
+    begin = time.monotonic()
+    group.shutdown()
+    assert time.monotonic() - begin < SHUTDOWN_DEADLINE_S - 10, "it was waited for, and killed"
+    with pytest.raises(ray.exceptions.RayActorError):  # else it was waited for until it had started
+        ray.get(starting, timeout=60)
+    wait_until(lambda: not processes_with(tmp_path / "engine_9.json"))
+
+
+def processes_with(word: Path) -> list[psutil.Process]:
+    return [one for one in psutil.process_iter(["cmdline"]) if str(word) in (one.info["cmdline"] or [])]
 
 
 class Witness:

@@ -24,6 +24,7 @@ from slime.ray.placement_group import ENGINE_SHARE, Slot
 from slime.ray.rollout.ports import PortBlock, reserve_block
 from slime.ray.utils import actor_env, check_network, get, in_bundle, node_address, slot_options
 from slime.utils.api_keys import use_keys
+from slime.utils.processes import registry
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ CHECK_INTERVAL_S = 2.0
 # A server takes as many GPUs as it is large, so it has to see them all, not only its actor's own (HIP: AMD's).
 SHOW_ALL_GPUS = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP")}
 SMALL_MODEL_BYTES = 100 * 2**20
+CONCURRENCY_GROUPS = {"control": 1}
+"""Threads of an engine's actor: one that is starting can be ended."""
 # Offsets in an engine's block of ports; the server's own is 0. Behind the bootstrap port comes that for encoders.
 NCCL_PORT, BOOTSTRAP_PORT, ENCODER_PORT, DIST_INIT_PORT = 1, 2, 3, 4
 PORTS = (0, NCCL_PORT, BOOTSTRAP_PORT, ENCODER_PORT, DIST_INIT_PORT)
@@ -57,6 +60,7 @@ class EngineActor(SGLangEngine):
 
     def __init__(self, args: Any, spec: EngineSpec, *, host: str | None, log_path: str, num_threads: int) -> None:
         use_keys(vars(args).get("run_keys"))
+        registry()  # in this thread, the main one: no other can catch signals
         super().__init__({}, rank=spec.rank, log_path=log_path, accelerator=args.accelerator, num_threads=num_threads)
         self._args = args
         self._spec = spec
@@ -129,8 +133,9 @@ class EngineActor(SGLangEngine):
         except EngineStartError as error:
             raise self._start_error(error) from None
 
+    @ray.method(concurrency_group="control")
     def shutdown(self) -> None:
-        """End the server and its children; nothing happens when it does not run."""
+        """End the server and its children, also one that is starting; nothing happens when it does not run."""
         super().shutdown()
         if self._block is not None:
             self._block.release()
@@ -242,7 +247,7 @@ class ServerGroup:
         options = slot_options(accelerator, ENGINE_SHARE) | {"runtime_env": {"env_vars": actor_env(extra)}}
         options["scheduling_strategy"] = in_bundle(slot.group, slot.bundle)
         return (
-            ray.remote(EngineActor)
+            ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor)
             .options(**options)
             .remote(self._args, spec, host=self._host, log_path=str(log_path), num_threads=self._num_threads)
         )
