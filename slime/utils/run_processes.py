@@ -17,8 +17,9 @@ from pathlib import Path
 import psutil
 
 MARK = "SLIME_RUN_ID"
-# Only files that processes of the run had open are ever removed from it.
+# What is removed from it are files that processes of the run had open, and what `left_by_engines` finds.
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108
+_OF_SGLANG = "sglang_loads_*.shm"
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 
 
@@ -57,6 +58,19 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
         for path in SHARED_MEMORY.iterdir():
             named = _OF_TORCH.match(path.name)
             if named and int(named[1]) in wanted:
+                found.add(path)
+    return found
+
+
+def left_by_engines(since: float) -> set[Path]:
+    """This user's files of SGLang's schedulers (their load; each has its own open for as long as it lives) that were
+    written at `since` or later, seconds since the epoch. A scheduler that was killed before anybody had looked at it
+    leaves one that nothing leads to."""
+    found = set[Path]()
+    for path in SHARED_MEMORY.glob(_OF_SGLANG):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if status.st_uid == os.getuid() and status.st_mtime >= since:
                 found.add(path)
     return found
 

@@ -4,10 +4,10 @@ A process of its own, for a driver that is killed outright can clean up nothing.
 (`run_processes`) every few seconds, for one that is gone cannot be asked which shared memory it had. When the driver
 has ended, or says on standard input that the run has, whatever is left of the run after a grace period is killed, its
 shared memory is removed, and so is the directory of the Ray session that the run had started, whose logs are kept
-beside the run's where it did not end well.
+beside the run's where it did not end well. An engine's memory that was never seen is known by its name.
 
 What the driver may say, a line each: "session PATH" (of its Ray), "well" (it ended well), "end" (it has ended, though
-its process may go on). It touches nothing without the run's mark, and knows nothing about engines or trainers.
+its process may go on). It ends nothing without the run's mark, and knows nothing about engines or trainers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from slime.utils.run_processes import processes_of, remove_unused, shared_memory_of
+from slime.utils.run_processes import left_by_engines, processes_of, remove_unused, shared_memory_of
 
 POLL_S = 0.5
 LOOK_S = 5.0
@@ -109,16 +109,21 @@ def main(run: str, driver_pid: int, output_dir: Path) -> None:
     """Wait for the end of the run, then sweep."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
-    told, seen = _Told(), _Seen(run, {driver_pid, os.getpid()})
-    driver, next_look = psutil.Process(driver_pid), time.monotonic()
+    told, seen, begin = _Told(), _Seen(run, {driver_pid, os.getpid()}), psutil.Process().create_time()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ended before this had begun
+        _wait_for_end(psutil.Process(driver_pid), told, seen)
+    _end(seen)
+    remove_unused(seen.memory | left_by_engines(since=begin))
+    if told.session is not None:
+        _remove_session(told.session, None if told.well else output_dir / "logs" / "ray")
+
+
+def _wait_for_end(driver: psutil.Process, told: _Told, seen: _Seen) -> None:
+    next_look = time.monotonic()
     while _is_alive(driver) and not told.over.wait(POLL_S):
         if time.monotonic() >= next_look:
             seen.look()
             next_look = time.monotonic() + LOOK_S
-    _end(seen)
-    remove_unused(seen.memory)
-    if told.session is not None:
-        _remove_session(told.session, None if told.well else output_dir / "logs" / "ray")
 
 
 def _end(seen: _Seen) -> None:

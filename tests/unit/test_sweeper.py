@@ -101,6 +101,24 @@ def test_shared_memory_that_somebody_uses_stays(tmp_path: Path) -> None:
     assert remove_unused([used]) == [used]
 
 
+def test_the_memory_of_an_engine_that_was_killed_before_the_sweeper_looked_is_removed(tmp_path: Path) -> None:
+    """Nothing but its name leads to it; what a living engine holds, and what was left before the run, stays."""
+    names = ("unseen", "in_use", "old")
+    unseen, in_use, old = (SHARED_MEMORY / f"sglang_loads_slime_{name}_{os.getpid()}.shm" for name in names)
+    old.write_text("x")
+    os.utime(old, (0, 0))
+    with in_use.open("w"):
+        driver, _, session = start(tmp_path, "600")
+        for path in (unseen, in_use):
+            path.write_text("x")
+        driver.send_signal(signal.SIGKILL)
+        driver.wait(5)
+        until(lambda: not unseen.exists() and not session.exists())
+        assert in_use.exists() and old.exists()
+    in_use.unlink()
+    old.unlink()
+
+
 def test_the_session_of_another_ray_that_is_the_latest_now_keeps_its_link(tmp_path: Path) -> None:
     ours, others = tmp_path / "session_1", tmp_path / "session_2"
     ours.mkdir()
