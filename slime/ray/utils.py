@@ -7,6 +7,7 @@ first actor that failed instead of waiting for its peers. It knows nothing about
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -110,9 +111,16 @@ def fetch(ref: ray.ObjectRef, what: str) -> Any:
             raise UsageError(cause.messages) from None
         raise ActorFailure(f"{what} failed: {type(cause).__name__}: {cause}", str(error)) from None
     except RayActorError as error:
-        raise ActorLost(f"{what} failed: a Ray actor died ({_first_line(error)})", str(error)) from None
+        raise ActorLost(f"{what} failed: {_who_died(error)} died ({_first_line(error)})", str(error)) from None
     except RayError as error:
         raise ActorFailure(f"{what} failed: {_first_line(error)}", str(error)) from None
+
+
+def _who_died(error: RayActorError) -> str:
+    said = dict(re.findall(r"^\s*(class_name|pid|ip): (\S+)$", str(error), re.MULTILINE))
+    if len(said) < 3:  # it died before Ray knew that much
+        return "a Ray actor"
+    return f"the Ray actor {said['class_name']} (process {said['pid']} on {said['ip']})"
 
 
 def _first_line(error: BaseException) -> str:

@@ -116,7 +116,7 @@ def test_a_usage_error_of_an_actor_stays_one(local_ray):
 
 
 def test_an_actor_that_dies_is_an_error_and_no_hang(local_ray):
-    with pytest.raises(ActorFailure, match="the start failed: a Ray actor died"):
+    with pytest.raises(ActorFailure, match=r"the start failed: the Ray actor Worker \(process \d+ on [\d.]+\) died"):
         get(start_worker().die.remote(), "the start", 60)
 
 
