@@ -1,10 +1,11 @@
 """Gated delta net (arXiv:2412.06464): the linear attention of Qwen3-Next and Qwen3.5, over packed sequences.
 
 Megatron (0.16.1) has the layer, but not for packed sequences and only with flash-linear-attention. Here the rule is
-that library's kernel on CUDA where it is installed, and Megatron's copy of transformers' torch implementation
-elsewhere. Neither the convolution nor the state of a sequence reaches the next one of a pack. A rank of tensor
-parallelism has whole key heads with their value heads: the projection's rows, and the convolution's channels, are
-those of key head 0, then of key head 1, ... Context parallelism is not supported.
+FlashQLA's kernel where --qwen-gdn-backend asks for it, else flash-linear-attention's on CUDA where it is installed,
+and Megatron's copy of transformers' torch implementation elsewhere. Neither the convolution nor the state of a
+sequence reaches the next one of a pack. A rank of tensor parallelism has whole key heads with their value heads: the
+projection's rows, and the convolution's channels, are those of key head 0, then of key head 1, ... Context
+parallelism is not supported.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ class GatedDeltaNet(MegatronModule):
         submodules: GatedDeltaNetSubmodules,
         layer_number: int,
         pg_collection: Any,
+        backend: str = "fla",
         **_: Any,
     ) -> None:
         super().__init__(config)
+        self.backend = backend
         self.tp_group = pg_collection.tp
         ranks = self.tp_group.size()
         self.key_heads = config.linear_num_key_heads // ranks
@@ -115,7 +118,7 @@ class GatedDeltaNet(MegatronModule):
         q, k, v = qkv.split([self.key_dim, self.key_dim, values], -1)
         q, k = (_l2_norm(part).repeat_interleave(per_key, 1) for part in (q, k))
         decay = -self.A_log.float().exp() * F.softplus(a.flatten(1).float() + self.dt_bias)
-        rule = delta_rule_for(rows.device)
+        rule = delta_rule_for(rows.device, self.backend)
         v = v.unflatten(-1, (per_key, self.value_dim)).flatten(1, 2)
         out = rule(q, k, v, decay, b.flatten(1).sigmoid(), cu_seqlens)
         # Every rank has other heads, and all scale with the same weight: its gradient is the sum over the ranks.
@@ -201,8 +204,13 @@ def _gated_norm(x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, eps: f
     return (scale * normed * F.silu(gate.float())).to(x.dtype)
 
 
-def delta_rule_for(device: torch.device) -> Rule:
-    """The implementation for tensors on `device`."""
+def delta_rule_for(device: torch.device, backend: str = "fla") -> Rule:
+    """The implementation for tensors on `device`; `backend` as --qwen-gdn-backend has it.
+
+    FlashQLA has no stand-in: who asks for it and cannot have it is refused when the command line is read.
+    """
+    if backend == "flashqla":
+        return flashqla_delta_rule
     return fla_delta_rule if device.type == "cuda" and has_fla() else torch_delta_rule
 
 
@@ -219,6 +227,22 @@ def fla_delta_rule(
 
     q, k, v, g, beta = (x.unsqueeze(0).contiguous() for x in (q, k, v, g, beta))
     out, _ = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens.long())
+    result: torch.Tensor = out.squeeze(0)
+    return result
+
+
+def flashqla_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """FlashQLA's kernel (0.1.3); arguments as of `torch_delta_rule`, d and e 128, q, k and v of one 16-bit type.
+
+    No sequence may be empty: how it cuts long ones over multiprocessors is worked out from the lengths, and kept for
+    as long as the same tensor `cu_seqlens` comes, which every layer of a pack gets.
+    """
+    from flash_qla import chunk_gated_delta_rule
+
+    q, k, v, g, beta = (x.unsqueeze(0).contiguous() for x in (q, k, v, g, beta))
+    out, _ = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens)
     result: torch.Tensor = out.squeeze(0)
     return result
 

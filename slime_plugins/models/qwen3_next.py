@@ -26,13 +26,13 @@ def get_qwen3_next_spec(
 
     def adapt(layer: ModuleSpec, index: int) -> None:
         if is_linear[index]:
-            layer.submodules.self_attention = delta_net_spec()
+            layer.submodules.self_attention = delta_net_spec(args.qwen_gdn_backend)
 
     return assemble_block(args, config, vp_stage, adapt)
 
 
-def delta_net_spec() -> ModuleSpec:
-    """The spec of a gated delta net in the place of self-attention."""
+def delta_net_spec(kernels: str) -> ModuleSpec:
+    """The spec of a gated delta net in the place of self-attention; `kernels` as --qwen-gdn-backend has it."""
     backend = LocalSpecProvider()
     parts = GatedDeltaNetSubmodules(in_proj=backend.column_parallel_linear(), out_proj=backend.row_parallel_linear())
-    return ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    return ModuleSpec(module=GatedDeltaNet, params={"backend": kernels}, submodules=parts)

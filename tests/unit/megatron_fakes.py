@@ -43,6 +43,7 @@ SLIME_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
     "model_name": None,
     "offload_train": False,
+    "qwen_gdn_backend": "fla",
     "ref_ckpt_step": None,
     "ref_load": None,
     "save": None,

@@ -164,14 +164,13 @@ def test_flags_that_make_a_layer_are_accepted():
 
 def test_kernels_and_indexers_that_are_not_there_are_refused():
     def said(**values) -> str:
-        asked = {"qwen_gdn_backend": "fla", "freeze_indexer": False, "experimental_attention_variant": None}
+        asked = {"freeze_indexer": False, "experimental_attention_variant": None}
         asked |= {"megatron_deepgemm_forward_layers": None, "megatron_deepgemm_moe_forward_layers": None}
         asked |= {"megatron_deepgemm_forward_modules": None, "megatron_deepgemm_moe_forward_modules": None}
         args = argparse.Namespace(**asked | values)
         return " ".join([*check_kernels(args), *check_indexers(args)])
 
     assert said() == said(freeze_indexer=True, experimental_attention_variant="dsa") == ""
-    assert "--qwen-gdn-backend flashqla is not supported" in said(qwen_gdn_backend="flashqla")
     assert "--megatron-deepgemm-forward-layers: not supported" in said(megatron_deepgemm_forward_layers=[0])
     moe = said(megatron_deepgemm_moe_forward_layers=[0], megatron_deepgemm_moe_forward_modules=["mlp.experts"])
     assert "deep_gemm, which slime does not install" in moe

@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.flag_classes import (
 from slime.backends.megatron_utils.group_checks import check_sharp, check_sharp_library, nccl_problems
 from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf, unsupported_model
 from slime.backends.megatron_utils.hf_config_check import config_differences, config_mismatches
+from slime.backends.megatron_utils.kernel_checks import kernel_problems
 from slime.backends.megatron_utils.layout import layout_problems
 from slime.backends.megatron_utils.moe_checks import check_moe
 from slime.backends.megatron_utils.offload_checks import check_offloading
@@ -41,6 +42,7 @@ __all__ = [
     "SUPPORTED_MODEL_TYPES",
     "add_megatron_arguments",
     "derive_megatron",
+    "kernel_problems",
     "later_megatron_flags",
     "megatron_flag_class",
     "megatron_problems",

@@ -104,6 +104,13 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind() == "cuda" else torch.device("cpu")
 
 
+def compute_capability() -> tuple[int, int]:
+    """What this process's first GPU can do, as CUDA numbers it: (9, 0) is Hopper; only where there is one."""
+    import torch
+
+    return torch.cuda.get_device_capability(0)
+
+
 def set_device(index: int) -> None:
     """Choose the GPU `index` of this host; the CPU has no index and ignores it."""
     if kind() == "cuda":

@@ -97,11 +97,6 @@ def check_profile(args: argparse.Namespace) -> Iterable[str]:
 
 def check_kernels(args: argparse.Namespace) -> Iterable[str]:
     """No kernels are asked for that slime does not have."""
-    if args.qwen_gdn_backend == "flashqla":
-        yield (
-            "--qwen-gdn-backend flashqla is not supported: slime has not been run with the library of these kernels; "
-            "use fla, which takes flash-linear-attention where it is installed and torch's operations elsewhere."
-        )
     deep_gemm = {
         "--megatron-deepgemm-forward-layers": args.megatron_deepgemm_forward_layers,
         "--megatron-deepgemm-moe-forward-layers": args.megatron_deepgemm_moe_forward_layers,

@@ -38,7 +38,7 @@ class TrainFlags:
     qwen_gdn_backend: str = flag(
         "fla",
         "kernels of Qwen's gated delta net: fla is flash-linear-attention on CUDA where it is installed, and torch's "
-        "operations elsewhere",
+        "operations elsewhere; flashqla is the package flash-qla (heads of 128 channels, 16 bit, Hopper or Blackwell)",
         choices=("fla", "flashqla"),
     )
     allgather_cp: bool = flag(

@@ -22,6 +22,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "loss_type": "policy_loss",
     "lr": 0.0,
     "offload_train": False,
+    "qwen_gdn_backend": "fla",
     "ref_ckpt_step": None,
     "ref_load": None,
     "seed": 1234,

@@ -1,0 +1,68 @@
+"""Which kernels of other libraries can run the model that the flags describe, on the machine they are asked for.
+
+--qwen-gdn-backend flashqla. What the kernels cannot compute is read from their code (flash-qla 0.1.3), and refused
+here with the reason, for they would say it in the middle of a step. It reads flags and looks for packages; nothing is
+imported but, for the GPU's architecture, torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterator
+
+from slime.backends.megatron_utils.flag_classes import option_of
+from slime.utils import accelerator
+from slime.utils.arguments.problems import Problems
+
+FLASHQLA = "--qwen-gdn-backend flashqla"
+FLASHQLA_HEAD = 128
+"""Channels of a head's keys and of its values: the kernels assert it."""
+FLASHQLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3), (12, 0))
+"""GPUs that 0.1.3 has kernels for. (Its page names 12.1 too, but its import fails there.)"""
+
+
+def kernel_problems(args: argparse.Namespace) -> Problems:
+    """What is wrong with the choice of kernels; `args` after derivation, of a run that has trainers."""
+    problems = Problems()
+    if args.qwen_gdn_backend == "flashqla":
+        problems.wrong += _check_flashqla(args)
+        if args.accelerator == "cuda" and not args.dry_run:  # a plan for GPUs can be made elsewhere
+            problems.environment += _missing_flashqla()
+    return problems
+
+
+def _check_flashqla(args: argparse.Namespace) -> Iterator[str]:
+    use_fla = "leave it out: fla takes flash-linear-attention where it is installed and torch's operations elsewhere"
+    if args.accelerator != "cuda":
+        yield f"{FLASHQLA} needs CUDA: its kernels are for GPUs, and --accelerator is {args.accelerator}; {use_fla}."
+    if args.experimental_attention_variant != "gated_delta_net":
+        if not (args.spec or args.custom_model_provider_path):  # those may have such layers
+            yield (
+                f"{FLASHQLA} has no effect without --experimental-attention-variant gated_delta_net, whose layers it "
+                "computes; leave it out."
+            )
+        return
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if vars(args)[name] != FLASHQLA_HEAD:
+            yield (
+                f"{FLASHQLA} with {option_of(name)} {vars(args)[name]}: its kernels are for heads of {FLASHQLA_HEAD} "
+                f"channels; {use_fla}."
+            )
+    if not (args.bf16 or args.fp16):
+        yield f"{FLASHQLA} computes in 16 bit, and the model is trained in fp32; give --bf16, or {use_fla}."
+
+
+def _missing_flashqla() -> Iterator[str]:
+    install = 'pip install "flash-qla>=0.1.3", or leave it out'
+    for module in ("flash_qla", "tilelang"):
+        if importlib.util.find_spec(module) is None:
+            yield f"{FLASHQLA} needs the package {module.replace('_', '-')}, which is not installed; {install}."
+            return
+    found = accelerator.compute_capability()
+    if found not in FLASHQLA_CAPABILITIES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in FLASHQLA_CAPABILITIES)
+        yield (
+            f"{FLASHQLA} has no kernels for GPUs of compute capability {found[0]}.{found[1]}, which this machine has "
+            f"(it has them for {known}); leave it out."
+        )
