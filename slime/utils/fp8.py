@@ -3,7 +3,8 @@
 Per block, as DeepSeek-V3 (arXiv:2412.19437, section 3.3): s = max |w| / 448 over the block, in fp32, and
 q = e4m3(clamp(w * (1 / s))), rounded to nearest even; 1/s is computed once a block and a product rounds alike on every
 device, so the same weights give the same bytes everywhere, compiled or not. With `ue8m0`, s is rounded up to a power
-of two. A tensor-wise scale is one block. Nothing here knows names, checkpoints or engines.
+of two. A tensor-wise scale is one block. What a linear layer is given is quantised by tokens (`quantize_rows`), with
+the roundings of SGLang's kernel. Nothing here knows names, checkpoints or engines.
 
 Example: the block [[1, -2], [3, 448]] has s = 1 and is stored exactly; with 449 in it, s = 449 / 448.
 """
@@ -19,6 +20,8 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_MAX = 1e-12
 """Taken for the largest value of a block that is smaller, or all zero: its values become zero."""
+SMALLEST_ROW_MAX = 1e-10
+"""The same of a group of activations: SGLang's."""
 
 
 def quantize_blocks(
@@ -62,6 +65,25 @@ def quantize_tensor(
     scale = _scales(found.float().reshape(1), ue8m0=ue8m0)
     blocks = _rows_as_blocks(weight)
     return _scaled(blocks, scale.reciprocal().expand(len(blocks), 1))[:, 0, 0], scale
+
+
+def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise activations with one scale for each token's next `group` channels, as SGLang 0.5.17's kernel does.
+
+    It multiplies by 448 times the reciprocal of the largest value, where weights are multiplied by the reciprocal of
+    their scale: another last bit. (The kernel's reciprocal is the GPU's approximate one, which now and then rounds a
+    value that lies between two e4m3 numbers to the other one.) A row of zeros stays zeros.
+
+    Args:
+        rows: [T, K], K a multiple of `group`.
+        group: channels that share a scale.
+
+    Returns:
+        e4m3 values [T, K], and fp32 scales [T, K / group].
+    """
+    blocks = rows.contiguous().unflatten(1, (-1, group))[:, None]
+    largest = _block_max(blocks).clamp(min=SMALLEST_ROW_MAX)
+    return _scaled(blocks, largest.reciprocal() * E4M3_MAX).flatten(1), largest * (1 / E4M3_MAX)
 
 
 def largest_of(weight: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,8 @@ SLIME_DEFAULTS: dict[str, Any] = {
     "load": None,
     "loss_type": "policy_loss",
     "lr": 1e-3,
+    "megatron_deepgemm_forward_layers": None,
+    "megatron_deepgemm_moe_forward_layers": None,
     "model_name": None,
     "offload_train": False,
     "qwen_gdn_backend": "fla",

@@ -106,6 +106,8 @@ def test_flashqla_is_refused_without_cuda_and_without_layers_that_it_computes(ch
 
 ASKED: dict[str, Any] = {
     "qwen_gdn_backend": "flashqla",
+    "megatron_deepgemm_forward_layers": None,
+    "megatron_deepgemm_moe_forward_layers": None,
     "accelerator": "cuda",
     "dry_run": False,
     "experimental_attention_variant": "gated_delta_net",
@@ -125,7 +127,7 @@ def test_flashqla_is_refused_in_fp32_where_it_is_not_installed_and_on_gpus_it_ha
     monkeypatch.setattr(accelerator, "compute_capability", lambda: capability[0])
 
     def said(**changes: Any) -> list[str]:
-        return kernel_problems(argparse.Namespace(**ASKED | changes)).all()
+        return kernel_problems(argparse.Namespace(**ASKED | changes), None).all()
 
     assert said() == said(fp16=True, bf16=False) == []
     assert has(said(bf16=False), "trained in fp32; give --bf16")

@@ -1,17 +1,20 @@
 """Which kernels of other libraries can run the model that the flags describe, on the machine they are asked for.
 
---qwen-gdn-backend flashqla. What the kernels cannot compute is read from their code (flash-qla 0.1.3), and refused
-here with the reason, for they would say it in the middle of a step. It reads flags and looks for packages; nothing is
-imported but, for the GPU's architecture, torch.
+FlashQLA (--qwen-gdn-backend flashqla) and DeepGEMM (--megatron-deepgemm-*). What the kernels cannot compute is read
+from their code (flash-qla 0.1.3, sgl-deep-gemm 0.1.5 and 0.2.5), and refused here with the reason, for they would say
+it in the middle of a step. It reads flags and looks for packages; nothing is imported but, for the GPU's architecture,
+torch. What can be chosen of a model for a forward pass in fp8 is in fp8_forward_plan.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from slime.backends.megatron_utils.flag_classes import option_of
+from slime.backends.megatron_utils.fp8_forward_plan import check_fp8_forward, given_flags
 from slime.utils import accelerator
 from slime.utils.arguments.problems import Problems
 
@@ -20,15 +23,24 @@ FLASHQLA_HEAD = 128
 """Channels of a head's keys and of its values: the kernels assert it."""
 FLASHQLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3), (12, 0))
 """GPUs that 0.1.3 has kernels for. (Its page names 12.1 too, but its import fails there.)"""
+HOPPER = 9
 
 
-def kernel_problems(args: argparse.Namespace) -> Problems:
-    """What is wrong with the choice of kernels; `args` after derivation, of a run that has trainers."""
+def kernel_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Problems:
+    """What is wrong with the choice of kernels of a run that has trainers.
+
+    Args:
+        args: after derivation.
+        hf_config: the dict of --hf-checkpoint's config.json; None where it cannot be read.
+    """
     problems = Problems()
+    looks = args.accelerator == "cuda" and not args.dry_run  # a plan for GPUs can be made elsewhere
     if args.qwen_gdn_backend == "flashqla":
         problems.wrong += _check_flashqla(args)
-        if args.accelerator == "cuda" and not args.dry_run:  # a plan for GPUs can be made elsewhere
-            problems.environment += _missing_flashqla()
+        problems.environment += _missing_flashqla() if looks else ()
+    if given := given_flags(args):
+        problems.wrong += check_fp8_forward(args, hf_config)
+        problems.environment += _missing_deep_gemm(" ".join(given)) if looks else ()
     return problems
 
 
@@ -65,4 +77,20 @@ def _missing_flashqla() -> Iterator[str]:
         yield (
             f"{FLASHQLA} has no kernels for GPUs of compute capability {found[0]}.{found[1]}, which this machine has "
             f"(it has them for {known}); leave it out."
+        )
+
+
+def _missing_deep_gemm(flags: str) -> Iterator[str]:
+    if importlib.util.find_spec("deep_gemm") is None:
+        yield (
+            f"{flags} needs the package sgl-deep-gemm (module deep_gemm), which is not installed; install the one "
+            "that SGLang names in its requirements, or leave the flag out."
+        )
+        return
+    found = accelerator.compute_capability()
+    if found[0] != HOPPER:
+        yield (
+            f"{flags} is for Hopper (compute capability {HOPPER}.0), and this machine's GPU has {found[0]}.{found[1]}"
+            ": elsewhere SGLang computes with other scales (on Blackwell powers of two), which are not built; leave "
+            "the flag out."
         )

@@ -95,20 +95,6 @@ def check_profile(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_kernels(args: argparse.Namespace) -> Iterable[str]:
-    """No kernels are asked for that slime does not have."""
-    deep_gemm = {
-        "--megatron-deepgemm-forward-layers": args.megatron_deepgemm_forward_layers,
-        "--megatron-deepgemm-moe-forward-layers": args.megatron_deepgemm_moe_forward_layers,
-    }
-    if given := [option for option, layers in deep_gemm.items() if layers is not None]:
-        yield (
-            f"{', '.join(given)}: not supported: a forward pass in fp8 needs the library deep_gemm, which slime does "
-            "not install, and the trainer computes in 16 bit; leave it out, and let --use-tis correct what the "
-            "engine's fp8 changes."
-        )
-
-
 def check_indexers(args: argparse.Namespace) -> Iterable[str]:
     """Indexers are frozen where there are some; the error is one of the flag, not of the run."""
     if args.freeze_indexer and args.experimental_attention_variant != "dsa":
@@ -118,4 +104,4 @@ def check_indexers(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-TRAINER_CHECKS = (check_train_env_vars, check_checkpoint_contents, check_profile, check_kernels, check_indexers)
+TRAINER_CHECKS = (check_train_env_vars, check_checkpoint_contents, check_profile, check_indexers)

@@ -323,7 +323,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     if not args.debug_rollout_only:  # V16: no trainers
         problems.extend(megatron_problems(args.replace(load=given_load), hf_config, explicit))
         problems.wrong += teacher_problems(args)
-        problems.extend(kernel_problems(args))
+        problems.extend(kernel_problems(args, hf_config))
     if not args.debug_train_only:
         problems.extend(sglang_problems(args, port_is_free=is_port_available))
         if hf_config is not None:

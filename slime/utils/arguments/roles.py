@@ -33,8 +33,8 @@ FLAG = "--megatron-config-path"
 Role = Literal["actor", "critic"]
 CRITIC_DIR = "critic"
 """Below --save and --load."""
-# A value model is no policy: it has its own loss and nothing to distil, its output layer is a head of its own, and the
-# KL is in the returns that the actor makes for it. What a run writes once, the actor writes.
+# A value model is no policy: it has its own loss and nothing to distil, its output layer is a head of its own, the KL
+# is in the returns that the actor makes for it, and no engine runs it in fp8. What a run writes once, the actor does.
 CRITIC_FORCED: dict[str, Any] = {
     "loss_type": "value_loss",
     "kl_coef": 0.0,
@@ -46,6 +46,8 @@ CRITIC_FORCED: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
     "mtp_num_layers": None,
     "enable_mtp_training": False,
+    "megatron_deepgemm_forward_layers": None,
+    "megatron_deepgemm_moe_forward_layers": None,
     "recompute_loss_function": False,
     "save_hf": None,
     "keep_checkpoints": None,

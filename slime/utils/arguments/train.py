@@ -64,20 +64,24 @@ class TrainFlags:
         "hook: fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), before each train step",
     )
     megatron_deepgemm_forward_layers: list[int] | None = flag(
-        None, "layers whose forward pass uses SGLang's fp8 DeepGEMM (refused: needs deep_gemm)", nargs="+"
+        None,
+        "decoder layers, from 0, whose linear layers outside of experts compute their forward pass as an fp8 engine "
+        "does (DeepGEMM, Hopper); gradients stay those of bf16",
+        nargs="+",
     )
     megatron_deepgemm_forward_modules: list[str] | None = flag(
         None,
-        "suffixes of the modules that do",
+        "ends of the names of the linear layers that do, as self_attention.linear_proj or linear_fc2 (default: all "
+        "that the checkpoint has in fp8)",
         nargs="+",
         needs="megatron_deepgemm_forward_layers",
     )
     megatron_deepgemm_moe_forward_layers: list[int] | None = flag(
-        None, "the same for the layers of grouped experts (refused: needs deep_gemm)", nargs="+"
+        None, "decoder layers, from 0, whose experts do, as one grouped product (--moe-grouped-gemm)", nargs="+"
     )
     megatron_deepgemm_moe_forward_modules: list[str] | None = flag(
         None,
-        "suffixes of the expert modules that do (default: mlp.experts)",
+        "ends of the names of the experts that do (default, and all that there is: mlp.experts)",
         nargs="+",
         needs="megatron_deepgemm_moe_forward_layers",
     )

@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from slime.backends.megatron_utils.megatron_patch.gradient_accumulation import add_weight_gradient
 
 Weights = Sequence[torch.Tensor]
+Product = Callable[[torch.Tensor, Weights, Sequence[int], torch.Tensor], torch.Tensor]
 
 
 class GroupedExperts(SequentialMLP):
@@ -37,6 +38,18 @@ class GroupedExperts(SequentialMLP):
         self.local_experts = _LastFirst(self.local_experts)
         recomputed = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
         self._recomputes_activation = "moe_act" in (recomputed or ())
+        self._product: Product = _product
+        self._weighs_last = False
+
+    def multiply_with(self, product: Product, *, weigh_last: bool) -> None:
+        """Compute the forward pass with another product; gradients stay those of `_product`.
+
+        Args:
+            product: as `_product`.
+            weigh_last: the router's weights multiply an expert's output, as in SGLang, not what its second linear
+                layer is given, as in Megatron: the same but for roundings, and for what a product rounds its input to.
+        """
+        self._product, self._weighs_last = product, weigh_last
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -46,16 +59,19 @@ class GroupedExperts(SequentialMLP):
         rows = permuted_local_hidden_states
         offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device)
         fused = self.config.gradient_accumulation_fusion
-        linear: Callable[..., torch.Tensor] = partial(_GroupedLinear.apply, counts, offsets, fused)
+        linear: Callable[..., torch.Tensor] = partial(_GroupedLinear.apply, self._product, counts, offsets, fused)
         hidden = linear(rows, *(expert.linear_fc1.weight for expert in self.local_experts))
         activate, checkpoint = partial(_activation, self.config), CheckpointWithoutOutput(fp8=None)
         recomputes = self._recomputes_activation and torch.is_grad_enabled()
-        activated = checkpoint.checkpoint(activate, hidden, permuted_probs) if recomputes else None
+        weights = () if self._weighs_last else (permuted_probs,)
+        activated = checkpoint.checkpoint(activate, hidden, *weights) if recomputes else None
         if activated is None:
-            activated = activate(hidden, permuted_probs)
+            activated = activate(hidden, *weights)
         output = linear(activated, *(expert.linear_fc2.weight for expert in self.local_experts))
         if recomputes:
             checkpoint.discard_output_and_register_recompute(output)
+        if self._weighs_last:
+            output = (output * permuted_probs.unsqueeze(-1)).to(output.dtype)
         return output, None
 
 
@@ -74,8 +90,8 @@ class _LastFirst(torch.nn.ModuleList):
         return (self._modules[str(number)] for number in range(len(self)))
 
 
-def _activation(config: Any, hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """What Megatron's MLP does between its two linear layers: [T, 2 F] and weights [T] -> [T, F]."""
+def _activation(config: Any, hidden: torch.Tensor, probs: torch.Tensor | None = None) -> torch.Tensor:
+    """What Megatron's MLP does between its two linear layers: [T, 2 F] and weights [T], if any, -> [T, F]."""
 
     def unchanged(x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return x, None
@@ -90,27 +106,38 @@ def _activation(config: Any, hidden: torch.Tensor, probs: torch.Tensor) -> torch
 class _GroupedLinear(torch.autograd.Function):
     """rows [T, in] of experts, one after the other, times each expert's weight [out, in] transposed -> [T, out].
 
-    `counts` are the rows of each expert, `offsets` [experts] int32 where they end. With `fused`, gradients of weights
-    go to their main_grad where they have one, as in Megatron's linear layers.
+    `product` computes that, `counts` are the rows of each expert, `offsets` [experts] int32 where they end. With
+    `fused`, gradients of weights go to their main_grad where they have one, as in Megatron's linear layers.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, counts: list[int], offsets: torch.Tensor, fused: bool, rows: torch.Tensor, *weights: torch.Tensor
+        ctx: Any,
+        product: Product,
+        counts: list[int],
+        offsets: torch.Tensor,
+        fused: bool,
+        rows: torch.Tensor,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
         ctx.counts, ctx.offsets, ctx.fused = counts, offsets, fused
         ctx.save_for_backward(rows, *weights)
-        return grouped_product(rows, [weight.t() for weight in weights], counts, offsets)
+        return product(rows, weights, counts, offsets)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
         grad = grads[0].contiguous()
-        of_rows = grouped_product(grad, weights, ctx.counts, ctx.offsets) if ctx.needs_input_grad[3] else None
+        of_rows = grouped_product(grad, weights, ctx.counts, ctx.offsets) if ctx.needs_input_grad[4] else None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[4:]):
+        if any(ctx.needs_input_grad[5:]):
             of_weights = weight_gradients(weights, rows.split(ctx.counts), grad.split(ctx.counts), fused=ctx.fused)
-        return None, None, None, of_rows, *of_weights
+        return None, None, None, None, of_rows, *of_weights
+
+
+def _product(rows: torch.Tensor, weights: Weights, counts: Sequence[int], offsets: torch.Tensor) -> torch.Tensor:
+    """Each group of rows [T, in] times its weight [out, in] transposed -> [T, out]; see `grouped_product`."""
+    return grouped_product(rows, [weight.t() for weight in weights], counts, offsets)
 
 
 def grouped_product(

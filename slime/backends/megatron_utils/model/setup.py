@@ -17,6 +17,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.config_values import config_kwargs
+from slime.backends.megatron_utils.fp8_forward import compute_in_fp8
+from slime.backends.megatron_utils.fp8_forward_plan import Fp8Choice
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
 from slime.backends.megatron_utils.model.master_adam import held_by, make_optimizer
 from slime.backends.megatron_utils.model.optimizer_state import keep_no_moments, make_moments
@@ -54,6 +56,7 @@ def setup_model_and_optimizer(args: Any) -> TrainState:
     stages = virtual_stages_here(args)
     bare = [build_model(args, stage) for stage in stages]
     freeze_parameters(bare, only=args.only_train_params_name_list, frozen=args.freeze_params_name_list)
+    compute_in_fp8(bare, Fp8Choice.of(args))
     model = [wrap_model(args, module, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
     optimizer = _make_optimizer(args, model)
     if args.use_stateless_adam:
