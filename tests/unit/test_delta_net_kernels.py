@@ -123,7 +123,7 @@ def test_flashqla_is_refused_in_fp32_where_it_is_not_installed_and_on_gpus_it_ha
 ) -> None:
     installed = {"flash_qla", "tilelang"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
-    capability = [(9, 0)]
+    capability: list[tuple[int, int] | None] = [(9, 0)]
     monkeypatch.setattr(accelerator, "compute_capability", lambda: capability[0])
 
     def said(**changes: Any) -> list[str]:
@@ -133,6 +133,8 @@ def test_flashqla_is_refused_in_fp32_where_it_is_not_installed_and_on_gpus_it_ha
     assert has(said(bf16=False), "trained in fp32; give --bf16")
     capability[0] = (8, 0)
     assert has(said(), "no kernels for GPUs of compute capability 8.0")
+    capability[0] = None  # the driver's node has no GPU
+    assert said() == []
     installed.remove("tilelang")
     assert has(said(), "needs the package tilelang, which is not installed; pip install")
     installed.remove("flash_qla")

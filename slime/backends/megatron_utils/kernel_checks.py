@@ -72,7 +72,7 @@ def _missing_flashqla() -> Iterator[str]:
             yield f"{FLASHQLA} needs the package {module.replace('_', '-')}, which is not installed; {install}."
             return
     found = accelerator.compute_capability()
-    if found not in FLASHQLA_CAPABILITIES:
+    if found is not None and found not in FLASHQLA_CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in FLASHQLA_CAPABILITIES)
         yield (
             f"{FLASHQLA} has no kernels for GPUs of compute capability {found[0]}.{found[1]}, which this machine has "
@@ -88,7 +88,7 @@ def _missing_deep_gemm(flags: str) -> Iterator[str]:
         )
         return
     found = accelerator.compute_capability()
-    if found[0] != HOPPER:
+    if found is not None and found[0] != HOPPER:
         yield (
             f"{flags} is for Hopper (compute capability {HOPPER}.0), and this machine's GPU has {found[0]}.{found[1]}"
             ": elsewhere SGLang computes with other scales (on Blackwell powers of two), which are not built; leave "

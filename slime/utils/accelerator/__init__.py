@@ -104,11 +104,12 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind() == "cuda" else torch.device("cpu")
 
 
-def compute_capability() -> tuple[int, int]:
-    """What this process's first GPU can do, as CUDA numbers it: (9, 0) is Hopper; only where there is one."""
+def compute_capability() -> tuple[int, int] | None:
+    """What this process's first GPU can do, as CUDA numbers it: (9, 0) is Hopper; None where it sees none, as a driver
+    on a node without GPUs."""
     import torch
 
-    return torch.cuda.get_device_capability(0)
+    return torch.cuda.get_device_capability(0) if cuda_is_available() else None
 
 
 def set_device(index: int) -> None:
