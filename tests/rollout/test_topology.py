@@ -28,6 +28,7 @@ from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ray.http_post import use_distributed_post
 from slime.ray.placement_group import Placement, connect_ray, create_placement, remove_placement
+from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.router import Router
 from slime.ray.rollout.server_group import SHUTDOWN_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
@@ -217,6 +218,26 @@ def test_a_router_that_runs_already_is_used_and_keeps_running_without_our_engine
     assert sorted(server_control.list_workers_sync(theirs.url)) == sorted([*others, url])
     ours.shutdown()
     wait_until(lambda: sorted(server_control.list_workers_sync(theirs.url)) == sorted(others))
+
+
+def test_an_external_engine_that_is_lost_gets_no_requests_until_it_is_taken_back(
+    placement: Placement, external: Any, models: Models, tmp_path: Path
+) -> None:
+    url = external.started.result()
+    flags = ["--rollout-external-engine-addrs", url, "--use-fault-tolerance"]
+    args = arguments(models, tmp_path, *flags)
+    ours = start_rollout_servers(args, slots=[])
+    router, one = ours.routers["default"].url, Replacements(ours, args)
+    assert one.urls() == {0: url} and server_control.list_workers_sync(router) == [url]
+    one.lose(0, "a test says so")
+    assert ours.engines == ours.updatable == []
+    wait_until(lambda: server_control.list_workers_sync(router) == [])
+    assert one.replace() == 1 and [engine.url for engine, _ in ours.updatable] == [url], "it answers"
+    assert server_control.list_workers_sync(router) == [], "without the trainer's weights it is asked for nothing"
+    one.register()
+    assert server_control.list_workers_sync(router) == [url]
+    ours.shutdown()
+    assert external.server.health(), "it was not ours to end"
 
 
 def wait_until(condition: Any) -> None:

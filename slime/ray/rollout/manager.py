@@ -362,8 +362,14 @@ class RolloutManager(RayActor):
         if hook and load_function(hook)(rollout_id, self.args, samples, dict(extra or {}), rollout_time_s):
             return
         metrics = compute_rollout_metrics(self.args, samples, rollout_time_s) | (extra or {})
-        metrics |= staleness_metrics(samples, WeightClock().trained_at(rollout_id))
+        metrics |= staleness_metrics(samples, WeightClock().trained_at(rollout_id)) | self._server_metrics()
         logging_utils.log(self.args, {**metrics, "rollout/step": rollout_id}, "rollout/step")
+
+    def _server_metrics(self) -> dict[str, float]:
+        found = self._replacements.metrics() if self._replacements else {}
+        if self._router_watch is not None:
+            found["rollout/router_restarts"] = float(self._router_watch.count)
+        return found
 
     def _check_staleness(self, samples: list[Sample], rollout_id: int) -> None:
         bound, age = self.args.max_weight_staleness, staleness(samples, WeightClock().trained_at(rollout_id))

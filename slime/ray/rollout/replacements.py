@@ -1,9 +1,11 @@
 """Engines that were lost, and others in their place (--use-fault-tolerance).
 
 A lost engine is taken from behind its router and ended at once; the others go on, and its requests are sent again.
-When the driver says that there is room, another is started in its place. It has the weights of --hf-checkpoint: one of
-the trained model is put behind the router only when the trainer has sent it its own. Whoever holds handles of engines
-asks `count` whether they are still those.
+When the driver says that there is room, another is started in its place, but only so many in an hour: an engine that
+is lost again and again would cost more than it gives. An external engine is not ours to end or to start: it is taken
+back when it answers again. Whoever is new has other weights than the trainer's: an engine of the trained model is put
+behind the router only when the trainer has sent it its own. Whoever holds handles of engines asks `count` whether they
+are still those.
 
 It does not know how a loss is noticed (engine_watch), nor when it is time to replace.
 """
@@ -12,9 +14,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.external import ExternalEngine
 from slime.backends.sglang_utils.server_control import Worker
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import ModelServers, RolloutServers
@@ -26,24 +32,38 @@ WATCHED = "regular"
 """Worker types that answer by themselves: a prefill or decode server needs the other, an encoder generates nothing."""
 
 
+HOUR_S = 3600.0
+
+
 @dataclass(eq=False)
 class _Seat:
-    """One engine's place, whoever is in it."""
+    """One engine's place, whoever is in it: the place `index` of a group of ours, or an engine of somebody else's."""
 
     model: ModelServers
-    group: ServerGroup
-    index: int
     takes_weights: bool
     worker: Worker | None
+    group: ServerGroup | None = None
+    index: int = 0
+    external: ExternalEngine | None = None
     is_lost: bool = False
+
+    @property
+    def engine(self) -> Any:
+        """Who is in it."""
+        return self.external if self.group is None else self.group.engines[self.index]
+
+    @property
+    def is_behind_router(self) -> bool:
+        """Whether its router is told of it by us; somebody else's router knows somebody else's engines itself."""
+        return self.external is None or self.model.router.is_ours
 
 
 class Replacements:
-    """The engines of a run that can be replaced.
+    """The engines of a run that can be replaced, or taken back.
 
     Args:
         servers: all of them, which run.
-        args: reads `accelerator`.
+        args: reads `accelerator`, `rollout_health_check_timeout`, `max_engine_restarts_per_hour`.
     """
 
     def __init__(self, servers: RolloutServers, args: Any) -> None:
@@ -51,19 +71,35 @@ class Replacements:
         self._seats: list[_Seat] = []
         self._lock = threading.Lock()
         self._waiting: list[_Seat] = []
+        self._started: deque[float] = deque()
+        self._is_spent = False
         self.count = 0
         """How often an engine was lost or replaced."""
+        self.lost = 0
+        self.replaced = 0
         for model in servers.models:
             for kind, group in model.groups:
                 takes_weights = model.plan.update_weights and kind.takes_weights
                 for index, engine in enumerate(group.engines if kind.worker_type == WATCHED else []):
                     worker = Worker(get(engine.contact.remote(), "the address of an engine", 60.0).url)
-                    self._seats.append(_Seat(model, group, index, takes_weights, worker))
+                    self._seats.append(_Seat(model, takes_weights, worker, group, index))
+            for external in model.external:
+                if external.info.worker_type == WATCHED:
+                    self._seats.append(_Seat(model, True, external.info.worker, external=external))
 
     def urls(self) -> dict[int, str]:
         """Number -> address of every engine that is there."""
         seats = enumerate(self._seats)
         return {n: seat.worker.url for n, seat in seats if seat.worker is not None and not seat.is_lost}
+
+    def metrics(self) -> dict[str, float]:
+        """Engines that serve now; losses and replacements since the start."""
+        serving = len(self.urls()) - len(self._waiting)
+        return {
+            "rollout/engines": float(serving),
+            "rollout/engines_lost": float(self.lost),
+            "rollout/engines_replaced": float(self.replaced),
+        }
 
     def lose(self, number: int, why: str) -> None:
         """Do without an engine from now on."""
@@ -73,36 +109,77 @@ class Replacements:
                 return
             seat.is_lost = True
             self.count += 1
+            self.lost += 1
             if seat in self._waiting:  # lost again before it served
                 self._waiting.remove(seat)
             logger.error("engine at %s is lost, the others go on without it: %s", seat.worker.url, why)
-            seat.model.take_from_router(seat.worker.url)
-            seat.model.lost.add(seat.group.engines[seat.index])
-            seat.group.end(seat.index)
+            if seat.is_behind_router:
+                seat.model.take_from_router(seat.worker.url)
+            seat.model.lost.add(seat.engine)
+            if seat.group is not None:
+                seat.group.end(seat.index)
 
     def replace(self) -> int:
-        """Start an engine in each place of a lost one; returns how many, when they run.
+        """Start an engine in each place of a lost one, and take back external ones that answer; returns how many.
 
         Raises:
             ActorFailure: one did not start.
         """
         with self._lock:
-            seats = [seat for seat in self._seats if seat.is_lost]
+            lost = [seat for seat in self._seats if seat.is_lost]
+            seats = self._that_answer([seat for seat in lost if seat.external is not None])
+            seats += self._start([seat for seat in lost if seat.external is None])
             if not seats:
                 return 0
             for seat in seats:
-                seat.model.lost.discard(seat.group.engines[seat.index])
-            begun = [seat.group.replace(seat.index) for seat in seats]
-            deadline_s = START_DEADLINE_S[self._args.accelerator] + 60.0
-            workers = get(begun, f"the start of {len(begun)} engine(s) in place of lost ones", deadline_s)
-            for seat, worker in zip(seats, workers, strict=True):
-                seat.worker, seat.is_lost = worker, False
+                seat.is_lost = False
             self.count += 1
+            self.replaced += len(seats)
             self._waiting += seats
         for seat in seats:
             if not seat.takes_weights:
                 self._register(seat)
         return len(seats)
+
+    def _that_answer(self, seats: list[_Seat]) -> list[_Seat]:
+        """Those of external engines that answer again."""
+        back = []
+        for seat in seats:
+            assert seat.worker is not None
+            ask, timeout_s = server_control.why_unhealthy_sync, self._args.rollout_health_check_timeout
+            if ask(seat.worker.url, timeout_s=timeout_s, generates=False) is None:
+                seat.model.lost.discard(seat.engine)
+                back.append(seat)
+        return back
+
+    def _start(self, lost: list[_Seat]) -> list[_Seat]:
+        """Start engines in these places, as far as that may be done in this hour; returns the places."""
+        seats = lost[: self._may_start(len(lost))]
+        begun = []
+        for seat in seats:
+            assert seat.group is not None
+            seat.model.lost.discard(seat.engine)
+            begun.append(seat.group.replace(seat.index))
+        deadline_s = START_DEADLINE_S[self._args.accelerator] + 60.0
+        workers = get(begun, f"the start of {len(begun)} engine(s) in place of lost ones", deadline_s) if begun else []
+        for seat, worker in zip(seats, workers, strict=True):
+            seat.worker = worker
+        return seats
+
+    def _may_start(self, wanted: int) -> int:
+        now, most = time.monotonic(), self._args.max_engine_restarts_per_hour
+        while self._started and now - self._started[0] > HOUR_S:
+            self._started.popleft()
+        allowed = min(wanted, most - len(self._started))
+        self._started.extend([now] * allowed)
+        if allowed < wanted and not self._is_spent:
+            logger.error(
+                "%d engine(s) were started in place of lost ones within an hour (--max-engine-restarts-per-hour %d): "
+                "no more for now, %d place(s) stay empty",
+                len(self._started), most, wanted - allowed,
+            )  # fmt: skip
+        self._is_spent = allowed < wanted
+        return allowed
 
     def register(self) -> None:
         """Put new engines behind their routers: they have the trainer's weights now."""
@@ -112,5 +189,6 @@ class Replacements:
     def _register(self, seat: _Seat) -> None:
         self._waiting.remove(seat)
         if seat.worker is not None and not seat.is_lost:
-            seat.model.put_behind_router(seat.worker)
+            if seat.is_behind_router:
+                seat.model.put_behind_router(seat.worker)
             logger.warning("engine at %s takes the place of a lost one", seat.worker.url)

@@ -38,6 +38,8 @@ class RouterWatch:
         self._models = [model for model in models if model.router.is_ours]
         self._is_over = threading.Event()
         self._restarts: deque[float] = deque()
+        self.count = 0
+        """How often a router was started again."""
         self._thread = threading.Thread(target=self._run, name="router-watch", daemon=True)
 
     def start(self) -> None:
@@ -68,6 +70,7 @@ class RouterWatch:
         self._restarts.append(now)
         logger.error("the router %s %s; it is started again", url, why)
         count = model.restart_router()
+        self.count += 1
         logger.warning("the router %s is back with %d engine(s), after %.1f s", url, count, time.monotonic() - now)
 
     def _run(self) -> None:

@@ -60,7 +60,7 @@ class ModelServers:
         self.groups = groups
         self.external: list[ExternalEngine] = []
         self.lost: set[Any] = set()
-        """Of `engines`, those that have ended and were not replaced yet."""
+        """Those that have ended, or do not answer, and were not replaced yet."""
         self._behind: dict[str, Worker] = {}
         self._may_change = threading.RLock()
 
@@ -68,7 +68,7 @@ class ModelServers:
     def engines(self) -> list[Any]:
         """Every engine, with the methods of `EngineClient`: Ray actors, and external ones."""
         ours = [engine for _, group in self.groups for engine in group.engines]
-        return [engine for engine in ours if engine not in self.lost] + self.external
+        return [engine for engine in [*ours, *self.external] if engine not in self.lost]
 
     @property
     def updatable(self) -> list[tuple[Any, int]]:
@@ -77,7 +77,7 @@ class ModelServers:
             return []
         groups = [(kind.num_gpus_per_engine, group) for kind, group in self.groups if kind.takes_weights]
         ours = [(engine, size) for size, group in groups for engine in group.engines if engine not in self.lost]
-        return ours + [(engine, engine.info.num_gpus) for engine in self.external]
+        return ours + [(engine, engine.info.num_gpus) for engine in self.external if engine not in self.lost]
 
     def releasing(self, args: Any) -> list[Any]:
         """The engines that give their GPU memory up when asked to."""

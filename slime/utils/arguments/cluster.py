@@ -58,6 +58,12 @@ class FaultToleranceFlags:
     rollout_health_check_first_wait: float = flag(
         0, "seconds without checks after the engines were resumed", needs="use_fault_tolerance", at_least=0
     )
+    max_engine_restarts_per_hour: int = flag(
+        10,
+        "engines that are started in place of lost ones within an hour; those lost after that stay away",
+        needs="use_fault_tolerance",
+        at_least=0,
+    )
     max_restarts: int = flag(
         0,
         "times that a run goes on from its newest checkpoint, with new trainers, after a trainer process, a node of "

@@ -1,0 +1,123 @@
+"""Which engines are started in the place of lost ones, and what becomes of external ones that are lost."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.server_control import Worker
+from slime.ray.rollout import replacements as module
+from slime.ray.rollout.replacements import Replacements
+
+
+class Model:
+    """A model's servers that note what is done to them: whether they run does not matter to who is to be started."""
+
+    def __init__(self, num_engines: int, *, external: int = 0, router_is_ours: bool = True) -> None:
+        self.calls: list[str] = []
+        self.lost: set[Any] = set()
+        self.router = SimpleNamespace(is_ours=router_is_ours)
+        self.plan = SimpleNamespace(update_weights=True)
+        engines = [Handle(f"ours{n}") for n in range(num_engines)]
+        group = SimpleNamespace(engines=engines, end=lambda n: self.calls.append(f"end {n}"), replace=self.replace)
+        self.groups = [(SimpleNamespace(worker_type="regular", takes_weights=True), group)]
+        self.external = [External(f"external{n}") for n in range(external)]
+
+    def replace(self, number: int) -> Worker:
+        self.calls.append(f"start {number}")
+        return Worker(f"new{number}")
+
+    def take_from_router(self, url: str) -> None:
+        self.calls.append(f"take {url}")
+
+    def put_behind_router(self, worker: Worker) -> None:
+        self.calls.append(f"put {worker.url}")
+
+
+class Handle:
+    """Of an engine."""
+
+    def __init__(self, url: str) -> None:
+        self.contact = SimpleNamespace(remote=lambda: SimpleNamespace(url=url))
+
+
+class External:
+    """An engine of somebody else's."""
+
+    def __init__(self, url: str) -> None:
+        self.info = SimpleNamespace(worker=Worker(url), worker_type="regular")
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Addresses of external engines that answer."""
+    found: set[str] = set()
+    monkeypatch.setattr(module, "get", lambda value, *_: value)
+    monkeypatch.setattr(
+        server_control, "why_unhealthy_sync", lambda url, **_: None if url in found else "connection refused"
+    )
+    return found
+
+
+def replacements_of(model: Model, *, most: int = 10) -> Replacements:
+    args = SimpleNamespace(accelerator="cpu", rollout_health_check_timeout=1.0, max_engine_restarts_per_hour=most)
+    return Replacements(SimpleNamespace(models=[model]), args)  # type: ignore[arg-type]
+
+
+def test_a_lost_engine_serves_again_when_another_has_its_weights() -> None:
+    model = Model(2)
+    one = replacements_of(model)
+    one.lose(1, "it died")
+    assert model.calls == ["take ours1", "end 1"] and len(model.lost) == 1
+    assert one.metrics() == {"rollout/engines": 1, "rollout/engines_lost": 1, "rollout/engines_replaced": 0}
+    assert one.replace() == 1 and model.calls[2:] == ["start 1"] and not model.lost
+    assert one.metrics()["rollout/engines"] == 1, "it has no weights yet"
+    one.register()
+    assert model.calls[3:] == ["put new1"]
+    assert one.metrics() == {"rollout/engines": 2, "rollout/engines_lost": 1, "rollout/engines_replaced": 1}
+
+
+def test_only_so_many_engines_are_started_within_an_hour(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    model = Model(3)
+    one = replacements_of(model, most=2)
+    for number in range(3):
+        one.lose(number, "it died")
+    with caplog.at_level(logging.ERROR):
+        assert one.replace() == 2
+        assert one.replace() == 0
+    said = [record.getMessage() for record in caplog.records if "per-hour 2" in record.getMessage()]
+    assert len(said) == 1 and "1 place(s) stay empty" in said[0], "it is said once"
+    assert len(model.lost) == 1 and one.urls() == {0: "new0", 1: "new1"}
+    now[0] = 3601.0
+    assert one.replace() == 1 and not model.lost
+
+
+def test_an_external_engine_is_taken_back_when_it_answers_and_has_the_weights(answers: set[str]) -> None:
+    model = Model(1, external=1)
+    one = replacements_of(model)
+    one.lose(1, "it does not answer")
+    assert model.calls == ["take external0"], "it is not ours to end"
+    assert one.replace() == 0 and model.lost == {model.external[0]}
+    answers.add("external0")
+    assert one.replace() == 1 and not model.lost and model.calls == ["take external0"]
+    one.register()
+    assert model.calls == ["take external0", "put external0"]
+
+
+def test_the_router_of_somebody_else_is_told_nothing_of_engines_of_somebody_else(answers: set[str]) -> None:
+    model = Model(0, external=1, router_is_ours=False)
+    one, before = replacements_of(model), 0
+    one.lose(0, "it does not answer")
+    assert one.count > before, "but the trainer sends it no weights"
+    answers.add("external0")
+    one.replace()
+    one.register()
+    assert model.calls == [] and not model.lost
