@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -24,11 +25,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
         ("glm4_moe", []),
         ("glm4_moe_lite", []),
         ("deepseek_v3", []),
+        ("deepseek_v3", ["--update-weight-buffer-size", 1]),  # SGLang loads some of its weights in pairs only
         ("kimi_k2", []),
         ("minimax_m2", []),
     ],
 )
-def test_engine_and_trainer_agree_before_and_after_a_weight_sync(family: str, flags: list[str], tmp_path: Path):
+def test_engine_and_trainer_agree_before_and_after_a_weight_sync(family: str, flags: list[Any], tmp_path: Path):
     model, prompts = make_model(tmp_path / "model", "--family", family), write_prompts(tmp_path / "prompts.jsonl")
     placement = ["--num-rollout", 2, "--rollout-num-gpus", 1]
     run = train(tmp_path / "out", *grpo_flags(model, prompts), *placement, *flags)

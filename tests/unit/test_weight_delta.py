@@ -172,6 +172,19 @@ def test_a_delta_holds_the_tensors_that_changed_and_the_engine_loads_those(
         assert second["perf/update_weights_wire_bytes"] == file.get_tensor("layer.1.weight").size
 
 
+def test_what_engines_load_in_pairs_is_loaded_whole_where_one_of_two_has_changed(world: World) -> None:
+    pair = [f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    world.weights |= {name: torch.ones(4) for name in pair}
+    engine = LocalEngine()
+    updater = delta_updater(world, engine)
+    updater.update()
+    world.weights[pair[1]][0] = 3.0
+    metrics = updater.update()
+    assert metrics["perf/update_weights_density"] == 1 / 20, "what has not changed is not sent"
+    assert engine.loaded[1] == set(pair), "SGLang would forget the one without the other"
+    assert holds(engine, world)
+
+
 def test_many_versions_follow_each_other_exactly_and_nothing_is_kept(world: World) -> None:
     engine, other = LocalEngine(), LocalEngine()  # two engines of one host share its copy
     updater = delta_updater(world, engine, other, update_weight_disk_keep_files=False)

@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import qu
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family
 from slime.backends.megatron_utils.model_weights import Weight
 from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages, iter_weights_of_own_stage
+from slime.utils.loaded_together import kept_together
 from slime.utils.weight_format import WeightFormat, format_of_checkpoint
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -42,7 +43,8 @@ def iter_hf_buckets(
     Args:
         args: derived flags.
         model: this rank's modules, wrapped or bare.
-        buffer_size: bytes of a bucket; exceeded only by a parameter that is larger by itself.
+        buffer_size: bytes of a bucket; exceeded only by a parameter that is larger by itself, or with those that
+            engines load only together with it.
         only_own_stage: what other pipeline stages have is theirs to send.
 
     Raises:
@@ -53,8 +55,8 @@ def iter_hf_buckets(
     num_bytes = 0
     for module in model:
         finish_param_gather(module)
-    for weight in (iter_weights_of_own_stage if only_own_stage else iter_weights_of_all_stages)(model):
-        found = gather_hf_tensors(weight, family, shape)
+    weights = (iter_weights_of_own_stage if only_own_stage else iter_weights_of_all_stages)(model)
+    for found in kept_together(gather_hf_tensors(weight, family, shape) for weight in weights):
         size = stored_bytes(found, fmt)
         if bucket and num_bytes + size > buffer_size:
             yield quantize_bucket(bucket, fmt)

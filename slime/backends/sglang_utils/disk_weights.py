@@ -5,7 +5,7 @@ fails while loading is tried again from the same files, outside any `try`. And t
 loading, which fp8 layers do not survive. Here the directory is looked at first, weights are loaded as the other
 transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all. With "slime:DIR" the
 host's own copy of the weights in DIR is brought to the version first, which may be a delta, and is loaded from: of a
-delta the tensors that changed.
+delta the tensors that changed, and those without which SGLang would not load them.
 
 It does not know who writes versions, nor when they go away.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint, RefusedError
+from slime.utils.loaded_together import with_partners
 from slime.utils.safetensors_files import files_of, read_index, what_is_wrong
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def load(
     if problem is not None:
         return problem
     try:
-        load_weights(tensors_of(source, read_index(directory)["weight_map"]))
+        load_weights(tensors_of(source, with_partners(read_index(directory)["weight_map"])))
     except Exception as error:  # the answer, in place of the scheduler's end
         logger.exception("loading %s failed", directory)
         problem = f"loading {directory} failed: {type(error).__name__}: {error}"

@@ -104,6 +104,7 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     from slime.backends.megatron_utils.model.forward_only import run_model, run_model_with_predictions
     from slime.backends.megatron_utils.model.setup import build_model
     from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+    from slime.utils.loaded_together import partner_of
 
     model = build_model(args).eval()
     load_hf_weights(args, [model], args.hf_checkpoint)
@@ -125,6 +126,10 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     hf = Path(args.hf_checkpoint)
     sent = {name for bucket in iter_hf_buckets(args, [model], buffer_size=10_000) for name, _ in bucket}
     assert sent == expected_hf_names(hf, 1)
+    small = [[name for name, _ in bucket] for bucket in iter_hf_buckets(args, [model], buffer_size=1)]
+    assert len(small) > len(sent) / 3 and {name for bucket in small for name in bucket} == sent
+    for bucket in small:  # however small, of two that an engine loads only together it has both
+        assert {partner_of(name) for name in bucket} & sent <= set(bucket)
     assert expected_hf_names(hf) == {name for name in sent if not name.startswith((LAYER, "model.mtp_layers."))}
     save_hf(args, [model], out)
     exported, original = load_file(out / "model.safetensors"), load_file(hf / "model.safetensors")
