@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import time
+import uuid
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,12 +50,16 @@ class WeightDir:
         root: made if it does not exist.
         keeps_files: versions stay when the engines have them.
         run: what identifies the run to a person, such as its output directory.
+
+    Attributes:
+        run_id: of the run that has the directory, whichever of its processes writes there.
     """
 
     def __init__(self, root: Path, *, keeps_files: bool, run: str) -> None:
         self.root = root
         self.keeps_files = keeps_files
         self._run = run
+        self.run_id = uuid.uuid4().hex
         self._file: IO[str] | None = None
 
     def claim(self, *, goes_on: bool = False) -> None:
@@ -77,7 +82,10 @@ class WeightDir:
             time.sleep(0.1)
         if not goes_on:
             self._take_over(_read(file))
-        mine = {"run": self._run, "host": socket.gethostname(), "pid": os.getpid(), "keeps_files": self.keeps_files}
+        else:
+            self.run_id = str(_read(file).get("id") or self.run_id)
+        mine = {"run": self._run, "id": self.run_id, "host": socket.gethostname(), "pid": os.getpid()}
+        mine |= {"keeps_files": self.keeps_files}
         file.truncate(0)
         file.write(json.dumps(mine))
         file.flush()

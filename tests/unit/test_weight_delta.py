@@ -253,6 +253,14 @@ def miss_a_version(version: Path, world: World) -> None:
     file.write_text(json.dumps(index))
 
 
+def follow_another(version: Path, world: World) -> None:
+    """The version of that number that trainers before these have written."""
+    file = version / INDEX_FILE
+    index = json.loads(file.read_text())
+    index["metadata"]["base_id"] = "theirs"
+    file.write_text(json.dumps(index))
+
+
 def damage_the_copy(version: Path, world: World) -> None:
     (file,) = [one for one in files_of(world.shared.parent / "local/checkpoint") if "layer.1.weight" in load_file(one)]
     save_file({"layer.1.weight": torch.full((4,), 9.0)}, file)
@@ -265,6 +273,7 @@ REFUSED = {
     change_the_checksum: "layer.1.weight has xxh3-128 [0-9a-f]{32} after the delta of .*, and had 0{32} at the t",
     lose_the_copy: "is a delta from version 1, but .* holds no whole version: a version is missing there",
     miss_a_version: "is a delta from version 4, but .* holds 1: a version is missing there",
+    follow_another: "is a delta from version 1, but .* holds another version 1: a version is missing there",
     damage_the_copy: "layer.1.weight has xxh3-128 .* and had",
 }
 
@@ -327,7 +336,7 @@ def test_a_copy_belongs_to_the_engines_of_one_run_as_long_as_they_live(world: Wo
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     save_file({"w": torch.zeros(1)}, theirs / "model.safetensors")
-    metadata = {"run": "other", "version": 3}
+    metadata = {"run": "other", "version": 3, "id": "theirs"}
     (theirs / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": {"w": "model.safetensors"}}))
     command = [sys.executable, "-c", OTHER_HOST_RUN, str(tmp_path / "local"), str(theirs)]
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
@@ -343,6 +352,50 @@ def test_a_copy_belongs_to_the_engines_of_one_run_as_long_as_they_live(world: Wo
     other.wait()
     updater.update()
     assert holds(engine, world)
+
+
+SECOND_ENGINE = """
+import pathlib, sys
+from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
+for line in sys.stdin:
+    LocalCheckpoint(pathlib.Path(sys.argv[1])).bring_to(pathlib.Path(line.strip()))
+    print("there", flush=True)
+"""
+
+
+def test_trainers_that_begin_again_are_of_the_same_run_and_their_versions_are_others(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with --release-train and --max-restarts, while engines stay. A second one of the host holds the copy, too."""
+    engine = LocalEngine()
+    first = delta_updater(world, engine)
+    first.update()
+    world.weights["layer.1.weight"] += 1
+    first.update()
+    command = [sys.executable, "-c", SECOND_ENGINE, str(tmp_path / "local")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as second:
+        assert second.stdin is not None and second.stdout is not None
+        second.stdin.write(f"{world.shared}/weight_v000002\n")
+        second.stdin.flush()
+        assert second.stdout.readline() == "there\n"
+        first._dir._file.close()  # type: ignore[union-attr] - the trainers are lost in the sync after the first
+        world.weights["layer.1.weight"] += 5
+        again = delta_updater(world, engine, connect=False)
+        again.weight_version = 1
+        again.connect([engine], engine_sizes=[1])
+        with caplog.at_level(logging.WARNING):
+            again.update()
+        assert not caplog.records, "nothing is refused, and nothing is sent twice"
+        assert holds(engine, world), "another version 2 than the one before"
+
+
+def test_a_folder_that_no_run_has_made_is_not_removed(world: World, tmp_path: Path) -> None:
+    theirs = tmp_path / "local/checkpoint/precious.pt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    with pytest.raises(WeightSyncError, match="local/checkpoint would be overwritten, and no run of slime has made"):
+        delta_updater(world, LocalEngine()).update()
+    assert theirs.read_text() == "mine"
 
 
 def test_what_else_is_in_the_local_directory_stays(world: World, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 The copy is an HF directory `<root>/checkpoint`, with the run and the version that it is of beside it. Every rank of
 every engine of a host comes with each version, and the first one does the work. A delta is applied to the version that
-it was made from, by the run that made it, and every tensor has to come out with the checksum that it had at the
-sender; otherwise the delta is refused, and the copy is of no version until a whole one comes. A copy belongs to the
-engines of one run for as long as one of them lives.
+it was made from, known by its id (numbers come again where trainers begin again), and every tensor has to come out
+with the checksum that it had at the sender; otherwise the delta is refused, and the copy is of no version until a
+whole one comes. A copy belongs to the engines of one run for as long as one of them lives, whichever trainers it has.
 
 It does not know who writes versions, and nothing of models: a tensor is its bytes.
 """
@@ -64,13 +64,18 @@ class LocalCheckpoint:
         with (self.root / ".lock").open("a") as lock:
             lock_file(lock, f"another engine to finish with {self.root}", LOCK_DEADLINE_S)
             self._hold(wanted["run"])
-            if self._state() != {"run": wanted["run"], "version": wanted["version"]}:
+            if self._state().get("id") != wanted["id"]:
                 self._bring(version_dir, wanted)
         return self.directory
 
     def _hold(self, run: str) -> None:
-        """Use the copy for a run from now on, unless engines of another run do."""
-        file = _held.get(self.root) or (self.root / ".users").open("a")
+        """Use the copy for a run from now on, unless engines of another run do, or it is none of ours."""
+        users = self.root / ".users"
+        if self.directory.exists() and not users.exists():
+            raise RefusedError(
+                f"{self.directory} would be overwritten, and no run of slime has made it; give another {FLAG}"
+            )
+        file = _held.get(self.root) or users.open("a")
         if self._state().get("run") != run:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,18 +83,21 @@ class LocalCheckpoint:
                 raise RefusedError(
                     f"{FLAG} {self.root} is in use by the engines of another run; give each run a directory of its own"
                 ) from None
-            self._set_state(run, None)
+            self._set_state(run)
         lock_file(file, f"the use of {self.root}", LOCK_DEADLINE_S, shared=True)
         _held[self.root] = file
 
     def _bring(self, version_dir: Path, wanted: dict[str, Any]) -> None:
-        base = wanted.get("base_version")
-        if base is not None and self._state().get("version") != base:
+        base, state = wanted.get("base_version"), self._state()
+        if base is not None and (state.get("version"), state.get("id")) != (base, wanted["base_id"]):
+            held = state.get("version") or "no whole version"
+            if held == base:
+                held = f"another version {base}"
             raise RefusedError(
-                f"{version_dir} is a delta from version {base}, but {self.root} holds "
-                f"{self._state().get('version') or 'no whole version'}: a version is missing there"
+                f"{version_dir} is a delta from version {base}, but {self.root} holds {held}: a version is missing "
+                "there"
             )
-        self._set_state(wanted["run"], None)
+        self._set_state(wanted["run"])
         if base is None:
             shutil.rmtree(self.directory, ignore_errors=True)
             try:
@@ -98,7 +106,7 @@ class LocalCheckpoint:
                 raise RefusedError(f"{version_dir} cannot be copied to {FLAG} {self.root}: {error}") from None
         else:
             self._apply(version_dir, wanted)
-        self._set_state(wanted["run"], wanted["version"])
+        self._set_state(wanted["run"], wanted["version"], wanted["id"])
 
     def _apply(self, version_dir: Path, wanted: dict[str, Any]) -> None:
         """Change every tensor of a delta in its file."""
@@ -119,10 +127,10 @@ class LocalCheckpoint:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _set_state(self, run: str, version: int | None) -> None:
+    def _set_state(self, run: str, version: int | None = None, version_id: str | None = None) -> None:
         """Without a version it is not known what the copy holds."""
         partial = self.root / "state.json.partial"
-        partial.write_text(json.dumps({"run": run, "version": version}))
+        partial.write_text(json.dumps({"run": run, "version": version, "id": version_id}))
         partial.replace(self.root / "state.json")
 
 

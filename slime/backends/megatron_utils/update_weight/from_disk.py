@@ -67,7 +67,7 @@ class DiskWeightUpdater(WeightUpdater):
         self._hook: Callable[[Any, str, list[Any]], None] | None = load_function(path) if path else None
         local = args.update_weight_local_checkpoint_dir
         self._local_dir = None if local is None else str(Path(local).absolute())
-        self._run_id = uuid.uuid4().hex
+        self._version_id = ""
         self._engines: list[Any] = []
         self._is_written = False
         self._metrics: dict[str, float] = {}
@@ -147,11 +147,13 @@ class DiskWeightUpdater(WeightUpdater):
         self._metrics["perf/update_weights_wire_bytes"] = float(writer.num_bytes)
 
     def _index_metadata(self) -> dict[str, Any]:
-        """What the index of a version says of it."""
-        return {"version": self.weight_version, "run": self._run_id}
+        """What the index of a version says of it; one that is written anew, or by trainers that begin again, has the
+        number of another one, and an id of its own."""
+        return {"version": self.weight_version, "run": self._dir.run_id, "id": self._version_id}
 
     def _new_writer(self, path: Path) -> Writer:
         """A shard is as large as a bucket; so much host memory is needed beside it."""
+        self._version_id = uuid.uuid4().hex
         return HfWriter(
             path,
             self.args.hf_checkpoint,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,11 +64,14 @@ class DeltaWeightUpdater(DiskWeightUpdater):
     def _new_writer(self, path: Path) -> Writer:
         base, self._base = self._base, None  # it is again when all hosts have it
         self._is_delta = base is not None
+        base_id = self._version_id
         if base is None:
             return WholeWriter(super()._new_writer(path), self._held)
+        self._version_id = uuid.uuid4().hex
         metadata = {
             **self._index_metadata(),
             "base_version": base,
+            "base_id": base_id,
             "delta_encoding": self.args.update_weight_delta_encoding,
             "compression_format": COMPRESSION,
             "checksum_format": self.args.update_weight_delta_checksum,
