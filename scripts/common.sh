@@ -78,9 +78,19 @@ slime_train() {
     slime_ray_start "${NUM_SLOTS:-0}" || return
     if [ "${NUM_NODES:-1}" -gt 1 ]; then
         slime_start_workers
-        slime_wait_nodes "$NUM_NODES" || return
+        slime_wait_nodes "$(slime_num_machines)" || return
     fi
     slime_submit "$PYTHON" train.py "$@"
+}
+
+# Prints how many machines are to join: NUM_NODES are those of the trainer, engines of their own may have more.
+slime_num_machines() {
+    local workers count="${NUM_NODES:-1}" given
+    read -r -a workers <<<"${WORKERS:-}"
+    for given in "$((${#workers[@]} + 1))" "${SLIME_JOB_NODES:-0}"; do
+        [ "$given" -le "$count" ] || count="$given"
+    done
+    echo "$count"
 }
 
 # Over ssh, each machine of WORKERS; what they say is in a log each. They end with the head, and when this script ends.

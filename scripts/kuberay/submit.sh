@@ -30,6 +30,18 @@ NUM_GPUS="${NUM_GPUS:-8}"
 name="$(basename "$1" .sh | tr '[:upper:]._' '[:lower:]--')"
 NAME="${NAME:-slime-${name#run-}}"
 SLIME_HOME="${SLIME_HOME:-/root}"
+for number in NUM_NODES NUM_GPUS; do
+    if ! [[ "${!number}" =~ ^[1-9][0-9]*$ ]]; then
+        say "$number=${!number} is no number of at least 1"
+        exit 2
+    fi
+done
+for entry in ${POD_ENV:-}; do
+    if ! [[ "$entry" =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then
+        say "POD_ENV: '$entry' is not NAME=value; a value cannot have spaces (put it into the SECRET)"
+        exit 2
+    fi
+done
 
 # A string in YAML's double quotes, which are JSON's for what a command line holds.
 quoted() {
@@ -77,16 +89,19 @@ YAML
 
 indented() { sed 's/^/    /'; }
 
+# One command without a shell's &&: the operator gives the entrypoint to a shell of its own, in another pod.
 manifest() {
-    local entrypoint
-    printf -v entrypoint '%q ' bash "$@"
+    local entrypoint script="$1"
+    [[ "$script" = /* ]] || script="/opt/slime/$script"
+    shift
+    printf -v entrypoint '%q ' bash "$script" "$@"
     cat <<YAML
 apiVersion: ray.io/v1
 kind: RayJob
 metadata:
   name: $NAME
 spec:
-  entrypoint: $(quoted "cd /opt/slime && ${entrypoint% }")
+  entrypoint: $(quoted "${entrypoint% }")
   shutdownAfterJobFinishes: true
   ttlSecondsAfterFinished: 600
   backoffLimit: 0

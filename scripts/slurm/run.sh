@@ -27,13 +27,20 @@ if [ -z "${SLURM_JOB_ID:-}" ] || [ $# -eq 0 ] || [ ! -f "$1" ]; then
     exit 2
 fi
 needed="$(sed -n 's/^NUM_NODES=\([0-9]*\)$/\1/p' "$1")"
-if [ "${SLURM_JOB_NUM_NODES:-1}" -lt "${needed:-1}" ]; then
-    say "$1 takes $needed machines, the job has ${SLURM_JOB_NUM_NODES:-1}: sbatch --nodes $needed"
+needed="${needed:-${NUM_NODES:-1}}" given="${SLURM_JOB_NUM_NODES:-1}"
+if [ "$given" -lt "$needed" ]; then
+    say "$1 takes $needed machines, the job has $given: sbatch --nodes $needed"
+    exit 2
+fi
+# The Ray of one machine listens there only: workers would wait for it in vain, and end the job when they give up.
+if [ "$needed" -eq 1 ] && [ "$given" -gt 1 ]; then
+    say "$1 takes one machine, the job has $given: sbatch --nodes 1, or NUM_NODES=$given for a run on all of them"
     exit 2
 fi
 
 read -r address _ <<<"$(hostname -I)"
 export MASTER_ADDR="${MASTER_ADDR:-$address}" MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 read -r -a more <<<"${SLIME_SRUN_ARGS:-}"
+export SLIME_JOB_NODES="$given"
 say "job $SLURM_JOB_ID on ${SLURM_JOB_NODELIST:-?}, Ray head at $MASTER_ADDR:$MASTER_PORT"
 exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${more[@]}" bash scripts/slurm/node.sh "$@"

@@ -88,6 +88,23 @@ def test_a_slurm_job_runs_the_script_on_the_first_machine_and_a_worker_on_the_ot
     assert "Ray head at 10.0.0.1:23456" in done.stderr, "the port follows from the job's number"
 
 
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({}, 8),
+        ({"SLIME_JOB_NODES": "12"}, 12),
+        ({"WORKERS": " ".join(f"node-{i}" for i in range(9))}, 10),
+        ({"WORKERS": "node-1"}, 8),
+    ],
+)
+def test_machines_of_engines_alone_are_waited_for_too(settings: dict[str, str], count: int) -> None:
+    """--rollout-num-gpus without --colocate takes more machines than the trainer's NUM_NODES."""
+    script = ". scripts/common.sh; NUM_NODES=8; slime_num_machines"
+    kept = {"PATH": os.environ["PATH"]} | settings
+    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{count}\n"
+
+
 def test_each_machine_of_a_slurm_job_knows_its_part(tmp_path: Path) -> None:
     for folder in ("scripts/slurm",):
         (tmp_path / folder).mkdir(parents=True)
@@ -115,6 +132,16 @@ def test_each_machine_of_a_slurm_job_knows_its_part(tmp_path: Path) -> None:
         ),
         ({"SLURM_JOB_ID": "1"}, ["gone.sh"], "usage: sbatch --nodes N"),
         ({}, [RUN], "usage: sbatch --nodes N"),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"},
+            ["scripts/run-qwen3-4B.sh"],
+            "takes one machine, the job has 2: sbatch --nodes 1, or NUM_NODES=2 for a run on all of them",
+        ),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "NUM_NODES": "3"},
+            ["scripts/run-qwen3-4B.sh"],
+            "takes 3 machines, the job has 2: sbatch --nodes 3",
+        ),
         ({"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "/"}, [RUN], "/ is not the repository: call sbatch there"),
     ],
 )
@@ -138,8 +165,10 @@ def test_a_rayjob_has_a_pod_for_each_machine_and_runs_the_script_on_the_head(tmp
     assert called == ["--namespace", "rl", "apply", "-f", "-"]
     job = yaml.safe_load((tmp_path / "stdin").read_text())
     assert (job["kind"], job["metadata"]["name"]) == ("RayJob", "slime-glm4-5-355b-a32b")
-    shell = job["spec"]["entrypoint"].replace("cd /opt/slime && bash ", "printf '%s\\0' ")
-    assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout.split("\0")[:-1] == [RUN, *odd]
+    assert job["spec"]["entrypoint"].startswith(f"bash /opt/slime/{RUN} "), "one command, which needs no folder"
+    shell = job["spec"]["entrypoint"].replace("bash ", "printf '%s\\0' ", 1)
+    said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout.split("\0")[:-1]
+    assert said == [f"/opt/slime/{RUN}", *odd]
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     assert [workers[name] for name in ("replicas", "minReplicas", "maxReplicas")] == [7, 7, 7]
@@ -161,3 +190,16 @@ def test_a_rayjob_of_one_machine_has_no_workers_and_is_only_printed_where_that_i
     assert not called and "workerGroupSpecs" not in yaml.safe_load(done.stdout)["spec"]["rayClusterSpec"]
     done, called = start(tmp_path, command)
     assert done.returncode == 2 and not called and "usage: IMAGE=" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"NUM_NODES": "8x"}, "NUM_NODES=8x is no number of at least 1"),
+        ({"NUM_GPUS": "0"}, "NUM_GPUS=0 is no number of at least 1"),
+        ({"POD_ENV": "A=b NCCL_DEBUG"}, "POD_ENV: 'NCCL_DEBUG' is not NAME=value"),
+    ],
+)
+def test_a_rayjob_that_cannot_work_is_not_made(tmp_path: Path, settings: dict[str, str], sentence: str) -> None:
+    done, called = start(tmp_path, ["bash", "scripts/kuberay/submit.sh", RUN], IMAGE="i", **settings)
+    assert done.returncode == 2 and not called and sentence in done.stderr
