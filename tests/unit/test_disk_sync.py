@@ -24,7 +24,9 @@ from slime.backends.megatron_utils.update_weight import base, build_weight_updat
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.backends.sglang_utils import disk_weights
+from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.weight_samples import describe, sample
+from slime.utils import http_utils
 from slime.utils.arguments.check_files import check_weight_dir
 from slime.utils.safetensors_files import INDEX_FILE, what_is_wrong
 from slime.utils.weight_dir import WeightDir, why_not_ours
@@ -59,8 +61,11 @@ class FileEngine:
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.weights |= {name: tensor.clone() for name, tensor in tensors}
 
-    def update_weights_from_disk(self, path: str, *, weight_version: str, local_dir: str | None = None) -> str:
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: str, local_dir: str | None = None, timeout_s: float
+    ) -> str:
         self.calls.append(f"load {Path(path).name}")
+        self.timeout_s = timeout_s
         if self.spoil:
             self.spoil.pop(0)(Path(path))
         problem = disk_weights.load(Path(path), self.load_weights, Path(local_dir) if local_dir else None)
@@ -154,6 +159,22 @@ def test_files_are_written_before_the_pause_and_gone_after_the_engines_have_them
     assert metrics["perf/update_weights_wire_bytes"] == 3 * 4 * 4
     parts = [metrics[f"perf/update_weights_{part}_time"] for part in ("write", "pause", "send")]
     assert all(part > 0 for part in parts) and sum(parts) <= metrics["perf/update_weights_time"]
+
+
+def test_a_load_may_take_as_long_as_the_flag_says(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model from a shared disk takes longer than the ten minutes of the client's other requests."""
+    engine, asked = FileEngine(), []
+    world.updater(engine, distributed_timeout_minutes=45).update()
+    assert engine.timeout_s == 45 * 60
+
+    def post(url: str, payload: Any, *, timeout_s: float) -> dict[str, Any]:
+        asked.append((payload["weight_version"], timeout_s))
+        return {"success": True, "message": "Weight version updated to 1.0."}
+
+    monkeypatch.setattr(http_utils, "post_sync", post)
+    direct = DirectEngine(EngineContact(0, "http://127.0.0.1:1"))
+    direct.update_weights_from_disk("/shared/weight_v000001", weight_version="1.0", timeout_s=2700.0)
+    assert asked == [("1.0", 2700.0)]
 
 
 def test_versions_count_up_and_stay_where_they_are_kept(world: World) -> None:

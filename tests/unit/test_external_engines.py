@@ -41,6 +41,7 @@ def server() -> Iterator[Script]:
 def run_args(tmp_path: Path, **changes: Any) -> Namespace:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     values = {
+        "debug_rollout_only": False,
         "debug_train_only": False,
         "hf_checkpoint": str(tmp_path),
         "prefill_num_servers": None,
@@ -54,6 +55,9 @@ def run_args(tmp_path: Path, **changes: Any) -> Namespace:
         "sglang_enable_deterministic_inference": False,
         "sglang_overrides": {},
         "sglang_pp_size": 1,
+        "update_weight_transport": "disk",
+        "update_weight_mode": "full",
+        "update_weight_disk_keep_files": True,
         "update_weights_in_flight": False,
         "use_rollout_routing_replay": False,
     }
@@ -62,7 +66,9 @@ def run_args(tmp_path: Path, **changes: Any) -> Namespace:
 
 def test_a_server_is_asked_what_it_is(server: Script) -> None:
     (info,) = discover_external_engines([server.url.removeprefix("http://")])
-    expected = ExternalEngineInfo(server.url, 2 * 2, model_path="/models/m", architectures=("Qwen3ForCausalLM",))
+    expected = ExternalEngineInfo(
+        server.url, 2 * 2, model_path="/models/m", architectures=("Qwen3ForCausalLM",), num_stages=2
+    )
     assert info == expected and info.worker.request == {"url": server.url, "worker_type": "regular"}
     prefill = {**SERVER, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
     server.answers["/server_info"] = [(200, prefill)]
@@ -117,6 +123,25 @@ def test_servers_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
     args.update_weights_in_flight = True
     assert "was started without --disable-radix-cache" in external_engine_problems(args, [fitting], set())[0]
     assert external_engine_problems(args, [replace(fitting, has_prefix_cache=False)], set()) == []
+
+
+def test_a_server_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    """It would join the trainer's group as two engines, and leave it again when it joins as the second."""
+    infos = [ExternalEngineInfo(f"http://e:{port}", 1) for port in (1, 2, 1)]
+    (sentence,) = external_engine_problems(run_args(tmp_path), infos, set())
+    assert (
+        sentence == "--rollout-external-engine-addrs names http://e:1 more than once: it is one engine; name it once."
+    )
+
+
+def test_pipeline_stages_take_weights_over_files_that_stay_only(tmp_path: Path) -> None:
+    """As engines of our own: stages would wait for each other in a group, and files would go away under them."""
+    info = ExternalEngineInfo("http://e:1", 4, num_stages=2)
+    assert external_engine_problems(run_args(tmp_path), [info], set()) == []
+    for changes in ({"update_weight_transport": "nccl"}, {"update_weight_disk_keep_files": False}):
+        (sentence,) = external_engine_problems(run_args(tmp_path, **changes), [info], set())
+        assert "http://e:1 has 2 pipeline stages, which take the trainer's weights from files that stay" in sentence
+        assert external_engine_problems(run_args(tmp_path, debug_rollout_only=True, **changes), [info], set()) == []
 
 
 @pytest.mark.parametrize("types", [("prefill",), ("decode", "decode"), ("prefill", "decode", "regular")])

@@ -166,3 +166,25 @@ def test_only_the_first_models_router_is_the_one_of_the_flags(tmp_path: Path) ->
     )
     assert (first.is_ours, first.address) == (False, RouterAddress("10.0.0.7", 3000))
     assert (second.is_ours, second.address) == (True, RouterAddress("127.0.0.1", 0))
+
+
+def test_engines_of_every_kind_go_on_after_a_sync_whose_trainer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours are Ray actors, external ones plain objects; one that is gone keeps nobody waiting."""
+    gone_on: list[str] = []
+
+    class OneOfOurs:
+        class continue_generation:
+            @staticmethod
+            def remote() -> str:
+                return "ours"
+
+    def get(ref: str, what: str, deadline_s: float) -> None:
+        gone_on.append(ref)
+        raise RuntimeError("it is gone")
+
+    external = ExternalEngine(ExternalEngineInfo("http://ext0", 1), rank=1)
+    monkeypatch.setattr(module, "get", get)
+    monkeypatch.setattr(ExternalEngine, "continue_generation", lambda engine: gone_on.append(engine.url))
+    model = SimpleNamespace(updatable=[(OneOfOurs(), 1), (external, 1)])
+    RolloutServers(Namespace(), [model]).let_go_on()  # type: ignore[list-item]
+    assert gone_on == ["ours", "http://ext0"]

@@ -178,7 +178,8 @@ class EngineClient:
         Raises:
             RuntimeError: it cannot; says why.
         """
-        where = {"master_address": master_address, "master_port": master_port, "rank_offset": 0, "world_size": 0}
+        where: dict[str, Any] = {"master_address": master_address, "master_port": master_port}
+        where |= {"rank_offset": 0, "world_size": 0}
         self._update("init_weights_update_group", **where, group_name=PROBE, backend=PROBE)
 
     def try_broadcast(self, group_name: str) -> None:
@@ -254,7 +255,9 @@ class EngineClient:
         )
         return self._version_now(answer, weight_version)
 
-    def update_weights_from_disk(self, path: str, *, weight_version: str, local_dir: str | None = None) -> str:
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: str, local_dir: str | None = None, timeout_s: float = UPDATE_TIMEOUT_S
+    ) -> str:
         """Load the weights that an HF directory holds.
 
         Args:
@@ -262,6 +265,7 @@ class EngineClient:
             weight_version: the server's version from now on.
             local_dir: a directory of the server's host with its own copy of the weights, to which a delta is applied;
                 for servers of ours.
+            timeout_s: for reading all of it, which is as large as the model.
 
         Returns:
             the server's version.
@@ -271,6 +275,7 @@ class EngineClient:
         """
         answer = self._update(
             "update_weights_from_disk",
+            timeout_s=timeout_s,
             model_path=path,
             load_format=self.disk_load_format + (f":{local_dir}" if local_dir else ""),
             flush_cache=False,
@@ -288,10 +293,10 @@ class EngineClient:
             return sent
         return self.get_weight_version()
 
-    def _update(self, endpoint: str, **payload: Any) -> dict[str, Any]:
+    def _update(self, endpoint: str, *, timeout_s: float = UPDATE_TIMEOUT_S, **payload: Any) -> dict[str, Any]:
         """Post, and return an answer that says success."""
         try:
-            answer = http_utils.post_sync(f"{self.url}/{endpoint}", payload, timeout_s=UPDATE_TIMEOUT_S)
+            answer = http_utils.post_sync(f"{self.url}/{endpoint}", payload, timeout_s=timeout_s)
         except HttpError as error:
             if error.status != 400:
                 raise

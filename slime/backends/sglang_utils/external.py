@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -43,6 +44,7 @@ class ExternalEngineInfo:
         architectures: of the model's config; empty where the server does not say.
         is_deterministic: whether it heeds the sampling seed of a request.
         has_prefix_cache: whether it keeps what it computed of a prompt for the next request.
+        num_stages: pipeline parallel.
     """
 
     url: str
@@ -53,6 +55,7 @@ class ExternalEngineInfo:
     architectures: tuple[str, ...] = ()
     is_deterministic: bool = False
     has_prefix_cache: bool = True
+    num_stages: int = 1
 
     @property
     def worker(self) -> Worker:
@@ -107,6 +110,7 @@ def _ask(url: str, timeout_s: float) -> ExternalEngineInfo:
         architectures=tuple(model.get("architectures") or ()),
         is_deterministic=bool(server.get("enable_deterministic_inference")),
         has_prefix_cache=not server.get("disable_radix_cache"),
+        num_stages=int(server.get("pp_size") or 1),
     )
 
 
@@ -129,7 +133,7 @@ def external_engine_problems(
 
     Args:
         args: reads `hf_checkpoint`, `rollout_num_gpus_per_engine`, `sglang_enable_deterministic_inference`,
-            `update_weights_in_flight`.
+            `update_weights_in_flight`, and what says how weights travel.
         infos: of the servers that answered.
         explicit: attributes whose flags are on the command line.
     """
@@ -141,6 +145,8 @@ def external_engine_problems(
             f"{FLAG} has {' and '.join(sorted(types))} servers only; prefill servers need decode servers, and neither "
             "goes with regular ones behind one router."
         )
+    twice = [url for url, count in Counter(info.url for info in infos).items() if count > 1]
+    problems += [f"{FLAG} names {url} more than once: it is one engine; name it once." for url in twice]
     return problems
 
 
@@ -169,6 +175,13 @@ def _misfits(
             f"{name} was started without --disable-radix-cache, so it would go on with prefixes that older weights "
             "computed, when weights are synced in flight; start it with that, or give "
             "--no-update-weights-in-flight."
+        )
+    over_files = (args.update_weight_transport, args.update_weight_mode) == ("disk", "full")
+    stays = over_files and args.update_weight_disk_keep_files
+    if info.num_stages > 1 and not (stays or args.debug_rollout_only):
+        yield (
+            f"{name} has {info.num_stages} pipeline stages, which take the trainer's weights from files that stay: "
+            "give --update-weight-transport disk and --update-weight-disk-keep-files, or start it with --pp-size 1."
         )
 
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.router_watch import RouterWatch
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.rollout.share_transport import put_share
-from slime.ray.utils import get, redirect_output
+from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.fully_async_rollout import save_data_source, settle_worker, stop_worker
 from slime.rollout.hook_returns import check_data_source, check_train_data
@@ -56,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = ("weights",)
 LOAD_DEADLINE_S = 1800.0  # prompts and user code; the driver waits as long for the start
-CONTINUE_DEADLINE_S = 30.0
 CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1, "memory": 1, "settling": 1}
 HOOKS_ON_SAMPLES = (
     "custom_rollout_log_function_path",
@@ -318,9 +316,8 @@ class RolloutManager(RayActor):
     def let_go_on(self) -> None:
         """Let engines go on that a weight sync has stopped and whose trainer is lost: requests wait in them, whose
         answers are of no use, but are waited for."""
-        for engine, _ in self._servers.updatable if self._servers else []:
-            with suppress(Exception):  # one that is gone keeps nobody waiting
-                get(engine.continue_generation.remote(), "an engine to go on", CONTINUE_DEADLINE_S)
+        if self._servers is not None:
+            self._servers.let_go_on()
 
     def load(self, rollout_id: int) -> None:
         """Read the data source's state of `rollout_id`."""

@@ -43,6 +43,7 @@ LOOPBACK = "127.0.0.1"
 REMOVE_TIMEOUT_S = 5.0
 MEMORY_DEADLINE_S = FLUSH_DEADLINE_S + MEMORY_TIMEOUT_S + 30.0
 CHECK_DEADLINE_S = 600.0
+CONTINUE_DEADLINE_S = 30.0
 
 
 class ModelServers:
@@ -220,6 +221,15 @@ class RolloutServers:
             for engine in external:
                 engine.check_weights(action)
             get(refs, f"the engines' {action} for --check-weight-update-equal", CHECK_DEADLINE_S)
+
+    def let_go_on(self) -> None:
+        """Have the engines that take the trainer's weights generate again; one that is gone keeps nobody waiting."""
+        for engine, _ in self.updatable:
+            with suppress(Exception):
+                if isinstance(engine, ExternalEngine):
+                    engine.continue_generation()
+                else:
+                    get(engine.continue_generation.remote(), "an engine to go on", CONTINUE_DEADLINE_S)
 
     def shutdown(self) -> None:
         """End the routers and the engines that are ours."""

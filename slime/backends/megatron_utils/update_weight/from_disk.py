@@ -93,9 +93,8 @@ class DiskWeightUpdater(WeightUpdater):
             return None
         path, version = self._dir.path(self.weight_version), f"{self.weight_version}.0"
         try:
-            loading = self.fleet.start(
-                "update_weights_from_disk", str(path), weight_version=version, local_dir=self._local_dir
-            )
+            how = {"weight_version": version, "local_dir": self._local_dir, "timeout_s": self.deadline_s}
+            loading = self.fleet.start("update_weights_from_disk", str(path), **how)
             found = self.fleet.wait(loading, f"the load of weights {self.weight_version} from {path}")
             check_versions(self.fleet, dict(zip(loading, found, strict=True)), version)
         except WeightSyncError as error:
