@@ -152,6 +152,22 @@ def test_without_a_link_weights_go_over_files_with_a_warning_where_a_directory_i
     assert "as files in --update-weight-disk-dir /shared/w, which is slower: engine 0 cannot" in record.getMessage()
 
 
+def test_engines_that_come_later_and_have_no_link_get_files_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One in the place of a lost engine may be on another host."""
+    monkeypatch.setattr(from_disk, "DiskWeightUpdater", Files)
+    args = SimpleNamespace(update_weight_disk_dir="/shared/w")
+    before = Linkless(args, [])
+    before.weight_version = 7
+    how: dict[str, Any] = {"engine_sizes": [1], "colocated": False, "weight_version": 0, "updater": before}
+    made = update_weight.connected_weight_updater(args, [], ["late"], **how)
+    assert isinstance(made, Files) and (made.engines, made.weight_version) == (["late"], 7)
+    assert "as files in --update-weight-disk-dir /shared/w" in caplog.text
+    monkeypatch.setattr(Linkless, "connect", lambda updater, engines, *, engine_sizes: None)
+    assert update_weight.connected_weight_updater(args, [], ["near"], **how) is before
+
+
 def test_an_engine_that_has_refused_a_bucket_is_not_asked_to_take_the_next() -> None:
     asked = []
 

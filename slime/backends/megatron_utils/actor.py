@@ -373,9 +373,6 @@ class MegatronTrainActor:
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int = 0) -> None:
         """Tell the weight updater which engines to keep in step, how many devices each has, and which version of the
         weights an earlier trainer of this run has sent to them."""
-        if self._updater is not None:
-            self._updater.connect(engines, engine_sizes=engine_sizes)
-            return
         self._updater = connected_weight_updater(
             self.args,
             self.state.model,
@@ -383,6 +380,7 @@ class MegatronTrainActor:
             engine_sizes=engine_sizes,
             colocated=self.args.colocate,
             weight_version=weight_version,
+            updater=self._updater,
         )
 
     def update_weights(self) -> dict[str, float]:

@@ -21,6 +21,7 @@ def connected_weight_updater(
     engine_sizes: Sequence[int],
     colocated: bool,
     weight_version: int,
+    updater: WeightUpdater | None = None,
 ) -> WeightUpdater:
     """The updater for this run's transport, connected; over files, where engines and trainer cannot form a group.
 
@@ -33,12 +34,15 @@ def connected_weight_updater(
         engine_sizes: likewise.
         colocated: see `build_weight_updater`.
         weight_version: which the engines have from this run.
+        updater: the one that there is already, which gets these engines in place of others.
 
     Raises:
         NoLinkError: they cannot, and there is no --update-weight-disk-dir.
     """
-    updater = build_weight_updater(args, model, colocated=colocated)
-    updater.weight_version = weight_version
+    if updater is None:
+        updater = build_weight_updater(args, model, colocated=colocated)
+        updater.weight_version = weight_version
+    weight_version = updater.weight_version
     try:
         updater.connect(engines, engine_sizes=engine_sizes)
     except NoLinkError as error:
