@@ -12,6 +12,19 @@ from typing import Any
 
 from slime.ray.driver import drive
 from slime.ray.run import TrainingRun
+from slime.utils.errors import UsageError
+
+
+def check(args: Any) -> None:
+    """Refuse what only a driver that runs ahead can do; a line of a whole run may be debugged here all the same."""
+    if args.debug_train_only or args.debug_rollout_only:
+        return
+    ahead = {"--async-buffer-size": args.async_buffer_size, "--update-weights-interval": args.update_weights_interval}
+    if given := [f"{flag} {value}" for flag, value in ahead.items() if value > 1]:
+        flags = " and ".join(given)
+        raise UsageError(
+            f"{flags}: train.py syncs the weights after every rollout; use train_async.py, or leave it out"
+        )
 
 
 def train(args: Any) -> None:
@@ -29,4 +42,4 @@ def train(args: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(drive(train))
+    sys.exit(drive(train, check=check))

@@ -325,6 +325,14 @@ def test_both_drivers_end_the_run_when_a_verb_fails(driver_module, monkeypatch):
     assert args.calls[-1] == "finish"
 
 
+def test_the_synchronous_driver_refuses_what_it_cannot_do_ahead():
+    for name, flag in (("async_buffer_size", "--async-buffer-size"), ("update_weights_interval", "--update-weights-")):
+        with pytest.raises(UsageError, match=rf"{flag}.* 2: train.py syncs the weights after every .* train_async.py"):
+            train.check(run_args(**{name: 2}))
+        train.check(run_args(debug_rollout_only=True, **{name: 2}))
+    train.check(run_args())
+
+
 def test_the_asynchronous_driver_refuses_colocated_engines():
     with pytest.raises(UsageError, match="--colocate"):
         train_async.check(run_args(colocate=True))

@@ -13,7 +13,7 @@ class WeightSyncFlags:
 
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes of one bucket of weights", at_least=1)
     update_weights_interval: int = flag(
-        1, "train_async.py: sync the weights every N rollouts (train.py: every rollout)", at_least=1
+        1, "train_async.py: sync the weights every N rollouts (train.py: every rollout, more is refused)", at_least=1
     )
     update_weights_in_flight: bool | None = flag(
         None,
