@@ -59,6 +59,10 @@ slime_only_asks() {
 }
 
 slime_train() {
+    if ! [[ "${NUM_NODES:-1}" =~ ^[1-9][0-9]*$ ]]; then
+        slime_say "NUM_NODES=$NUM_NODES is no number of machines"
+        return 2
+    fi
     if slime_only_asks "$@"; then
         slime_env_to_ask || return
         (cd "$SLIME_ROOT" && "$PYTHON" train.py "$@")

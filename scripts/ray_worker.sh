@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 
-if [ $# -lt 1 ] || [ $# -gt 2 ]; then
+if [ $# -lt 1 ] || [ $# -gt 2 ] || ! [[ "$1" =~ ^.+:[0-9]+$ ]]; then
     slime_say "usage: bash scripts/ray_worker.sh HOST:PORT [ADDRESS]"
     exit 2
 fi

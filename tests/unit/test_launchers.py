@@ -74,6 +74,19 @@ def test_a_worker_whose_head_does_not_answer_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1 and "no Ray head answers at 127.0.0.1:1: is it the MASTER_ADDR:" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [[], ["10.0.0.1"], ["10.0.0.1:"], ["10.0.0.1:6379", "10.0.0.2", "more"]])
+def test_a_worker_that_is_not_told_where_the_head_is_does_not_wait_for_it(arguments: list[str]) -> None:
+    command = ["bash", "scripts/ray_worker.sh", *arguments]
+    environment = os.environ | {"SLIME_PYTHON": "/bin/true"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "usage: bash scripts/ray_worker.sh HOST:PORT" in done.stderr
+
+
+def test_a_number_of_machines_that_is_none_starts_nothing(tmp_path: Path) -> None:
+    done, log = start_script(tmp_path, "run-qwen3-4B", NUM_NODES="two")
+    assert done.returncode == 2 and "NUM_NODES=two is no number of machines" in done.stderr and not log
+
+
 # ---- Slurm
 
 
