@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,35 @@ def test_a_load_that_is_more_than_copying_is_never_shortened(more: Any, caplog: 
         engine.load(random_tensors(seed))
     assert engine.num_walks == 3
     assert caplog.text.count("(gate, ...) is always loaded tensor by tensor") == 1
+
+
+def test_what_other_threads_copy_is_copied_by_them_each_time(caplog: pytest.LogCaptureFixture):
+    """SGLang loads DeepSeek's weights so on CPU; a watcher sees its own thread alone."""
+    engine = Engine()
+    walk = engine.walk
+
+    def in_a_thread(tensors: dict[str, torch.Tensor]) -> str:
+        with ThreadPoolExecutor() as threads:
+            return threads.submit(walk, tensors).result()
+
+    engine.walk = in_a_thread  # type: ignore[method-assign]
+    for seed in range(3):
+        assert engine.load(random_tensors(seed)) == "Success"
+        assert_holds(engine, random_tensors(seed))
+    assert engine.num_walks == 3
+    assert caplog.text.count("(gate, ...) is always loaded tensor by tensor") == 1
+    assert "work for other threads" in caplog.text
+    assert ThreadPoolExecutor.submit.__module__ == "concurrent.futures.thread"
+
+
+def test_a_bucket_that_a_model_has_no_use_for_may_come_again():
+    """A drafting model gets the buckets of the whole one, and takes those of its own layer."""
+    engine = Engine()
+    engine.walk = lambda tensors: "Success"  # type: ignore[method-assign]
+    before = {name: parameter.clone() for name, parameter in engine.model.items()}
+    for seed in range(3):
+        assert engine.load(random_tensors(seed)) == "Success"
+    assert all(torch.equal(engine.model[name], value) for name, value in before.items())
 
 
 def test_bytes_at_the_end_of_a_bucket_that_fill_no_element_of_another_type_do_no_harm():

@@ -4,7 +4,8 @@ SGLang's `load_weights` walks over the model for every bucket and finds the plac
 tensor, most of a weight sync on a fast GPU. But what it does in the end is the same each time. So the first load of a
 bucket is SGLang's own, watched by torch: when it did nothing but copy parts of the bucket into parameters (look at
 parts of tensors, fill the padding of a vocabulary), these copies are kept, and the same bucket is loaded by them from
-then on, all in one call. A load that does more (casts first, quantises, computes something) is never shortened.
+then on, all in one call. A load that does more (casts first, quantises, computes something, has other threads copy) is
+never shortened.
 
 "The same bucket" means the same names, shapes, types and places in it; each parameter has to be where it was. It does
 not know models, formats or senders. `install` changes the server that runs in this process.
@@ -12,8 +13,11 @@ not know models, formats or senders. `install` changes the server that runs in t
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -89,7 +93,8 @@ class Recipe:
             torch.as_strided(typed[copy.dtype], copy.shape, copy.stride, first[copy.dtype] + copy.start)
             for copy in self.copies
         ]
-        torch._foreach_copy_([copy.target for copy in self.copies], sources)
+        if sources:  # none of a bucket that the model has no use for, as a drafting model has of nearly all
+            torch._foreach_copy_([copy.target for copy in self.copies], sources)
         for target, value in self.fills:
             target.fill_(value)
 
@@ -126,7 +131,7 @@ class Recipes:
         is_first_of_its_kind = None not in self._found.values()
         self._found[key] = None  # a load that fails is not watched when it is tried again
         watcher = _Watcher()
-        with watcher:
+        with watcher, _noticing_threads(watcher):
             result = load()
         made = _recipe_of(model, data, watcher) if watcher.other is None else None
         if made is not None:
@@ -160,6 +165,26 @@ class _Watcher(TorchDispatchMode):
         elif not func.is_view:
             self.other = self.other or str(func)
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _noticing_threads(watcher: _Watcher) -> Iterator[None]:
+    """Tell a watcher of this thread that there is work for others, which it does not see.
+
+    SGLang loads DeepSeek's weights so where they come in host memory.
+    """
+    submit, here = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def noted(*args: Any, **keywords: Any) -> Any:
+        if threading.get_ident() == here:
+            watcher.other = watcher.other or "work for other threads"
+        return submit(*args, **keywords)
+
+    ThreadPoolExecutor.submit = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
 
 def _recipe_of(model: torch.nn.Module, data: torch.Tensor, watcher: _Watcher) -> Recipe | None:
