@@ -9,7 +9,7 @@
 #
 # Environment variables:
 #   IMAGE       of the pods (required)
-#   NUM_NODES   machines (what the script says), NUM_GPUS of each (8)
+#   NUM_NODES   machines (what the script says), NUM_GPUS of each (the same, or 8); the script in the pod gets both
 #   NAME        of the RayJob (slime-, and the script's name); NAMESPACE (kubectl's own)
 #   CLAIM       PersistentVolumeClaim with models, data and checkpoints, which all pods can write; it is mounted at SLIME_HOME (/root)
 #   SHM         size of /dev/shm, for Ray's object store and NCCL (64Gi)
@@ -24,9 +24,10 @@ if [ $# -eq 0 ] || [ ! -f "$1" ] || [ -z "${IMAGE:-}" ]; then
     say "usage: IMAGE=registry/slime:tag bash scripts/kuberay/submit.sh scripts/run-NAME.sh [flags of train.py]"
     exit 2
 fi
-script_nodes="$(sed -n 's/^NUM_NODES=\([0-9]*\)$/\1/p' "$1")"
+of_script() { sed -n "s/^$2=\([0-9]*\)\$/\1/p" "$1"; }
+script_nodes="$(of_script "$1" NUM_NODES)" script_gpus="$(of_script "$1" NUM_GPUS)"
 NUM_NODES="${NUM_NODES:-${script_nodes:-1}}"
-NUM_GPUS="${NUM_GPUS:-8}"
+NUM_GPUS="${NUM_GPUS:-${script_gpus:-8}}"
 name="$(basename "$1" .sh | tr '[:upper:]._' '[:lower:]--')"
 NAME="${NAME:-slime-${name#run-}}"
 SLIME_HOME="${SLIME_HOME:-/root}"
@@ -51,7 +52,7 @@ quoted() {
 
 environment() { # as a list of a container
     local entry
-    for entry in "SLIME_HOME=$SLIME_HOME" ${POD_ENV:-}; do
+    for entry in "SLIME_HOME=$SLIME_HOME" "NUM_NODES=$NUM_NODES" "NUM_GPUS=$NUM_GPUS" ${POD_ENV:-}; do
         printf '            - {name: %s, value: %s}\n' "${entry%%=*}" "$(quoted "${entry#*=}")"
     done
 }

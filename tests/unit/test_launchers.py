@@ -191,7 +191,8 @@ def test_a_rayjob_has_a_pod_for_each_machine_and_runs_the_script_on_the_head(tmp
         assert container["image"] == "registry/slime:1"
         assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
         values = {entry["name"]: entry["value"] for entry in container["env"]}
-        assert values == {"SLIME_HOME": "/data", "NCCL_SOCKET_IFNAME": "eth0", "A": "b"}
+        own = {"SLIME_HOME": "/data", "NUM_NODES": "8", "NUM_GPUS": "8"}
+        assert values == own | {"NCCL_SOCKET_IFNAME": "eth0", "A": "b"}
         assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
         mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert mounted == {"shm": "/dev/shm", "home": "/data"} and {v["name"] for v in pod["volumes"]} == set(mounted)
@@ -201,6 +202,8 @@ def test_a_rayjob_of_one_machine_has_no_workers_and_is_only_printed_where_that_i
     command = ["bash", "scripts/kuberay/submit.sh", "scripts/run-qwen3-4B.sh"]
     done, called = start(tmp_path, command, IMAGE="i", PRINT="1")
     assert not called and "workerGroupSpecs" not in yaml.safe_load(done.stdout)["spec"]["rayClusterSpec"]
+    smoke = start(tmp_path, [*command[:-1], "scripts/run-qwen2.5-0.5B-gb10-smoke.sh"], IMAGE="i", PRINT="1")[0]
+    assert 'nvidia.com/gpu: "1"' in smoke.stdout, "what the script says"
     done, called = start(tmp_path, command)
     assert done.returncode == 2 and not called and "usage: IMAGE=" in done.stderr
 
