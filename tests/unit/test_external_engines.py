@@ -125,6 +125,13 @@ def test_servers_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
     assert external_engine_problems(args, [replace(fitting, has_prefix_cache=False)], set()) == []
 
 
+def test_experts_are_replayed_of_servers_that_return_them(tmp_path: Path) -> None:
+    info, args = ExternalEngineInfo("http://e:1", 1), run_args(tmp_path, use_rollout_routing_replay=True)
+    (sentence,) = external_engine_problems(args, [info], set())
+    assert "http://e:1 was started without --enable-return-routed-experts, so there is nothing for" in sentence
+    assert external_engine_problems(args, [replace(info, returns_experts=True)], set()) == []
+
+
 def test_a_server_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     """It would join the trainer's group as two engines, and leave it again when it joins as the second."""
     infos = [ExternalEngineInfo(f"http://e:{port}", 1) for port in (1, 2, 1)]

@@ -121,8 +121,15 @@ def take_engine_routing(model: list[torch.nn.Module], data: dict[str, Any], *, n
     """Turn the engine's column of a share into `routed_experts`.
 
     Raises:
-        ValueError: a sample's choices do not have the shape of its tokens and the model, or name no expert.
+        ValueError: there is no such column, a sample's choices do not have the shape of its tokens and the model, or
+            name no expert.
     """
+    if FROM_ENGINE not in data:
+        raise ValueError(
+            f"--use-rollout-routing-replay: no sample has {FROM_ENGINE}; its engine must be one that the run starts "
+            "(or run with --enable-return-routed-experts and be asked without SGLang's router), and custom code must "
+            "give what it answers to Sample.append_response_tokens (meta_info); or leave the flag out"
+        )
     _number_routers(model)
     routers = [router for chunk in model for router in routers_of(unwrap(chunk))]
     layers = [router.layer_number - 1 for router in routers]

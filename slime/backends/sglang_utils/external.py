@@ -45,6 +45,7 @@ class ExternalEngineInfo:
         is_deterministic: whether it heeds the sampling seed of a request.
         has_prefix_cache: whether it keeps what it computed of a prompt for the next request.
         num_stages: pipeline parallel.
+        returns_experts: whether it records which experts took each token.
     """
 
     url: str
@@ -56,6 +57,7 @@ class ExternalEngineInfo:
     is_deterministic: bool = False
     has_prefix_cache: bool = True
     num_stages: int = 1
+    returns_experts: bool = False
 
     @property
     def worker(self) -> Worker:
@@ -111,6 +113,7 @@ def _ask(url: str, timeout_s: float) -> ExternalEngineInfo:
         is_deterministic=bool(server.get("enable_deterministic_inference")),
         has_prefix_cache=not server.get("disable_radix_cache"),
         num_stages=int(server.get("pp_size") or 1),
+        returns_experts=bool(server.get("enable_return_routed_experts")),
     )
 
 
@@ -133,7 +136,7 @@ def external_engine_problems(
 
     Args:
         args: reads `hf_checkpoint`, `rollout_num_gpus_per_engine`, `sglang_enable_deterministic_inference`,
-            `update_weights_in_flight`, and what says how weights travel.
+            `update_weights_in_flight`, `use_rollout_routing_replay`, and what says how weights travel.
         infos: of the servers that answered.
         explicit: attributes whose flags are on the command line.
     """
@@ -175,6 +178,11 @@ def _misfits(
             f"{name} was started without --disable-radix-cache, so it would go on with prefixes that older weights "
             "computed, when weights are synced in flight; start it with that, or give "
             "--no-update-weights-in-flight."
+        )
+    if args.use_rollout_routing_replay and not info.returns_experts:
+        yield (
+            f"{name} was started without --enable-return-routed-experts, so there is nothing for "
+            "--use-rollout-routing-replay; give --use-routing-replay, or let the run start its engines."
         )
     over_files = (args.update_weight_transport, args.update_weight_mode) == ("disk", "full")
     stays = over_files and args.update_weight_disk_keep_files

@@ -177,3 +177,11 @@ def check_padding_counts_nowhere(args: Any) -> None:
 def test_padding_is_no_load(tmp_path):
     make_hf_model(tmp_path / "hf", "glm4_moe")
     run_world(1, check_padding_counts_nowhere, make_args(tmp_path / "hf"))
+
+
+def test_a_rollout_without_the_engines_choices_is_refused_with_a_sentence():
+    from slime.backends.megatron_utils.routing_replay import take_engine_routing
+
+    sentence = "--use-rollout-routing-replay: no sample has rollout_routed_experts; its engine must be one"
+    with pytest.raises(ValueError, match=sentence):
+        take_engine_routing([], {"tokens": []}, num_experts=8)
