@@ -11,23 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils import torch_dist_writer
 from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
 from slime.utils import manifest
-from slime.utils.conversion import file_copy, hf_output, raw_tensors
-from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles
+from slime.utils.conversion import hf_output
 from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
-from slime.utils.conversion.raw_tensors import RawTensors, TensorInfo
+from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
-from slime.utils.int4 import dequantize_groups, pack, quantize_groups, unpack
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.test_hf_weights import assert_same_bytes, run_tool, tensors_of
 from tools import (
     convert_fsdp_to_hf,
-    convert_gguf_to_hf,
     convert_hf_to_fp8,
     convert_hf_to_int4_direct,
     convert_hf_to_torch_dist,
@@ -133,77 +129,6 @@ def test_a_trainer_of_another_layout_loads_what_was_converted(tmp_path, flags):
     args = make_args(tmp_path / "hf", flags, update_weight_buffer_size=10**6)
     run_world(args.actor_num_gpus_per_node, load_and_export, args, tmp_path / "dist", tmp_path / "out")
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
-
-
-def test_int4_is_packed_as_compressed_tensors_does_and_comes_back():
-    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for symmetric in (True, False):
-        values, scales, zeros = quantize_groups(weight, 32, symmetric=symmetric)
-        assert (values.min() >= -8) and (values.max() <= 7) and scales.shape == (24, 3)
-        assert torch.equal(pack(values), pack_to_int32(values, 4))
-        assert torch.equal(pack(values, 0), pack_to_int32(values, 4, 0))
-        assert torch.equal(unpack(pack(values), 96), values) and torch.equal(unpack(pack(values, 0), 24, 0), values)
-        # Half a step, and a whole one where 7.5 steps are cut to 7; of a zero point, half a step more.
-        step = scales.float().repeat_interleave(32, 1)
-        assert ((dequantize_groups(values, scales, 32, zeros) - weight.float()).abs() <= step * 1.01).all()
-    zeros_only = quantize_groups(torch.zeros(2, 32), 32)
-    assert zeros_only[0].abs().sum() == 0 and bool((zeros_only[1] > 0).all())
-
-
-def test_the_example_of_the_docstring_holds():
-    values, scales, _ = quantize_groups(torch.tensor([[7.5, -7.5, 1.0, 0.0]]), 4)
-    assert values.tolist() == [[7, -8, 1, 0]] and scales.tolist() == [[1.0]]
-
-
-def test_experts_become_int4_and_bf16_again(tmp_path):
-    make_hf_model(tmp_path / "hf", "qwen3_moe", dtype="bfloat16", moe_intermediate_size=32)
-    base = ["--model-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/int4", "--group-size", "16"]
-    assert convert_hf_to_int4_direct.main([*base, "--shard-bytes", "30000", "--max-workers", "2"]) == 0
-    assert len(list((tmp_path / "int4").glob("*.safetensors"))) > 1
-    original, stored = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "int4")
-    experts = {name for name in original if ".experts." in name}
-    modules = {name.removesuffix("weight_packed") for name in stored if name.endswith("weight_packed")}
-    assert {module + "weight" for module in modules} == experts != set()
-    config = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["config_groups"]["group_0"]["weights"]["group_size"]) == (
-        "compressed-tensors",
-        16,
-    )
-    back = ["--model-dir", f"{tmp_path}/int4", "--output-dir", f"{tmp_path}/bf16"]
-    assert convert_k2_thinking_int4_to_bf16.main(back) == 0
-    plain = tensors_of(tmp_path / "bf16")
-    assert plain.keys() == original.keys()
-    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
-    for name, weight in original.items():
-        if name not in experts:
-            assert torch.equal(plain[name], weight), name
-            continue
-        values, scales, _ = quantize_groups(weight, 16)
-        assert torch.equal(plain[name], dequantize_groups(values, scales, 16, dtype=torch.bfloat16)), name
-    for flags, said in (
-        (["--group-size", "7"], "not whole groups of --group-size 7"),
-        (["--ignore-rules", "re:.*"], "nothing to quantise"),
-        (["--ignore-rules", "re:("], r"--ignore-rules re:\( is no regular expression"),
-        (["--max-workers", "0"], "--max-workers 0"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            convert_hf_to_int4_direct.convert(
-                convert_hf_to_int4_direct.make_parser().parse_args([*base[:3], f"{tmp_path}/x", *flags])
-            )
-
-
-def test_zero_points_are_kept(tmp_path):
-    make_hf_model(tmp_path / "hf", dtype="bfloat16")
-    base = ["--model-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/int4", "--group-size", "16"]
-    assert convert_hf_to_int4_direct.main([*base, "--no-is-symmetric"]) == 0
-    back = ["--model-dir", f"{tmp_path}/int4", "--output-dir", f"{tmp_path}/bf16"]
-    assert convert_k2_thinking_int4_to_bf16.main(back) == 0
-    name = "model.layers.1.mlp.down_proj.weight"
-    weight = tensors_of(tmp_path / "hf")[name]
-    values, scales, zeros = quantize_groups(weight, 16, symmetric=False)
-    assert torch.equal(
-        tensors_of(tmp_path / "bf16")[name], dequantize_groups(values, scales, 16, zeros, torch.bfloat16)
-    )
 
 
 def test_a_checkpoint_of_fsdp_becomes_an_hf_directory(tmp_path, capsys):
@@ -567,86 +492,6 @@ def test_a_torch_dist_checkpoint_that_is_not_whole_is_named(tmp_path, capsys):
         TorchDistReader(tmp_path / "c")
 
 
-def test_tensors_are_read_where_rows_and_dtypes_say(tmp_path):
-    tensors = {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.zeros(0, 4),
-        "fp8": torch.arange(8).float().to(torch.float8_e4m3fn),
-        "rows": torch.arange(12).reshape(4, 3),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    raw = RawTensors(tmp_path)
-    for name, tensor in tensors.items():
-        assert raw.info(name) == TensorInfo(tensor.dtype, tuple(tensor.shape))
-        assert torch.equal(raw.read(name).float(), tensor.float())
-    assert raw.read("rows", (1, 3)).tolist() == [[3, 4, 5], [6, 7, 8]]
-    with pytest.raises(UsageError, match="no tensor other"):
-        raw.read("other")
-    assert set(raw_tensors.NAMES) == set(raw_tensors.DTYPES.values())
-
-
-def test_bytes_that_are_the_same_in_both_forms_are_found_and_copied(tmp_path, monkeypatch):
-    whole = torch.empty(6, 4, dtype=torch.bfloat16, device="meta")
-    gate, up = whole.chunk(2)
-    assert (range_in(gate, whole), range_in(up, whole)) == ((0, 24), (24, 48))
-    assert range_in(whole[1:3], whole) == (8, 24)
-    for other in (whole[:, :2], whole.T, whole.clone(), torch.cat([up, gate])):
-        assert range_in(other, whole) is None
-    (tmp_path / "a").write_bytes(bytes(range(24)))
-    (tmp_path / "b").write_bytes(bytes(range(100, 130)))
-    pieces = [(24, 48, Segment(tmp_path / "b", 5, 24)), (0, 24, Segment(tmp_path / "a", 0, 24))]
-    expected = bytes(range(24)) + bytes(range(105, 129))
-    assert tiles(pieces[:1], 0, 48) is None and tiles(pieces, 0, 49) is None
-    wanted = [(0, 48), (4, 30), (24, 48)]
-    for in_kernel in (True, False):
-        if not in_kernel:
-            monkeypatch.setattr(file_copy, "_PIECE", 7)
-
-            def refuse(*values: object) -> int:
-                raise OSError(errno.EXDEV, "other file systems")
-
-            monkeypatch.setattr(file_copy.os, "copy_file_range", refuse)
-        for start, stop in wanted:
-            found = tiles(pieces, start, stop)
-            assert found is not None
-            with (tmp_path / "out").open("wb") as out:
-                copy_into(found, out.fileno(), 3)
-            assert (tmp_path / "out").read_bytes() == b"\0\0\0" + expected[start:stop]
-    with (tmp_path / "out").open("wb") as out, pytest.raises(UsageError, match="a is cut off"):
-        copy_into([Segment(tmp_path / "a", 20, 8)], out.fileno(), 0)
-
-
-def test_a_checksum_is_of_the_bytes_that_went_into_the_file(tmp_path):
-    """A part with values that are made, values that are copied out of two files, and values of no length."""
-    values = torch.arange(1000, dtype=torch.int16)
-    data = bytes(raw_tensors.bytes_of(values))
-    (tmp_path / "a").write_bytes(b"xx" + data[:900])
-    (tmp_path / "b").write_bytes(data[900:])
-    places = [Segment(tmp_path / "a", 2, 900), Segment(tmp_path / "b", 0, 1100)]
-    with (tmp_path / "part").open("w+b") as file:
-        stream = torch_dist_writer.HashedStream(file)
-        torch_dist_writer._save(values[::2], (500,), stream)
-        start = stream.tell()
-        torch_dist_writer._save_from(places, (1000,), torch.int16, stream)
-        end = stream.tell()
-        torch_dist_writer._save(values[:0], (0,), stream)
-    assert stream.entry() == manifest.entries_of(tmp_path, [tmp_path / "part"])["part"]
-    (tmp_path / "one").write_bytes((tmp_path / "part").read_bytes()[start:end])
-    assert torch.equal(torch.load(tmp_path / "one"), values)
-
-
-def test_what_megatron_keeps_as_hf_has_it_is_copied_and_not_made(tmp_path):
-    make_hf_model(tmp_path / "hf", "qwen3_moe")
-    command = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--model-args-from-hf"]
-    run_tool(convert_hf_to_torch_dist, *command)
-    reader = TorchDistReader(tmp_path / "dist" / "release")
-    for name, info in reader.infos().items():
-        found = reader.segments(name, 0, info.num_bytes)
-        assert found is not None, name
-        stored = b"".join(one.path.read_bytes()[one.offset : one.offset + one.num_bytes] for one in found)
-        assert stored == bytes(raw_tensors.bytes_of(reader.read(name).contiguous())), name
-
-
 def test_two_checkpoints_are_compared_tensor_by_tensor(tmp_path, capsys):
     save = {"a": torch.tensor([1.0, 2.0]), "b": torch.ones(3), "c": torch.ones(2), "n": torch.tensor([float("nan")])}
     changed = {
@@ -683,95 +528,3 @@ def test_a_converted_checkpoint_differs_nowhere_from_its_origin(tmp_path, capsys
     assert f"0 difference(s) in {len(tensors_of(tmp_path / 'hf'))} tensors" in capsys.readouterr().out
     assert inspect_checkpoint.main([f"{tmp_path}/dist"]) == 0
     assert "torch_dist: " in capsys.readouterr().out
-
-
-def test_a_gguf_file_that_is_none_and_an_output_that_exists_are_named(tmp_path, monkeypatch):
-    def refused(said: str) -> None:
-        monkeypatch.setattr("sys.argv", ["x", "--gguf", f"{tmp_path}/some.gguf", "--output", f"{tmp_path}"])
-        with pytest.raises(SystemExit, match=said):
-            convert_gguf_to_hf.main()
-
-    refused("some.gguf: no such file")
-    (tmp_path / "some.gguf").write_bytes(b"<html>")
-    refused("some.gguf is no GGUF file")
-    (tmp_path / "some.gguf").write_bytes(b"GGUF and more")
-    refused("--output .* exists")
-
-
-def write_gguf(path: Path, arch: str, *, leaves_out: str = "nothing") -> None:
-    """A model of one layer with random weights, as llama.cpp stores it, quantised where it would."""
-    import gguf
-    import numpy
-
-    writer, random = gguf.GGUFWriter(path, arch), numpy.random.default_rng(0)
-    hidden, head, heads, groups, ffn, experts = 64, 32, 2, 1, 96, 4
-    for key, value in {
-        **{"context_length": 64, "embedding_length": hidden, "block_count": 1, "feed_forward_length": ffn},
-        **{"head_count": heads, "head_count_kv": groups, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4},
-        **{"key_length": head, "value_length": head, "rope_dimension_count": head, "vocab_size": 6},
-        **({"expert_count": experts, "expert_used_count": 2} if arch == "qwen3moe" else {}),
-        **({"expert_feed_forward_length": 32} if arch == "qwen3moe" else {}),
-    }.items():
-        getattr(writer, f"add_{key}")(value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b", "ab", "<|im_start|>", "<|im_end|>", "aba"])
-    writer.add_token_merges(["a b", "ab a"])
-    writer.add_eos_token_id(4)
-    writer.add_bos_token_id(3)
-    shapes = {
-        **{"token_embd": (6, hidden), "output_norm": (hidden,), "blk.0.attn_norm": (hidden,)},
-        **{"blk.0.ffn_norm": (hidden,), "blk.0.attn_q": (heads * head, hidden), "blk.0.attn_k": (head, hidden)},
-        **{"blk.0.attn_v": (head, hidden), "blk.0.attn_output": (hidden, heads * head)},
-    }
-    if arch != "llama":
-        shapes |= {"blk.0.attn_q_norm": (head,), "blk.0.attn_k_norm": (head,)}
-    if arch == "qwen3moe":
-        shapes |= {"blk.0.ffn_gate_inp": (experts, hidden), "blk.0.ffn_down_exps": (experts, hidden, 32)}
-        shapes |= {f"blk.0.ffn_{part}_exps": (experts, 32, hidden) for part in ("gate", "up")}
-    else:
-        shapes |= {f"blk.0.ffn_{part}": (ffn, hidden) for part in ("gate", "up")} | {"blk.0.ffn_down": (hidden, ffn)}
-    for name, shape in shapes.items():
-        values = random.standard_normal(shape, dtype=numpy.float32)
-        kind = gguf.GGMLQuantizationType.Q8_0 if len(shape) > 1 else gguf.GGMLQuantizationType.F32
-        if name != leaves_out:
-            writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3moe"])
-def test_a_gguf_file_becomes_what_transformers_reads_of_it_as_a_whole(tmp_path, arch):
-    import transformers as hf
-
-    write_gguf(tmp_path / "m.gguf", arch)
-    # Two shards: nothing is held beyond a tensor.
-    count = convert_gguf_to_hf.convert(tmp_path / "m.gguf", tmp_path / "hf", shard_bytes=60_000)
-    found = tensors_of(tmp_path / "hf")
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-    # Its config alone lacks the width of qwen3's heads, and of experts.
-    config = hf.AutoConfig.from_pretrained(tmp_path / "hf")
-    whole = hf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", config=config, dtype=torch.float32)
-    read = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert read.state_dict().keys() == whole.state_dict().keys()
-    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in read.state_dict().items())
-    assert count == sum(tensor.numel() for tensor in found.values()) == sum(p.numel() for p in whole.parameters())
-    assert hf.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token == "<|im_end|>"
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [type(whole).__name__]
-
-
-def test_a_gguf_file_without_a_tensor_or_of_another_family_is_refused_before_anything_is_written(tmp_path):
-    write_gguf(tmp_path / "cut.gguf", "qwen3")
-    for keep in (0.9, 0.1):
-        whole = (tmp_path / "cut.gguf").read_bytes()
-        (tmp_path / "cut.gguf").write_bytes(whole[: int(keep * len(whole))])
-        with pytest.raises(UsageError, match=r"cut.gguf is cut off, or no GGUF file"):
-            convert_gguf_to_hf.convert(tmp_path / "cut.gguf", tmp_path / "hf")
-    write_gguf(tmp_path / "m.gguf", "qwen3", leaves_out="blk.0.attn_v")
-    with pytest.raises(UsageError, match="lacks model.layers.0.self_attn.v_proj.weight"):
-        convert_gguf_to_hf.convert(tmp_path / "m.gguf", tmp_path / "hf")
-    write_gguf(tmp_path / "g.gguf", "gemma2")
-    with pytest.raises(UsageError, match="model_type 'gemma2' is not converted; known are llama, "):
-        convert_gguf_to_hf.convert(tmp_path / "g.gguf", tmp_path / "hf")
-    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.partial").exists()
