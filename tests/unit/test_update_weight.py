@@ -316,6 +316,29 @@ def test_a_sync_waits_no_longer_than_a_collective_may_take(checkpoint, buckets):
     release.set()
 
 
+def test_a_rank_that_waits_too_long_for_the_source_says_for_whom_and_which_flag_to_raise(
+    checkpoint, buckets, monkeypatch
+):
+    updater = make_updater(checkpoint, [FakeEngine()])
+    updater.weight_version, updater.deadline_s = 3, 600.0
+    told = "Timed out waiting 600000ms for recv operation to complete"
+    monkeypatch.setattr(base.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(base.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(base.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr("slime.utils.distributed_utils.get_gloo_group", lambda: None)
+
+    def broadcast(held, src, group):
+        raise RuntimeError(told)
+
+    monkeypatch.setattr(base.dist, "broadcast_object_list", broadcast)
+    sentence = "weight sync 3: rank 1 waited 600 s for rank 0, which .* raise --distributed-timeout-minutes"
+    with pytest.raises(WeightSyncError, match=sentence):
+        updater._from_source(None)
+    told = "Connection closed by peer"
+    with pytest.raises(RuntimeError, match="^Connection closed by peer$"):
+        updater._from_source(None)
+
+
 def test_buckets_are_of_the_size_that_the_flag_says(checkpoint, monkeypatch):
     asked = []
     monkeypatch.setattr(

@@ -343,7 +343,16 @@ class WeightUpdater(ABC):
         from slime.utils.distributed_utils import get_gloo_group
 
         told = [None if error is None else (str(error), error.is_final)]
-        dist.broadcast_object_list(told, src=0, group=get_gloo_group())
+        try:
+            dist.broadcast_object_list(told, src=0, group=get_gloo_group())
+        except RuntimeError as late:
+            if "Timed out" not in str(late):  # the source is gone, which is told of it
+                raise
+            raise WeightSyncError(
+                f"weight sync {self.weight_version}: rank {dist.get_rank()} waited {self.deadline_s:.0f} s for rank 0"
+                ", which hands the weights to the engines; if that takes longer, raise --distributed-timeout-minutes",
+                is_final=True,
+            ) from late
         return error or (WeightSyncError(told[0][0], is_final=told[0][1]) if told[0] else None)
 
     def _together(self, action: Callable[[], T]) -> T:
