@@ -35,7 +35,7 @@ from slime.ray.rollout.manager import ray_progress_bar
 from slime.ray.run_guard import RunGuard
 from slime.ray.run_parts import WORK_DEADLINE_S, RunParts, try_to_end
 from slime.ray.start import START_DEADLINE_S
-from slime.ray.utils import ActorFailure, get
+from slime.ray.utils import ActorFailure, ActorLost, get
 from slime.rollout.weight_versions import SyncSchedule
 from slime.utils.arguments.derive import keeps_requests_in_flight
 from slime.utils.arguments.roles import Role
@@ -244,8 +244,7 @@ class TrainingRun:
         if self._syncs_weights:
             self._settle_groups()
             self.turns.to_weight_sync(self.trainers)
-            self._follow_engines()
-            self._log_rollout_record(self.trainers.update_weights())
+            self._log_rollout_record(self._send_weights())
             self._weight_version += 1
             told = self._manager.set_weight_version.remote(self._weight_version)
         if self._has_trainers:
@@ -264,17 +263,38 @@ class TrainingRun:
             get(self._manager.settle.remote(), "the groups that were begun", WORK_DEADLINE_S)
             self._times.waited(time.monotonic() - start)
 
-    def _follow_engines(self) -> None:
-        """Have the trainer send to the engines that are there, where some were lost or replaced."""
+    def _send_weights(self) -> dict[str, float]:
+        """Send the trainer's weights to the engines that are there; once more where one is lost meanwhile
+        (--use-fault-tolerance), for until then the others wait, paused, with a part of the new weights."""
+        count = self._pause_watch()
+        try:
+            self._follow_engines(count)
+            return self.trainers.update_weights()
+        except ActorLost:
+            raise
+        except ActorFailure as error:
+            if (count_now := self._pause_watch()) == count:
+                raise
+            logger.warning("the weights are sent again, without engines that were lost meanwhile: %s", error)
+        self._follow_engines(count_now)
+        return self.trainers.update_weights()
+
+    def _pause_watch(self) -> int:
+        """Look at the engines a last time before a sync; returns a number that changes with every loss."""
         if not self.args.use_fault_tolerance:
+            return self._engine_count
+        count: int = get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
+        return count
+
+    def _follow_engines(self, count: int) -> None:
+        """Have the trainer send to the engines that are there, where some were lost or replaced."""
+        if count == self._engine_count:
             return
-        count = get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
-        if count != self._engine_count:
-            engines, sizes = get(self._manager.get_updatable_engines.remote(), "the engine handles", STATE_DEADLINE_S)
-            if not engines:
-                raise ActorFailure("every engine of the trained model is lost; their logs say why")
-            self.trainers.connect_rollout_engines(engines, sizes)
-            self._engine_count = count
+        engines, sizes = get(self._manager.get_updatable_engines.remote(), "the engine handles", STATE_DEADLINE_S)
+        if not engines:
+            raise ActorFailure("every engine of the trained model is lost; their logs say why")
+        self.trainers.connect_rollout_engines(engines, sizes)
+        self._engine_count = count
 
     def eval_if_due(self, rollout_id: int) -> None:
         """Evaluate every `--eval-interval` rollouts and at epoch ends."""

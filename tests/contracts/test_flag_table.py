@@ -67,6 +67,7 @@ OURS = {
     "--output-dir": "where metrics and logs go",
     "--overlong-buffer-len": "soft overlong punishment",
     "--overlong-penalty-factor": "soft overlong punishment",
+    "--max-engine-restarts-per-hour": "fault tolerance",
     "--peer-checkpoint-interval": "fault tolerance",
     "--pf-ppo-reweight": "policy filtration",
     "--pf-ppo-weight-pow": "policy filtration",

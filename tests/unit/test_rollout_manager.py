@@ -120,7 +120,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         n_samples_per_eval_prompt=1,
         wandb_always_use_train_step=False,
     )
-    bare._data_source = bare._finish = None
+    bare._data_source = bare._finish = bare._replacements = bare._router_watch = None
     bare._parallel_config = {"dp_size": 2, "cp_size": 1}
     bare._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(
         make_samples(), {"rollout/mine": 3.0}

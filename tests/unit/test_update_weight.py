@@ -147,6 +147,9 @@ def test_a_bucket_that_never_reaches_the_engines_is_noticed(checkpoint, buckets,
     calls = updater.fleet.engines[0].calls
     assert "continue" not in calls, "half of the weights are not to be served"
     assert "name 1" not in calls, "and not to be called version 1"
+    updater.transport.lose = {}
+    updater.update()
+    assert steps(updater.fleet.engines[0])[-2:] == ["name 1", "continue"], "the next sync sends the same version"
 
 
 @pytest.mark.parametrize("lost", ["1.0", "1.1", "1.2"])

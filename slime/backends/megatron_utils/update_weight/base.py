@@ -14,7 +14,7 @@ What they cannot see, an engine that loads another tensor into the wrong place, 
 and in `train/train_rollout_logprob_abs_diff`.
 
 A sync that fails is sent once more as a whole, while the engines stay paused. If that fails too, they are left paused:
-an engine never serves weights of which only a part is new.
+an engine never serves weights of which only a part is new. The driver may then send the same version to other engines.
 
 Wait graph of `update`, on every trainer rank:
     consumes     the model's current parameters
@@ -125,10 +125,18 @@ class WeightUpdater(ABC):
             what a transport adds.
 
         Raises:
-            WeightSyncError: an engine failed, or the checks of this module's docstring did not hold.
+            WeightSyncError: an engine failed, or the checks of this module's docstring did not hold. The next call
+                sends the same version.
         """
-        start = time.monotonic()
         self.weight_version += 1
+        try:
+            return self._update()
+        except BaseException:
+            self.weight_version -= 1
+            raise
+
+    def _update(self) -> dict[str, float]:
+        start = time.monotonic()
         self._barrier()
         self._prepare()
         prepared = time.monotonic()
