@@ -10,6 +10,7 @@ what runs in an attempt nor how another one is prepared.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -44,23 +45,24 @@ class Attempt:
         return self.loss is not None
 
 
-def attempts(max_restarts: int, start_again: Callable[[], None]) -> Iterator[Attempt]:
+def attempts(max_restarts: int, start_again: Callable[[ActorLost], None]) -> Iterator[Attempt]:
     """The attempts of a run.
 
     Args:
         max_restarts: attempts after the first one.
-        start_again: prepares another; an actor that is lost meanwhile costs that attempt.
+        start_again: prepares another after a loss; an actor that is lost meanwhile costs that attempt.
 
     Raises:
         ActorLost: while the last one was prepared.
     """
+    loss: ActorLost | None = None
     for left in range(max_restarts, -1, -1):
         attempt = Attempt(is_last=not left)
-        if left == max_restarts or _is_prepared(attempt, start_again):
+        if loss is None or _is_prepared(attempt, functools.partial(start_again, loss)):
             yield attempt
-        if attempt.loss is None:
+        if (loss := attempt.loss) is None:
             return
-        logger.error("%s", attempt.loss)
+        logger.error("%s", loss)
         logger.error("the run goes on from its newest checkpoint (--max-restarts: %d left after this one)", left - 1)
 
 

@@ -355,7 +355,7 @@ class TrainingRun:
         logger.info("everything is running after %.1f s", time.monotonic() - start)
 
     @phase("start")
-    def _start_again(self) -> None:
+    def _start_again(self, loss: ActorLost) -> None:
         """Have new trainers, and the data source, go on from the newest checkpoint, or from newer copies in memory;
         engines stay where the manager, whose they are, is there.
 
@@ -365,9 +365,9 @@ class TrainingRun:
         parts = self._parts
         roles = [group.role for group in parts.groups]
         parts.end_trainers()
-        self._newest_copy(roles)  # without it, and without a checkpoint, nobody has to wait for slots
+        self._newest_copy(roles, loss)  # without it, and without a checkpoint, nobody has to wait for slots
         parts.use_what_is_left(resumes=self._checkpoints.has_saved)
-        copied = self._newest_copy(roles)
+        copied = self._newest_copy(roles, loss)
         self._checkpoints.forget_what_was_begun()
         evaluation, self._evaluation = self._evaluation, None
         started = parts.start_again(evaluation.pending if evaluation is not None else None)
@@ -377,7 +377,7 @@ class TrainingRun:
             get(reopened, "the data source", STATE_DEADLINE_S)
         self._connect(started, first=None if copied is None else copied + 1)
 
-    def _newest_copy(self, roles: Sequence[Role]) -> int | None:
+    def _newest_copy(self, roles: Sequence[Role], loss: ActorLost) -> int | None:
         """The rollout behind which trainers can go on from copies in memory, where no checkpoint is as new.
 
         Raises:
@@ -388,7 +388,7 @@ class TrainingRun:
         saved = latest_iteration(self.args.save) if self._checkpoints.has_saved else None
         if copied is None and saved is None and not self._has_resumed:
             raise ActorFailure(
-                "an actor was lost before the first checkpoint was written, so there is nothing to go on from "
+                f"{loss}; that was before the first checkpoint was written, so there is nothing to go on from "
                 "(--save and --save-interval); start the run again"
             )
         return copied if copied is not None and (saved is None or copied > saved) else None

@@ -28,6 +28,7 @@ from slime.utils.run_processes import MARK, processes_of
 
 ROLLOUT = 1
 DELAY_S = {"generate": 0.3, "train": 0.2, "save": 0.02, "sync": 0.02, "eval": 0.2, "start": 1.0}
+AFTER_TRAINING = ("save", "sync", "eval")
 START_STALLS_S = 100.0
 IN_COMMAND_LINE = {
     "engine": ("engine_0.json",),
@@ -94,7 +95,8 @@ class Wounding(phases.Phases):
     @contextmanager
     def enter(self, name: str) -> Iterator[None]:
         part, phase, number, output_dir = self._row
-        is_time = name == phase and (name == "start" or self._trained >= ROLLOUT)
+        first = ROLLOUT + (name in AFTER_TRAINING)
+        is_time = name == phase and (name == "start" or self._trained >= first)
         if is_time and not (output_dir / "wound.json").exists():
             threading.Thread(target=self._wait_and_wound, daemon=True).start()
         with super().enter(name):
