@@ -173,6 +173,24 @@ def test_an_engine_that_does_not_take_the_version_is_noticed(checkpoint, buckets
     assert "continue" not in engine.calls
 
 
+@pytest.mark.parametrize("method", ["pause", "continue_generation"])
+def test_every_rank_hears_of_an_engine_that_dies_before_the_weights_or_behind_them(
+    checkpoint, buckets, monkeypatch, method
+):
+    """Otherwise the others would wait for the source at the end of a sync, when it begins the next one."""
+    engine, told = FakeEngine(), []
+
+    def die(*_):
+        raise RuntimeError("it is gone")
+
+    updater = make_updater(checkpoint, [engine])
+    monkeypatch.setattr(engine, method, die, raising=False)
+    monkeypatch.setattr(updater, "_from_source", lambda error: told.append(error) or error)
+    with pytest.raises(WeightSyncError, match="engine 0 .* it is gone"):
+        updater.update()
+    assert isinstance(told[-1], WeightSyncError)
+
+
 def test_an_incomplete_sync_gets_no_version(checkpoint, buckets):
     engine = FakeEngine()
     updater = make_updater(checkpoint, [engine])

@@ -140,15 +140,13 @@ class WeightUpdater(ABC):
         self._barrier()
         self._prepare()
         prepared = time.monotonic()
-        if self.is_source:
-            self._pause()
+        self._by_source(self._pause)
         paused = time.monotonic()
         self._send_until_equal()
         sent = time.monotonic()
         continuing = self.fleet.start("continue_generation") if self.is_source else {}
         self._release()  # meanwhile: the engines have let go of everything that they confirmed
-        if continuing:
-            self.fleet.wait(continuing, "continuing generation")
+        self._by_source(lambda: self.fleet.wait(continuing, "continuing generation"))
         self._barrier()
         end = time.monotonic()
         if self.is_source:
@@ -343,6 +341,17 @@ class WeightUpdater(ABC):
             f"weight sync {self.weight_version} failed {MAX_ATTEMPTS} times; what it sent is not to be served, so the "
             f"engines stay paused: {error}"
         )
+
+    def _by_source(self, action: Callable[[], Any]) -> None:
+        """Have the source rank tell the engines something; where one fails, every rank raises it (collective)."""
+        error = None
+        if self.is_source:
+            try:
+                action()
+            except WeightSyncError as failed:
+                error = failed
+        if error := self._from_source(error):
+            raise error
 
     def _from_source(self, error: WeightSyncError | None) -> WeightSyncError | None:
         """The source rank's error, on every rank."""
