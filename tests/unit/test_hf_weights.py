@@ -32,7 +32,13 @@ SHAPE = TensorShape(
 
 def run_tool(tool, *argv: str) -> None:
     """Run a tool's main in a forked process (the stand-ins for CUDA would stay in this one); it must return 0."""
-    child = mp.get_context("fork").Process(target=lambda: os._exit(tool.main(argv)))
+
+    def run() -> None:
+        # Torch gives up the parent's thread pool at the first use of it; two threads at once may find none.
+        torch.set_num_threads(torch.get_num_threads())
+        os._exit(tool.main(argv))
+
+    child = mp.get_context("fork").Process(target=run)
     child.start()
     child.join(timeout=120)
     assert child.exitcode == 0
