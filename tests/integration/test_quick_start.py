@@ -17,7 +17,7 @@ import pytest
 from tests.integration.launch import ROOT, log_tails
 
 pytestmark = pytest.mark.timeout(1200)
-SFT_STEPS, GRPO_STEPS = 280, 26
+SFT_STEPS, GRPO_STEPS = 280, 40
 OTHER, OTHER_STEPS = "reinforce_plus_plus", 15
 
 
