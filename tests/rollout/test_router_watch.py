@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ def test_a_router_that_ends_comes_back_on_its_port_with_its_engines_but_not_for_
         assert process_of(router).poll() is None, "nothing is wrong with it"
         monkeypatch.setattr(router_watch, "MOST_RESTARTS", 1)
         one = RouterWatch([model])
-        one._restarts.append(time.monotonic())
+        one._restarts.note()
         process_of(router).kill()
         process_of(router).wait()
         one.look()

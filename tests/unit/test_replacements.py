@@ -10,6 +10,7 @@ import pytest
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.server_control import Worker
+from slime.ray.rollout import hourly
 from slime.ray.rollout import replacements as module
 from slime.ray.rollout.replacements import Replacements
 
@@ -85,7 +86,7 @@ def test_only_so_many_engines_are_started_within_an_hour(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hourly.time, "monotonic", lambda: now[0])
     model = Model(3)
     one = replacements_of(model, most=2)
     for number in range(3):

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.external import ExternalEngine
 from slime.backends.sglang_utils.server_control import Worker
+from slime.ray.rollout.hourly import LastHour
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import ModelServers, RolloutServers
 from slime.ray.utils import get
@@ -30,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 WATCHED = "regular"
 """Worker types that answer by themselves: a prefill or decode server needs the other, an encoder generates nothing."""
-
-
-HOUR_S = 3600.0
 
 
 @dataclass(eq=False)
@@ -71,7 +67,7 @@ class Replacements:
         self._seats: list[_Seat] = []
         self._lock = threading.Lock()
         self._waiting: list[_Seat] = []
-        self._started: deque[float] = deque()
+        self._started = LastHour()
         self._is_spent = False
         self.count = 0
         """How often an engine was lost or replaced."""
@@ -167,16 +163,14 @@ class Replacements:
         return seats
 
     def _may_start(self, wanted: int) -> int:
-        now, most = time.monotonic(), self._args.max_engine_restarts_per_hour
-        while self._started and now - self._started[0] > HOUR_S:
-            self._started.popleft()
-        allowed = min(wanted, most - len(self._started))
-        self._started.extend([now] * allowed)
+        most = self._args.max_engine_restarts_per_hour
+        allowed = min(wanted, most - self._started.count())
+        self._started.note(allowed)
         if allowed < wanted and not self._is_spent:
             logger.error(
                 "%d engine(s) were started in place of lost ones within an hour (--max-engine-restarts-per-hour %d): "
                 "no more for now, %d place(s) stay empty",
-                len(self._started), most, wanted - allowed,
+                self._started.count(), most, wanted - allowed,
             )  # fmt: skip
         self._is_spent = allowed < wanted
         return allowed

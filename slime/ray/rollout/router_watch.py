@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
+from slime.ray.rollout.hourly import LastHour
 from slime.ray.rollout.servers import ModelServers
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ INTERVAL_S = 0.5
 ANSWER_EVERY_S = 10.0
 """Between two questions to a router whose process is there."""
 MOST_RESTARTS = 6
-HOUR_S = 3600.0
 
 
 class RouterWatch:
@@ -37,7 +36,7 @@ class RouterWatch:
     def __init__(self, models: Sequence[ModelServers]) -> None:
         self._models = [model for model in models if model.router.is_ours]
         self._is_over = threading.Event()
-        self._restarts: deque[float] = deque()
+        self._restarts = LastHour()
         self.count = 0
         """How often a router was started again."""
         self._thread = threading.Thread(target=self._run, name="router-watch", daemon=True)
@@ -60,14 +59,12 @@ class RouterWatch:
 
     def _restart(self, model: ModelServers, why: str) -> None:
         now = time.monotonic()
-        while self._restarts and now - self._restarts[0] > HOUR_S:
-            self._restarts.popleft()
         url = model.router.address.url
-        if len(self._restarts) >= MOST_RESTARTS:
+        if self._restarts.count() >= MOST_RESTARTS:
             logger.error("the router %s %s; it was started %d times in an hour, no more", url, why, MOST_RESTARTS)
             self._models.remove(model)
             return
-        self._restarts.append(now)
+        self._restarts.note()
         logger.error("the router %s %s; it is started again", url, why)
         count = model.restart_router()
         self.count += 1
