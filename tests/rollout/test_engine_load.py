@@ -45,7 +45,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     settings = {"max_total_tokens": 32768, "enable_metrics": True}
     engines = [make_engine(model, root / f"engine_{i}.log", **settings) for i in range(2)]
     flags: dict[str, Any] = {"sglang_router_ip": None, "sglang_router_port": None, "router_overrides": {}}
-    args = Namespace(**flags, sglang_router_request_timeout_secs=60)
+    args = Namespace(**flags, sglang_router_request_timeout_secs=120)
     router = Router(args, host=HOST, log_path=root / "router.log")
     try:
         router.launch()
@@ -69,6 +69,8 @@ def args(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespac
         sglang_router_ip=servers.router.address.ip,
         sglang_router_port=servers.router.address.port,
         sglang_server_concurrency=CONCURRENT // 2,
+        # How fast two engines answer 512 requests is the machine's affair: beside another test it took 30 s.
+        sglang_router_request_timeout_secs=120,
         rollout_num_engines=2,
         n_samples_per_prompt=GROUP,
         rollout_max_response_len=TOKENS,
