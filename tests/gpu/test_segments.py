@@ -24,6 +24,7 @@ def segment_of(tensor: torch.Tensor) -> int:
 
 
 def test_the_moments_of_many_weights_share_one_piece_of_memory() -> None:
+    accelerator.empty_cache()  # another test's pieces would be filled first
     shapes = [(1024, 512)] * 20 + [(4096, 1024)] * 5  # 2 MB and 16 MB in fp32
     params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
     left = [torch.empty(15 * MB, dtype=torch.uint8, device="cuda") for _ in range(10)]
