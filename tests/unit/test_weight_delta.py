@@ -27,9 +27,10 @@ from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWeightUpdater, bytes_of
+from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
 from slime.utils.safetensors_files import INDEX_FILE, files_of
-from slime.utils.weight_delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, num_changed
+from slime.utils.weight_delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
 from tests.unit.test_disk_sync import NAMES, ROOT, FileEngine, World, world
 
 __all__ = ["world"]  # a fixture
@@ -55,17 +56,17 @@ def pairs(draw: Any) -> tuple[Any, Any, int]:
 def test_what_comes_out_is_what_went_in_bit_by_bit(pair: tuple[Any, Any, int], encoding: str) -> None:
     old, new, itemsize = pair
     before = old.copy()
-    delta = encode(old, new, itemsize=itemsize, encoding=encoding)
+    delta, changed = encode(old, new, itemsize=itemsize, encoding=encoding)
     assert decode(old, delta, itemsize=itemsize, encoding=encoding).tobytes() == new.tobytes()
     assert old.tobytes() == before.tobytes()
     rows = zip(old.reshape(-1, itemsize).tolist(), new.reshape(-1, itemsize).tolist(), strict=True)
-    assert num_changed(old, new, itemsize=itemsize) == sum(one != other for one, other in rows)
+    assert changed == sum(one != other for one, other in rows)
 
 
 @given(pairs(), st.sampled_from(ENCODINGS), st.data())
 def test_a_damaged_delta_never_passes_for_the_right_one(pair: Any, encoding: str, data: Any) -> None:
     old, new, itemsize = pair
-    delta = bytearray(encode(old, new, itemsize=itemsize, encoding=encoding))
+    delta = bytearray(encode(old, new, itemsize=itemsize, encoding=encoding)[0])
     place = data.draw(st.integers(0, len(delta) - 1))
     delta[place] ^= data.draw(st.integers(1, 255))
     cut = bytes(delta[: data.draw(st.integers(0, len(delta)))])
@@ -79,7 +80,7 @@ def test_a_damaged_delta_never_passes_for_the_right_one(pair: Any, encoding: str
 
 def test_xor_undoes_itself_and_overwrite_may_be_applied_twice() -> None:
     old, new = np.arange(8, dtype=np.uint8), np.arange(8, dtype=np.uint8) + 3
-    xor, overwrite = (encode(old, new, itemsize=2, encoding=encoding) for encoding in ENCODINGS)
+    xor, overwrite = (encode(old, new, itemsize=2, encoding=encoding)[0] for encoding in ENCODINGS)
     assert decode(new, xor, itemsize=2, encoding="xor").tobytes() == old.tobytes()
     assert decode(new, overwrite, itemsize=2, encoding="overwrite").tobytes() == new.tobytes()
 
@@ -90,8 +91,21 @@ def test_a_thousandth_of_the_elements_takes_a_hundredth_of_the_bytes(encoding: s
     changed = weights.clone()
     changed.view(-1)[::1000] *= 1.01
     old, new = bytes_of(weights), bytes_of(changed)
-    assert 900 < num_changed(old, new, itemsize=2) <= 1000
-    assert len(encode(old, new, itemsize=2, encoding=encoding)) < old.size / 100
+    delta, changed = encode(old, new, itemsize=2, encoding=encoding)
+    assert 900 < changed <= 1000 and len(delta) < old.size / 100
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_tensor_of_several_frames_is_one_delta(encoding: str) -> None:
+    old = np.zeros(2**22 + 6, np.uint8)
+    new = old.copy()
+    new[[0, 2**21 - 1, 2**21, 2**22 + 5]] = 1
+    delta, changed = encode(old, new, itemsize=2, encoding=encoding)
+    assert changed == 4 and np.array_equal(decode(old, delta, itemsize=2, encoding=encoding), new)
+    parts = parts_of(old.size, encoding)
+    assert [part.stop - part.start for part in parts] == {"xor": [2**21, 2**21, 6]}.get(encoding, [old.size])
+    with pytest.raises(ValueError, match="it (is of more than|changes element)"):
+        decode(old[2:], delta, itemsize=2, encoding=encoding)
 
 
 def test_checksums_are_the_known_ones() -> None:
@@ -123,6 +137,19 @@ class LocalEngine(FileEngine):
         found = {name: tensor.clone() for name, tensor in tensors}
         self.weights |= found
         self.loaded.append(set(found))
+
+
+class CopyingEngine(LocalEngine):
+    """Which brings its host's copy to a version when it is asked to, as those that a run has started."""
+
+    is_ours = True
+
+    def bring_copy(self, path: str, *, local_dir: str, timeout_s: float) -> None:
+        self.calls.append(f"copy {Path(path).name}")
+        if self.spoil:
+            self.spoil.pop(0)(Path(path))
+        if problem := disk_weights.bring_copy(Path(path), Path(local_dir)):
+            raise RuntimeError(problem)
 
 
 def delta_updater(world: World, *engines: FileEngine, **values: Any) -> DeltaWeightUpdater:
@@ -278,17 +305,19 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("kind", [LocalEngine, CopyingEngine])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("spoil", REFUSED)
 def test_a_delta_that_is_refused_is_followed_by_a_whole_version(
-    world: World, spoil: Any, encoding: str, caplog: pytest.LogCaptureFixture
+    world: World, spoil: Any, encoding: str, kind: type[LocalEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     if spoil is damage_the_copy and encoding == "overwrite":
         pytest.skip("values that are all overwritten do not depend on what was there")
-    engine = LocalEngine()
+    engine = kind()
     updater = delta_updater(world, engine, update_weight_delta_encoding=encoding)
     updater.update()
     world.weights["layer.1.weight"] += 1
+    engine.calls.clear()
     engine.spoil = [lambda version: spoil(version, world)]
     held = engine.weights["layer.1.weight"].clone()
     before: list[bool] = []
@@ -298,11 +327,28 @@ def test_a_delta_that_is_refused_is_followed_by_a_whole_version(
     assert before == [True], "the refused delta changed no weight of the engine"
     assert holds(engine, world) and engine.version == "2" and metrics["perf/update_weights_density"] == 1.0
     assert "version 2 was refused as a delta; a whole one follows" in caplog.text
+    load, copies = "load weight_v000002", ["copy weight_v000002"] * 2
+    expected = ["pause", "flush", load, load] if kind is LocalEngine else [*copies, "pause", "flush", load]
+    assert engine.calls == [*expected, "continue"], "what is known before the pause is written anew before it"
     assert [record for record in caplog.records if record.levelno == logging.WARNING]
     assert re.search(REFUSED[spoil], caplog.text)
     world.weights["layer.2.weight"] += 1
     assert updater.update()["perf/update_weights_density"] == 4 / 12, "and deltas go on from there"
     assert holds(engine, world)
+
+
+def test_the_hosts_copy_is_brought_to_a_version_before_the_pause(world: World) -> None:
+    engine = CopyingEngine()
+    updater = delta_updater(world, engine, LocalEngine())  # the other one is somebody else's
+    metrics = updater.update()
+    assert engine.calls == ["copy weight_v000001", "pause", "flush", "load weight_v000001", "continue"]
+    assert metrics["perf/update_weights_copy_time"] > 0
+    world.weights["layer.0.weight"] += 1
+    states: list[Any] = []
+    engine.pause = lambda mode: states.append(json.loads((world.shared.parent / "local/state.json").read_text()))  # type: ignore[method-assign]
+    updater.update()
+    assert [state["version"] for state in states] == [2]
+    assert engine.loaded[1] == {"layer.0.weight"} and holds(engine, world)
 
 
 def test_new_engines_get_a_whole_version(world: World, tmp_path: Path) -> None:
@@ -325,6 +371,7 @@ def test_a_full_sync_may_load_from_the_hosts_own_copy_too(world: World) -> None:
 
 OTHER_HOST_RUN = """
 import pathlib, sys, time
+from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
 LocalCheckpoint(pathlib.Path(sys.argv[1])).bring_to(pathlib.Path(sys.argv[2]))
 print("there", flush=True)
@@ -356,6 +403,7 @@ def test_a_copy_belongs_to_the_engines_of_one_run_as_long_as_they_live(world: Wo
 
 SECOND_ENGINE = """
 import pathlib, sys
+from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
 for line in sys.stdin:
     LocalCheckpoint(pathlib.Path(sys.argv[1])).bring_to(pathlib.Path(line.strip()))

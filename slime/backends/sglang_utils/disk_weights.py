@@ -5,13 +5,15 @@ fails while loading is tried again from the same files, outside any `try`. And t
 loading, which fp8 layers do not survive. Here the directory is looked at first, weights are loaded as the other
 transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all. With "slime:DIR" the
 host's own copy of the weights in DIR is brought to the version first, which may be a delta, and is loaded from: of a
-delta the tensors that changed, and those without which SGLang would not load them.
+delta the tensors that changed, and those without which SGLang would not load them. "slime-copy:DIR" only brings the
+copy there, in the process that answers requests: the engine generates meanwhile, and a load finds it done.
 
 It does not know who writes versions, nor when they go away.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "slime"
+COPY_FORMAT = "slime-copy"
 
 
 def install() -> None:
@@ -53,7 +56,18 @@ def install() -> None:
         ):  # a version's directory goes away, and is not the name of the model
             rename(self, model_path, load_format)
 
+    serve = TokenizerManager.update_weights_from_disk
+
+    async def bring_copy_or_serve(self: Any, obj: Any, request: Any = None) -> tuple[bool, str, int]:
+        name, _, local_dir = str(obj.load_format).partition(":")
+        if name != COPY_FORMAT:
+            served: tuple[bool, str, int] = await serve(self, obj, request)
+            return served
+        problem = await asyncio.to_thread(bring_copy, Path(obj.model_path), Path(local_dir))
+        return problem is None, problem or "The copy of this host is of this version.", 0
+
     WeightUpdater.update_weights_from_disk = update_weights_from_disk
+    TokenizerManager.update_weights_from_disk = bring_copy_or_serve
     TokenizerManager._update_model_path_info = stay_named
 
 
@@ -75,12 +89,8 @@ def load(
     problem = agreed(_missing(directory) or what_is_wrong(directory))
     source = directory
     if problem is None and local_dir is not None:
-        try:
-            source = LocalCheckpoint(local_dir).bring_to(directory)
-        except (RefusedError, OSError, ValueError, KeyError) as error:
-            logger.exception("%s was refused", directory)
-            problem = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
-        problem = agreed(problem)
+        problem = agreed(_brought(directory, local_dir))
+        source = LocalCheckpoint(local_dir).directory
     if problem is not None:
         return problem
     try:
@@ -89,6 +99,24 @@ def load(
         logger.exception("loading %s failed", directory)
         problem = f"loading {directory} failed: {type(error).__name__}: {error}"
     return agreed(problem)
+
+
+def bring_copy(directory: Path, local_dir: Path) -> str | None:
+    """Bring this host's own copy of the weights to a version.
+
+    Returns:
+        what is wrong; None when the copy is there.
+    """
+    return _missing(directory) or what_is_wrong(directory) or _brought(directory, local_dir)
+
+
+def _brought(directory: Path, local_dir: Path) -> str | None:
+    try:
+        LocalCheckpoint(local_dir).bring_to(directory)
+    except (RefusedError, OSError, ValueError, KeyError) as error:
+        logger.exception("%s was refused", directory)
+        return str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+    return None
 
 
 def _missing(directory: Path) -> str | None:

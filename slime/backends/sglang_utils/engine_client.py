@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
-from slime.backends.sglang_utils.disk_weights import LOAD_FORMAT
+from slime.backends.sglang_utils.disk_weights import COPY_FORMAT, LOAD_FORMAT
 from slime.backends.sglang_utils.weight_group import PROBE
 from slime.backends.sglang_utils.weight_samples import SAMPLE_ACTION
 from slime.utils import http_utils
@@ -282,6 +282,20 @@ class EngineClient:
             weight_version=weight_version,
         )
         return self._version_now(answer, weight_version)
+
+    def bring_copy(self, path: str, *, local_dir: str, timeout_s: float = UPDATE_TIMEOUT_S) -> None:
+        """Have a server of ours bring its host's own copy of the weights to a version, while it generates.
+
+        Args:
+            path: of the version's directory, on the server's host.
+            local_dir: as of `update_weights_from_disk`, which then has only to load.
+            timeout_s: for reading all of the version, and writing it there.
+
+        Raises:
+            RuntimeError: the version is refused; it says why.
+        """
+        load_format = f"{COPY_FORMAT}:{local_dir}"
+        self._update("update_weights_from_disk", timeout_s=timeout_s, model_path=path, load_format=load_format)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a process group."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,9 @@ from slime.utils.safetensors_files import files_of, read_header, read_index
 from slime.utils.wait import lock_file
 
 FLAG = "--update-weight-local-checkpoint-dir"
-NUM_THREADS = 4
+MAX_THREADS = 16
+PIECE = 2**20
+"""Bytes of a tensor that are changed at a time; elements are not cut."""
 _ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Of the dtypes of safetensors; those of one byte are left out."""
 LOCK_DEADLINE_S = 1800.0  # another engine of the node copies a whole checkpoint
@@ -111,14 +114,12 @@ class LocalCheckpoint:
     def _apply(self, version_dir: Path, wanted: dict[str, Any]) -> None:
         """Change every tensor of a delta in its file."""
         places = Places(self.directory)
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="delta") as threads:
-            for file in files_of(version_dir):
-                header = read_header(file)
-                tasks = [
-                    threads.submit(_apply_one, file, header, name, places, wanted) for name in sorted(header.tensors)
-                ]
-                for task in tasks:
-                    task.result()
+        headers = {file: read_header(file) for file in files_of(version_dir)}
+        deltas = [(file, header, name) for file, header in headers.items() for name in header.tensors]
+        deltas.sort(key=lambda delta: places.size_of(delta[2]), reverse=True)  # the largest is not begun last
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="delta") as threads:
+            for task in [threads.submit(_apply_one, *delta, places, wanted) for delta in deltas]:
+                task.result()
 
     def _state(self) -> dict[str, Any]:
         try:
@@ -141,46 +142,59 @@ class Places:
         self._file_of = {name: directory / file for name, file in read_index(directory)["weight_map"].items()}
         self._headers = {file: read_header(file) for file in set(self._file_of.values())}
 
-    def of(self, name: str) -> tuple[Any, int]:
-        """(the bytes of a tensor, which change the file when they change, bytes of an element).
+    def size_of(self, name: str) -> int:
+        """Bytes of a tensor.
 
         Raises:
             RefusedError: there is no such tensor.
         """
-        import numpy as np
+        start, end = self._entry_of(name)["data_offsets"]
+        return int(end - start)
 
+    def _entry_of(self, name: str) -> Any:
         if name not in self._file_of:
             raise RefusedError(f"there is no tensor {name} in the local checkpoint")
+        return self._headers[self._file_of[name]].tensors[name]
+
+    def of(self, name: str) -> tuple[Path, int, int]:
+        """(the file of a tensor, where it begins there, bytes of an element).
+
+        Raises:
+            RefusedError: there is no such tensor.
+        """
+        entry = self._entry_of(name)
         file = self._file_of[name]
-        header = self._headers[file]
-        entry = header.tensors[name]
-        start, end = entry["data_offsets"]
-        itemsize = _ITEMSIZES.get(entry["dtype"], 1)
-        if start == end:
-            return np.empty(0, np.uint8), itemsize
-        place = np.memmap(file, np.uint8, "r+", offset=header.data_start + start, shape=(end - start,))
-        return place, itemsize
+        start = self._headers[file].data_start + entry["data_offsets"][0]
+        return file, start, _ITEMSIZES.get(entry["dtype"], 1)
 
 
-def _apply_one(file: Path, header: Any, name: str, places: Places, wanted: dict[str, Any]) -> None:
-    """Change one tensor; it stays what it is unless the checksum is right."""
+def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted: dict[str, Any]) -> None:
+    """Change one tensor in its file, a piece after the other: memory that is used again is in the caches."""
     import numpy as np
 
-    from slime.utils.weight_delta import checksum, decode
+    from slime.utils.weight_delta import Changes, hasher
 
     start, end = header.tensors[name]["data_offsets"]
-    with file.open("rb") as stream:
+    with delta_file.open("rb") as stream:
         stream.seek(header.data_start + start)
         delta = stream.read(end - start)
-    place, itemsize = places.of(name)
+    file, begin, itemsize = places.of(name)
+    size, digest, buffer = places.size_of(name), hasher(wanted["checksum_format"]), np.empty(PIECE, np.uint8)
     try:
-        new = decode(np.asarray(place), delta, itemsize=itemsize, encoding=wanted["delta_encoding"])
+        changes = Changes(delta, size, itemsize=itemsize, encoding=wanted["delta_encoding"])
+        with file.open("r+b", buffering=0) as data:
+            for at in range(0, size, PIECE):
+                piece = buffer[: min(PIECE, size - at)]
+                if os.preadv(data.fileno(), [piece.data], begin + at) != piece.size:
+                    raise RefusedError(f"{file} ends within {name}")
+                changes.apply(at, piece)
+                digest.update(piece)
+                os.pwrite(data.fileno(), piece.data, begin + at)
+        changes.finish()
     except ValueError as error:
-        raise RefusedError(f"the delta of {name} in {file} is damaged: {error}") from None
-    found = checksum(new, wanted["checksum_format"])
-    if found != header.metadata.get(name):
+        raise RefusedError(f"the delta of {name} in {delta_file} is damaged: {error}") from None
+    if digest.hexdigest() != header.metadata.get(name):
         raise RefusedError(
-            f"{name} has {wanted['checksum_format']} {found} after the delta of {file}, and had "
+            f"{name} has {wanted['checksum_format']} {digest.hexdigest()} after the delta of {delta_file}, and had "
             f"{header.metadata.get(name)} at the trainer"
         )
-    place[:] = new

@@ -1,8 +1,9 @@
 """Weight sync over files: a full HF checkpoint a version in a directory that trainer and engines share.
 
 The source rank writes every bucket to `<--update-weight-disk-dir>/weight_v%06d`, under another name until all of it is
-on the disk, while the engines still generate. Then come the user's hook, on every rank, and only then the pause: each
-engine loads the directory by `/update_weights_from_disk`. Afterwards it is removed, unless versions are kept.
+on the disk, while the engines still generate. Then come the user's hook, on every rank, and the hosts' own copies, if
+there are any. Only then comes the pause: each engine loads the directory, or the copy, by `/update_weights_from_disk`.
+Afterwards the directory is removed, unless versions are kept.
 
 It needs no network between trainer and engines but HTTP, and takes the time of a write and of a read of the weights.
 A disk that is full ends the run before any engine is paused; a version that engines could not load is written anew.
@@ -84,6 +85,25 @@ class DiskWeightUpdater(WeightUpdater):
 
     def _prepare(self) -> None:
         self._write()
+        if self._local_dir is not None and self.is_source:
+            self._bring_copies(self._local_dir)
+
+    def _bring_copies(self, local_dir: str) -> WeightSyncError | None:
+        """Have every host bring its copy to this version while the engines still generate.
+
+        Returns:
+            what is wrong; engines that load bring the copy themselves, and are asked again for it.
+        """
+        ours = self.fleet.some([i for i, engine in self.fleet.engines.items() if getattr(engine, "is_ours", False)])
+        path = str(self._dir.path(self.weight_version))
+        start = time.monotonic()
+        try:
+            copying = ours.start("bring_copy", path, local_dir=local_dir, timeout_s=self.deadline_s)
+            ours.wait(copying, f"the copy of weights {self.weight_version} to {local_dir}")
+        except WeightSyncError as error:
+            return error
+        self._metrics["perf/update_weights_copy_time"] = time.monotonic() - start
+        return None
 
     def _attempt(self) -> WeightSyncError | None:
         if not self._is_written:

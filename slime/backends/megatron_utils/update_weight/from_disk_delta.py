@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +27,11 @@ from slime.backends.megatron_utils.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater, Writer
 from slime.backends.megatron_utils.update_weight.transport import Bucket
-from slime.utils.weight_delta import COMPRESSION, Bytes, checksum, encode, num_changed
+from slime.utils.weight_delta import COMPRESSION, Bytes, checksum, encode_part, parts_of
 
 logger = logging.getLogger(__name__)
 
-MAX_THREADS = 8
+MAX_THREADS = 16
 
 
 class DeltaWeightUpdater(DiskWeightUpdater):
@@ -46,6 +47,7 @@ class DeltaWeightUpdater(DiskWeightUpdater):
         # Of the source rank:
         self._base: int | None = None  # the version that all hosts have and `_held` holds; None: a whole one is due
         self._is_delta = False  # the version that was written last
+        self._refused: WeightSyncError | None = None  # why hosts did not take it as a delta
         self._held: dict[str, Bytes] = {}
 
     def connect(self, engines: Sequence[Any], *, engine_sizes: Sequence[int]) -> None:
@@ -53,13 +55,30 @@ class DeltaWeightUpdater(DiskWeightUpdater):
         self._base = None
         super().connect(engines, engine_sizes=engine_sizes)
 
+    def _prepare(self) -> None:
+        self._refused = None
+        super()._prepare()
+        if self._from_source(self._refused) is not None:  # there is time for a whole one before the pause
+            super()._prepare()
+
+    def _bring_copies(self, local_dir: str) -> WeightSyncError | None:
+        error = super()._bring_copies(local_dir)
+        if error is not None and self._is_delta:
+            self._refused = error
+            self._tell_of_refusal(error)
+        return error
+
     def _attempt(self) -> WeightSyncError | None:
         error = super()._attempt()
         if self.is_source and error is None:
             self._base = self.weight_version
-        elif self.is_source and self._is_delta:
-            logger.warning("version %d was refused as a delta; a whole one follows", self.weight_version)
+        elif self.is_source and self._is_delta and error is not None:
+            self._tell_of_refusal(error)
         return error
+
+    def _tell_of_refusal(self, error: WeightSyncError) -> None:
+        version = self.weight_version
+        logger.warning("version %d was refused as a delta; a whole one follows: %s", version, error)
 
     def _new_writer(self, path: Path) -> Writer:
         base, self._base = self._base, None  # it is again when all hosts have it
@@ -120,6 +139,15 @@ class WholeWriter:
         return self._files.num_bytes
 
 
+class _Pair(NamedTuple):
+    """A tensor's bytes: of the last version, which are made those of the new one, and of the new one."""
+
+    name: str
+    old: Bytes
+    new: Bytes
+    itemsize: int
+
+
 class DeltaWriter:
     """Writes the tensors that changed, each as its delta; the copy follows.
 
@@ -154,31 +182,35 @@ class DeltaWriter:
         Raises:
             WeightSyncError: a tensor that the last version did not have.
         """
-        for (name, tensor), (changed, delta, digest) in zip(
-            bucket, self._threads.map(self._delta_of, bucket), strict=True
-        ):
-            self._elements += tensor.numel()
+        pairs = list(self._threads.map(self._pair_of, bucket))
+        work = [(pair, part) for pair in pairs for part in parts_of(pair.new.size, self._encoding)]
+        encoded = self._threads.map(lambda item: self._encode(*item), work)
+        for pair, of_pair in zip(pairs, _split(encoded, pairs, self._encoding), strict=True):
+            changed = sum(count for _, count in of_pair)
+            self._elements += pair.new.size // pair.itemsize
             self._changed += changed
-            if delta is not None:
-                self._files.note(name, digest)
-                self._files.add([(name, torch.from_numpy(np.frombuffer(delta, np.uint8).copy()))])
+            if changed:
+                delta = np.frombuffer(bytearray().join(part for part, _ in of_pair), np.uint8)
+                self._files.note(pair.name, checksum(pair.new, self._checksum_kind))
+                self._files.add([(pair.name, torch.from_numpy(delta))])
 
-    def _delta_of(self, named: tuple[str, torch.Tensor]) -> tuple[int, bytes | None, str]:
-        """(elements that changed, the delta if there are any, the checksum of the new bytes)."""
+    def _pair_of(self, named: tuple[str, torch.Tensor]) -> _Pair:
         name, tensor = named
-        new, old, itemsize = bytes_of(tensor), self._held.get(name), tensor.element_size()
+        new, old = bytes_of(tensor), self._held.get(name)
         if old is None or old.size != new.size:
             what = "not there" if old is None else f"of {old.size} bytes"
             raise WeightSyncError(f"{name} has {new.size} bytes now and was {what} before", is_final=True)
-        changed = num_changed(old, new, itemsize=itemsize)
-        if not changed:
-            return 0, None, ""
+        return _Pair(name, old, new, tensor.element_size())
+
+    def _encode(self, pair: _Pair, part: slice) -> tuple[bytes, int]:
+        """The delta of a part, and how many elements changed; the copy holds the new bytes then."""
+        old, new = pair.old[part], pair.new[part]
         try:
-            delta = encode(old, new, itemsize=itemsize, encoding=self._encoding)
+            delta, changed = encode_part(old, new, itemsize=pair.itemsize, encoding=self._encoding)
         except ValueError as error:
-            raise WeightSyncError(f"--update-weight-delta-encoding: {name}: {error}", is_final=True) from None
+            raise WeightSyncError(f"--update-weight-delta-encoding: {pair.name}: {error}", is_final=True) from None
         np.copyto(old, new)
-        return changed, delta, checksum(new, self._checksum_kind)
+        return delta, changed
 
     def finish(self) -> None:
         """As of `HfWriter`."""
@@ -189,6 +221,14 @@ class DeltaWriter:
         """As of `HfWriter`."""
         self._threads.shutdown()
         self._files.discard()
+
+
+def _split(
+    encoded: Iterator[tuple[bytes, int]], pairs: Sequence[_Pair], encoding: str
+) -> Iterator[list[tuple[bytes, int]]]:
+    """What belongs to each pair."""
+    for pair in pairs:
+        yield list(islice(encoded, len(parts_of(pair.new.size, encoding))))
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
