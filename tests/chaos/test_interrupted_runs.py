@@ -1,8 +1,9 @@
 """A run whose driver is killed at a random moment and whose line is started again is the run that was never stopped.
 
-20 rows: ten moments for train.py, and for train_async.py with the default and the fully async rollout in turn. Each
-takes about a minute; what was done is in `interrupted.jsonl` below SLIME_CHAOS_DIR (if that is set), and rows that are
-there for this revision are not done again:
+20 rows: ten moments for train.py, and for train_async.py with the default and the fully async rollout in turn. Most of
+so short a run is its start: one half of the moments is anywhere in it, the other within a random rollout. Each row takes
+about a minute; what was done is in `interrupted.jsonl` below SLIME_CHAOS_DIR (if that is set), and rows that are there
+for this revision are not done again:
 
     SLIME_CHAOS_DIR=/somewhere python -m pytest -m slow tests/chaos/test_interrupted_runs.py [-k "fully_async and 3"]
 """
@@ -45,7 +46,9 @@ ROWS = [
 ]
 EXACT_COLUMNS = ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/lr-pg_0")
 SAMPLE_FIELDS = ("index", "prompt", "tokens", "reward", "loss_mask")
-LEAVE_S = 30.0
+LEAVE_S, START_S = 30.0, 300.0
+ROLLOUT_S = 0.5
+"""About what one takes, with its train step, sync and checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -106,31 +109,52 @@ def test_a_run_that_is_killed_at_a_random_moment_goes_on_as_if_it_was_not(
     if any(row["name"] == name for row in rows):
         pytest.skip(f"done: {table}")
     expected, duration_s = straight[schedule]
-    out, begin = work / name, time.monotonic()
-    killed_after_s = random.Random(name).uniform(1.0, duration_s)
+    out, begin, chance = work / name, time.monotonic(), random.Random(name)
+    # train_async takes the odd numbers and fully_async the even ones
+    rollouts, seconds = (0, chance.uniform(1.0, duration_s))
+    if number % 4 < 2:
+        rollouts, seconds = chance.randrange(1, TOTAL), chance.uniform(0.0, ROLLOUT_S)
     line, script = line_of(out, flags, schedule), SCHEDULES[schedule][0]
-    kill_after(killed_after_s, out, line, script)
-    rollouts = len(Run(out, 0, "").records("train/step")) if (out / "metrics.jsonl").exists() else 0
+    killed_after_s = kill_after(rollouts, seconds, out, line, script)
+    rollouts_then = rollouts_of(out)
     resumed = train(out, *line, script=script)
     assert_equal(expected, resumed)
-    row = {"name": name, "killed_after_s": killed_after_s, "rollouts_then": rollouts, "equal": True}
+    row = {"name": name, "killed_after_s": killed_after_s, "rollouts_then": rollouts_then, "equal": True}
     with table.open("a") as file:
         file.write(json.dumps({**row, "row_s": time.monotonic() - begin}) + "\n")
 
 
-def kill_after(seconds: float, out: Path, line: list[Any], script: str) -> None:
-    """Start a run, and kill its driver as the kernel would; return when nothing of it is left that writes."""
+def rollouts_of(out: Path) -> int:
+    """How many a run has trained on so far."""
+    file = out / "metrics.jsonl"
+    complete, _, _ = (file.read_text() if file.exists() else "").rpartition("\n")
+    records = map(json.loads, complete.splitlines())
+    return len({record["train/step"] for record in records if record["step_key"] == "train/step"})
+
+
+def kill_after(rollouts: int, seconds: float, out: Path, line: list[Any], script: str) -> float:
+    """Start a run, and kill its driver as the kernel would so many seconds after a rollout (0: after the start).
+
+    Returns when nothing of it is left that writes: seconds from the start to the kill.
+    """
     command = [sys.executable, str(ROOT / script), "--output-dir", str(out), *map(str, line)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
     with (out / "killed.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
+            there = lambda: process.poll() is not None or rollouts_of(out) >= rollouts  # noqa: E731
+            wait(f"{rollouts} rollouts of {out}", START_S, there, interval_s=0.02)
             process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
+            pass
+        finally:
             process.kill()
+        killed_after_s = time.monotonic() - begin
         process.wait(timeout=LEAVE_S)
     wait(f"the processes of {out} to end", LEAVE_S, lambda: not processes_of(out))
+    return killed_after_s
 
 
 def processes_of(out: Path) -> list[str]:
