@@ -1,7 +1,7 @@
 """A run whose driver is killed at a random moment and whose line is started again is the run that was never stopped.
 
 20 rows: ten moments for train.py, and for train_async.py with the default and the fully async rollout in turn. Most of
-so short a run is its start: one half of the moments is anywhere in it, the other within a random rollout. Each row takes
+so short a run is its start: one half of the moments is anywhere in it, the other within a random rollout. Each takes
 about a minute; what was done is in `interrupted.jsonl` below SLIME_CHAOS_DIR (if that is set), and rows that are there
 for this revision are not done again:
 

@@ -129,6 +129,9 @@ def test_flashqla_is_refused_in_fp32_where_it_is_not_installed_and_on_gpus_it_ha
     def said(**changes: Any) -> list[str]:
         return kernel_problems(argparse.Namespace(**ASKED | changes), None).all()
 
+    (sentence,) = said()  # it is not there, whatever find_spec says
+    assert "needs the package flash-qla, which does not load: ModuleNotFoundError: No module named 'flash_" in sentence
+    monkeypatch.setattr(importlib, "import_module", lambda name: None)
     assert said() == said(fp16=True, bf16=False) == []
     assert has(said(bf16=False), "trained in fp32; give --bf16")
     capability[0] = (8, 0)

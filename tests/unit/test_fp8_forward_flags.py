@@ -120,7 +120,13 @@ def test_it_is_refused_without_cuda(check: Check) -> None:
 def test_it_is_refused_where_deep_gemm_is_not_installed_and_on_other_gpus_than_hoppers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    installed, capability = {"deep_gemm"}, [(9, 0)]
+    installed, capability, broken = {"deep_gemm"}, [(9, 0)], []
+
+    def load(name: str) -> None:
+        if name in broken:
+            raise OSError("_C.so: undefined symbol: c10") from None
+
+    monkeypatch.setattr(importlib, "import_module", load)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setattr(accelerator, "compute_capability", lambda: capability[0])
     asked: dict[str, Any] = {
@@ -139,6 +145,9 @@ def test_it_is_refused_where_deep_gemm_is_not_installed_and_on_other_gpus_than_h
         return kernel_problems(argparse.Namespace(**asked | changes), None).all()
 
     assert found() == found(megatron_deepgemm_forward_layers=None, bf16=False) == []
+    broken.append("deep_gemm")
+    (sentence,) = found()
+    assert "which does not load: OSError: _C.so: undefined symbol: c10 (it is built for one version" in sentence
     capability[0] = (10, 0)
     assert has(found(), f"{LAYERS} is for Hopper (compute capability 9.0), and this machine's GPU has 10.0")
     installed.clear()

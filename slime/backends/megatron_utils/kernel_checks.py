@@ -2,13 +2,15 @@
 
 FlashQLA (--qwen-gdn-backend flashqla) and DeepGEMM (--megatron-deepgemm-*). What the kernels cannot compute is read
 from their code (flash-qla 0.1.3, sgl-deep-gemm 0.1.5 and 0.2.5), and refused here with the reason, for they would say
-it in the middle of a step. It reads flags and looks for packages; nothing is imported but, for the GPU's architecture,
-torch. What can be chosen of a model for a forward pass in fp8 is in fp8_forward_plan.py.
+it in the middle of a step. It reads flags and, where the kernels are to run on this machine, imports the packages:
+their libraries are built for one version of torch, and do not load beside another. What can be chosen of a model for a
+forward pass in fp8 is in fp8_forward_plan.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -72,25 +74,42 @@ def _missing_flashqla() -> Iterator[str]:
             yield f"{FLASHQLA} needs the package {module.replace('_', '-')}, which is not installed; {install}."
             return
     found = accelerator.compute_capability()
-    if found is not None and found not in FLASHQLA_CAPABILITIES:
+    if found is None:  # the driver's node has no GPU
+        return
+    if found not in FLASHQLA_CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in FLASHQLA_CAPABILITIES)
         yield (
             f"{FLASHQLA} has no kernels for GPUs of compute capability {found[0]}.{found[1]}, which this machine has "
             f"(it has them for {known}); leave it out."
         )
+    elif problem := _load_problem("flash_qla"):
+        yield f"{FLASHQLA} needs the package flash-qla, which does not load: {problem}; {install}."
 
 
 def _missing_deep_gemm(flags: str) -> Iterator[str]:
+    needs = f"{flags} needs the package sgl-deep-gemm (module deep_gemm), which"
+    remedy = "install the one that SGLang names in its requirements, or leave the flag out."
     if importlib.util.find_spec("deep_gemm") is None:
-        yield (
-            f"{flags} needs the package sgl-deep-gemm (module deep_gemm), which is not installed; install the one "
-            "that SGLang names in its requirements, or leave the flag out."
-        )
+        yield f"{needs} is not installed; {remedy}"
         return
     found = accelerator.compute_capability()
-    if found is not None and found[0] != HOPPER:
+    if found is None:
+        return
+    if found[0] != HOPPER:
         yield (
             f"{flags} is for Hopper (compute capability {HOPPER}.0), and this machine's GPU has {found[0]}.{found[1]}"
             ": elsewhere SGLang computes with other scales (on Blackwell powers of two), which are not built; leave "
             "the flag out."
         )
+    elif problem := _load_problem("deep_gemm"):
+        yield f"{needs} does not load: {problem} (it is built for one version of torch); {remedy}"
+
+
+def _load_problem(module: str) -> str | None:
+    """Why a package that is installed cannot be imported."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # what loading another's library may raise
+        cause = error.__cause__ or error
+        return f"{type(cause).__name__}: {cause}"
+    return None
