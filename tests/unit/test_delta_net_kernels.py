@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -143,3 +144,27 @@ def test_flashqla_is_refused_in_fp32_where_it_is_not_installed_and_on_gpus_it_ha
     installed.remove("flash_qla")
     assert has(said(), 'needs the package flash-qla, which is not installed; pip install "flash-qla>=0.1.3"')
     assert said(dry_run=True) == []  # a plan for GPUs is made where they are not
+
+
+def test_flash_linear_attention_is_refused_where_its_backward_pass_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper with some versions of triton, unless tilelang is there."""
+    installed, capability, triton = {"fla"}, [(9, 0)], ["3.6.0"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(accelerator, "compute_capability", lambda: capability[0])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": triton[0]}[name])
+    asked = argparse.Namespace(**ASKED | {"qwen_gdn_backend": "fla"})
+
+    def said(**changes: Any) -> list[str]:
+        return kernel_problems(argparse.Namespace(**vars(asked) | changes), None).all()
+
+    assert has(said(), "is wrong with triton 3.6.0 on Hopper GPUs (from 3.4.0 until 3.7.1); pip install tilelang")
+    assert said(experimental_attention_variant=None) == said(dry_run=True) == said(accelerator="cpu") == []
+    triton[0] = "3.7.1"
+    assert said() == []
+    triton[0], capability[0] = "3.6.0", (10, 0)
+    assert said() == []
+    capability[0] = (9, 0)
+    installed.add("tilelang")
+    assert said() == []
+    installed.clear()
+    assert said() == []

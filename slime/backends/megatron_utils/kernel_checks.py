@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from packaging.version import Version
 
 from slime.backends.megatron_utils.flag_classes import option_of
 from slime.backends.megatron_utils.fp8_forward_plan import check_fp8_forward, given_flags
@@ -26,6 +29,8 @@ FLASHQLA_HEAD = 128
 FLASHQLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3), (12, 0))
 """GPUs that 0.1.3 has kernels for. (Its page names 12.1 too, but its import fails there.)"""
 HOPPER = 9
+TRITONS_WRONG_ON_HOPPER = ("3.4.0", "3.7.1")
+"""The first one, and the first that is right again (flash-linear-attention's issue 640)."""
 
 
 def kernel_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Problems:
@@ -40,6 +45,8 @@ def kernel_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | Non
     if args.qwen_gdn_backend == "flashqla":
         problems.wrong += _check_flashqla(args)
         problems.environment += _missing_flashqla() if looks else ()
+    elif args.experimental_attention_variant == "gated_delta_net":
+        problems.environment += _broken_fla() if looks else ()
     if given := given_flags(args):
         problems.wrong += check_fp8_forward(args, hf_config)
         problems.environment += _missing_deep_gemm(" ".join(given)) if looks else ()
@@ -84,6 +91,29 @@ def _missing_flashqla() -> Iterator[str]:
         )
     elif problem := _load_problem("flash_qla"):
         yield f"{FLASHQLA} needs the package flash-qla, which does not load: {problem}; {install}."
+
+
+def _broken_fla() -> Iterator[str]:
+    """What flash-linear-attention 0.6.0 says in the first backward pass, with a traceback."""
+    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("tilelang") is not None:
+        return  # with tilelang it has another kernel
+    capability, triton = accelerator.compute_capability(), _version_of("triton")
+    if capability is None or capability[0] != HOPPER or triton is None:
+        return
+    first_wrong, first_right = map(Version, TRITONS_WRONG_ON_HOPPER)
+    if first_wrong <= triton < first_right:
+        yield (
+            "flash-linear-attention is installed, and its backward pass of gated delta nets is wrong with triton "
+            f"{triton} on Hopper GPUs (from {first_wrong} until {first_right}); pip install tilelang, whose kernel it "
+            "takes then, or pip uninstall flash-linear-attention fla-core to compute with torch's operations."
+        )
+
+
+def _version_of(package: str) -> Version | None:
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _missing_deep_gemm(flags: str) -> Iterator[str]:
