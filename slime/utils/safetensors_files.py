@@ -44,9 +44,9 @@ def read_header(file: Path) -> Header:
     """
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size - 8:  # before so much memory is asked for
+            raise ValueError(f"{file} ends inside its header")
         text = stream.read(length)
-    if len(text) < length:
-        raise ValueError(f"{file} ends inside its header")
     tensors = json.loads(text)
     return Header(tensors, tensors.pop("__metadata__", {}), 8 + length)
 
@@ -91,6 +91,8 @@ def what_is_wrong(directory: Path) -> str | None:
         return f"{error.filename} cannot be read: {error.strerror}"
     except ValueError as error:
         return str(error)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:  # JSON, but of another form
+        return f"{directory} has a damaged header or index ({type(error).__name__}: {error})"
     return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpda
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.weight_samples import describe, sample
-from slime.utils import http_utils
+from slime.utils import http_utils, manifest
 from slime.utils.arguments.check_files import check_weight_dir
 from slime.utils.safetensors_files import INDEX_FILE, what_is_wrong
 from slime.utils.weight_dir import WeightDir, why_not_ours
@@ -196,11 +197,12 @@ def test_the_name_appears_when_every_file_is_on_the_disk(world: World, monkeypat
         assert (world.shared / "weight_v000001").exists() == (path == world.shared)
         to_disk(path)
 
-    monkeypatch.setattr(hf_export, "to_disk", watch)
+    for module in (hf_export, manifest):
+        monkeypatch.setattr(module, "to_disk", watch)
     world.updater(FileEngine()).update()
     assert synced[-2:] == ["weight_v000001.partial", "shared"], "its entries, then the entry of its name"
     shards = {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
-    assert set(synced[:-2]) == shards | {INDEX_FILE, "config.json", "tokenizer.json"}
+    assert set(synced[:-2]) == shards | {INDEX_FILE, "config.json", "tokenizer.json", manifest.FILE}
 
 
 @pytest.mark.parametrize("moment", ["first shard", "last shard", "fsync"])
@@ -221,7 +223,7 @@ def test_a_full_disk_ends_the_sync_before_any_engine_is_paused(
 
     monkeypatch.setattr(hf_export, "save_file", save_until_full)
     if moment == "fsync":
-        monkeypatch.setattr(hf_export, "to_disk", no_room)
+        monkeypatch.setattr(manifest, "to_disk", no_room)
     updater = world.updater(engine)
     with pytest.raises(
         WeightSyncError, match="weight sync 1 could not be written to --update-weight-disk-dir .*space"
@@ -266,7 +268,20 @@ def garble(version: Path) -> None:
     max(version.glob("*.safetensors")).write_bytes(b"\x10\0\0\0\0\0\0\0no header at all")
 
 
+def flip_a_bit(version: Path) -> None:
+    file = max(version.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def lose_the_manifest(version: Path) -> None:
+    (version / manifest.FILE).unlink()
+
+
 SPOILT = {
+    flip_a_bit: "model-00003-of-00003.safetensors is not what was written",
+    lose_the_manifest: "manifest.json cannot be read",
     cut_short: "has 127 bytes instead of 128",
     lose_a_file: "cannot be read: No such file",
     lose_everything: "there is no .*weight_v000001 on this host; is its parent the same directory",
@@ -284,6 +299,28 @@ def test_a_version_that_is_not_whole_is_refused_and_written_anew(
     assert engine.calls == ["pause", "flush", "load weight_v000001", "load weight_v000001", "continue"]
     assert engine.version == "1" and engine.weights.keys() == set(NAMES)
     assert "weight sync 1 failed, it is sent whole once more" in caplog.text
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_none_of_a_thousand_random_faults_is_loaded(world: World, tmp_path: Path, has_copy: bool) -> None:
+    world.updater(FileEngine(), update_weight_disk_keep_files=True).update()
+    version, chance = world.shared / "weight_v000001", random.Random(0)
+    whole = {path: path.read_bytes() for path in sorted(version.iterdir())}
+    assert {path.suffix for path in whole} == {".json", ".safetensors"}
+    loaded: list[Any] = []
+    copy = tmp_path / "local" if has_copy else None
+    for number in range(500):
+        path, fault = chance.choice(list(whole)), chance.choice(["lose", "cut", "flip"])
+        data = bytearray(whole[path])
+        if fault == "flip":
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        path.write_bytes(data[: chance.randrange(len(data))] if fault == "cut" else data)
+        if fault == "lose":
+            path.unlink()
+        assert disk_weights.load(version, loaded.extend, copy), (number, path, fault)
+        path.write_bytes(whole[path])
+    assert not loaded
+    assert disk_weights.load(version, loaded.extend, copy) is None and len(loaded) == len(NAMES)
 
 
 @pytest.mark.parametrize("spoil", SPOILT)

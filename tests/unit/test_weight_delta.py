@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWeightUpdater, bytes_of
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
+from slime.utils import manifest
 from slime.utils.safetensors_files import INDEX_FILE, files_of
 from slime.utils.weight_delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
 from tests.unit.test_disk_sync import NAMES, ROOT, FileEngine, World, world
@@ -247,6 +248,17 @@ def test_trained_weights_that_change_in_place_are_compared_with_what_was_sent(wo
 # ---- what a host refuses
 
 
+def sign(version: Path) -> None:
+    """As if the trainer had written the files as they are now."""
+    files = [path for path in version.iterdir() if path.name != manifest.FILE]
+    manifest.write_manifest(version / manifest.FILE, manifest.entries_of(version, files))
+
+
+def flip_a_bit_and_sign(version: Path, world: World) -> None:
+    flip_a_bit(version, world)
+    sign(version)
+
+
 def flip_a_bit(version: Path, world: World) -> None:
     (file,) = version.glob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -267,6 +279,7 @@ def cut(version: Path, world: World) -> None:
 def change_the_checksum(version: Path, world: World) -> None:
     (file,) = version.glob("*.safetensors")
     save_file(load_file(file), file, metadata={"layer.1.weight": "0" * 32})
+    sign(version)
 
 
 def lose_the_copy(version: Path, world: World) -> None:
@@ -278,6 +291,7 @@ def miss_a_version(version: Path, world: World) -> None:
     index = json.loads(file.read_text())
     index["metadata"] |= {"version": 5, "base_version": 4}
     file.write_text(json.dumps(index))
+    sign(version)
 
 
 def follow_another(version: Path, world: World) -> None:
@@ -286,6 +300,7 @@ def follow_another(version: Path, world: World) -> None:
     index = json.loads(file.read_text())
     index["metadata"]["base_id"] = "theirs"
     file.write_text(json.dumps(index))
+    sign(version)
 
 
 def damage_the_copy(version: Path, world: World) -> None:
@@ -294,7 +309,8 @@ def damage_the_copy(version: Path, world: World) -> None:
 
 
 REFUSED = {
-    flip_a_bit: "the delta of layer.1.weight in .* is damaged|layer.1.weight has xxh3-128",
+    flip_a_bit: "model.safetensors is not what was written",
+    flip_a_bit_and_sign: "the delta of layer.1.weight in .* is damaged|layer.1.weight has xxh3-128",
     lose_the_file: "cannot be read: No such file",
     cut: "bytes instead of",
     change_the_checksum: "layer.1.weight has xxh3-128 [0-9a-f]{32} after the delta of .*, and had 0{32} at the t",
@@ -371,7 +387,6 @@ def test_a_full_sync_may_load_from_the_hosts_own_copy_too(world: World) -> None:
 
 OTHER_HOST_RUN = """
 import pathlib, sys, time
-from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
 LocalCheckpoint(pathlib.Path(sys.argv[1])).bring_to(pathlib.Path(sys.argv[2]))
 print("there", flush=True)
@@ -385,6 +400,7 @@ def test_a_copy_belongs_to_the_engines_of_one_run_as_long_as_they_live(world: Wo
     save_file({"w": torch.zeros(1)}, theirs / "model.safetensors")
     metadata = {"run": "other", "version": 3, "id": "theirs"}
     (theirs / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": {"w": "model.safetensors"}}))
+    sign(theirs)
     command = [sys.executable, "-c", OTHER_HOST_RUN, str(tmp_path / "local"), str(theirs)]
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert other.stdout is not None and other.stdout.readline() == b"there\n"

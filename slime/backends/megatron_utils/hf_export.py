@@ -26,7 +26,8 @@ from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
 from slime.utils.hf_text_config import is_of_other_part, text_config
-from slime.utils.manifest import to_disk
+from slime.utils.manifest import FILE as MANIFEST_FILE
+from slime.utils.manifest import entries_of, to_disk, write_manifest
 from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 _SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor
@@ -134,6 +135,7 @@ class HfWriter:
         shard_bytes: where a new shard starts.
         keeps_dtypes: write tensors in the dtype that they come in, not in the config's.
         index_metadata: there is an index even of one shard, and it says this, too.
+        has_manifest: say in a `manifest.FILE` what all files are, for readers that must not load a wrong bit.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class HfWriter:
         shard_bytes: int = SHARD_BYTES,
         keeps_dtypes: bool = False,
         index_metadata: Mapping[str, Any] | None = None,
+        has_manifest: bool = False,
     ) -> None:
         self._path = Path(path)
         self._partial = self._path.with_name(self._path.name + ".partial")
@@ -162,6 +165,7 @@ class HfWriter:
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}
         self._shard_bytes = shard_bytes
         self._index_metadata = index_metadata
+        self._has_manifest = has_manifest
         self._shard: dict[str, torch.Tensor] = {}
         self._size_of_shard = 0
         self._shards: list[list[str]] = []
@@ -187,7 +191,11 @@ class HfWriter:
         """Write what is left and the index, see that all is on the disk, then give the directory its name."""
         self._flush()
         self._name_shards()
-        for path in (*self._partial.iterdir(), self._partial):
+        files = [path for path in self._partial.rglob("*") if path.is_file()]
+        if self._has_manifest:
+            write_manifest(self._partial / MANIFEST_FILE, entries_of(self._partial, files))  # forces them to the disk
+            files = []
+        for path in (*files, *(path for path in self._partial.rglob("*") if path.is_dir()), self._partial):
             to_disk(path)
         shutil.rmtree(self._path, ignore_errors=True)
         self._partial.rename(self._path)

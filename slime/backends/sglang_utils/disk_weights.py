@@ -2,7 +2,8 @@
 
 SGLang's own formats differ in two ways that matter during training. A file that is cut short ends its scheduler: what
 fails while loading is tried again from the same files, outside any `try`. And they prepare layers once more after
-loading, which fp8 layers do not survive. Here the directory is looked at first, weights are loaded as the other
+loading, which fp8 layers do not survive. Here the directory is looked at first, every byte of it, once for an engine
+(or where the host's copy is made): what was changed on its way is not loaded. Weights are loaded as the other
 transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all. With "slime:DIR" the
 host's own copy of the weights in DIR is brought to the version first, which may be a delta, and is loaded from: of a
 delta the tensors that changed, and those without which SGLang would not load them. "slime-copy:DIR" only brings the
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint, RefusedError
+from slime.utils import manifest
 from slime.utils.loaded_together import with_partners
 from slime.utils.safetensors_files import files_of, read_index, what_is_wrong
 
@@ -87,6 +89,7 @@ def load(
         what is wrong, on this rank or on another; None when every rank has loaded all of it.
     """
     problem = agreed(_missing(directory) or what_is_wrong(directory))
+    problem = problem or agreed(_changed(directory, local_dir))
     source = directory
     if problem is None and local_dir is not None:
         problem = agreed(_brought(directory, local_dir))
@@ -119,6 +122,13 @@ def _brought(directory: Path, local_dir: Path) -> str | None:
     return None
 
 
+def _changed(directory: Path, local_dir: Path | None) -> str | None:
+    """What of a version is not what was written; a host's copy is looked at when it is made."""
+    if local_dir is not None or not _is_first():
+        return None
+    return manifest.what_is_wrong(directory / manifest.FILE)
+
+
 def _missing(directory: Path) -> str | None:
     if directory.is_dir():
         return None
@@ -134,6 +144,17 @@ def tensors_of(directory: Path, names: Collection[str]) -> Iterator[tuple[str, t
             for name in opened.keys():  # noqa: SIM118 - it is no dict
                 if name in names:
                     yield name, opened.get_tensor(name)
+
+
+def _is_first() -> bool:
+    """Whether this is the first tensor-parallel rank, or the only process."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return True
+    from sglang.srt.distributed import get_tp_group
+
+    return bool(get_tp_group().rank_in_group == 0)
 
 
 def agreed(problem: str | None) -> str | None:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from slime.utils import manifest
 from slime.utils.safetensors_files import files_of, read_header, read_index
 from slime.utils.wait import lock_file
 
@@ -107,7 +108,10 @@ class LocalCheckpoint:
                 shutil.copytree(version_dir, self.directory)
             except OSError as error:
                 raise RefusedError(f"{version_dir} cannot be copied to {FLAG} {self.root}: {error}") from None
+            _check(self.directory)
+            (self.directory / manifest.FILE).unlink()  # deltas change what it is about
         else:
+            _check(version_dir)
             self._apply(version_dir, wanted)
         self._set_state(wanted["run"], wanted["version"], wanted["id"])
 
@@ -133,6 +137,11 @@ class LocalCheckpoint:
         partial = self.root / "state.json.partial"
         partial.write_text(json.dumps({"run": run, "version": version, "id": version_id}))
         partial.replace(self.root / "state.json")
+
+
+def _check(directory: Path) -> None:
+    if problem := manifest.what_is_wrong(directory / manifest.FILE):
+        raise RefusedError(problem)
 
 
 class Places:

@@ -179,6 +179,7 @@ class DiskWeightUpdater(WeightUpdater):
             keeps_dtypes=True,
             shard_bytes=self.args.update_weight_buffer_size,
             index_metadata=self._index_metadata(),
+            has_manifest=True,
         )
 
     def _unless_failed(self, action: Callable[[], Any]) -> tuple[Any, WeightSyncError | None]:

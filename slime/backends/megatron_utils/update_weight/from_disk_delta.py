@@ -95,7 +95,8 @@ class DeltaWeightUpdater(DiskWeightUpdater):
             "compression_format": COMPRESSION,
             "checksum_format": self.args.update_weight_delta_checksum,
         }
-        files = HfWriter(path, None, shard_bytes=self.args.update_weight_buffer_size, index_metadata=metadata)
+        shard_bytes = self.args.update_weight_buffer_size
+        files = HfWriter(path, None, shard_bytes=shard_bytes, index_metadata=metadata, has_manifest=True)
         return DeltaWriter(files, self._held, metadata["delta_encoding"], metadata["checksum_format"])
 
     def _note(self, writer: Writer) -> None:
