@@ -110,9 +110,10 @@ class RunGuard:
 
     def _report(self, phase: Phase, limit_s: float) -> None:
         path = self._output_dir / stall_report.FILE
-        message = f"{stall_report.headline(phase, limit_s)}: what every process is doing is in {path}"
+        headline = stall_report.headline(phase, limit_s, self._stopped())
+        message = f"{headline}: what every process is doing is in {path}"
         logger.error("%s", message)
-        stall_report.write_report(path, stall_report.headline(phase, limit_s), self._sections())
+        stall_report.write_report(path, headline, self._sections())
         if self._on_stall == "report":
             logger.error("the run goes on waiting (--on-stall report)")
             return
@@ -120,6 +121,14 @@ class RunGuard:
         self._end_anyway = threading.Timer(LEAVE_S, _leave, (message,))
         self._end_anyway.daemon = True
         self._end_anyway.start()
+
+    def _stopped(self) -> list[str]:
+        try:
+            board = progress_board.read(self.run)
+        except Exception as error:  # noqa: BLE001 - a boundary: who cannot be asked must not keep the report away
+            logger.warning("processes cannot be named: %s", error)
+            board = {}
+        return stall_report.stopped_processes(self.run, board)
 
     def _sections(self) -> dict[str, Any]:
         directory = str(self._output_dir)

@@ -6,6 +6,7 @@ docs/fault_tolerance.md says how to read it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,13 +31,31 @@ FILE = "stall_report.txt"
 NODE_DEADLINE_S = 90.0
 
 
-def headline(phase: Phase, limit_s: float) -> str:
-    """The sentence that says what has stalled."""
+def headline(phase: Phase, limit_s: float, stopped: Sequence[str] = ()) -> str:
+    """The sentence that says what has stalled, and which processes (`stopped_processes`) cannot go on."""
+    who = f"; stopped, which SIGCONT ends: {', '.join(stopped)}" if stopped else ""
     return (
         f"nothing has gone on in the phase {phase.name!r} for {seconds(phase.silent_s)} (it began "
         f"{seconds(phase.seconds)} ago; it may be silent for {seconds(limit_s)}: six times its median, and "
-        "--stall-timeout at least)"
+        f"--stall-timeout at least){who}"
     )
+
+
+def stopped_processes(run: str, board: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Processes of a run on this node that a signal, a debugger or a full terminal has stopped.
+
+    Args:
+        run: its mark.
+        board: what processes say of themselves (`progress_board.read`), which gives them names.
+    """
+    names = {said.get("pid"): name for name, said in board.items()}
+    found = []
+    for process in processes_of(run):
+        with contextlib.suppress(psutil.Error):  # gone meanwhile
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                title = " ".join(Path(word).name for word in process.cmdline()[:4]) or process.name()
+                found.append(f"{names.get(process.pid, title)} (process {process.pid})")
+    return found
 
 
 def write_report(path: Path, title: str, sections: Mapping[str, Callable[[], str]]) -> None:

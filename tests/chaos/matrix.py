@@ -40,17 +40,18 @@ PHASES = ("start", "generate", "log-probs", "train", "sync", "save", "eval")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 NUM_ROLLOUT, PROMPTS, SAMPLES = 3, 4, 4
 DEADLINE_S, ASLEEP_S = 420.0, 15.0
-STALL_S = dict.fromkeys(PARTS, 20) | {"router": 60}
-"""After which the watchdog ends a run; a router is asked for half a minute before it is started again."""
+STALL_S = dict.fromkeys(PARTS, 20) | {"router": 60, "reward": 120}
+"""After which the watchdog ends a run; a router is asked for half a minute before it is started again, and requests to
+a reward server are sent again for a minute."""
 REASONS = {
-    "engine": r"engine",
-    "trainer": r"rank|trainer|nothing has gone on",
+    "engine": r"engine|sglang",
+    "trainer": r"rank|trainer",
     "router": r"router",
-    "manager": r"rollout manager|RolloutManager|nothing has gone on",
+    "manager": r"rollout manager|RolloutManager",
     "driver": r"",
-    "reward": r"reward service|nothing has gone on",
+    "reward": r"reward service",
 }
-"""What the last error of a run that stopped has to say."""
+"""What the last error of a run that stopped has to say, paths left out: it names what was wounded."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def judge(row: Row, out: Path, first: _Watched, second: _Watched | None, status:
     elif status == 0:
         outcome, holds = ("wrong", False) if wrong else ("resumed" if second else "recovered", True)
     else:
-        outcome, holds = "stopped", bool(re.search(REASONS[row.part], reason)) and bool(reason)
+        outcome, holds = "stopped", bool(reason) and bool(re.search(REASONS[row.part], re.sub(r"/\S+", "", reason)))
     return Outcome(
         **asdict(row),
         outcome=outcome,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from slime.ray.stall_watch import SLOW, StallWatch
 from slime.ray.utils import _interrupt, interrupt_main
 from slime.utils import stacks
 from slime.utils.collective_state import CollectiveState
+from slime.utils.wait import wait
 
 
 class World:
@@ -278,6 +280,28 @@ def test_the_report_says_what_could_not_be_asked_and_goes_on(tmp_path: Path) -> 
     assert "trainer 0: none was seen; operations begun by each group: dp 4" in text
     stall_report.write_report(path, "again", {})
     assert path.read_text().startswith(text), "a second stall is written behind the first"
+
+
+def test_the_first_line_names_the_processes_that_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", "/some/where/engine_0.json"]
+    env = os.environ | {"SLIME_RUN_ID": "stopped-run"}
+    started = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for _ in range(3)]
+    try:
+        for process in started:
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+        assert stall_report.stopped_processes("stopped-run", {}) == []
+        for process in started[:2]:
+            process.send_signal(signal.SIGSTOP)
+            wait("the process to stop", 10, lambda p=process: psutil.Process(p.pid).status() == psutil.STATUS_STOPPED)
+        names = stall_report.stopped_processes("stopped-run", {"trainer 1": {"pid": started[0].pid}})
+        assert sorted(names)[1] == f"trainer 1 (process {started[0].pid})"
+        assert sorted(names)[0].endswith(f"engine_0.json (process {started[1].pid})")
+        line = stall_report.headline(Phase("train", 400.0, 300.0), 240.0, names[:1])
+        assert line.endswith(f"; stopped, which SIGCONT ends: {names[0]}")
+    finally:
+        for process in started:
+            process.kill()
+            process.wait(10)
 
 
 def test_a_node_tells_its_memory_and_every_process_of_the_run(sleeper: Any, tmp_path: Path) -> None:
