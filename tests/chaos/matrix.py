@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,7 +110,9 @@ def outcome_of(row: Row, folder: Path) -> Outcome:
     path = folder / "rows.jsonl"
     if (known := read_outcomes(path).get(row.name)) is not None:
         return known
-    found = run_row(row, folder / row.name.replace(" ", "-"), model=folder / "model", prompts=folder / "prompts.jsonl")
+    of_row = folder / row.name.replace(" ", "-")
+    shutil.rmtree(of_row, ignore_errors=True)  # of a call that was cut in the middle of it
+    found = run_row(row, of_row, model=folder / "model", prompts=folder / "prompts.jsonl")
     with path.open("a") as file:
         file.write(json.dumps(asdict(found)) + "\n")
     return found
