@@ -57,7 +57,7 @@ def load_dump(path: str | Path, *, trusted: bool = False) -> dict[str, Any]:
         if not trusted:
             raise UsageError(
                 f"{path} holds more than tensors and plain data, and reading that runs code: trust it, or do not "
-                f"open it ({_reason(error)})"
+                f"open it ({reason_of(error)})"
             ) from error
         logger.warning("%s holds more than tensors and plain data: it is read as a file of your own", path)
         # the caller trusts it
@@ -118,7 +118,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The line of torch's long message that names the type."""
     lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
     return lines[0] if lines else type(error).__name__

@@ -35,6 +35,7 @@ from slime.backends.megatron_utils.moe_checks import check_moe
 from slime.backends.megatron_utils.offload_checks import check_offloading
 from slime.backends.megatron_utils.parser_flags import add_parser_flags
 from slime.utils.arguments.problems import Problems
+from slime.utils.checkpoint_metadata import check_names
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.errors import UsageError
 
@@ -191,12 +192,16 @@ def _missing_checkpoint(args: argparse.Namespace) -> list[str]:
 
 
 def checkpoint_shape_problems(args: argparse.Namespace, flag: str, path: str | None, step: int | None) -> list[str]:
-    """Return a sentence for each model flag in which the Megatron checkpoint at `path` differs from `args`."""
+    """Return a sentence for each model flag in which the Megatron checkpoint at `path` differs from `args`.
+
+    One sentence where there is no checkpoint, or its .metadata names what would be run.
+    """
     if classify_checkpoint(path) != "megatron":
         return []
     assert path is not None
     try:
         directory, _ = resolve_checkpoint_dir(path, step)
+        check_names(directory)
     except UsageError as error:
         return [f"{flag}: {message}" for message in error.messages]
     shape_file = directory / MODEL_SHAPE_FILE

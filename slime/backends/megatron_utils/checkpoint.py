@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from slime.backends.megatron_utils.background_save import BackgroundSave, merged
 from slime.backends.megatron_utils.full_disk import gives_way_to_a_full_disk
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
+from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.backends.megatron_utils.model.optimizer_state import make_moments
 from slime.backends.megatron_utils.model.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.model_provider import unwrap
@@ -219,7 +220,8 @@ def save_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
 
 def load_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
     """Load what `save_weights` wrote, with any parallel layout; all ranks call it."""
-    loaded = dist_checkpointing.load(_sharded_state(model, None, is_loading=True), str(directory))
+    with loading(directory):
+        loaded = dist_checkpointing.load(_sharded_state(model, None, is_loading=True), str(directory))
     for name, chunk in zip(_chunk_names(model), model, strict=True):
         unwrap(chunk).load_state_dict(loaded[name])
 
@@ -256,10 +258,11 @@ def load_checkpoint(
         the iteration of the checkpoint, None for a release.
 
     Raises:
-        UsageError: no such checkpoint.
+        UsageError: no such checkpoint, or it holds what loading would run.
     """
     directory, iteration = resolve_checkpoint_dir(source.path, source.step)
-    common = dist_checkpointing.load_common_state_dict(str(directory))
+    with loading(directory):
+        common = dist_checkpointing.load_common_state_dict(str(directory))
     is_resumed = iteration is not None
     with_optimizer = is_resumed and source.load_optimizer and optimizer is not None and "optimizer" in common
     with_rng = is_resumed and source.load_rng and _has_rng(common) and common.get("layout") == _layout()
@@ -273,7 +276,8 @@ def load_checkpoint(
         state["rng_state"] = _rng_object()
     names = _chunk_names(model)
     has_fresh_head = _leave_out_fresh_head(state[names[-1]], model[-1], directory)
-    loaded = dist_checkpointing.load(state, str(directory))
+    with loading(directory):
+        loaded = dist_checkpointing.load(state, str(directory))
     for name, chunk in zip(names, model, strict=True):
         unwrap(chunk).load_state_dict(loaded[name], strict=not (has_fresh_head and chunk is model[-1]))
     if with_optimizer:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from slime.utils.checkpoint_metadata import read_metadata
 from slime.utils.conversion.file_copy import Segment, tiles
 from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
@@ -59,10 +59,7 @@ class TorchDistReader:
         self._directory = Path(directory)
         if not (self._directory / ".metadata").is_file():
             raise UsageError(f"{directory} holds no torch_dist checkpoint (no .metadata file).")
-        try:
-            metadata = FileSystemReader(str(directory)).read_metadata()
-        except Exception as error:  # unpickling raises anything
-            raise UsageError(f"{self._directory / '.metadata'} cannot be read ({error}); copy it again.") from error
+        metadata = read_metadata(self._directory)
         self._tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()

@@ -28,6 +28,7 @@ def apply(kind: str) -> None:
 
             lone_groups.apply()
         from slime.backends.megatron_utils.megatron_patch import (
+            checkpoint_reader,
             checkpoint_writer,
             fused_adam,
             gradient_accumulation,
@@ -35,6 +36,7 @@ def apply(kind: str) -> None:
             without_te,
         )
 
+        checkpoint_reader.apply()
         checkpoint_writer.apply()
         fused_adam.apply()
         without_te.apply()
