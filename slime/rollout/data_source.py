@@ -165,14 +165,21 @@ class RolloutDataSource(DataSource):
         write_manifest(manifest_of_state(path), entries_of(path.parent, [path]))
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Restore the state that --load holds for this rollout; without --load or a rollout, begin anew."""
+        """Restore the state that --load holds for this rollout; without --load or a rollout, begin anew.
+
+        Raises:
+            UsageError: the state is damaged; or its buffer holds objects (images, what user code put on its samples),
+                which only a run trusts that goes on from its own --save.
+        """
         if self.args.load is None or rollout_id is None or rollout_id < 0:
             return
         path = state_path(self.args.load, rollout_id)
         if not path.exists():
             logger.warning("no data source state at %s: prompts start from the first epoch's beginning", path)
             return
-        self.load_state_dict(load_dump(path, trusted=True))
+        is_own = self.args.save is not None and os.path.realpath(self.args.save) == os.path.realpath(self.args.load)
+        remedy = f"only a run that saves there too trusts it; if --load {self.args.load} is your own, --save it there"
+        self.load_state_dict(load_dump(path, trusted=is_own, remedy=remedy))
         logger.info("data source goes on at prompt %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path)
 
 

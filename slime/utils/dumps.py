@@ -34,13 +34,16 @@ def save_dump(path: str | Path, data: dict[str, Any]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def load_dump(path: str | Path, *, trusted: bool = False) -> dict[str, Any]:
+def load_dump(
+    path: str | Path, *, trusted: bool = False, remedy: str = "trust it, or do not open it"
+) -> dict[str, Any]:
     """Read a dump onto the CPU.
 
     Args:
         path: the file.
         trusted: where it holds objects other than tensors and plain data (images, what user code put on its samples),
             make them, which runs code that the file names. Without it such a file is refused.
+        remedy: what the user can do about that, for the error.
 
     Raises:
         UsageError: there is no such file, it is no dump, or it would have to be trusted.
@@ -56,8 +59,8 @@ def load_dump(path: str | Path, *, trusted: bool = False) -> dict[str, Any]:
             raise UsageError(f"{path} is no dump: torch.load cannot read it") from error
         if not trusted:
             raise UsageError(
-                f"{path} holds more than tensors and plain data, and reading that runs code: trust it, or do not "
-                f"open it ({reason_of(error)})"
+                f"{path} holds more than tensors and plain data, and reading that runs code: {remedy} "
+                f"({reason_of(error)})"
             ) from error
         logger.warning("%s holds more than tensors and plain data: it is read as a file of your own", path)
         # the caller trusts it

@@ -12,8 +12,10 @@ import torch
 from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness
+from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
+from tests.unit.test_untrusted_files import RunsCode
 
 
 @pytest.fixture
@@ -187,6 +189,24 @@ def test_without_a_state_to_load_prompts_start_at_the_beginning(make, tmp_path, 
     source.load(3)
     assert "no data source state" in caplog.text
     assert letters(source.get_samples(1)) == "a"
+
+
+def test_objects_in_a_buffer_are_loaded_from_the_runs_own_directory_alone(make, tmp_path):
+    """Making them runs code that the file names: here it makes a file."""
+    saved, marker = tmp_path / "saved", tmp_path / "marker"
+    source = make(save=str(saved), n_samples_per_prompt=1)
+    (group,) = source.get_samples(1)
+    group[0].metadata["code"] = RunsCode(marker)
+    source.add_samples([group])
+    source.save(0)
+    (tmp_path / "link").symlink_to(saved)
+    assert not marker.exists()
+    for other in (None, str(tmp_path / "other")):
+        with pytest.raises(UsageError, match=f"if --load {saved} is your own, --save it there"):
+            make(save=other, load=str(saved), n_samples_per_prompt=1).load(0)
+    assert not marker.exists()
+    make(save=str(tmp_path / "link"), load=str(saved), n_samples_per_prompt=1).load(0)
+    assert marker.exists()
 
 
 def test_an_interrupted_save_leaves_the_old_state(make, tmp_path, monkeypatch):

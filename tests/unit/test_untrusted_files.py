@@ -66,6 +66,9 @@ class RunsCode:
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.marker,)
 
+    def __deepcopy__(self, _: object) -> RunsCode:
+        return self
+
 
 def write_checkpoint(directory: Path) -> Metadata:
     """What `torch.distributed.checkpoint` writes of one tensor and one object; returns its description."""
