@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slime.observability.eval_samples import EvalSample, text_of
 from slime.observability.tracker_runs import WANDB_RUN, TrackerRuns
 from slime.utils.errors import UsageError
-from slime.utils.secret_names import without_secrets
+from slime.utils.secret_names import command_line_without_secrets, without_secrets
 
 # Family of metrics -> the metric that is its x axis.
 STEP_METRICS = {
@@ -43,23 +45,24 @@ class WandbAdapter:
         except ImportError as error:
             raise UsageError("--use-wandb needs the package wandb: pip install wandb") from error
         mode = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
-        if (args.wandb_key or args.wandb_host) and mode == "online":
-            wandb.login(key=args.wandb_key, host=args.wandb_host)
         directory = Path(args.wandb_dir or args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary directory when it is absent
         before = runs.known(WANDB_RUN) if args.wandb_run_id is None else None
         run_id = args.wandb_run_id or before
-        self.run = wandb.init(
-            entity=args.wandb_team,
-            project=args.wandb_project,
-            group=args.wandb_group,
-            name=None if before else run_name(args),  # it has one
-            id=run_id,
-            resume="allow" if run_id else None,
-            dir=str(directory),
-            mode=mode,
-            config=public_config(args),
-        )
+        with _public_command_line(args):
+            if (args.wandb_key or args.wandb_host) and mode == "online":
+                wandb.login(key=args.wandb_key, host=args.wandb_host)
+            self.run = wandb.init(
+                entity=args.wandb_team,
+                project=args.wandb_project,
+                group=args.wandb_group,
+                name=None if before else run_name(args),  # it has one
+                id=run_id,
+                resume="allow" if run_id else None,
+                dir=str(directory),
+                mode=mode,
+                config=public_config(args),
+            )
         runs.keep(WANDB_RUN, self.run.id)
         for step_metric in sorted(set(STEP_METRICS.values())):
             self.run.define_metric(step_metric)
@@ -106,3 +109,14 @@ def public_config(args: Namespace) -> dict[str, Any]:
             if not name.startswith("_")
         }
     )
+
+
+@contextmanager
+def _public_command_line(args: Namespace) -> Iterator[None]:
+    """Hide secrets in sys.argv inside the block: W&B (0.31) uploads it, and no setting of it leaves that alone out."""
+    own = sys.argv
+    sys.argv = [own[0], *command_line_without_secrets(own[1:], vars(args))]
+    try:
+        yield
+    finally:
+        sys.argv = own

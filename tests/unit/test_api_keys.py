@@ -25,7 +25,7 @@ from slime.utils.api_keys import ENGINE_ENV, ROUTER_ENV, HiddenText, RunKeys, he
 from slime.utils.arguments import Args, with_run_keys
 from slime.utils.errors import HttpError
 from slime.utils.http_stream import stream_events
-from slime.utils.secret_names import is_secret, without_secrets
+from slime.utils.secret_names import command_line_without_secrets, is_secret, without_secrets
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import serve
 
@@ -210,3 +210,19 @@ def test_the_forwarder_asks_for_its_key_and_gives_each_engine_the_engines(server
         server_control.register_worker_sync(router, Worker(engine))
         assert http_utils.post_sync(f"{router}/classify", {}) == {"ok": True}
     assert seen == ["Bearer e"]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("--lr 1 --wandb-key k1 --x 2", "--lr 1 --wandb-key *** --x 2"),
+        ("--sglang-api-key=k1 k2", "--sglang-api-key=*** k2"),
+        ("--api-keys k1 k2 --x k1", "--api-keys *** *** --x k1"),
+        ("--wandb-k parsed --x=parsed", "--wandb-k *** --x=***"),
+        ('--config {"token":"inner"}', '--config {"token":"***"}'),
+        ("--disable-api-key-per-run a --api-key-file path", "--disable-api-key-per-run a --api-key-file path"),
+    ],
+)
+def test_a_command_line_is_shown_without_secrets(line: str, shown: str) -> None:
+    parsed = {"wandb_key": "parsed", "config": {"deep": {"auth_token": ["inner"]}}, "router_api_key": None}
+    assert command_line_without_secrets(line.split(" "), parsed) == shown.split(" ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import time
 from argparse import Namespace
@@ -231,6 +232,20 @@ def test_wandb_offline_writes_a_run_with_no_key_in_its_config(tmp_path: Path, mo
     (run_file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     content = run_file.read_bytes()
     assert b"train/loss" in content and b"eval/addition" in content and b"a secret" not in content
+
+
+def test_wandb_offline_writes_the_command_line_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = {"wandb_key": "key-of-wandb", "sglang_api_key": "key-of-engines", "reward": {"api_key": "key-in-json"}}
+    line = ["train.py", "--lr", "0.000017", "--wandb-key", "key-of-wandb", "--sglang-api-key=key-of-engines"]
+    line += ["--sglang-api-k", "key-of-engines", "--reward", '{"api_key": "key-in-json"}', "--wandb-key=key-before"]
+    monkeypatch.setattr(sys, "argv", line)
+    run_of_two_steps(make_args(tmp_path, use_wandb=True, **flags))
+    assert sys.argv is line
+    content = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
+    assert b"0.000017" in content and b"--sglang-api-key=***" in content, "the command line is there"
+    assert re.findall(rb"key-(?:of|in|before)[a-z-]*", content) == []
 
 
 class FakeWandb:
