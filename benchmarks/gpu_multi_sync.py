@@ -100,7 +100,7 @@ def link_rate(run: Run, options: Namespace) -> float:
     """GB/s of broadcasts between two processes on two GPUs, measured once a run."""
     path = folder_of(run, options) / "link.json"
     if not path.is_file():
-        listener = listen_anywhere()
+        listener = listen_anywhere("127.0.0.1")
         port = str(listener.getsockname()[1])
         listener.close()
         tiny = ["--tiny"] * options.tiny

@@ -126,7 +126,7 @@ def build_model(path: Path) -> tuple[Namespace, list[Any]]:
     """A world of one rank with the Megatron model of an HF directory, and its flags."""
     args = make_args(path, check_weight_update_equal=False, update_weight_buffer_size=1)
     torch.set_num_threads(1)
-    initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere())
+    initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere("127.0.0.1"))
     model = [get_model_provider_func(args)()]
     load_hf_weights(args, model, args.hf_checkpoint)
     return args, model

@@ -1,11 +1,13 @@
-"""The line in front of the teacher: what is taken together, what is refused, what is dropped."""
+"""The line in front of the teacher: what is taken together, what is refused, what is dropped; where its ranks meet."""
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
 
+from slime.backends.megatron_utils.server.megatron_server import _meeting_point
 from slime.backends.megatron_utils.server.waiting_line import Job, LineFull, WaitingLine
 
 
@@ -52,3 +54,16 @@ def test_those_that_wait_when_the_server_ends_are_told() -> None:
     line.fail_all(lambda: RuntimeError("the server ends"))
     with pytest.raises(RuntimeError, match="the server ends"):
         job.result.result(0)
+
+
+def test_a_teacher_of_one_process_listens_for_ranks_on_the_loopback_alone() -> None:
+    address, listener = _meeting_point(world_size=1)
+    assert isinstance(listener, socket.socket)
+    with listener:
+        assert (address, listener.getsockname()[0]) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_teachers_of_several_processes_meet_where_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert _meeting_point(world_size=2) == ("10.0.0.1", 29500)

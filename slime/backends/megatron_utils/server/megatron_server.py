@@ -67,11 +67,17 @@ def _listener(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _meeting_point(world_size: int) -> tuple[str, int | socket.socket]:
+    """Where ranks meet: torchrun says it; one process alone keeps to the loopback."""
+    if world_size == 1:
+        return "127.0.0.1", listen_anywhere("127.0.0.1")
+    return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
+
+
 def _serve(args: argparse.Namespace, rank: int, world_size: int, listener: socket.socket | None) -> int:
     from slime.backends.megatron_utils import initialize
 
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1") if world_size > 1 else "127.0.0.1"
-    port = int(os.environ["MASTER_PORT"]) if world_size > 1 else listen_anywhere()
+    address, port = _meeting_point(world_size)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     initialize.init(
         args, rank=rank, world_size=world_size, master_addr=address, master_port=port, local_rank=local_rank
