@@ -41,9 +41,11 @@ PHASES = ("start", "generate", "log-probs", "train", "sync", "save", "eval")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 NUM_ROLLOUT, PROMPTS, SAMPLES = 3, 4, 4
 DEADLINE_S, ASLEEP_S = 420.0, 15.0
-STALL_S = dict.fromkeys(PARTS, 20) | {"router": 60, "reward": 120}
-"""After which the watchdog ends a run; a router is asked for half a minute before it is started again, and requests to
-a reward server are sent again for a minute."""
+STALL_S = dict.fromkeys(PARTS, 20) | {"router": 60}
+"""After which the watchdog ends a run; a router is asked for half a minute before it is started again."""
+GONE_REWARD_S = 240
+"""The same where a reward server is gone: its requests are sent ten times, for more than two minutes, before the run
+ends with its name. (One that is stopped may answer for 20 minutes; nobody sees what becomes of another's server.)"""
 REASONS = {
     "engine": r"engine|sglang",
     "trainer": r"rank|trainer",
@@ -53,6 +55,7 @@ REASONS = {
     "reward": r"reward service",
 }
 """What the last error of a run that stopped has to say, paths left out: it names what was wounded."""
+OF_STOPPED_REWARD = r"nothing has gone on"
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def run_row(row: Row, folder: Path, *, model: Path, prompts: Path, script: str =
     out = folder / "out"
     out.mkdir(parents=True)
     with reward_server() as (url, pid):
-        flags = [str(flag) for flag in flags_of(out, model, prompts, url, STALL_S[row.part])]
+        flags = [str(flag) for flag in flags_of(out, model, prompts, url, stall_s_of(row))]
         command = [sys.executable, "-m", "tests.chaos.wounded_run", row.part, row.phase, row.signal, script, *flags]
         env = {**os.environ, "CHAOS_REWARD_PID": str(pid)}
         for name in ("RAY_ADDRESS", "SLIME_API_KEY"):
@@ -221,6 +224,16 @@ def reward_server() -> Iterator[tuple[str, int]]:
 # ---- what became of it
 
 
+def stall_s_of(row: Row) -> int:
+    """--stall-timeout of a row."""
+    return GONE_REWARD_S if (row.part, row.signal) == ("reward", "SIGKILL") else STALL_S[row.part]
+
+
+def reason_of(row: Row) -> str:
+    """What has to be found in the reason of a row that stopped."""
+    return OF_STOPPED_REWARD if (row.part, row.signal) == ("reward", "SIGSTOP") else REASONS[row.part]
+
+
 def judge(row: Row, out: Path, first: _Watched, second: _Watched | None, status: int | None) -> Outcome:
     """Look at what a row left."""
     note = out / "wound.json"
@@ -240,7 +253,7 @@ def judge(row: Row, out: Path, first: _Watched, second: _Watched | None, status:
     elif status == 0:
         outcome, holds = ("wrong", False) if wrong else ("resumed" if second else "recovered", True)
     else:
-        outcome, holds = "stopped", bool(reason) and bool(re.search(REASONS[row.part], re.sub(r"/\S+", "", reason)))
+        outcome, holds = "stopped", bool(reason) and bool(re.search(reason_of(row), re.sub(r"/\S+", "", reason)))
     return Outcome(
         **asdict(row),
         outcome=outcome,
