@@ -9,10 +9,14 @@ except over a kept connection that turns out to be closed.
 from __future__ import annotations
 
 import http.client
+import io
 import os
 import select
+import socket
 import threading
+import time
 from dataclasses import dataclass
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 
@@ -23,6 +27,55 @@ class Answer:
     status: int
     content_type: str
     body: bytes
+
+
+class _TimedSocket:
+    """The part of a socket that `http.client` uses, with a deadline of a whole exchange.
+
+    A socket's own timeout begins anew with every byte: an answer that drips would never end.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.end = 0.0
+
+    def limit(self) -> None:
+        """Give the socket's next call the time that is left; raises TimeoutError where there is none."""
+        left_s = self.end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the deadline of the exchange has passed")
+        self._sock.settimeout(left_s)
+
+    def sendall(self, data: bytes) -> None:
+        self.limit()
+        self._sock.sendall(data)
+
+    def makefile(self, mode: Literal["rb"]) -> io.BufferedReader:
+        return io.BufferedReader(_TimedReader(self, self._sock.makefile(mode, buffering=0)))
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class _TimedReader(io.RawIOBase):
+    """Reads from a `_TimedSocket`, each time for as long as is left. Its file keeps the socket open."""
+
+    def __init__(self, sock: _TimedSocket, file: socket.SocketIO) -> None:
+        self._timed, self._file = sock, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        self._timed.limit()
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _Connections(threading.local):
@@ -46,8 +99,8 @@ def exchange(
         url: `http://host:port/path?query` (or https).
         body: of the request.
         headers: of the request.
-        connect_s: seconds that connecting may take.
-        timeout_s: seconds without a byte of the answer.
+        connect_s: seconds of these that connecting may take.
+        timeout_s: seconds until the whole answer is there.
 
     Raises:
         TimeoutError: the answer did not come in time.
@@ -56,10 +109,11 @@ def exchange(
     parts = urlsplit(url)
     server = (parts.scheme, parts.netloc)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    end = time.monotonic() + timeout_s
     kept = _take(server)
     if kept is not None:
         try:
-            return _exchange(server, kept, (method, path, body, headers), timeout_s)
+            return _exchange(server, kept, (method, path, body, headers), end)
         except (ConnectionError, http.client.BadStatusLine):
             pass  # it was closed meanwhile, by a server that has seen nothing of this request
     connecting = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -68,7 +122,8 @@ def exchange(
         connection.connect()
     except TimeoutError as error:
         raise ConnectionError(f"no connection within {connect_s:g} s") from error
-    return _exchange(server, connection, (method, path, body, headers), timeout_s)
+    connection.sock = _TimedSocket(connection.sock)
+    return _exchange(server, connection, (method, path, body, headers), end)
 
 
 def _take(server: tuple[str, str]) -> http.client.HTTPConnection | None:
@@ -95,13 +150,13 @@ def _exchange(
     server: tuple[str, str],
     connection: http.client.HTTPConnection,
     request: tuple[str, str, bytes | None, dict[str, str]],
-    timeout_s: float,
+    end: float,
 ) -> Answer:
-    """One request over a connection, which is kept when the server leaves it open."""
+    """One request over a connection, until `time.monotonic()` is `end`; it is kept when the server leaves it open."""
     method, path, body, headers = request
     try:
-        if connection.sock is not None:
-            connection.sock.settimeout(timeout_s)
+        if isinstance(connection.sock, _TimedSocket):
+            connection.sock.end = end
         connection.request(method, path, body, headers)
         response = connection.getresponse()
         content = response.read()

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from slime.utils.errors import HttpError
 from slime.utils.http_connection import exchange
+from slime.utils.http_utils import get_sync
 
 
 class Server(ThreadingHTTPServer):
     """Counts its connections; ends one `patience_s` seconds after an answer."""
 
     connections, patience_s = 0, 60.0
+    drip_s = 0.0
+    """Between two bytes of an answer."""
+    drips_head = False
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,11 +33,23 @@ class Handler(BaseHTTPRequestHandler):
         self.server.connections += 1
 
     def do_GET(self) -> None:
+        if self.server.drip_s:
+            return self.drip()
         self.send_response(200)
         self.send_header("Content-Length", "2")
         self.end_headers()
         self.wfile.write(b"ok")
         self.connection.settimeout(self.server.patience_s)  # what uvicorn's timeout_keep_alive does
+
+    def drip(self) -> None:
+        """An answer of 200 bytes, one after the other: of its head, or of its body."""
+        self.close_connection = True
+        head = b"HTTP/1.1 200 OK\r\n"
+        self.wfile.write(head + (b"X-Long: " if self.server.drips_head else b"Content-Length: 200\r\n\r\n"))
+        with suppress(OSError):  # whoever asked has gone
+            for _ in range(200):
+                self.wfile.write(b"x")
+                threading.Event().wait(self.server.drip_s)
 
     def log_message(self, *_: object) -> None: ...
 
@@ -67,3 +86,23 @@ def test_each_thread_has_a_connection_of_its_own(server: Server) -> None:
     other.start()
     other.join(5)
     assert server.connections == 2
+
+
+@pytest.mark.parametrize("drips_head", [False, True])
+def test_an_answer_that_drips_misses_the_deadline_of_the_attempt(server: Server, drips_head: bool) -> None:
+    server.drip_s, server.drips_head = 0.05, drips_head
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        exchange("GET", f"http://127.0.0.1:{server.server_port}/", None, {}, connect_s=5, timeout_s=0.5)
+    assert time.monotonic() - begun < 3, "each byte came in time, the answer did not"
+
+
+def test_an_answer_that_drips_is_taken_when_it_ends_in_time(server: Server) -> None:
+    server.drip_s = 0.001
+    assert ask(server) == b"x" * 200
+
+
+def test_a_blocking_get_says_that_a_dripping_answer_is_late(server: Server) -> None:
+    server.drip_s = 0.05
+    with pytest.raises(HttpError, match=r"was not answered within 0\.5 s"):
+        get_sync(f"http://127.0.0.1:{server.server_port}/", timeout_s=0.5)
