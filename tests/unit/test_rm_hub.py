@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from argparse import Namespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from slime.rollout import rm_hub
-from slime.rollout.rm_hub import async_rm, batched_async_rm, rm_needs_label
+from slime.rollout.rm_hub import async_rm, batched_async_rm, bounded_sympy, rm_needs_label
 from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
 from slime.utils.types import Sample
@@ -167,6 +168,27 @@ def test_a_sympy_check_that_takes_too_long_counts_as_wrong_and_is_logged(caplog:
     assert time.monotonic() - began < 2.0
     assert "counted as wrong" in caplog.text
     assert is_symbolically_equal("x+1", "1+x")  # the next check gets a new child
+
+
+@pytest.mark.parametrize("length", [10, 1_000_000], ids=["waits for the answer", "waits to be heard"])
+def test_a_stopped_sympy_child_is_ended_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, length: int
+):
+    worker = bounded_sympy._Worker()
+    assert worker.is_equal("x+1", "1+x", 2.0)
+    child = worker._process
+    assert child is not None
+    child.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(bounded_sympy, "ANSWER_MARGIN_S", 0.3)
+    try:
+        with caplog.at_level(logging.ERROR):
+            assert worker.is_equal("x" * length, "x", 0.2) is None
+        assert f"sympy child {child.pid} did not answer" in caplog.text
+        assert child.poll() == -signal.SIGKILL
+        monkeypatch.undo()
+        assert worker.is_equal("x+1", "1+x", 2.0), "the next check gets a new child"
+    finally:
+        worker.end()
 
 
 def test_a_slow_check_does_not_stop_the_event_loop(monkeypatch: pytest.MonkeyPatch):

@@ -9,9 +9,12 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import queue
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -19,31 +22,39 @@ logger = logging.getLogger(__name__)
 CHECK_LIMIT_S = 2.0
 MAX_WORKERS = 2
 END_S = 10.0
+START_S = 60.0
+"""Until a child has imported sympy: a second or two, on a busy machine with cold files many more."""
+ANSWER_MARGIN_S = 10.0
+"""On top of a check's limit, which the kernel holds the child to: a child that is later than this was stopped."""
 TURN_S = 3600.0
 """For a free child: each check has its limit, but thousands may wait."""
+
+
+class _Late(Exception):
+    """The child did nothing until the deadline."""
 
 
 class _Worker:
     """One child; started on first use and again after a check that it did not survive."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def is_equal(self, a: str, b: str, limit_s: float) -> bool | None:
-        """The child's verdict, or None when it died on the check."""
-        child = self._running()
-        if child.stdin is None or child.stdout is None:
-            raise RuntimeError("the sympy child has no pipes")
+        """The child's verdict, or None when it died on the check, or was stopped and then ended."""
+        child, request = self._running(), json.dumps({"a": a, "b": b, "limit_s": limit_s}) + "\n"
+        allowed_s = limit_s + ANSWER_MARGIN_S
         try:
-            child.stdin.write(json.dumps({"a": a, "b": b, "limit_s": limit_s}) + "\n")
-            child.stdin.flush()
-            answer = child.stdout.readline()
+            answer = _answer_of(child, request.encode(), allowed_s)
         except BrokenPipeError:
+            answer = ""
+        except _Late:
+            logger.error("the sympy child %d did not answer within %.0f s and was ended", child.pid, allowed_s)
             answer = ""
         if not answer:
             self.end()
             return None
-        return answer.strip() == "1"
+        return answer == "1"
 
     def end(self) -> None:
         """Kill the child."""
@@ -55,18 +66,62 @@ class _Worker:
                     stream.close()
             self._process = None
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            script = Path(__file__).with_name("sympy_worker.py")
-            # -P: the script's directory must not come first on the path, its module names are no top-level names
-            command = [sys.executable, "-P", str(script)]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-            ready = self._process.stdout.readline() if self._process.stdout else ""
-            if ready.strip() != "ready":
+            self._process = _start()
+            try:
+                said = _answer_of(self._process, b"", START_S)
+            except _Late:
+                self.end()
+                raise RuntimeError(f"the sympy child was not ready within {START_S:.0f} s and was ended") from None
+            if said != "ready":
+                self.end()
                 raise RuntimeError("the sympy child did not start; is sympy installed? (pip install sympy)")
         return self._process
+
+
+def _start() -> subprocess.Popen[bytes]:
+    script = Path(__file__).with_name("sympy_worker.py")
+    # -P: the script's directory must not come first on the path, its module names are no top-level names
+    command = [sys.executable, "-P", str(script)]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+    )
+    for stream in (child.stdin, child.stdout):
+        assert stream is not None
+        os.set_blocking(stream.fileno(), False)
+    return child
+
+
+def _answer_of(child: subprocess.Popen[bytes], request: bytes, limit_s: float) -> str:
+    """Write a request, which a stopped child would not take either, and read the line that answers it.
+
+    Returns:
+        the line, or nothing when the child ended before.
+
+    Raises:
+        _Late: neither came within `limit_s`.
+        BrokenPipeError: the child ended before it took the request.
+    """
+    assert child.stdin is not None and child.stdout is not None
+    end, source, sink = time.monotonic() + limit_s, child.stdout.fileno(), child.stdin.fileno()
+    while request:
+        _wait_for(sink, select.POLLOUT, end)
+        request = request[os.write(sink, request) :]
+    answer = b""
+    while not answer.endswith(b"\n"):
+        _wait_for(source, select.POLLIN, end)
+        if not (more := os.read(source, 4096)):
+            return ""
+        answer += more
+    return answer.decode().strip()
+
+
+def _wait_for(descriptor: int, event: int, end: float) -> None:
+    poll = select.poll()  # not select.select, which takes no descriptor above 1023
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+        raise _Late
 
 
 class _Pool:
