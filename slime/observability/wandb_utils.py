@@ -5,20 +5,32 @@ One process per run writes (the driver), so there is nothing shared to attach to
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from slime.observability.eval_samples import EvalSample, text_of
 from slime.observability.tracker_runs import WANDB_RUN, TrackerRuns
 from slime.utils.errors import UsageError
 from slime.utils.secret_names import command_line_without_secrets, without_secrets
 
+logger = logging.getLogger(__name__)
+
+FINISH_S = 300.0
+"""For what is not uploaded yet at the end of a run (WANDB_FINISH_TIMEOUT is another); the rest stays on the disk."""
+ANSWER_MARGIN_S = 30.0
+"""On top of that: W&B's own process, which keeps that deadline, may hang itself."""
+SERVICE = "wandb-core"
+ENDED_S = 10.0
 # Family of metrics -> the metric that is its x axis.
 STEP_METRICS = {
     "train": "train/step",
@@ -62,6 +74,7 @@ class WandbAdapter:
                 dir=str(directory),
                 mode=mode,
                 config=public_config(args),
+                settings={"finish_timeout": _finish_s(), "finish_timeout_raises": True},
             )
         runs.keep(WANDB_RUN, self.run.id)
         for step_metric in sorted(set(STEP_METRICS.values())):
@@ -88,8 +101,46 @@ class WandbAdapter:
         self.run.log({**tables, "eval/step": step})
 
     def finish(self) -> None:
-        """Flush and end the run."""
-        self.run.finish()
+        """Upload what is left and end the run, within a deadline; what is not uploaded then is said, and kept."""
+        problems: list[str] = []
+
+        def end() -> None:
+            try:
+                self.run.finish()
+            except TimeoutError:
+                problems.append(f"not all of it was uploaded within {_finish_s():.0f} s")
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: the run has ended well without it
+                problems.append(f"it did not end well ({type(error).__name__}: {error})")
+
+        # A daemon: the interpreter waits for no daemon when it ends.
+        ending = threading.Thread(target=end, name="wandb-finish", daemon=True)
+        ending.start()
+        deadline_s = _finish_s() + ANSWER_MARGIN_S
+        ending.join(deadline_s)
+        if ending.is_alive():
+            problems.insert(0, f"{SERVICE} did not answer within {deadline_s:.0f} s and was ended")
+            _end_service()
+            ending.join(ENDED_S)
+        if problems:
+            directory = self.run.settings.sync_dir
+            logger.warning(
+                "W&B run %s: %s; what was logged since its last upload is only in %s. To upload it: wandb sync %s",
+                self.run.id, problems[0], directory, directory,
+            )  # fmt: skip
+
+
+def _finish_s() -> float:
+    return float(os.environ.get("WANDB_FINISH_TIMEOUT") or FINISH_S)
+
+
+def _end_service() -> None:
+    """Kill W&B's process, which this one would wait for at its exit, without a deadline."""
+    for child in psutil.Process().children():
+        try:
+            if child.name() == SERVICE:
+                child.kill()
+        except psutil.NoSuchProcess:
+            continue  # it has ended
 
 
 def run_name(args: Namespace) -> str | None:

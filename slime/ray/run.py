@@ -433,9 +433,10 @@ class TrainingRun:
             self.sync_weights()
 
     def finish(self, *, failed: bool = False) -> None:
-        """End everything that was started; after a failure without waiting for trainers that may be stuck."""
-        with suppress(Exception):
-            logging_utils.finish_tracking()
+        """End everything that was started; after a failure without waiting for trainers that may be stuck.
+
+        Trackers come last: they may have minutes of uploads left, in which nothing of the run should hold a GPU.
+        """
         if not failed:
             self._warn_of_no_profile(self._trained)
             try_to_end("the state of the last copies", self._checkpoints.forget_state_of_copy)
@@ -447,6 +448,7 @@ class TrainingRun:
             self._parts.end(graceful=not failed)
             try_to_end("the copies of trainers", self._copies.end)
             ray.shutdown()
+        try_to_end("the trackers", logging_utils.finish_tracking)
         if self._guard is not None:
             self._guard.end(failed=failed)
             self._guard = None

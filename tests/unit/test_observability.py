@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import multiprocessing
 import re
 import sys
 import time
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime.observability import logging_utils, plots, progress, wandb_utils
@@ -246,6 +249,51 @@ def test_wandb_offline_writes_the_command_line_without_keys(tmp_path: Path, monk
     content = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
     assert b"0.000017" in content and b"--sglang-api-key=***" in content, "the command line is there"
     assert re.findall(rb"key-(?:of|in|before)[a-z-]*", content) == []
+
+
+def test_a_wandb_whose_process_hangs_ends_and_the_log_says_how_to_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
+    args = make_args(tmp_path, use_wandb=True)
+    # In a process of its own, with a wandb-core of its own: this one's serves other tests.
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        directory, took_s, said = pool.submit(finish_with_a_stopped_service, args).result(timeout=60)
+    assert took_s < 10
+    assert "wandb-core did not answer within 2 s and was ended" in said and said.endswith(f"wandb sync {directory}")
+    assert str(tmp_path) in directory and Path(directory).is_dir()
+
+
+def finish_with_a_stopped_service(args: Namespace) -> tuple[str, float, str]:
+    """(where the run is, seconds that its end took, what was logged) where W&B's process is stopped meanwhile."""
+    wandb_utils.ANSWER_MARGIN_S = 1.0
+    adapter = wandb_utils.WandbAdapter(args, tracker_runs(args))
+    adapter.log({"train/step": 0, "train/loss": 1.0})
+    with logging_utils.collect_warnings() as said:
+        (service,) = [child for child in psutil.Process().children() if child.name() == wandb_utils.SERVICE]
+        service.suspend()
+        begun = time.monotonic()
+        adapter.finish()
+    return adapter.run.settings.sync_dir, time.monotonic() - begun, said[-1]
+
+
+def test_a_wandb_that_cannot_upload_in_time_says_so(caplog: pytest.LogCaptureFixture):
+    def finish() -> None:
+        raise TimeoutError
+
+    adapter = wandb_utils.WandbAdapter.__new__(wandb_utils.WandbAdapter)
+    adapter.run = Namespace(id="r", finish=finish, settings=Namespace(sync_dir="/runs/r"))
+    adapter.finish()
+    assert "not all of it was uploaded within 300 s" in caplog.text and "wandb sync /runs/r" in caplog.text
+
+
+def test_wandb_is_given_a_deadline_for_its_uploads(wandb_asked, monkeypatch: pytest.MonkeyPatch):
+    assert wandb_asked()[1]["settings"] == {"finish_timeout": 300.0, "finish_timeout_raises": True}
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "20")
+    assert wandb_asked()[1]["settings"]["finish_timeout"] == 20.0, "that of the user's"
 
 
 class FakeWandb:

@@ -1,0 +1,34 @@
+"""How a run ends: in which order its parts and its trackers are ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.ray import run as run_module
+from slime.ray.run import TrainingRun
+from tests.unit.test_drivers import run_args
+
+
+@pytest.mark.parametrize("tracker_fails", [False, True])
+def test_trackers_upload_when_nothing_of_the_run_holds_a_gpu_any_more(
+    monkeypatch: pytest.MonkeyPatch, tracker_fails: bool
+) -> None:
+    order: list[str] = []
+
+    def upload() -> None:
+        order.append("trackers")
+        if tracker_fails:
+            raise RuntimeError("no network")
+
+    monkeypatch.setattr(run_module.logging_utils, "finish_tracking", upload)
+    monkeypatch.setattr(run_module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(run_module.ray, "shutdown", lambda: order.append("ray"))
+    run = TrainingRun(run_args(ray_timeline_path=None))
+    monkeypatch.setattr(run._parts, "end", lambda **_: order.append("parts"))
+    run._guard = SimpleNamespace(  # type: ignore[assignment]
+        before_end=lambda: order.append("watchdog"), end=lambda **_: order.append("guard")
+    )
+    run.finish(failed=True)
+    assert order == ["watchdog", "parts", "ray", "trackers", "guard"]
