@@ -169,10 +169,7 @@ async def _abort_engines(args: Namespace) -> None:
 
 
 async def _cancel_all(state: GenerateState) -> None:
-    tasks = list(state.pendings)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await async_utils.cancel_all(state.pendings)
     state.pendings.clear()
 
 

@@ -6,13 +6,18 @@ It does not know what the coroutines do. Inside a coroutine use `await`, never `
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from slime.utils.misc import SingletonMeta
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+CANCEL_S = 60.0
+"""Until a task that was told to end has done so; what it awaits in its `finally` takes time."""
 
 
 class AsyncLoop(metaclass=SingletonMeta):
@@ -55,7 +60,23 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T] | Awaitab
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         raise
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Tell tasks to end and wait until they have, for `CANCEL_S`; the log names one that goes on (user code may).
+
+    Their results and errors are of no interest any more.
+    """
+    tasks = set(tasks)
+    for task in tasks:
+        task.cancel()
+    if not tasks:
+        return
+    done, left = await asyncio.wait(tasks, timeout=CANCEL_S)
+    for task in done:
+        if not task.cancelled():
+            task.exception()  # otherwise asyncio says that nobody has asked for it
+    for task in left:
+        logger.error("still running %.0f s after it was cancelled, and left alone: %r", CANCEL_S, task)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -144,3 +146,30 @@ def test_a_port_of_ones_own_is_listened_at_where_it_is_asked_for():
     with listen_anywhere("127.0.0.1") as local, listen_anywhere("198.51.100.7") as elsewhere:
         assert local.getsockname()[0] == "127.0.0.1"
         assert elsewhere.getsockname()[0] in ("0.0.0.0", "::"), "no interface has it: it is translated on the way"
+
+
+def test_a_task_that_ignores_its_end_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(async_utils, "CANCEL_S", 0.2)
+
+    async def ignores(end: asyncio.Event) -> None:
+        while not end.is_set():
+            with suppress(asyncio.CancelledError):
+                await end.wait()
+
+    async def fails() -> None:
+        await asyncio.sleep(0.05)
+        raise ValueError("the first error")
+
+    async def both() -> float:
+        end, begun = asyncio.Event(), time.monotonic()
+        with pytest.raises(ValueError, match="the first error"):
+            await async_utils.gather_or_cancel([ignores(end), fails()])
+        took_s = time.monotonic() - begun
+        end.set()
+        await asyncio.sleep(0)
+        return took_s
+
+    assert asyncio.run(asyncio.wait_for(both(), 20)) < 5
+    assert "still running 0 s after it was cancelled" in caplog.text and "ignores" in caplog.text

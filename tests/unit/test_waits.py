@@ -21,13 +21,28 @@ NEED_TIMEOUT = {
     "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "communicate",
     "create_connection", "urlopen", "HTTPConnection", "HTTPSConnection", "ClientSession",
     "httpx.get", "httpx.post", "httpx.stream", "httpx.Client", "httpx.AsyncClient",
-    "requests.get", "requests.post", "requests.put", "requests.delete", "requests.request",
     "init_process_group", "new_group", "TCPStore", "monitored_barrier",
     "asyncio.wait", "cf.wait", "futures.wait", "as_completed",
+    *(f"{whose}.{verb}" for whose in ("requests", "Session()", "Client()")
+      for verb in ("get", "post", "put", "patch", "delete", "head", "request", "stream")),
 }  # fmt: skip
 """Calls that take a keyword with "timeout" in its name, and must be given it."""
-BLOCK_WHEN_EMPTY = {"result", "join", "wait", "get", "acquire", "recv", "accept"}
+BLOCK_WHEN_EMPTY = {"result", "join", "wait", "get", "acquire", "accept", "select"}
 """Methods that block for ever when they are called without any argument."""
+BLOCK_ANYWAY = {
+    "recv", "recv_into", "recvfrom", "recv_bytes", "readline", "readlines",
+    "stdin.read", "stdout.read", "stderr.read", "poll.poll", "poller.poll",
+}  # fmt: skip
+"""Methods that block until somebody else writes, whatever they are given (a number of bytes); `poll` unless it is."""
+DEADLINE_AT = {
+    "wait": 0, "join": 0, "result": 0, "get": 1, "acquire": 1, "communicate": 1, "asyncio.timeout": 0, "wait_for": 1,
+    "select.select": 3, "create_connection": 1, "urlopen": 2, "poll.poll": 0, "poller.poll": 0,
+}  # fmt: skip
+"""Which argument is the deadline, where it is given without its name."""
+NEED_ARGUMENT = {"select.select", "wait_for"}
+"""Of these: those that have to be given it, under its name or without."""
+THREADS = ("pool", "threads", "executor")
+"""What the variables of thread and process pools are called."""
 NEVER = {
     "dist.barrier": "slime.utils.distributed_utils.barrier(what, deadline_s)",
     "distributed.barrier": "slime.utils.distributed_utils.barrier(what, deadline_s)",
@@ -50,12 +65,31 @@ ALLOWED: dict[tuple[str, str, str], str] = {
         "LocalCheckpoint._apply",
         "task.result",
     ): "reads and writes files",
+    (
+        "slime/backends/megatron_utils/update_weight/from_disk_delta.py",
+        "DeltaWriter.finish",
+        "self._threads.shutdown",
+    ): "reads and writes files",
+    (
+        "slime/backends/megatron_utils/update_weight/from_disk_delta.py",
+        "DeltaWriter.discard",
+        "self._threads.shutdown",
+    ): "reads and writes files",
+    ("slime/backends/sglang_utils/open_handle.py", "main", "sys.stdin.read"): "of its parent, which ends it in time",
+    (
+        "slime/observability/wandb_utils.py",
+        "WandbAdapter.finish.end",
+        "self.run.finish",
+    ): "in a thread with a deadline",
+    ("slime/rollout/rm_hub/service.py", "_Client.session", "aiohttp.ClientTimeout"): "each request has its own",
+    ("slime/rollout/sglang_rollout.py", "_abort_engines", "asyncio.gather"): "of requests with ABORT_TIMEOUT_S",
     ("slime/rollout/collector.py", "Collector.take", "task.result"): FINISHED,
     ("slime/rollout/fully_async_rollout.py", "AsyncRolloutWorker._on_done", "task.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "_result_of", "task.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "generate_rollout_async", "state.finished.get"): BOUNDED,
     ("slime/rollout/sample_hooks.py", "apply_rollout_sample_hooks", "_rollout_id.get"): "a context variable",
     ("slime/utils/arguments/parse.py", "build_parser", "tables.result"): "of capture_elsewhere, which has a deadline",
+    ("slime/utils/async_utils.py", "gather_or_cancel", "asyncio.gather"): "of coroutines, whose waits have deadlines",
     ("slime/utils/async_utils.py", "AsyncLoop.run", "future.result"): "of a coroutine, whose waits have deadlines",
     ("slime/utils/conversion/hf_output.py", "write_hf", "earlier.result"): "brings files to the disk",
     ("slime/utils/conversion/hf_output.py", "write_hf", "one.result"): "brings files to the disk",
@@ -73,14 +107,66 @@ ALLOWED: dict[tuple[str, str, str], str] = {
 
 
 def name_of(node: ast.expr) -> str:
-    """The dotted name of what is called, as far as it is one: `self.x.get` is "self.x.get"."""
+    """The dotted name of what is called, as far as it is one: `self.x.get` is "self.x.get", `X().get` "X().get"."""
     if isinstance(node, ast.Attribute):
         return f"{name_of(node.value)}.{node.attr}".lstrip(".")
+    if isinstance(node, ast.Call):
+        return f"{name_of(node.func)}()"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def is_one_of(name: str, known: set[str] | dict[str, str]) -> bool:
     return any(name == one or name.endswith(f".{one}") for one in known)
+
+
+def is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def mentions(call: ast.Call, *names: str) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr in names for node in ast.walk(call))
+
+
+def deadline_of(call: ast.Call) -> ast.expr | None:
+    """The deadline that a call is given, under a name or at its place; None if it is given none."""
+    for keyword in call.keywords:
+        if "timeout" in (keyword.arg or ""):
+            return keyword.value
+    places = [place for name, place in DEADLINE_AT.items() if is_one_of(name_of(call.func), {name})]
+    return next((call.args[place] for place in places if len(call.args) > place), None)
+
+
+def is_without_limit(call: ast.Call, name: str, last: str) -> bool:
+    """Whether a call says itself that it has no deadline: None for one, or that it blocks."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if last == "ClientTimeout":  # its other limits are of connecting
+        has_total = "total" not in keywords or not is_constant(keywords["total"], None)
+        return not has_total and is_constant(keywords.get("sock_read", ast.Constant(None)), None)
+    if any("timeout" in (keyword or "") and is_constant(value, None) for keyword, value in keywords.items()):
+        return True
+    deadline = deadline_of(call)
+    if last in ("get", "acquire"):  # `mapping.get(key, None)` waits for nobody
+        blocks = keywords.get("block", keywords.get("blocking", call.args[0] if call.args else None))
+        return is_constant(blocks, True) and (deadline is None or is_constant(deadline, None))
+    return is_constant(deadline, None)
+
+
+def waits_for_others(call: ast.Call, name: str, last: str) -> str | None:
+    """Why a call waits for another process or thread, where it takes no deadline or is to be told not to wait."""
+    owner = name.rpartition(".")[0].rpartition(".")[2].lower()
+    if last == "flock" and not mentions(call, "LOCK_NB", "LOCK_UN"):
+        return "waits for another process: use slime.utils.wait.lock_file(what, deadline_s)"
+    if last in ("waitpid", "waitid") and not mentions(call, "WNOHANG"):
+        return "waits for another process: os.WNOHANG"
+    is_told_not_to = any(keyword.arg == "wait" and is_constant(keyword.value, False) for keyword in call.keywords)
+    is_told_not_to |= bool(call.args) and is_constant(call.args[0], False)
+    if last == "shutdown" and any(word in owner for word in THREADS) and not is_told_not_to:
+        return "waits for what its threads do: wait=False"
+    if last == "finish" and owner in ("run", "wandb"):
+        return "uploads for as long as it takes"
+    if name == "asyncio.gather":
+        return "waits for each of its tasks: asyncio.timeout(deadline_s) around it"
+    return None
 
 
 def problem_of(call: ast.Call) -> str | None:
@@ -89,35 +175,64 @@ def problem_of(call: ast.Call) -> str | None:
     keywords = {keyword.arg for keyword in call.keywords}
     if is_one_of(name, NEVER):
         return f"takes no deadline; use {next(v for k, v in NEVER.items() if is_one_of(name, {k}))}"
+    if is_without_limit(call, name, last):
+        return "is told to wait without a deadline"
     has_timeout = None in keywords or any("timeout" in (keyword or "") for keyword in keywords)
     if is_one_of(name, NEED_TIMEOUT) and not has_timeout:
+        return "is given no timeout"
+    if is_one_of(name, NEED_ARGUMENT) and not has_timeout and deadline_of(call) is None:
         return "is given no timeout"
     is_method = isinstance(call.func, ast.Attribute)
     if is_method and last in BLOCK_WHEN_EMPTY and not call.args and not keywords:
         return "is called without a deadline"
-    if last == "flock" and not any(
-        isinstance(n, ast.Attribute) and n.attr in ("LOCK_NB", "LOCK_UN") for n in ast.walk(call)
-    ):
-        return "waits for another process: use slime.utils.wait.lock_file(what, deadline_s)"
-    return None
+    is_collective = is_one_of(name, {"dist.recv", "distributed.recv"})
+    if is_method and is_one_of(name, BLOCK_ANYWAY) and deadline_of(call) is None and not is_collective:
+        return "waits until somebody writes: use select.poll() with a deadline before it"
+    return waits_for_others(call, name, last)
+
+
+def sessions_of(tree: ast.AST) -> set[str]:
+    """Names that stand for a session of requests, whose calls each need a timeout."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            found += [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            found.append((node.optional_vars, node.context_expr))
+    return {name_of(target) for target, value in found if name_of(value) == "requests.Session()"}
+
+
+def is_timed_block(node: ast.AST) -> bool:
+    """Whether what is awaited inside has its deadline: `async with asyncio.timeout(3)`."""
+    items = node.items if isinstance(node, ast.AsyncWith) else []
+    calls = [item.context_expr for item in items if isinstance(item.context_expr, ast.Call)]
+    return any(name_of(call.func) == "asyncio.timeout" and not problem_of(call) for call in calls)
 
 
 def waits(tree: ast.AST) -> Iterator[tuple[str, ast.Call, str]]:
     """(function, call, problem) of every call that can block for ever."""
+    sessions = sessions_of(tree)
 
-    def visit(node: ast.AST, where: str) -> Iterator[tuple[str, ast.Call, str]]:
+    def problem_in(call: ast.Call) -> str | None:
+        whose, _, verb = name_of(call.func).rpartition(".")
+        if whose in sessions and verb != "close" and deadline_of(call) is None:
+            return "is given no timeout"
+        return problem_of(call)
+
+    def visit(node: ast.AST, where: str, is_timed: bool) -> Iterator[tuple[str, ast.Call, str]]:
         for child in ast.iter_child_nodes(node):
-            inner = where
+            inner, timed = where, is_timed or is_timed_block(child)
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                inner = f"{where}.{child.name}".lstrip(".")
-            if isinstance(child, ast.Call):
-                if is_one_of(name_of(child.func), {"asyncio.wait_for", "wait_for"}):
+                inner, timed = f"{where}.{child.name}".lstrip("."), False
+            if isinstance(child, ast.Call) and not (is_timed and isinstance(node, ast.Await)):
+                problem = problem_in(child)
+                if problem is None and is_one_of(name_of(child.func), {"wait_for"}):
                     continue  # what is inside has its deadline
-                if problem := problem_of(child):
+                if problem:
                     yield where, child, problem
-            yield from visit(child, inner)
+            yield from visit(child, inner, timed)
 
-    return visit(tree, "")
+    return visit(tree, "", False)
 
 
 def found_in(path: Path) -> list[tuple[str, str, str, str]]:
@@ -160,6 +275,39 @@ def test_every_wait_of_slime_has_a_deadline() -> None:
         "torch.distributed.barrier()",
         "asyncio.wait(tasks)",
         "fcntl.flock(file, fcntl.LOCK_EX)",
+        "future.result(timeout=None)",
+        "ray.get(ref, timeout=None)",
+        "event.wait(None)",
+        "thread.join(None)",
+        "aiohttp.ClientTimeout(total=None)",
+        "aiohttp.ClientTimeout(total=None, sock_connect=3)",
+        "queue.get(True)",
+        "queue.get(block=True)",
+        "queue.get(True, None)",
+        "lock.acquire(True)",
+        "sock.recv(4096)",
+        "sock.recv_into(buffer)",
+        "child.stdout.readline()",
+        "child.stdout.read()",
+        "select.select([source], [], [])",
+        "select.select([source], [], [], None)",
+        "selector.select()",
+        "poll.poll()",
+        "poll.poll(None)",
+        "os.waitpid(pid, 0)",
+        "requests.Session().get(url)",
+        "session = requests.Session()\nsession.get(url)",
+        "with requests.Session() as s: s.post(url)",
+        "pool.shutdown()",
+        "self._threads.shutdown(wait=True)",
+        "condition.wait_for(is_there)",
+        "condition.wait_for(is_there, None)",
+        "asyncio.wait_for(task, None)",
+        "self.run.finish()",
+        "wandb.finish()",
+        "asyncio.gather(*tasks)",
+        "async def f():\n async with asyncio.timeout(None): pass",
+        "async def f():\n async with asyncio.timeout(3): thread.join()",
     ],
 )
 def test_a_wait_without_a_deadline_is_found(line: str) -> None:
@@ -180,6 +328,27 @@ def test_a_wait_without_a_deadline_is_found(line: str) -> None:
         "dist.new_group(ranks, timeout=limit)",
         "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "HTTPConnection(host, timeout=3)",
+        "aiohttp.ClientTimeout(total=3)",
+        "aiohttp.ClientTimeout(total=None, sock_read=3)",
+        "queue.get(True, 3)",
+        "queue.get(False)",
+        "queue.get(timeout=left_s)",
+        "lock.acquire(timeout=3)",
+        "mapping.get('key', None)",
+        "select.select([source], [], [], 3)",
+        "poll.poll(0)",
+        "process.poll()",
+        "os.waitpid(pid, os.WNOHANG)",
+        "requests.Session().get(url, timeout=3)",
+        "session = requests.Session()\nsession.get(url, timeout=3)",
+        "pool.shutdown(wait=False)",
+        "ray.shutdown()",
+        "condition.wait_for(is_there, 3)",
+        "stream.finish()",
+        "torch.gather(values, 1, index)",
+        "dist.recv(tensor, src=0)",
+        "asyncio.wait_for(asyncio.gather(*tasks), 3)",
+        "async def f():\n async with asyncio.timeout(3): await asyncio.gather(*tasks)",
     ],
 )
 def test_a_wait_with_a_deadline_passes(line: str) -> None:

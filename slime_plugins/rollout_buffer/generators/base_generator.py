@@ -28,7 +28,7 @@ import uuid
 from typing import Any
 
 from slime.utils.api_keys import protect
-from slime.utils.async_utils import gather_or_cancel
+from slime.utils.async_utils import cancel_all, gather_or_cancel
 from slime.utils.http_utils import HttpError, close_http_client, get, post
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.protocol import Prompt, Record, StartRollout
@@ -103,9 +103,7 @@ class BaseGenerator:
             if work.done():
                 work.result()
         finally:
-            for task in (work, stop, watcher):
-                task.cancel()
-            await asyncio.gather(work, stop, watcher, return_exceptions=True)
+            await cancel_all((work, stop, watcher))
             await close_http_client()
         if calls and self.num_failed == len(calls):
             raise RuntimeError(f"all {len(calls)} responses failed; see the log of the buffer server")
