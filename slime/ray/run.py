@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
 GENERATION = "the generation of a rollout"
+REPLACE_DEADLINE_S = START_DEADLINE_S + 600.0
+"""Behind the deadlines of the manager: of the engines' start, their slots, and the end of those that do not start."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class TrainingRun:
         self._rollout_id = rollout_id
         if self.args.use_fault_tolerance and self._has_engines:
             replaced = self._manager.replace_engines.remote()
-            get(replaced, "engines in place of lost ones", START_DEADLINE_S)
+            get(replaced, "engines in place of lost ones", REPLACE_DEADLINE_S)
             if not self._syncs_weights:  # they have the weights that they are to have
                 get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
         if first := self._parts.critic or self._parts.actor:

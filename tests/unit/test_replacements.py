@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from slime.backends.sglang_utils.server_control import Worker
 from slime.ray.rollout import hourly
 from slime.ray.rollout import replacements as module
 from slime.ray.rollout.replacements import Replacements
+from slime.ray.utils import ActorFailure, ActorLost
 
 
 class Model:
@@ -24,13 +27,20 @@ class Model:
         self.router = SimpleNamespace(is_ours=router_is_ours)
         self.plan = SimpleNamespace(update_weights=True)
         engines = [Handle(f"ours{n}") for n in range(num_engines)]
-        group = SimpleNamespace(engines=engines, end=lambda n: self.calls.append(f"end {n}"), replace=self.replace)
+        self.without_slots: set[int] = set()
+        self.failures: dict[int, Exception] = {}
+        group = SimpleNamespace(
+            engines=engines,
+            end=lambda n: self.calls.append(f"end {n}"),
+            replace=self.replace,
+            is_placed=lambda n: n not in self.without_slots,
+        )
         self.groups = [(SimpleNamespace(worker_type="regular", takes_weights=True), group)]
         self.external = [External(f"external{n}") for n in range(external)]
 
-    def replace(self, number: int) -> Worker:
+    def replace(self, number: int) -> Worker | Exception:
         self.calls.append(f"start {number}")
-        return Worker(f"new{number}")
+        return self.failures.get(number) or Worker(f"new{number}")
 
     def take_from_router(self, url: str) -> None:
         self.calls.append(f"take {url}")
@@ -53,11 +63,18 @@ class External:
         self.info = SimpleNamespace(worker=Worker(url), worker_type="regular")
 
 
+def value_of(value: Any, *_: Any) -> Any:
+    """In the place of a wait: what there is to come, or its error."""
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
 @pytest.fixture(autouse=True)
 def answers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Addresses of external engines that answer."""
     found: set[str] = set()
-    monkeypatch.setattr(module, "get", lambda value, *_: value)
+    monkeypatch.setattr(module, "get", value_of)
     monkeypatch.setattr(
         server_control, "why_unhealthy_sync", lambda url, **_: None if url in found else "connection refused"
     )
@@ -122,3 +139,83 @@ def test_the_router_of_somebody_else_is_told_nothing_of_engines_of_somebody_else
     one.replace()
     one.register()
     assert model.calls == [] and not model.lost
+
+
+def test_an_engine_whose_node_is_gone_keeps_its_place_empty_until_there_is_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PLACE_S", 0.2)
+    model = Model(3)
+    one = replacements_of(model, most=1)
+    model.without_slots = {1}
+    one.lose(1, "its node died")
+    del model.calls[:]
+    assert one.replace() == 0 and model.calls == [], "nothing is started where there is no room"
+    assert "no room for 1 engine(s)" in caplog.text and "ours1" in caplog.text
+    assert len(model.lost) == 1 and one.urls() == {0: "ours0", 2: "ours2"}
+    monkeypatch.setattr(module, "PLACE_S", 3600.0)
+    assert one.replace() == 0, "and nobody waits for the same slots a second time"
+    model.without_slots = set()
+    assert one.replace() == 1 and model.calls == ["start 1"] and not model.lost, "looking was no start"
+
+
+def test_a_lost_place_without_slots_costs_another_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PLACE_S", 0.0)
+    model = Model(3)
+    one = replacements_of(model, most=1)
+    model.without_slots = {0}
+    one.lose(0, "its node died")
+    one.lose(1, "it died")
+    assert one.replace() == 1 and one.urls() == {1: "new1", 2: "ours2"}
+
+
+@pytest.mark.parametrize("error", [ActorFailure("no memory"), ActorLost("it died"), TimeoutError("too long")])
+def test_an_engine_that_does_not_start_is_tried_again_while_others_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    model = Model(3)
+    one = replacements_of(model, most=3)
+    model.failures = {0: error}
+    before = one.count
+    one.lose(0, "it died")
+    one.lose(1, "it died")
+    del model.calls[:]
+    late = isinstance(error, TimeoutError)
+    if late:  # `get` says so at each look, until the deadline
+        monkeypatch.setattr(module, "START_MARGIN_S", -module.START_DEADLINE_S["cpu"])
+    assert one.replace() == 1 and model.calls == ["start 0", "start 1", "end 0"]
+    assert "tried again" in caplog.text and ("took too long" if late else str(error)) in caplog.text
+    assert len(model.lost) == 1 and one.urls() == {1: "new1", 2: "ours2"} and one.count > before
+    model.failures = {}
+    assert one.replace() == 1 and not model.lost
+    one.lose(0, "it died again")
+    assert one.replace() == 0, "a start that fails counts in its hour"
+
+
+def test_a_model_without_any_engine_ends_the_run_when_none_starts() -> None:
+    model = Model(2)
+    one = replacements_of(model)
+    model.without_slots, model.failures = {0, 1}, {n: ActorFailure("no memory") for n in range(2)}
+    one.lose(0, "it died")
+    one.lose(1, "it died")
+    with pytest.raises(ActorFailure, match="no memory"):
+        one.replace()
+
+
+def test_an_engine_whose_node_dies_before_it_is_there_is_waited_for_no_longer_than_for_slots(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PLACE_S", 0.2)
+    model = Model(2)
+    one = replacements_of(model)
+    one.lose(0, "its node does not answer")
+
+    def never(starting: Any, what: str, deadline_s: float) -> None:
+        model.without_slots = {0}  # Ray notices after a while
+        threading.Event().wait(0.05)
+        raise TimeoutError
+
+    monkeypatch.setattr(module, "get", never)
+    begun = time.monotonic()
+    assert one.replace() == 0 and time.monotonic() - begun < 10
+    assert "its node is gone, and no other has free slots" in caplog.text

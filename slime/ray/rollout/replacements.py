@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +25,19 @@ from slime.backends.sglang_utils.server_control import Worker
 from slime.ray.rollout.hourly import LastHour
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import ModelServers, RolloutServers
-from slime.ray.utils import get
+from slime.ray.utils import ActorFailure, get
+from slime.utils.errors import UsageError
+from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
 
 WATCHED = "regular"
 """Worker types that answer by themselves: a prefill or decode server needs the other, an encoder generates nothing."""
+
+PLACE_S = 30.0
+"""For Ray to find other slots than those of a lost node, which it notices after 15 s."""
+LOOK_S = 5.0
+START_MARGIN_S = 60.0
 
 
 @dataclass(eq=False)
@@ -42,6 +51,8 @@ class _Seat:
     index: int = 0
     external: ExternalEngine | None = None
     is_lost: bool = False
+    was_without_slots: bool = False
+    """Its slots were waited for, and did not come."""
 
     @property
     def engine(self) -> Any:
@@ -119,7 +130,7 @@ class Replacements:
         """Start an engine in each place of a lost one, and take back external ones that answer; returns how many.
 
         Raises:
-            ActorFailure: one did not start.
+            ActorFailure, TimeoutError, UsageError: one did not start, and no other engine of its model serves.
         """
         with self._lock:
             lost = [seat for seat in self._seats if seat.is_lost]
@@ -127,8 +138,6 @@ class Replacements:
             seats += self._start([seat for seat in lost if seat.external is None])
             if not seats:
                 return 0
-            for seat in seats:
-                seat.is_lost = False
             self.count += 1
             self.replaced += len(seats)
             self._waiting += seats
@@ -145,22 +154,89 @@ class Replacements:
             ask, timeout_s = server_control.why_unhealthy_sync, self._args.rollout_health_check_timeout
             if ask(seat.worker.url, timeout_s=timeout_s, generates=False) is None:
                 seat.model.lost.discard(seat.engine)
+                seat.is_lost = False
                 back.append(seat)
         return back
 
     def _start(self, lost: list[_Seat]) -> list[_Seat]:
-        """Start engines in these places, as far as that may be done in this hour; returns the places."""
-        seats = lost[: self._may_start(len(lost))]
-        begun = []
+        """Start engines in these places, as far as that may be done in this hour; returns those where one serves."""
+        seats = self._that_have_slots(lost)
+        seats = seats[: self._may_start(len(seats))]
+        deadline_s = START_DEADLINE_S[self._args.accelerator] + START_MARGIN_S
+        end, begun = time.monotonic() + deadline_s, []
         for seat in seats:
             assert seat.group is not None
-            seat.model.lost.discard(seat.engine)
+            before = seat.engine
             begun.append(seat.group.replace(seat.index))
-        deadline_s = START_DEADLINE_S[self._args.accelerator] + 60.0
-        workers = get(begun, f"the start of {len(begun)} engine(s) in place of lost ones", deadline_s) if begun else []
-        for seat, worker in zip(seats, workers, strict=True):
-            seat.worker = worker
-        return seats
+            seat.model.lost.discard(before)
+            seat.model.lost.add(seat.engine)
+        failed: list[tuple[_Seat, Exception]] = []
+        for seat, starting in zip(seats, begun, strict=True):
+            try:
+                seat.worker = self._wait_started(seat, starting, end)
+                seat.model.lost.discard(seat.engine)
+                seat.is_lost = False
+            except (ActorFailure, TimeoutError, UsageError) as error:
+                failed.append((seat, error))
+        self._do_without(failed)
+        return [seat for seat in seats if not seat.is_lost]
+
+    def _that_have_slots(self, lost: list[_Seat]) -> list[_Seat]:
+        """Those whose slots are there, after a while in which Ray may find others; a second time nobody waits."""
+        groups = {seat: seat.group for seat in lost if seat.group is not None and self._has_others(seat)}
+
+        def missing() -> list[_Seat]:
+            return [seat for seat, group in groups.items() if not group.is_placed(seat.index)]
+
+        def is_enough() -> bool:
+            return all(seat.was_without_slots for seat in missing())
+
+        if groups:
+            try:
+                wait("the slots of lost engines", PLACE_S, is_enough, interval_s=1.0)
+            except WaitTimeout:
+                urls = [str(seat.worker and seat.worker.url) for seat in missing()]
+                logger.error(
+                    "no room for %d engine(s) in place of lost ones (%s) within %.0f s: their nodes are gone and no "
+                    "other has free slots; the places stay empty until there are some, the others go on",
+                    len(urls), ", ".join(urls), PLACE_S,
+                )  # fmt: skip
+        without = missing()
+        for seat in lost:
+            seat.was_without_slots = seat in without
+        return [seat for seat in lost if seat not in without]
+
+    def _wait_started(self, seat: _Seat, starting: Any, end: float) -> Worker:
+        """Wait for an engine until `end`; where others serve, no longer than Ray has slots for it."""
+        assert seat.group is not None
+        what, gone_since = "the start of an engine in place of a lost one", None
+        while True:
+            try:
+                worker: Worker = get(starting, what, min(LOOK_S, max(0.1, end - time.monotonic())))
+                return worker
+            except TimeoutError:
+                now = time.monotonic()
+                if now >= end:
+                    raise TimeoutError(f"{what} took too long: its log says why") from None
+                is_gone = self._has_others(seat) and not seat.group.is_placed(seat.index)
+                gone_since = (gone_since or now) if is_gone else None
+                if gone_since is not None and now - gone_since >= PLACE_S:
+                    raise TimeoutError(f"{what}: its node is gone, and no other has free slots") from None
+
+    def _has_others(self, seat: _Seat) -> bool:
+        return any(other.model is seat.model and not other.is_lost for other in self._seats)
+
+    def _do_without(self, failed: Sequence[tuple[_Seat, Exception]]) -> None:
+        """End engines that did not start; raises the reason where a model has no other."""
+        for seat, error in failed:
+            assert seat.group is not None and seat.worker is not None
+            if not self._has_others(seat):
+                raise error
+            seat.group.end(seat.index)
+            logger.error(
+                "no engine takes the place of the lost one at %s, the others go on without it and it is tried again "
+                "after the next rollout: %s", seat.worker.url, error,
+            )  # fmt: skip
 
     def _may_start(self, wanted: int) -> int:
         most = self._args.max_engine_restarts_per_hour

@@ -268,6 +268,12 @@ class ServerGroup:
         self.engines[index], *self._others[index] = self._create_all(*self._seats[index])
         return self._launch(index, encoder_urls)
 
+    def is_placed(self, index: int) -> bool:
+        """Whether the slots of an engine are there: those of a lost node are not, until Ray finds them another."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        _, slots = self._seats[index]
+        return all(ray.util.placement_group_table(s.group)["bundles_to_node_id"][s.bundle] in alive for s in slots)
+
     def end(self, index: int) -> None:
         """End one server, on all its nodes, and its actors."""
         _end([self.engines[index], *self._others[index]])
