@@ -48,7 +48,7 @@ class WandbAdapter:
     It is the one that --wandb-run-id names, else, where a run goes on, the one that it had; else a new one.
 
     Raises:
-        UsageError: wandb is not installed.
+        UsageError: wandb is not installed, or WANDB_FINISH_TIMEOUT is no number of seconds.
     """
 
     def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
@@ -56,6 +56,7 @@ class WandbAdapter:
             import wandb
         except ImportError as error:
             raise UsageError("--use-wandb needs the package wandb: pip install wandb") from error
+        finish_s = _finish_s()
         mode = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
         directory = Path(args.wandb_dir or args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary directory when it is absent
@@ -74,7 +75,7 @@ class WandbAdapter:
                 dir=str(directory),
                 mode=mode,
                 config=public_config(args),
-                settings={"finish_timeout": _finish_s(), "finish_timeout_raises": True},
+                settings={"finish_timeout": finish_s, "finish_timeout_raises": True},
             )
         runs.keep(WANDB_RUN, self.run.id)
         for step_metric in sorted(set(STEP_METRICS.values())):
@@ -130,7 +131,14 @@ class WandbAdapter:
 
 
 def _finish_s() -> float:
-    return float(os.environ.get("WANDB_FINISH_TIMEOUT") or FINISH_S)
+    given = os.environ.get("WANDB_FINISH_TIMEOUT") or str(FINISH_S)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"WANDB_FINISH_TIMEOUT={given}: give the seconds that W&B has for its uploads, or unset it")
+    return seconds
 
 
 def _end_service() -> None:

@@ -294,6 +294,10 @@ def test_wandb_is_given_a_deadline_for_its_uploads(wandb_asked, monkeypatch: pyt
     assert wandb_asked()[1]["settings"] == {"finish_timeout": 300.0, "finish_timeout_raises": True}
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "20")
     assert wandb_asked()[1]["settings"]["finish_timeout"] == 20.0, "that of the user's"
+    for given in ("soon", "0", "inf"):
+        monkeypatch.setenv("WANDB_FINISH_TIMEOUT", given)
+        with pytest.raises(UsageError, match=f"WANDB_FINISH_TIMEOUT={given}: give the seconds"):
+            wandb_asked()
 
 
 class FakeWandb:
