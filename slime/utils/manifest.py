@@ -65,11 +65,21 @@ def to_disk(path: Path) -> None:
 
 
 def write_manifest(path: Path, entries: Mapping[str, Entry]) -> None:
-    """Write a manifest; the paths of `entries` count from its directory."""
+    """Write a manifest, which takes its name when it is complete; the paths of `entries` count from its directory.
+
+    Raises:
+        OSError: it cannot be written; one that was there stays.
+    """
     body = {"files": dict(sorted(entries.items()))}
-    with path.open("w") as file:
-        json.dump({**body, "xxh3": _of_json(body)}, file, indent=1)
-    to_disk(path)
+    unnamed = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unnamed.open("w") as file:
+            json.dump({**body, "xxh3": _of_json(body)}, file, indent=1)
+        to_disk(unnamed)
+        os.replace(unnamed, path)
+    except BaseException:
+        unnamed.unlink(missing_ok=True)
+        raise
 
 
 def what_is_wrong(path: Path, depth: Depth = "full") -> str | None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 import os
 import random
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from slime.backends.megatron_utils.full_disk import is_of_full_disk
+from slime.backends.megatron_utils.resumed_state import REFERENCE_PART, STATE_FILE
 from slime.ray.resume_point import settle_checkpoint
 from slime.rollout.data_source import manifest_of_state, state_path
 from slime.utils import manifest
 from slime.utils.arguments.args import Args
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.utils.errors import UsageError
+from slime.utils.full_disk import is_of_full_disk
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.test_checkpoint import FLAGS, RUN, save_after_two_steps
 
@@ -187,6 +195,80 @@ def test_a_checkpoint_that_finds_its_disk_full_is_given_up_by_all_ranks(tmp_path
         run_world(2, save_where_nothing_fits, args, small)
     finally:
         subprocess.run(["umount", "--lazy", small], check=True)
+
+
+FAILS_ON_ONE_RANK = (
+    (0, ".iter_0000000.partial/common.pt"),
+    (0, ".iter_0000000.partial/metadata.json"),
+    (0, ".iter_0000000.partial/.metadata.tmp"),
+    (0, ".iter_0000000.partial/__0_0.distcp"),
+    (1, ".iter_0000000.partial/__1_0.distcp"),
+    (0, f".iter_0000000.partial/{STATE_FILE}"),
+    (0, f".iter_0000000.partial/{REFERENCE_PART}/common.pt"),
+    (0, f".iter_0000000.partial/{REFERENCE_PART}/__0_0.distcp"),
+    (0, f".iter_0000000.partial/{MODEL_SHAPE_FILE}"),
+    (0, f".iter_0000000.partial/.{manifest.FILE}."),
+    (0, f".{TRACKER_FILE}.partial"),
+)
+
+
+def save_where_one_file_finds_no_room(args: Any, root: Path) -> None:
+    """Of two ranks one opens a device that is always full in place of a file; then fsync fails, then all is well."""
+    from slime.backends.megatron_utils.checkpoint import begin_checkpoint
+    from slime.backends.megatron_utils.full_disk import DiskFull
+    from slime.backends.megatron_utils.resumed_state import write_resumed_state
+    from tests.unit.test_checkpoint import build
+
+    state, rank, opens, syncs = build(args), torch.distributed.get_rank(), io.open, os.fsync
+
+    def write_more(directory: Path) -> None:
+        parts = {"model": state.model, "weights": AsTheyAre(), "controller": SimpleNamespace(coef=1)}
+        write_resumed_state(args, directory, **parts)
+
+    def save(in_background: bool) -> None:
+        parts = {"model": state.model, "optimizer": state.optimizer, "scheduler": state.scheduler}
+        begin_checkpoint(root, 0, **parts, write_more=write_more, in_background=in_background).finish()
+
+    def expect_disk_full(what: object) -> None:
+        begin = time.monotonic()
+        with pytest.raises(DiskFull, match="became full: .*No space left on device"):
+            save(in_background)
+        assert time.monotonic() - begin < 20, f"{what}: a rank waited for another"
+        assert not list(root.iterdir()), f"{what}: what was written is gone again"
+        torch.distributed.barrier()  # before another save begins
+
+    for in_background in (False, True):
+        for which, name in FAILS_ON_ONE_RANK:
+
+            def open_full(path: Any, *more: Any, full: str = str(root / name), **named: Any) -> Any:
+                return opens("/dev/full" if str(path).startswith(full) else path, *more, **named)
+
+            if rank == which:
+                builtins.open = io.open = open_full
+            expect_disk_full((in_background, which, name))
+            builtins.open = io.open = opens
+        if rank == 1:
+            os.fsync = lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        expect_disk_full((in_background, "fsync"))
+        os.fsync = syncs
+    save(in_background=True)
+    assert {path.name for path in root.iterdir()} == {"iter_0000000", TRACKER_FILE}
+
+
+class AsTheyAre:
+    """In place of the copies of weights: the reference's are the model's."""
+
+    def swapped(self, tag: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_file_of_one_rank_that_finds_no_room_ends_the_checkpoint_on_all_ranks_at_once(tmp_path: Path) -> None:
+    make_hf_model(tmp_path / "hf")
+    args = make_args(tmp_path / "hf", FLAGS, **RUN, actor_num_gpus_per_node=2, distributed_timeout_minutes=0.4)
+    vars(args).update(kl_ctrl="adaptive", ref_update_interval=1)
+    (tmp_path / "root").mkdir()
+    run_world(2, save_where_one_file_finds_no_room, args, tmp_path / "root")
 
 
 def test_a_full_disk_is_recognised_behind_other_errors() -> None:

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from slime.backends.megatron_utils.background_save import BackgroundSave, merged
-from slime.backends.megatron_utils.full_disk import gives_way_to_a_full_disk
+from slime.backends.megatron_utils.full_disk import gives_way_to_a_full_disk, together
 from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.backends.megatron_utils.model.optimizer_state import make_moments
@@ -42,7 +42,7 @@ from slime.backends.megatron_utils.model.value_head import is_of_head, value_hea
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
-from slime.utils.distributed_utils import barrier, gathered, get_gloo_group
+from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.manifest import Entry, entries_of, to_disk, write_manifest
 
 logger = logging.getLogger(__name__)
@@ -124,12 +124,11 @@ class UnfinishedCheckpoint:
         """
         final, partial = iteration_dir(self._root, self._iteration), self._partial
         with gives_way_to_a_full_disk(partial, needed=None):
-            known = {} if self._background is None else self._background.finish(WRITE_DEADLINE_S)
+            with together(f"writing {partial}"):
+                known = {} if self._background is None else self._background.finish(WRITE_DEADLINE_S)
             _describe(partial, known)
             if dist.get_rank() == 0:
-                put_in_place(partial, final)
-                write_tracker(self._root, self._iteration)
-        barrier(f"the checkpoint {final}")
+                give_name(partial, self._root, self._iteration)
         return final
 
 
@@ -162,10 +161,10 @@ def begin_checkpoint(
     """
     final = iteration_dir(root, iteration)
     partial = final.with_name(f".{final.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    barrier(f"the preparation of {partial}")
+    with gives_way_to_a_full_disk(partial, needed=None):
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
     for chunk in model:
         finish_param_gather(chunk)
     with_optimizer = "optimizer" in contents
@@ -194,12 +193,13 @@ def _bytes_of(state: dict[str, Any]) -> int:
 
 
 def _describe(directory: Path, known: dict[str, Entry]) -> None:
-    """Write the manifest; each rank reads back what it has written, but for what it knows."""
-    barrier(f"writing {directory}")
+    """Write the manifest; each rank reads back what it has written, but for what it knows. All files are there."""
     rank = dist.get_rank()
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     mine = [path for path in files if _writer_of(path) == rank and path.relative_to(directory).as_posix() not in known]
-    found = gathered(known | entries_of(directory, mine))
+    with together(f"reading back {directory}"):
+        entries = known | entries_of(directory, mine)
+    found = gathered(entries)
     if rank == 0:
         write_manifest(directory / manifest.FILE, merged(found))
 
@@ -212,9 +212,9 @@ def _writer_of(path: Path) -> int:
 
 def save_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
     """Write the model's weights alone to a new directory, without a tracker; all ranks call it."""
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True)
-    barrier(f"the preparation of {directory}")
+    with together(f"the preparation of {directory}"):
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True)
     dist_checkpointing.save(_sharded_state(model, None, is_loading=False), str(directory))
 
 
@@ -226,24 +226,40 @@ def load_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
         unwrap(chunk).load_state_dict(loaded[name])
 
 
-def put_in_place(partial: Path, final: Path) -> None:
+def give_name(partial: Path, root: Path, iteration: int | str) -> None:
+    """Give a finished directory its name, and let the tracker file name the iteration, or "release".
+
+    Raises:
+        OSError: it cannot be; the tracker names what it named before.
+    """
+    unnamed = root / f".{TRACKER_FILE}.partial"
+    try:
+        unnamed.write_text(f"{iteration}")  # what takes room comes before anything that is seen
+        to_disk(unnamed)
+        _put_in_place(partial, iteration_dir(root, iteration))
+        os.replace(unnamed, root / TRACKER_FILE)
+    except OSError:
+        unnamed.unlink(missing_ok=True)
+        raise
+    to_disk(root)
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
     """Rename the finished directory; one of the same name (of a repeated run) is deleted after that."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         final.rename(old)
-    partial.rename(final)
-    to_disk(final.parent)
+    try:
+        partial.rename(final)
+        to_disk(final.parent)
+    except OSError:
+        if final.exists():
+            final.rename(partial)
+        if old.exists():
+            old.rename(final)
+        raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def write_tracker(root: Path, iteration: int | str) -> None:
-    """Let the tracker file of a checkpoint root name an iteration, or "release"."""
-    partial = root / f".{TRACKER_FILE}.partial"
-    partial.write_text(f"{iteration}")
-    to_disk(partial)
-    os.replace(partial, root / TRACKER_FILE)
-    to_disk(root)
 
 
 def load_checkpoint(

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.full_disk import DiskFull, is_of_full_disk
+from slime.backends.megatron_utils.full_disk import DiskFull
 from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError
 from slime.utils.fp8 import E4M3
 from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
+from slime.utils.full_disk import is_of_full_disk
 from slime.utils.hf_text_config import is_of_other_part, text_config
 from slime.utils.manifest import FILE as MANIFEST_FILE
 from slime.utils.manifest import entries_of, to_disk, write_manifest

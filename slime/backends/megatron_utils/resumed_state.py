@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.checkpoint import load_weights, save_weights
 from slime.backends.megatron_utils.forward_passes import REFERENCE
+from slime.backends.megatron_utils.full_disk import holds
 from slime.utils.ppo_utils import KlController
 from slime.utils.tensor_backper import TensorBackuper
 
@@ -42,7 +43,7 @@ def write_resumed_state(
         controller: of the KL in the rewards.
     """
     if args.kl_ctrl == "adaptive" and dist.get_rank() == 0:
-        (directory / STATE_FILE).write_text(json.dumps({"kl_coef": controller.coef}) + "\n")
+        holds((directory / STATE_FILE).write_text)(json.dumps({"kl_coef": controller.coef}) + "\n")
     if args.ref_update_interval:
         with weights.swapped(REFERENCE):
             save_weights(directory / REFERENCE_PART, model)

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from slime.backends.megatron_utils.checkpoint import put_in_place, write_tracker
+from slime.backends.megatron_utils.checkpoint import give_name
 from slime.backends.megatron_utils.model_weights import iter_weights, named_tensors
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
@@ -168,8 +168,7 @@ def write_release(
         written = _write_rest(partial, len(parts), objects, model_shape)
         files = sorted(path for path in partial.iterdir() if path.is_file() and path.name not in written)
         write_manifest(partial / manifest.FILE, entries_of(partial, files) | written)
-        put_in_place(partial, final)
-        write_tracker(root, "release")
+        give_name(partial, root, "release")
     except OSError as error:
         raise said_of_disk(error, partial) from error
     finally:
