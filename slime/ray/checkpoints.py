@@ -29,6 +29,7 @@ class Checkpoints:
         save: directory of --save, None where only HF exports are written.
         is_async: they are written while training goes on (--async-save).
         exports: HF models are exported (--save-hf).
+        needs_each: the run cannot go on without one that was to be written (--release-train).
         log: takes a record of metrics.
 
     Attributes:
@@ -36,9 +37,16 @@ class Checkpoints:
     """
 
     def __init__(
-        self, save: str | None, *, is_async: bool, exports: bool, log: Callable[[dict[str, float]], None]
+        self,
+        save: str | None,
+        *,
+        is_async: bool,
+        exports: bool,
+        needs_each: bool,
+        log: Callable[[dict[str, float]], None],
     ) -> None:
         self._save = save
+        self._needs_each = needs_each
         self._is_async = is_async and bool(save)
         self._exports = exports
         self._log = log
@@ -53,13 +61,19 @@ class Checkpoints:
 
     def forget_state(self, rollout_id: int) -> None:
         """Remove the data source's state of a rollout that could have become the last, and did not."""
-        if self._await_state(rollout_id):
+        if rollout_id in self._states:
+            self._await_state(rollout_id)
             self._remove_state(rollout_id)
+
+    def has_state_for_copy(self, rollout_id: int) -> bool:
+        """Whether the trainers' states may be copied to memory behind this rollout: not without the data source's."""
+        if why_not := self._await_state(rollout_id):
+            logger.error("the states of rollout %d are not copied: %s; those before are kept", rollout_id, why_not)
+        return not why_not
 
     def keep_state_of_copy(self, rollout_id: int) -> None:
         """Keep the data source's state of a rollout behind which the trainers' states were copied to memory, in the
         place of the one before."""
-        self._await_state(rollout_id)
         if self._state_of_copy != rollout_id:
             self.forget_state_of_copy()
         self._state_of_copy = rollout_id
@@ -91,11 +105,10 @@ class Checkpoints:
             is_last: no other rollout follows: what is begun is completed.
 
         Raises:
-            ActorFailure: the last one does not fit on the disk.
+            ActorFailure: it does not fit on the disk, and it is the last, or none can be missing.
         """
         self.finish(groups, turns)
-        self._await_state(rollout_id)
-        why_not = None
+        why_not = self._await_state(rollout_id)
         for group in groups:
             turns.to_trainer(group)
             why_not = why_not or group.save_model(rollout_id)
@@ -106,7 +119,7 @@ class Checkpoints:
         else:
             self._note(rollout_id, why_not, is_last=is_last)
         if self._exports:
-            self._note_export(groups[-1].export_problem())
+            self._note_export(why_not or groups[-1].export_problem())  # the export comes last
 
     def finish(
         self, groups: Sequence[RayTrainGroup], turns: GpuTurns, *, if_written: bool = False, is_last: bool = False
@@ -125,12 +138,14 @@ class Checkpoints:
             why_not = why_not or group.finish_save()
         self._note(rollout_id, why_not, is_last=is_last)
 
-    def _await_state(self, rollout_id: int) -> bool:
-        """Whether the data source's state of a rollout was being written; now it is there."""
+    def _await_state(self, rollout_id: int) -> str | None:
+        """Wait for the data source's state of a rollout, if it is being written; returns why it was not, if its disk
+        is full."""
         saved = self._states.pop(rollout_id, None)
-        if saved is not None:
-            get(saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
-        return saved is not None
+        if saved is None:
+            return None
+        why_not: str | None = get(saved, f"the data source's state of rollout {rollout_id}", STATE_DEADLINE_S)
+        return why_not
 
     def _note(self, rollout_id: int, why_not: str | None, *, is_last: bool) -> None:
         """A checkpoint that was not written leaves the one before; after the last rollout there is no other chance."""
@@ -139,7 +154,7 @@ class Checkpoints:
             self.has_saved = self.has_saved or bool(self._save)
             return
         what = f"the checkpoint of rollout {rollout_id} was not written: {why_not}"
-        if is_last:
+        if is_last or self._needs_each:
             raise ActorFailure(f"{what}; free some room and start again with --load {self._save}.")
         logger.error("%s; the one before is kept, and the run goes on", what)
 

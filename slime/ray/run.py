@@ -107,6 +107,7 @@ class TrainingRun:
             args.save,
             is_async=args.async_save,
             exports=bool(args.save_hf),
+            needs_each=args.release_train,
             log=lambda metrics: self._log_rollout_record(metrics),
         )
         self._copies = PeerCopies(args.peer_checkpoint_interval)
@@ -217,12 +218,12 @@ class TrainingRun:
         copy the trainers' states every `--peer-checkpoint-interval` rollouts."""
         self._end_if_asked(rollout_id)
         if not self._save_is_due(rollout_id):
-            if self._has_trainers and self._copies.is_due(rollout_id):
+            if not (self._has_trainers and self._copies.is_due(rollout_id)):
+                self._checkpoints.forget_state(rollout_id)
+            elif self._checkpoints.has_state_for_copy(rollout_id):
                 metrics = self._copies.keep(rollout_id, self._parts.groups, self.turns)
                 self._checkpoints.keep_state_of_copy(rollout_id)
                 self._log_rollout_record(metrics)
-            else:
-                self._checkpoints.forget_state(rollout_id)
             return
         start = time.monotonic()
         self._checkpoints.save(rollout_id, self._parts.groups, self.turns, is_last=self.is_last(rollout_id))

@@ -18,7 +18,7 @@ from slime.rollout.hook_returns import check_picked
 from slime.rollout.weight_versions import WeightClock, of_earlier_run
 from slime.utils.data import Dataset
 from slime.utils.dumps import load_dump
-from slime.utils.manifest import entries_of, write_manifest
+from slime.utils.manifest import entries_of, to_disk, write_manifest
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -149,7 +149,11 @@ class RolloutDataSource(DataSource):
         self._order_epoch()
 
     def save(self, rollout_id: int) -> None:
-        """Write the state, as it is now, as that after this rollout under --save; complete or not at all."""
+        """Write the state, as it is now, as that after this rollout under --save; complete or not at all.
+
+        Raises:
+            OSError, RuntimeError: it cannot be written (`slime.utils.full_disk`); one that was there stays.
+        """
         if self.args.save is None:
             return
         import torch  # a second of import that only a saving process pays
@@ -157,12 +161,16 @@ class RolloutDataSource(DataSource):
         path = state_path(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".tmp{os.getpid()}")
-        with temporary.open("wb") as file:
-            torch.save({**self.state_dict(), "trained_at": WeightClock().trained_at(rollout_id)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        write_manifest(manifest_of_state(path), entries_of(path.parent, [path]))
+        try:
+            with temporary.open("wb") as file:
+                torch.save({**self.state_dict(), "trained_at": WeightClock().trained_at(rollout_id)}, file)
+            (entry,) = entries_of(path.parent, [temporary]).values()
+            write_manifest(manifest_of_state(path), {path.name: entry})
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        to_disk(path.parent)
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restore the state that --load holds for this rollout; without --load or a rollout, begin anew.

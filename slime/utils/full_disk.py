@@ -1,4 +1,4 @@
-"""How an error says that a disk is full, a quota used up, or a file larger than it may be. It does nothing about it."""
+"""How an error says that a disk is full, a quota used up or a file larger than it may be. It does nothing about it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import signal
 import pytest
 import torch
 
+from slime.ray.rollout.manager import RolloutManager
 from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness
@@ -218,6 +220,28 @@ def test_an_interrupted_save_leaves_the_old_state(make, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         source.save(0)
     assert state_path(str(tmp_path), 0).read_bytes() == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("file", ["global_dataset_state_dict_0.tmp", ".global_dataset_state_dict_0.manifest.json"])
+def test_a_full_disk_leaves_the_old_state_and_is_said_by_the_manager(make, tmp_path, monkeypatch, file):
+    source = make(save=str(tmp_path))
+    source.save(0)
+    folder, opens = tmp_path / "rollout", io.open
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    source.get_samples(1)
+
+    def open_full(path, *more, **named):
+        return opens("/dev/full" if str(path).startswith(str(folder / file)) else path, *more, **named)
+
+    manager = RolloutManager.__new__(RolloutManager)
+    manager._data_source = source
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", open_full)
+        assert "No space left on device" in manager.save(0)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before, "and no temporary is left"
+    assert manager.save(0) is None
+    assert {path: path.read_bytes() for path in folder.iterdir()}.keys() == before.keys()
 
 
 ROW = {

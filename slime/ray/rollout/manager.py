@@ -46,6 +46,7 @@ from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, 
 from slime.utils import stacks
 from slime.utils.api_keys import use_keys
 from slime.utils.dumps import load_samples, save_dump, subsample
+from slime.utils.full_disk import line_of_full_disk
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -296,10 +297,21 @@ class RolloutManager(RayActor):
         """Take what is needed to generate, besides weights."""
         self.onload([tag for tag in MEMORY_TAGS if tag not in WEIGHTS])
 
-    def save(self, rollout_id: int) -> None:
-        """Write the data source's state, as it is after the generation of `rollout_id`."""
-        if self._data_source is not None:  # a replay has none
+    def save(self, rollout_id: int) -> str | None:
+        """Write the data source's state, as it is after the generation of `rollout_id`.
+
+        Returns:
+            why it was not written, if its disk is full.
+        """
+        if self._data_source is None:  # a replay has none
+            return None
+        try:
             save_data_source(self._data_source, rollout_id)
+        except (OSError, RuntimeError) as error:  # torch's serializer makes the one of the other
+            if (problem := line_of_full_disk(error)) is None:
+                raise
+            return f"the data source's state found no room ({problem})"
+        return None
 
     def begin_again(self, load: str | None) -> None:
         """Forget what was drawn and generated, after all calls before this one: a data source as at the start, which
