@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
+from slime.observability.appended_lines import AppendedLines
 from slime.utils.types import Sample
 
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
@@ -73,9 +74,9 @@ class EvalSamplesFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lines = AppendedLines(path)
 
     def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
         """Append the answers."""
-        with self.path.open("a", encoding="utf-8") as file:
-            for sample in shown:
-                file.write(json.dumps({"eval/step": step, **sample}, ensure_ascii=False, default=str) + "\n")
+        for sample in shown:
+            self._lines.write(json.dumps({"eval/step": step, **sample}, ensure_ascii=False, default=str))

@@ -18,14 +18,16 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
+from slime.observability.appended_lines import AppendedLines
 from slime.observability.console import ConsoleSink
 from slime.observability.eval_samples import EVAL_SAMPLES_FILE, EvalSample, EvalSamplesFile, TextSink
 from slime.observability.plots import write_curves
 from slime.observability.tensorboard_utils import _TensorboardAdapter
 from slime.observability.tracker_runs import TrackerRuns, tracker_runs
 from slime.observability.wandb_utils import WandbAdapter
+from slime.utils.full_disk import is_of_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +75,24 @@ class Sink(Protocol):
 class JsonlSink:
     """One JSON object a record in `<output_dir>/metrics.jsonl`, with "step_key" and "time" added.
 
-    It appends, so a resumed run goes on in its file. A value that is not finite becomes null: JSON has no NaN.
+    It appends, so a resumed run goes on in its file; a full disk costs records, not the run. A value that is not
+    finite becomes null: JSON has no NaN.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        path.touch()
+        self._lines = AppendedLines(path)
 
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
-        """Append the record and flush, so that a reader sees it at once."""
+        """Append the record; a reader sees it at once."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step_key": step_key, "time": time.time(), **values}) + "\n")
-        self._file.flush()
+        self._lines.write(json.dumps({"step_key": step_key, "time": time.time(), **values}))
 
     def finish(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Say how many records are lost, if any are."""
+        self._lines.finish()
 
 
 class TensorboardSink:
@@ -223,6 +226,10 @@ def finish_tracking() -> None:
     try:
         if write_curves(directory / METRICS_FILE, directory / CURVES_FILE):
             logger.info("curves of this run: %s", directory / CURVES_FILE)
+    except OSError as error:
+        if not is_of_full_disk(error):
+            raise
+        logger.error("no curves.png: %s", error)
     except ImportError as error:
         logger.warning("no curves.png: %s (pip install matplotlib); the numbers are in %s", error, METRICS_FILE)
 

@@ -91,9 +91,14 @@ def _report(error: Exception, output_dir: str | None) -> None:
         traceback.print_exception(error)
         return
     path = Path(output_dir).resolve() / "logs" / "error.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
     details = error.details if isinstance(error, ActorFailure) else ""
-    path.write_text(details + "\n\n" + "".join(traceback.format_exception(error)))
+    text = details + "\n\n" + "".join(traceback.format_exception(error))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as problem:  # a full disk may be why the run ends
+        _say(f"{text}\n{path} cannot be written: {problem}")
+        return
     _say(f"full traceback: {path}")
 
 

@@ -6,12 +6,15 @@ import json
 import logging
 import math
 import multiprocessing
+import os
 import re
+import subprocess
 import sys
 import time
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -91,6 +94,34 @@ def test_a_second_run_in_the_same_directory_appends(tmp_path: Path):
     for _ in range(2):
         run_of_two_steps(make_args(tmp_path))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 * 7
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_output_dir_costs_records_and_says_so_once_and_not_the_run(tmp_path: Path, caplog, monkeypatch):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount")
+    try:
+        args, filler = make_args(small), small / "filler"
+        init_tracking(args)
+        filler.write_bytes(bytes(40_000))
+        for step in range(600):  # a page of the file is half full when the disk is
+            log(args, {"train/step": step, "train/loss": 0.125, "train/other": 0.5}, "train/step")
+        shown: Any = [{"data_set": "d", "prompt": "p" * 40_000, "response": "r"}]
+        log_eval_samples(shown, 3)
+        filler.unlink()
+        log(args, {"train/step": 600, "train/loss": 0.125}, "train/step")
+        log_eval_samples([{**shown[0], "prompt": "p"}], 4)
+        finish_tracking()
+        steps = [json.loads(line)["train/step"] for line in (small / "metrics.jsonl").read_text().splitlines()]
+        assert steps == [*range(len(steps) - 1), 600] and 10 < len(steps) < 600, "whole lines, without a hole"
+        assert len((small / "eval_samples.jsonl").read_text().splitlines()) == 1
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+    said = [record.getMessage() for record in caplog.records if "metrics.jsonl" in record.getMessage()]
+    assert len(said) == 2 and "No space left on device" in said[0]
+    assert f"lacks {601 - len(steps)} lines" in said[1] and "it is written again" in said[1]
 
 
 def test_the_end_of_a_run_leaves_a_png(tmp_path: Path):
