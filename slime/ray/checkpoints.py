@@ -15,7 +15,7 @@ import ray
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.utils import ActorFailure, get
-from slime.rollout.data_source import manifest_of_state, state_path
+from slime.utils.checkpoint_paths import manifest_of_state, state_path
 
 logger = logging.getLogger(__name__)
 

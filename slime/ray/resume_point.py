@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.data_source import manifest_of_state, state_path
 from slime.utils import manifest
 from slime.utils.arguments import parse_megatron_role_args
 from slime.utils.arguments.resume import NEVER
 from slime.utils.checkpoint_paths import (
     MODEL_SHAPE_FILE,
+    STATE_MANIFEST,
     TRACKER_FILE,
     classify_checkpoint,
     iteration_dir,
@@ -42,7 +42,8 @@ def settle_checkpoint(args: Any) -> Any:
 
     Args:
         args: reads `load`, `ckpt_step`, `ref_load`, `ref_ckpt_step`, `opd_teacher_load`, `opd_teacher_ckpt_step`,
-            `verify_checkpoint`, `save`, `resume`, and where the critic's checkpoints are.
+            `verify_checkpoint`, `save`, `resume`, `finetune`, `start_rollout_id`, `eval_only`,
+            `load_debug_rollout_data`, and where the critic's checkpoints are.
 
     Raises:
         UsageError: what is to be loaded is not whole, and nothing else may be taken in its place.
@@ -58,7 +59,7 @@ def settle_checkpoint(args: Any) -> Any:
     ):
         if path != args.load and classify_checkpoint(path) == "megatron":
             wanted = read_tracker(path) if step is None else step
-            if problem := _problem([Path(path)], wanted, depth):
+            if problem := _problem([Path(path)], wanted, depth, with_state=False):
                 raise UsageError(f"{flag} {path}: {problem}; give a checkpoint that is whole.")
     if classify_checkpoint(args.load) != "megatron":
         return args
@@ -85,10 +86,13 @@ def _settle_load(args: Any, depth: manifest.Depth) -> Any:
     critic = parse_megatron_role_args(args, "critic") if args.use_critic else None
     if critic is not None and classify_checkpoint(critic.load) == "megatron" and critic.load != args.load:
         roots.append(Path(critic.load))
-    problem = _problem(roots, newest, depth)
+    problem = _problem(roots, newest, depth, with_state=_takes_state(args, newest))
     if problem is None:
         return args
-    whole = next((step for step in _older(root, newest) if _problem(roots, step, depth) is None), None)
+    older = (
+        step for step in _older(root, newest) if not _problem(roots, step, depth, with_state=_takes_state(args, step))
+    )
+    whole = next(older, None)
     if whole is None:
         raise UsageError(f"--load {root}: {problem}; it holds no other iteration that is whole.")
     if args.ckpt_step is not None:
@@ -96,6 +100,14 @@ def _settle_load(args: Any, depth: manifest.Depth) -> Any:
     logger.error("--load %s: iteration %s cannot be loaded: %s", root, newest, problem)
     logger.error("the run goes on from iteration %d: what was trained since then is trained anew", whole)
     return args.replace(ckpt_step=whole)
+
+
+def _takes_state(args: Any, step: Any) -> bool:
+    """Whether the data source goes on from its state after an iteration: not where the run begins elsewhere, nor where
+    nothing is drawn from it."""
+    if args.finetune or args.eval_only or args.load_debug_rollout_data is not None or not str(step).isdigit():
+        return False
+    return args.start_rollout_id is None or int(args.start_rollout_id) == int(step) + 1
 
 
 def _older(root: Path, newest: Any) -> list[int]:
@@ -106,8 +118,12 @@ def _older(root: Path, newest: Any) -> list[int]:
     return sorted((step for name in names if name and (step := int(name[1])) < int(newest)), reverse=True)
 
 
-def _problem(roots: Sequence[Path], step: Any, depth: manifest.Depth) -> str | None:
-    """What is wrong with an iteration of all roots, or with the data source's state after it."""
+def _problem(roots: Sequence[Path], step: Any, depth: manifest.Depth, *, with_state: bool) -> str | None:
+    """What is wrong with an iteration of all roots, or with the data source's state after it.
+
+    The iteration of the first root says which state belongs to it. None does where a data source of the user's own
+    wrote what it likes, or where nothing was drawn from one.
+    """
     for directory in (iteration_dir(root, step) for root in roots):
         if not directory.is_dir():
             return f"{directory} does not exist"
@@ -115,7 +131,10 @@ def _problem(roots: Sequence[Path], step: Any, depth: manifest.Depth) -> str | N
             logger.info("%s is not slime's and has no %s: it is not verified", directory, manifest.FILE)
         elif problem := manifest.what_is_wrong(directory / manifest.FILE, depth):
             return problem
-    of_state = manifest_of_state(state_path(str(roots[0]), int(step))) if str(step).isdigit() else None
-    if of_state is None or not of_state.exists():  # a data source of the user's own writes what it likes
+    of_state = iteration_dir(roots[0], step) / STATE_MANIFEST
+    if not with_state or not of_state.exists():
         return None
-    return manifest.what_is_wrong(of_state, depth)
+    if problem := manifest.what_is_wrong(of_state, depth):
+        more = "(the data source's state: where it is gone, --verify-checkpoint none begins with the first prompt)"
+        return f"{problem} {more}"
+    return None

@@ -11,11 +11,11 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from slime.rollout.hook_returns import check_picked
 from slime.rollout.weight_versions import WeightClock, of_earlier_run
+from slime.utils.checkpoint_paths import manifest_of_state, state_path
 from slime.utils.data import Dataset
 from slime.utils.dumps import load_dump
 from slime.utils.manifest import entries_of, to_disk, write_manifest
@@ -279,13 +279,3 @@ def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_
     picked = buffer[:num_samples]
     del buffer[: len(picked)]
     return picked
-
-
-def state_path(root: str, rollout_id: int) -> Path:
-    """Where the state after a rollout lies under --save / --load."""
-    return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
-
-
-def manifest_of_state(path: Path) -> Path:
-    """Where the size and the checksum of a state are noted."""
-    return path.with_suffix(".manifest.json")

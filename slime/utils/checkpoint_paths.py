@@ -2,7 +2,7 @@
 
 It reads names and one small text file; it opens no tensors and knows nothing about Megatron or transformers. Layout of
 a Megatron checkpoint root: `latest_checkpointed_iteration.txt` (a number, or the word "release"), `iter_0000012/` or
-`release/`.
+`release/`, and `rollout/` with the states of the data source.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from slime.utils.errors import UsageError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MODEL_SHAPE_FILE = "model_shape.json"
+STATE_MANIFEST = "data_source.manifest.json"
+"""In an iteration: the manifest of the data source's state that belongs to it, with paths from the iteration's."""
 RELEASE = "release"
 """Name of a checkpoint that holds weights only and belongs to no iteration (a converted HF model)."""
 
@@ -56,6 +58,16 @@ def latest_iteration(path: str | Path) -> int | None:
 def iteration_dir(root: str | Path, iteration: int | str) -> Path:
     """Return the directory of one iteration: `<root>/iter_0000012`, or `<root>/release` for the word "release"."""
     return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
+
+
+def state_path(root: str | Path, rollout_id: int) -> Path:
+    """Where the state of the data source after a rollout lies under --save / --load."""
+    return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+
+
+def manifest_of_state(path: Path) -> Path:
+    """Where the size and the checksum of a state are noted."""
+    return path.with_suffix(".manifest.json")
 
 
 def resolve_checkpoint_dir(root: str | Path, step: int | None = None) -> tuple[Path, int | None]:

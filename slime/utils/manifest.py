@@ -93,9 +93,10 @@ def what_is_wrong(path: Path, depth: Depth = "full") -> str | None:
         return None
     try:
         files = _read(path)
+        # By the names alone: an iteration may be a link to a place that has another "..".
+        places = {Path(os.path.normpath(path.parent / name)): entry for name, entry in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path} cannot be read ({type(error).__name__}: {error})"
-    places = {path.parent / name: entry for name, entry in files.items()}
     for place, entry in places.items():
         if problem := _wrong_size(place, entry["bytes"]):
             return problem

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from slime.rollout import generation
-from slime.rollout.data_source import state_path
+from slime.utils.checkpoint_paths import state_path
 from slime.utils.misc import load_function
 from tests.contracts.rollout_world import World, rollout, train_data
 from tests.unit.rollout_fakes import FakeEngine, serve

@@ -12,8 +12,9 @@ import torch
 
 from slime.ray.rollout.manager import RolloutManager
 from slime.rollout import data_source
-from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness
+from slime.utils.checkpoint_paths import state_path
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args

@@ -18,7 +18,7 @@ from slime.ray.attempts import attempts
 from slime.ray.exit_request import ExitRequest
 from slime.ray.run import RunPlan, TrainingRun
 from slime.ray.utils import ActorFailure, ActorLost
-from slime.rollout.data_source import state_path
+from slime.utils.checkpoint_paths import state_path
 from slime.utils.errors import UsageError
 
 

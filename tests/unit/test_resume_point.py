@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import random
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,26 +19,38 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.resumed_state import REFERENCE_PART, STATE_FILE
+from slime.backends.megatron_utils.resumed_state import REFERENCE_PART, STATE_FILE, note_state_of_data_source
 from slime.ray.resume_point import settle_checkpoint
-from slime.rollout.data_source import manifest_of_state, state_path
 from slime.utils import manifest
 from slime.utils.arguments.args import Args
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE
+from slime.utils.checkpoint_paths import (
+    MODEL_SHAPE_FILE,
+    STATE_MANIFEST,
+    TRACKER_FILE,
+    manifest_of_state,
+    state_path,
+)
 from slime.utils.errors import UsageError
 from slime.utils.full_disk import is_of_full_disk
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
-from tests.unit.test_checkpoint import FLAGS, RUN, save_after_two_steps
+from tests.unit.test_checkpoint import FLAGS, RUN
 
 NUM_FAULTS = 1000
 
 
-def flags_for(root: Path, **given: object) -> Args:
+def flags_for(root: Path | None, **given: object) -> Args:
     args = Args()
     vars(args).update(
-        {"load": str(root), "ckpt_step": None, "ref_load": None, "ref_ckpt_step": None, "opd_teacher_load": None}
+        {
+            "load": root and str(root),
+            "ckpt_step": None,
+            "ref_load": None,
+            "ref_ckpt_step": None,
+            "opd_teacher_load": None,
+        }
         | {"opd_teacher_ckpt_step": None, "use_critic": False, "debug_rollout_only": False}
-        | {"verify_checkpoint": "full", "save": None, "resume": None}
+        | {"verify_checkpoint": "full", "save": None, "resume": None, "finetune": False, "start_rollout_id": None}
+        | {"eval_only": False, "load_debug_rollout_data": None}
         | given
     )
     return args.freeze()
@@ -49,23 +62,48 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("saved")
     make_hf_model(work / "hf")
     root = work / "root"
-    root.mkdir()
-    run_world(2, save_after_two_steps, make_args(work / "hf", FLAGS, **RUN, actor_num_gpus_per_node=2), root)
-    state = state_path(str(root), 1)
-    state.parent.mkdir()
+    write_state(root, 1)
+    run_world(2, save_with_state, make_args(work / "hf", FLAGS, **RUN, actor_num_gpus_per_node=2), root)
+    return root
+
+
+def write_state(root: Path, step: int) -> None:
+    """What a data source writes after a rollout."""
+    state = state_path(root, step)
+    state.parent.mkdir(parents=True, exist_ok=True)
     state.write_bytes(os.urandom(300))
     manifest.write_manifest(manifest_of_state(state), manifest.entries_of(state.parent, [state]))
-    return root
+
+
+def save_with_state(args: Any, root: Path) -> None:
+    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+    from tests.unit.test_checkpoint import build
+
+    def write_more(directory: Path) -> None:
+        if torch.distributed.get_rank() == 0:
+            note_state_of_data_source(directory, str(root), 1)
+
+    state = build(args)
+    save_checkpoint(
+        root,
+        1,
+        model=state.model,
+        optimizer=state.optimizer,
+        scheduler=state.scheduler,
+        write_more=write_more,
+    )
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """A root with the whole iterations 3 and 7; they hold nothing that could be loaded, and nothing is."""
+    """A root with the whole iterations 3 and 7 and their states; they hold nothing that could be loaded."""
     for step in (3, 7):
         directory = tmp_path / f"iter_{step:07d}"
         directory.mkdir()
         (directory / MODEL_SHAPE_FILE).write_text("{}")
         (directory / "__0_0.distcp").write_bytes(os.urandom(1000))
+        write_state(tmp_path, step)
+        note_state_of_data_source(directory, str(tmp_path), step)
         manifest.write_manifest(directory / manifest.FILE, manifest.entries_of(directory, sorted(directory.iterdir())))
     (tmp_path / TRACKER_FILE).write_text("7")
     return tmp_path
@@ -84,7 +122,8 @@ def damage(path: Path, fault: str, chance: random.Random) -> None:
 
 def files_of(root: Path) -> Iterator[Path]:
     yield from (path for path in sorted((root / "iter_0000001").rglob("*")) if path.is_file())
-    yield state_path(str(root), 1)
+    yield state_path(root, 1)
+    yield manifest_of_state(state_path(root, 1))
 
 
 def test_a_manifest_names_every_file_that_both_ranks_wrote(saved: Path) -> None:
@@ -116,6 +155,46 @@ def test_the_iteration_before_a_damaged_one_is_taken_and_said(two: Path, caplog:
     assert settle_checkpoint(flags_for(two)).ckpt_step == 3
     assert "iteration 7 cannot be loaded" in caplog.text and "__0_0.distcp is not what was written" in caplog.text
     assert "goes on from iteration 3" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["flip", "delete"])
+@pytest.mark.parametrize("name_of", [lambda path: path, manifest_of_state], ids=["state", "its manifest"])
+def test_an_iteration_whose_data_source_has_lost_its_place_is_not_taken(two, caplog, fault, name_of) -> None:
+    path = name_of(state_path(two, 7))
+    damage(path, fault, random.Random(1))
+    assert settle_checkpoint(flags_for(two)).ckpt_step == 3
+    assert f"iteration 7 cannot be loaded: {path} is" in caplog.text and "the data source's state" in caplog.text
+    damage(name_of(state_path(two, 3)), fault, random.Random(1))
+    with pytest.raises(UsageError, match=r"state_dict_7.*--verify-checkpoint none.*no other iteration that is whole"):
+        settle_checkpoint(flags_for(two))
+    assert settle_checkpoint(flags_for(two, verify_checkpoint="none")).ckpt_step is None
+    assert settle_checkpoint(flags_for(None, ref_load=str(two))).ckpt_step is None, "a reference draws no prompts"
+    for given in (
+        {"finetune": True},
+        {"eval_only": True},
+        {"load_debug_rollout_data": "dump.pt"},
+        {"start_rollout_id": 0},
+    ):
+        assert settle_checkpoint(flags_for(two, **given)).ckpt_step is None, f"with {given} none is needed"
+
+
+def test_an_iteration_without_a_state_of_slimes_is_taken(two: Path) -> None:
+    """A data source of the user's own writes what it likes, and a replay nothing."""
+    shutil.rmtree(two / "rollout")
+    directory = two / "iter_0000007"
+    (directory / STATE_MANIFEST).unlink()
+    manifest.write_manifest(directory / manifest.FILE, manifest.entries_of(directory, [directory / "__0_0.distcp"]))
+    note_state_of_data_source(directory, str(two), 7)
+    assert not (directory / STATE_MANIFEST).exists()
+    assert settle_checkpoint(flags_for(two)).ckpt_step is None
+
+
+def test_an_iteration_behind_a_link_has_its_state(two: Path) -> None:
+    elsewhere = two / "far" / "away"
+    elsewhere.mkdir(parents=True)
+    (two / "iter_0000007").rename(elsewhere / "iter_0000007")
+    (two / "iter_0000007").symlink_to(elsewhere / "iter_0000007")
+    assert settle_checkpoint(flags_for(two)).ckpt_step is None
 
 
 def test_an_iteration_that_is_asked_for_is_not_exchanged(two: Path) -> None:

@@ -58,6 +58,7 @@ from slime.backends.megatron_utils.rank_state import (
 )
 from slime.backends.megatron_utils.resumed_state import (
     load_moved_reference,
+    note_state_of_data_source,
     restore_controller,
     write_resumed_state,
 )
@@ -308,7 +309,7 @@ class MegatronTrainActor:
                 scheduler=self.state.scheduler,
                 contents=args.checkpoint_contents,
                 model_shape=model_shape(args),
-                write_more=self._write_more,
+                write_more=lambda directory: self._write_more(directory, rollout_id),
                 in_background=args.async_save,
             )
             if args.async_save:
@@ -363,9 +364,11 @@ class MegatronTrainActor:
         if dist.get_rank() == 0 and (args.keep_checkpoints is not None or args.save_retain_interval is not None):
             prune_after_save(args, rollout_id)
 
-    def _write_more(self, directory: Path) -> None:
+    def _write_more(self, directory: Path, rollout_id: int) -> None:
         """Add to an unfinished iteration what is no weight and no optimizer state of the policy."""
         args, model = self.args, self.state.model
+        if dist.get_rank() == 0:
+            note_state_of_data_source(directory, args.save, rollout_id)
         write_resumed_state(args, directory, model=model, weights=self._weights, controller=self._kl_controller)
         if "hf" in args.checkpoint_contents:
             save_hf(args, model, directory / HF_PART)

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.checkpoint import load_weights, save_weights
 from slime.backends.megatron_utils.forward_passes import REFERENCE
 from slime.backends.megatron_utils.full_disk import holds
+from slime.utils.checkpoint_paths import STATE_MANIFEST, manifest_of_state, state_path
+from slime.utils.manifest import entries_of, write_manifest
 from slime.utils.ppo_utils import KlController
 from slime.utils.tensor_backper import TensorBackuper
 
@@ -47,6 +49,26 @@ def write_resumed_state(
     if args.ref_update_interval:
         with weights.swapped(REFERENCE):
             save_weights(directory / REFERENCE_PART, model)
+
+
+def note_state_of_data_source(directory: Path, root: str, rollout_id: int) -> None:
+    """Write into an unfinished iteration what the data source's state after the rollout is; rank 0 calls it.
+
+    A data source of the user's own writes what it likes; without a manifest of it nothing is noted.
+
+    Args:
+        directory: the iteration's, in `root`.
+        root: of the actor's checkpoints.
+        rollout_id: its state is written.
+    """
+    state = state_path(root, rollout_id)
+    if manifest_of_state(state).is_file():
+        holds(_note)(directory, [state, manifest_of_state(state)])
+
+
+def _note(directory: Path, files: Sequence[Path]) -> None:
+    entries = entries_of(directory.parent, files)
+    write_manifest(directory / STATE_MANIFEST, {f"../{name}": entry for name, entry in entries.items()})
 
 
 def restore_controller(args: Any, directory: Path | None, controller: KlController) -> None:
