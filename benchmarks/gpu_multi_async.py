@@ -25,6 +25,7 @@ from benchmarks.gpu_runs import (  # noqa: E402
     Series,
     apart,
     grpo_flags,
+    line_of,
     make_parser,
     median_of,
     not_measured,
@@ -47,6 +48,7 @@ def main() -> None:
             run_train(run, options)
         shape = ("tiny" if options.tiny else "0.6B, 64 x 8 x 512 tokens") + ", with a reference" * with_reference
         rows.append(judge(*(series_of(run, options) for run in runs), shape=shape))
+        print(line_of(rows[-1]), flush=True)
     sys.exit(report(rows, options))
 
 

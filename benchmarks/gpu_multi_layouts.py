@@ -27,6 +27,7 @@ from benchmarks.gpu_runs import (  # noqa: E402
     colocated,
     folder_of,
     grpo_flags,
+    line_of,
     make_parser,
     not_measured,
     parse_options,
@@ -74,6 +75,7 @@ def rows_of(model: str, layouts: dict[str, str], options: Namespace) -> list[Row
         run = replay(model, name, f"--max-tokens-per-gpu {tokens} {flags}", dump)
         run_train(run, options)
         rows.append(judge(name, model, series_of(one, options), series_of(run, options), noise))
+        print(line_of(rows[-1]), flush=True)
     return rows
 
 

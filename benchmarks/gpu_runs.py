@@ -322,7 +322,7 @@ def report(rows: Sequence[Row], options: argparse.Namespace) -> int:
     lines = [
         "| what | shape | figure | limit in the same run | ratio | target | |",
         "|---|---|---|---|---|---|---|",
-        *map(_line, rows),
+        *map(line_of, rows),
     ]
     about = machine()
     title = f"{about['date']}, {about['gpu']}, torch {about['torch']}, commit {about['commit']}"
@@ -336,7 +336,9 @@ def report(rows: Sequence[Row], options: argparse.Namespace) -> int:
     return int(not all(row.holds for row in rows))
 
 
-def _line(row: Row) -> str:
+def line_of(row: Row) -> str:
+    """The row as a line of the table; benchmarks of several runs print it as soon as it is there, as a call may be
+    cut."""
     verdict = {True: "holds", False: "does not hold", None: "not measured"}[row.holds]
     ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
     note = f"; {row.note}" if row.note else ""
