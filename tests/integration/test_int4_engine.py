@@ -55,7 +55,9 @@ def test_an_engine_answers_with_the_weights_that_int4_stands_for(
             assert engine.get_weight_version() == version
             assert largest_gap(engine, models[0]) < 1e-4, "by the loaders, then by their recorded copies"
         leave(updater)
-        writer = HfWriter(tmp_path / "v", tmp_path / "int4_0", keeps_dtypes=True, index_metadata={"version": 3})
+        writer = HfWriter(
+            tmp_path / "v", tmp_path / "int4_0", keeps_dtypes=True, index_metadata={"version": 3}, has_manifest=True
+        )
         writer.add(quantize_bucket(held[1], fmt))
         writer.finish()
         engine.update_weights_from_disk(str(tmp_path / "v"), weight_version="3")

@@ -215,7 +215,13 @@ class EnvironmentReader:
 def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls(local_ray, tmp_path):
     path = tmp_path / "new" / "timeline.json"
     more = {"MY_SETTING": "1", "OMP_WAIT_POLICY": "ACTIVE"}
-    unsaved = {"save": None, "save_hf": None, "async_save": False, "peer_checkpoint_interval": None}
+    unsaved = {
+        "save": None,
+        "save_hf": None,
+        "async_save": False,
+        "release_train": False,
+        "peer_checkpoint_interval": None,
+    }
     args = cluster_args(output_dir=str(tmp_path), train_env_vars=more, ray_timeline_path=str(path), **unsaved)
     placed = placement.create_placement(args)
     group = RayTrainGroup(args, placed, actor_cls=EnvironmentReader)

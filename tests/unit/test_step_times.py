@@ -73,7 +73,14 @@ def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.Mo
     answers = {"samples": None, "data": ([], [({"perf/rollout_time": 0.0}, "rollout/step")])}
     monkeypatch.setattr(run_module, "get", lambda pending, *_: answers[pending])
     monkeypatch.setattr(run_module.logging_utils, "log", lambda args, metrics, key: logged.append(metrics))
-    flags = ("debug_train_only", "debug_rollout_only", "use_fault_tolerance", "exit_signal_handler", "async_save")
+    flags = (
+        "debug_train_only",
+        "debug_rollout_only",
+        "use_fault_tolerance",
+        "exit_signal_handler",
+        "async_save",
+        "release_train",
+    )
     run = TrainingRun(
         SimpleNamespace(
             **dict.fromkeys(flags, False),
