@@ -88,7 +88,7 @@ class Versions:
         if not is_whole:
             metadata |= {"base_version": self._number - 1, "base_id": str(self._number - 1)}
             metadata |= {"delta_encoding": "xor", "checksum_format": "xxh3-128"}
-        files = HfWriter(directory, None, shard_bytes=BUCKET, index_metadata=metadata)
+        files = HfWriter(directory, None, shard_bytes=BUCKET, index_metadata=metadata, has_manifest=True)
         writer = WholeWriter(files, self._held) if is_whole else DeltaWriter(files, self._held, "xor", "xxh3-128")
 
         def write() -> None:

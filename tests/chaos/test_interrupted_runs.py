@@ -111,7 +111,7 @@ def test_a_run_that_is_killed_at_a_random_moment_goes_on_as_if_it_was_not(
     expected, duration_s = straight[schedule]
     out, begin, chance = work / name, time.monotonic(), random.Random(name)
     # train_async takes the odd numbers and fully_async the even ones
-    rollouts, seconds = (0, chance.uniform(1.0, duration_s))
+    rollouts, seconds = 0, chance.uniform(1.0, duration_s)
     if number % 4 < 2:
         rollouts, seconds = chance.randrange(1, TOTAL), chance.uniform(0.0, ROLLOUT_S)
     line, script = line_of(out, flags, schedule), SCHEDULES[schedule][0]

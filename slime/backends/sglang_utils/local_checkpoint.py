@@ -198,7 +198,8 @@ def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted:
                     raise RefusedError(f"{file} ends within {name}")
                 changes.apply(at, piece)
                 digest.update(piece)
-                os.pwrite(data.fileno(), piece.data, begin + at)
+                if os.pwrite(data.fileno(), piece.data, begin + at) != piece.size:
+                    raise RefusedError(f"{file} took a part of {name} only")
         changes.finish()
     except ValueError as error:
         raise RefusedError(f"the delta of {name} in {delta_file} is damaged: {error}") from None

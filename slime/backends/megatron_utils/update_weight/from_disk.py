@@ -97,10 +97,12 @@ class DiskWeightUpdater(WeightUpdater):
         ours = self.fleet.some([i for i, engine in self.fleet.engines.items() if getattr(engine, "is_ours", False)])
         path = str(self._dir.path(self.weight_version))
         start = time.monotonic()
+        self._metrics.pop("perf/update_weights_copy_time", None)
         try:
             copying = ours.start("bring_copy", path, local_dir=local_dir, timeout_s=self.deadline_s)
             ours.wait(copying, f"the copy of weights {self.weight_version} to {local_dir}")
         except WeightSyncError as error:
+            logger.warning("weight sync %d: no copy before the pause: %s", self.weight_version, error)
             return error
         self._metrics["perf/update_weights_copy_time"] = time.monotonic() - start
         return None
