@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import pickle
 import re
+from enum import Enum
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -31,16 +32,15 @@ _ALLOWED = {
             "StorageMeta",
             "TensorProperties",
             "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
         )
     ),
     # Megatron keeps the plans of all ranks with it.
-    *(
-        (f"{_DCP}.planner", name)
-        for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-    ),
+    *((f"{_DCP}.planner", name) for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")),
     *((f"{_DCP}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
 }
+_ENUMERATIONS = {(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (f"{_DCP}.planner", "WriteItemType")}
+# A member of an enumeration is its value, or in files of some versions of Python 3.11 (3.11.2) an attribute.
+_GETATTR = {("builtins", "getattr"), ("__builtin__", "getattr")}
 _PATHS = {("pathlib", "PosixPath"), ("pathlib", "PurePosixPath")}
 _PATHS |= {("pathlib._local", name) for _, name in _PATHS}  # as Python 3.13 calls them
 
@@ -59,12 +59,30 @@ class _Description:
         pass
 
 
+class _Enumeration(_Description):
+    """Stands for an enumeration."""
+
+    def __class_getitem__(cls, _: str) -> _Enumeration:
+        return cls()
+
+
+def _member(kind: object, name: str) -> object:
+    """What stands for getattr: a member of an enumeration, and of nothing else."""
+    if kind is _Enumeration or (isinstance(kind, type) and issubclass(kind, Enum)):
+        return kind[name]  # type: ignore[index]
+    raise _Refused("builtins.getattr")
+
+
 class _Names(pickle.Unpickler):
     """Looks at the names alone: nothing is imported, so that no flag's check waits for torch."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PATHS:
             return PurePosixPath
+        if (module, name) in _GETATTR:
+            return _member
+        if (module, name) in _ENUMERATIONS:
+            return _Enumeration
         if (module, name) in _ALLOWED or (module == "torch" and _DTYPE.fullmatch(name)):
             return dict if name == "OrderedDict" else _Description
         raise _Refused(f"{module}.{name}")
@@ -75,7 +93,7 @@ class _Unpickler(_Names):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return found if found is PurePosixPath else pickle.Unpickler.find_class(self, module, name)
+        return found if found in (PurePosixPath, _member) else pickle.Unpickler.find_class(self, module, name)
 
 
 def check_names(directory: Path) -> None:

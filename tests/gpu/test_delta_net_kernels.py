@@ -54,7 +54,7 @@ def test_kernels_give_the_values_and_gradients_of_the_rule_in_fp32(
     weight = torch.randn(given["v"].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     found = {}
     for rule, dtype in ((kernel, None), (torch_delta_rule, torch.float32)):
-        leaves = [given[name].to(dtype or given[name].dtype).requires_grad_() for name in NAMES]
+        leaves = [given[name].detach().to(dtype or given[name].dtype, copy=True).requires_grad_() for name in NAMES]
         out = rule(*leaves, cu_seqlens)
         (out.float() * weight).sum().backward()
         found[rule] = [out.detach(), *(leaf.grad for leaf in leaves)]

@@ -8,6 +8,7 @@ import json
 import pickle
 import warnings
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,38 @@ def test_the_description_of_a_checkpoint_is_read_as_it_was_written(tmp_path: Pat
     assert torch.equal(TorchDistReader(tmp_path, is_stacked=False).read("w"), torch.ones(3, dtype=torch.bfloat16))
 
 
+class AttributePickler(pickle._Pickler):
+    """Writes the members of an enumeration as Python 3.11.2 does."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_description_is_read_whose_enumerations_are_written_as_attributes(protocol: int, tmp_path: Path) -> None:
+    written = write_checkpoint(tmp_path)
+    with (tmp_path / ".metadata").open("wb") as stream:
+        AttributePickler(stream, protocol).dump(written)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    check_names(tmp_path)
+    assert read_metadata(tmp_path) == written
+
+
+@pytest.mark.parametrize("owner", [b"cpathlib\nPosixPath\n", b"ctorch\nSize\n", b"(lp0\n"])
+def test_an_attribute_of_anything_else_is_refused(owner: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(" + owner + b"Vtouch\ntR.")
+    for read in (check_names, read_metadata):
+        with pytest.raises(UsageError, match=r"names builtins\.getattr"):
+            read(tmp_path)
+
+
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_description_of_a_checkpoint_that_would_run_code_is_refused(protocol: int, tmp_path: Path) -> None:
     written, marker = write_checkpoint(tmp_path / "it"), tmp_path / "marker"
     crafted = pickle.dumps(replace(written, planner_data=RunsCode(marker)), protocol)
     (tmp_path / "it" / ".metadata").write_bytes(crafted)
     for read in (check_names, read_metadata, TorchDistReader, lambda path: open_checkpoint(str(path), None, None)):
-        with pytest.raises(UsageError, match=r"it/.metadata names (pathlib.Path.touch|\w*builtin\w*.getattr)"):
+        with pytest.raises(UsageError, match=r"it/.metadata names pathlib.Path"):
             read(tmp_path / "it")
     assert not marker.exists()
     pickle.loads(crafted)
