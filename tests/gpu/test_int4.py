@@ -36,7 +36,7 @@ def test_quantizing_on_cuda_gives_the_bytes_of_the_cpu() -> None:
         assert torch.equal(found.cpu(), expected), name
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("group_size", [32, 128])
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -58,7 +58,7 @@ def test_an_engine_holds_after_a_sync_what_it_would_have_loaded(
         assert convert_k2_thinking_int4_to_bf16.main(["--model-dir", str(int4), "--output-dir", str(plain)]) == 0
         models.append(bf16_model(plain))
     engine = make_engine(tmp_path / "int4_0", tmp_path / "engine.log", accelerator="cuda", **CUDA, **settings)
-    engine.start(deadline_s=300)
+    engine.start(deadline_s=1200)  # at its first start on a machine SGLang compiles all of Marlin: minutes
 
     def send(number: int, version: str) -> None:
         reader = SafetensorsReader(tmp_path / f"hf{number}")  # what a trainer holds

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from slime.backends.megatron_utils.update_weight import (
     base,
@@ -19,6 +20,7 @@ from slime.backends.megatron_utils.update_weight import (
     engine_group,
     from_distributed,
     from_tensor,
+    update_over_any_way,
 )
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
@@ -147,6 +149,56 @@ def test_an_engine_that_cannot_reach_the_trainer_gets_its_weights_over_files(
     args = trainer_args(tiny_models[1], hf_checkpoint=str(tiny_models[1]))
     with pytest.raises(base.NoLinkError, match="Connection refused"):
         connected_weight_updater(args, [], [engine], **how)
+
+
+@pytest.mark.parametrize("is_link_lost", [False, True], ids=["buckets are refused", "no group can be formed anew"])
+def test_weights_that_do_not_come_through_go_over_files_from_then_on(
+    is_link_lost: bool,
+    engine: SGLangEngine,
+    tiny_models: tuple[Path, Path],
+    iterated: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first bucket of the second sync is refused, and so is that of its repetition, or the group for it."""
+    args = trainer_args(tiny_models[1], hf_checkpoint=str(tiny_models[1]), update_weight_disk_dir=str(tmp_path / "w"))
+    iterated[:] = cut(tiny_models[0], 2)
+    begun = connected_weight_updater(args, [], [engine], engine_sizes=[1], colocated=False, weight_version=0)
+    updater, _ = update_over_any_way(begun)
+    assert updater is begun and engine.get_weight_version() == "1"
+
+    def announced(places: Any) -> Any:
+        names, dtypes, shapes = announcement(places)
+        return names, ["float7"] * len(dtypes), shapes
+
+    monkeypatch.setattr(from_distributed, "announcement", announced)
+    if is_link_lost:
+        monkeypatch.setattr(engine_group, "listen_anywhere", out_of_service)
+    iterated[:] = cut(tiny_models[1], 2)
+    updater, metrics = update_over_any_way(begun)
+    assert isinstance(updater, DiskWeightUpdater) and metrics["perf/update_weights_wire_bytes"] > 0
+    assert engine.get_weight_version() == "2"
+    assert largest_gap(engine, AutoModelForCausalLM.from_pretrained(tiny_models[1])) < 1e-4
+    why = "cannot connect to the trainer" if is_link_lost else "no attribute 'float7'"
+    (warning,) = [text for text in caplog.messages if "as files in --update-weight-disk-dir" in text]
+    assert why in warning
+    assert update_over_any_way(updater)[0] is updater and engine.get_weight_version() == "3"
+
+
+def test_weights_do_not_go_over_files_where_an_engine_is_gone(
+    engine: SGLangEngine, tiny_models: tuple[Path, Path], iterated: list[Any], tmp_path: Path
+) -> None:
+    args = trainer_args(tiny_models[1], hf_checkpoint=str(tiny_models[1]), update_weight_disk_dir=str(tmp_path / "w"))
+    iterated[:] = cut(tiny_models[0], 2)
+    updater = connected_weight_updater(args, [], [engine], engine_sizes=[1], colocated=False, weight_version=0)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SGLangEngine, "url", gone)
+        with pytest.raises(base.WeightSyncError, match="Connection refused|connect"):
+            update_over_any_way(updater)
+    assert not list((tmp_path / "w").glob("weight_v*"))
 
 
 class TakesHandles:

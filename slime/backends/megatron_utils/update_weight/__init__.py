@@ -8,7 +8,14 @@ from typing import Any
 
 from slime.backends.megatron_utils.update_weight.base import NoLinkError, WeightSyncError, WeightUpdater
 
-__all__ = ["NoLinkError", "WeightSyncError", "WeightUpdater", "build_weight_updater", "connected_weight_updater"]
+__all__ = [
+    "NoLinkError",
+    "WeightSyncError",
+    "WeightUpdater",
+    "build_weight_updater",
+    "connected_weight_updater",
+    "update_over_any_way",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +49,51 @@ def connected_weight_updater(
     if updater is None:
         updater = build_weight_updater(args, model, colocated=colocated)
         updater.weight_version = weight_version
-    weight_version = updater.weight_version
     try:
         updater.connect(engines, engine_sizes=engine_sizes)
     except NoLinkError as error:
         if args.update_weight_disk_dir is None:
             raise
-        if updater.is_source:
-            where = f"--update-weight-disk-dir {args.update_weight_disk_dir}"
-            logger.warning("weights go to the engines as files in %s, which is slower: %s", where, error)
-        from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
-
-        updater = DiskWeightUpdater(args, model)
-        updater.weight_version = weight_version
-        updater.connect(engines, engine_sizes=engine_sizes)
+        updater = _over_files(updater, error)
     return updater
+
+
+def update_over_any_way(updater: WeightUpdater) -> tuple[WeightUpdater, dict[str, float]]:
+    """Send the weights; over files from now on, where they do not come through to engines that do answer.
+
+    Collective over the trainer's ranks.
+
+    Returns:
+        (the updater for the next time, metrics as of `WeightUpdater.update`).
+
+    Raises:
+        WeightSyncError: an engine is gone, or there is no --update-weight-disk-dir to go on with.
+    """
+    from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
+
+    try:
+        return updater, updater.update()
+    except WeightSyncError as error:
+        has_other_way = updater.args.update_weight_disk_dir is not None and not isinstance(updater, DiskWeightUpdater)
+        may_help = isinstance(error, NoLinkError) or not error.is_final
+        if not (has_other_way and may_help and updater.is_answered()):
+            raise
+        updater = _over_files(updater, error)
+    return updater, updater.update()
+
+
+def _over_files(updater: WeightUpdater, error: WeightSyncError) -> WeightUpdater:
+    """An updater that takes the place of one that failed, with the same engines."""
+    from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
+
+    if updater.is_source:
+        where = f"--update-weight-disk-dir {updater.args.update_weight_disk_dir}"
+        logger.warning("weights go to the engines as files in %s, which is slower: %s", where, error)
+    updater.close()
+    other = DiskWeightUpdater(updater.args, updater.model)
+    other.weight_version = updater.weight_version
+    other.connect(updater.engines, engine_sizes=updater.engine_sizes)
+    return other
 
 
 def build_weight_updater(args: Any, model: list[Any], *, colocated: bool) -> WeightUpdater:

@@ -77,6 +77,7 @@ class WeightUpdater(ABC):
 
     Attributes:
         weight_version: of the last sync; another trainer of this run may have done it.
+        engines: as given to `connect`. engine_sizes: likewise.
     """
 
     def __init__(self, args: Any, model: list[Any]) -> None:
@@ -85,7 +86,8 @@ class WeightUpdater(ABC):
         self.weight_version = 0
         self.deadline_s = args.distributed_timeout_minutes * 60.0
         self.transports: list[Transport] = []
-        self._engine_sizes: list[int] = []
+        self.engines: list[Any] = []
+        self.engine_sizes: list[int] = []
         self._fleet: EngineFleet | None = None
         self._expected = expected_hf_names(Path(args.hf_checkpoint), args.mtp_num_layers or 0)
         self._spot_check = SpotCheck(self._expected)
@@ -110,9 +112,9 @@ class WeightUpdater(ABC):
             engines: Ray actor handles (or objects) with the methods of `EngineClient`.
             engine_sizes: ranks of each: tensor times pipeline parallel.
         """
+        self.engines, self.engine_sizes = list(engines), list(engine_sizes)
         if self.is_sender:
             self._fleet = EngineFleet(reach(engines, deadline_s=self.deadline_s), deadline_s=self.deadline_s)
-        self._engine_sizes = list(engine_sizes)
         self._open_anew()
         self._barrier()
 
@@ -159,12 +161,26 @@ class WeightUpdater(ABC):
             **self._more_metrics(),
         }
 
-    def _open_anew(self) -> None:
-        """Open the ways to the engines, in the place of those that there are (collective)."""
+    def is_answered(self) -> bool:
+        """Whether every engine is there (collective)."""
+        error = None
+        if self.is_source:
+            try:
+                self.fleet.call("get_weight_version", what="saying which weights they have")
+            except WeightSyncError as failed:
+                error = failed
+        return self._from_source(error) is None
+
+    def close(self) -> None:
+        """Leave the groups with the engines; another updater takes over (on every rank)."""
         for transport in self.transports:
             transport.close()
         self.transports = []
-        self.transports = self.open(self._engine_sizes)
+
+    def _open_anew(self) -> None:
+        """Open the ways to the engines, in the place of those that there are (collective)."""
+        self.close()
+        self.transports = self.open(self.engine_sizes)
 
     @abstractmethod
     def open(self, engine_sizes: list[int]) -> list[Transport]:
