@@ -10,7 +10,6 @@ what runs in an attempt nor how another one is prepared.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +44,7 @@ class Attempt:
         return self.loss is not None
 
 
-def attempts(max_restarts: int, start_again: Callable[[ActorLost], None]) -> Iterator[Attempt]:
+def attempts(max_restarts: int, start_again: Callable[[], None]) -> Iterator[Attempt]:
     """The attempts of a run.
 
     Args:
@@ -58,12 +57,15 @@ def attempts(max_restarts: int, start_again: Callable[[ActorLost], None]) -> Ite
     loss: ActorLost | None = None
     for left in range(max_restarts, -1, -1):
         attempt = Attempt(is_last=not left)
-        if loss is None or _is_prepared(attempt, functools.partial(start_again, loss)):
+        if loss is None or _is_prepared(attempt, start_again):
             yield attempt
         if (loss := attempt.loss) is None:
             return
         logger.error("%s", loss)
-        logger.error("the run goes on from its newest checkpoint (--max-restarts: %d left after this one)", left - 1)
+        logger.error(
+            "the run goes on, from its newest checkpoint if it has one (--max-restarts: %d left after this one)",
+            left - 1,
+        )
 
 
 def _is_prepared(attempt: Attempt, start_again: Callable[[], None]) -> bool:

@@ -358,19 +358,14 @@ class TrainingRun:
         logger.info("everything is running after %.1f s", time.monotonic() - start)
 
     @phase("start")
-    def _start_again(self, loss: ActorLost) -> None:
-        """Have new trainers, and the data source, go on from the newest checkpoint, or from newer copies in memory;
-        engines stay where the manager, whose they are, is there.
-
-        Raises:
-            ActorFailure: there is neither.
-        """
+    def _start_again(self) -> None:
+        """Have new trainers, and the data source, go on from the newest checkpoint, or from newer copies in memory, or
+        begin again where there is neither; engines stay where the manager, whose they are, is there."""
         parts = self._parts
         roles = [group.role for group in parts.groups]
         parts.end_trainers()
-        self._newest_copy(roles, loss)  # without it, and without a checkpoint, nobody has to wait for slots
         parts.use_what_is_left(resumes=self._checkpoints.has_saved)
-        copied = self._newest_copy(roles, loss)
+        copied = self._newest_copy(roles)
         self._checkpoints.forget_what_was_begun()
         evaluation, self._evaluation = self._evaluation, None
         started = parts.start_again(evaluation.pending if evaluation is not None else None)
@@ -380,20 +375,13 @@ class TrainingRun:
             get(reopened, "the data source", STATE_DEADLINE_S)
         self._connect(started, first=None if copied is None else copied + 1)
 
-    def _newest_copy(self, roles: Sequence[Role], loss: ActorLost) -> int | None:
-        """The rollout behind which trainers can go on from copies in memory, where no checkpoint is as new.
-
-        Raises:
-            ActorFailure: there is none, and no checkpoint either.
-        """
+    def _newest_copy(self, roles: Sequence[Role]) -> int | None:
+        """The rollout behind which trainers can go on from copies in memory, where no checkpoint is as new."""
         owners = [owner for role in roles for owner in owners_of(role, self._parts.world_size)]
         copied = self._copies.newest(owners)
         saved = latest_iteration(self.args.save) if self._checkpoints.has_saved else None
-        if copied is None and saved is None and not self._has_resumed:
-            raise ActorFailure(
-                f"{loss}; that was before the first checkpoint was written, so there is nothing to go on from "
-                "(--save and --save-interval); start the run again"
-            )
+        if copied is None and saved is None:
+            logger.warning("no checkpoint has been written yet: the run begins again with what it began with")
         return copied if copied is not None and (saved is None or copied > saved) else None
 
     def _connect(self, started: dict[str, Any], *, first: int | None = None) -> None:

@@ -93,6 +93,26 @@ def test_a_lost_trainer_is_replaced_and_the_engine_stays(runs: tuple[Run, Run]):
     assert versions == {("3",)}, "syncs before it: at the start, after rollout 2, with the new trainer"
 
 
+def test_a_trainer_that_is_lost_before_the_first_checkpoint_begins_again(
+    runs: tuple[Run, Run], flags: list[Any], tmp_path: Path
+):
+    """In rollout 1, when two rollouts have been drawn: the data source begins again, too."""
+    killed = f"{ROOT}/tests/integration/user_code.py:kill_this_rank_in_rollout_1"
+    begun_again = train(
+        tmp_path, *flags, "--num-rollout", 2, "--save", tmp_path,
+        "--save-debug-rollout-data", tmp_path / "dump" / "{rollout_id}.pt",
+        "--max-restarts", 1, "--custom-megatron-before-train-step-hook-path", killed,
+    )  # fmt: skip
+    assert (tmp_path / "killed_a_rank").exists()
+    assert "no checkpoint has been written yet: the run begins again" in begun_again.printed
+    for rollout_id in range(2):
+        straight, again = (samples(run, rollout_id) for run in (runs[0], begun_again))
+        assert [sample["tokens"] for sample in straight] == [sample["tokens"] for sample in again]
+    for straight, again in zip(runs[0].records("train/step"), begun_again.records("train/step"), strict=False):
+        assert {name: straight[name] for name in EXACT_COLUMNS} == {name: again[name] for name in EXACT_COLUMNS}
+    assert (tmp_path / "iter_0000001").is_dir()
+
+
 def samples(run: Run, rollout_id: int) -> list[dict]:
     return load_dump(run.output_dir / "dump" / f"{rollout_id}.pt")["samples"]
 

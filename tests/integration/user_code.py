@@ -60,6 +60,11 @@ def kill_this_rank_in_rollout_3(
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_this_rank_in_rollout_1(args: Any, rollout_id: int, *rest: Any) -> None:
+    """As above, before anything was saved."""
+    kill_this_rank_in_rollout_3(args, 3 if rollout_id == 1 else -1, *rest)
+
+
 def sign_version(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
     """Leave a file in each version of the weights; every rank is called."""
     if torch.distributed.get_rank() == 0:

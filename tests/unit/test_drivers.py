@@ -324,7 +324,7 @@ def test_both_drivers_go_on_from_the_checkpoint_after_a_loss_and_end_when_no_res
         if rollout_id == 1 and self.calls.count("train 1") <= self.args.losses:
             raise ActorLost("rank 0 is lost")
 
-    def start_again(self, loss):
+    def start_again(self):
         self.calls.append("again")
         self.plan = RunPlan(start_rollout_id=1, num_rollout=3, num_rollout_per_epoch=9)
 
@@ -340,10 +340,10 @@ def test_both_drivers_go_on_from_the_checkpoint_after_a_loss_and_end_when_no_res
 
 
 def test_a_loss_while_another_attempt_is_prepared_takes_one_too_and_no_other_failure_is_retried():
-    prepared = []
+    prepared: list[str] = []
 
-    def start_again(loss):
-        prepared.append(str(loss))
+    def start_again():
+        prepared.append("again")
         if len(prepared) < 3:
             raise ActorLost("a new rank is lost too")
 
@@ -354,7 +354,6 @@ def test_a_loss_while_another_attempt_is_prepared_takes_one_too_and_no_other_fai
             if not prepared:
                 raise ActorLost("rank 0 is lost")
     assert done == [0, 3], "two preparations failed, the third did not"
-    assert prepared == ["rank 0 is lost", "a new rank is lost too", "a new rank is lost too"]
     prepared.clear()
     with pytest.raises(ActorLost, match="a new rank"):
         for attempt in attempts(1, start_again):
