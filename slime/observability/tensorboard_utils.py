@@ -5,15 +5,20 @@ It knows the directory rule and the writer, nothing of what the metrics mean. te
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.observability.eval_samples import EvalSample, text_of
 from slime.observability.tracker_runs import TENSORBOARD_DIR, TrackerRuns
 from slime.utils.errors import UsageError
+from slime.utils.full_disk import line_of_full_disk
+
+logger = logging.getLogger(__name__)
 
 
 class _TensorboardAdapter:
@@ -36,27 +41,48 @@ class _TensorboardAdapter:
             raise UsageError(
                 "--use-tensorboard needs the package tensorboard, which is not installed: pip install tensorboard"
             ) from error
-        self.writer = SummaryWriter(log_dir=str(directory))
+        self._directory = directory
+        self._writer: Any = SummaryWriter(log_dir=str(directory))
         runs.keep(TENSORBOARD_DIR, str(directory))
 
     def log(self, data: Mapping[str, float], step: int) -> None:
         """Write each value of `data` at `step`."""
-        for name, value in data.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+
+        def write(writer: Any) -> None:
+            for name, value in data.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        self._unless_full(write)
 
     def log_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
         """Write each answer as a text of its own."""
-        for number, sample in enumerate(shown):
-            text = f"{text_of(sample['prompt'])}\n\n{sample['response']}\n\nreward {sample['reward']:g}"
-            # Four spaces make it code: TensorBoard would take markdown and HTML in it for formatting.
-            code = "\n".join(f"    {line}" for line in text.splitlines())
-            self.writer.add_text(f"eval/{sample['data_set']}/samples/{number}", code, step)
-        self.writer.flush()
+
+        def write(writer: Any) -> None:
+            for number, sample in enumerate(shown):
+                text = f"{text_of(sample['prompt'])}\n\n{sample['response']}\n\nreward {sample['reward']:g}"
+                # Four spaces make it code: TensorBoard would take markdown and HTML in it for formatting.
+                code = "\n".join(f"    {line}" for line in text.splitlines())
+                writer.add_text(f"eval/{sample['data_set']}/samples/{number}", code, step)
+            writer.flush()
+
+        self._unless_full(write)
 
     def finish(self) -> None:
         """Close the event file."""
-        self.writer.close()
+        self._unless_full(lambda writer: writer.close())
+
+    def _unless_full(self, write: Callable[[Any], None]) -> None:
+        """Write, until the disk is full: the thread that writes TensorBoard's file has ended then, for good."""
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except OSError as error:
+            if (problem := line_of_full_disk(error)) is None:
+                raise
+            logger.error("%s gets no more events (%s); the run goes on without them", self._directory, problem)
+            self._writer = None
 
 
 def tensorboard_dir(args: Namespace) -> Path:

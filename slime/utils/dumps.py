@@ -15,21 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import UsageError
+from slime.utils.full_disk import line_of_full_disk
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 
 def save_dump(path: str | Path, data: dict[str, Any]) -> None:
-    """Write a dump and the directories above it; numpy arrays become tensors, which can be read without trust."""
+    """Write a dump and the directories above it; numpy arrays become tensors, which can be read without trust.
+
+    One for which the disk has no room is left out, and an error says so: no run depends on it.
+    """
     import torch
 
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        torch.save(_plain(data), unfinished)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:  # torch's own says of a full disk only that it could not write
+            torch.save(_plain(data), file)
         unfinished.replace(target)
+    except (OSError, RuntimeError) as error:
+        if (problem := line_of_full_disk(error)) is None:
+            raise
+        logger.error("%s is not written (%s); the run goes on without it", target, problem)
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,21 @@ def test_a_dump_that_cannot_be_written_leaves_nothing_half(tmp_path: Path):
         save_dump(tmp_path / "0.pt", {"rollout_id": lambda: 0})
     assert [path.name for path in tmp_path.iterdir()] == ["0.pt"]
     assert load_dump(tmp_path / "0.pt") == {"rollout_id": 0}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_dump_that_finds_no_room_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    save_dump(tmp_path / "0.pt", {"rollout_id": 0})
+    opens = io.open
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", lambda path, *more: opens("/dev/full" if ".pt." in str(path) else path, *more))
+        save_dump(tmp_path / "0.pt", {"rollout_id": 1})
+        save_dump(tmp_path / "1.pt", {"rollout_id": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["0.pt"] and load_dump(tmp_path / "0.pt") == {"rollout_id": 0}
+    (said,) = [text for text in caplog.messages if "1.pt is not written" in text]
+    assert "No space left on device" in said and "the run goes on without it" in said
 
 
 def test_a_file_that_is_no_dump_is_named(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -206,6 +207,24 @@ def test_tensorboard_gets_the_scalars_at_their_step(tmp_path: Path, monkeypatch:
     events = event_accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 0.125), (1, 0.125)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_goes_on_without_tensorboard_where_its_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tb"))
+    opens = io.open
+
+    def full(path: Any, mode: str = "r", *more: Any, **named: Any) -> Any:  # from the second write on
+        return opens("/dev/full" if "tfevents" in str(path) and mode == "ab" else path, mode, *more, **named)
+
+    monkeypatch.setattr(io, "open", full)
+    run_of_two_steps(make_args(tmp_path, use_tensorboard=True))
+    (said,) = [text for text in caplog.messages if "gets no more events" in text]
+    assert said.startswith(f"{tmp_path}/tb ") and "No space left on device" in said
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) > 2
 
 
 ANSWERS = [
