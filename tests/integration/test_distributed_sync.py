@@ -199,6 +199,7 @@ def test_weights_do_not_go_over_files_where_an_engine_is_gone(
         with pytest.raises(base.WeightSyncError, match="Connection refused|connect"):
             update_over_any_way(updater)
     assert not list((tmp_path / "w").glob("weight_v*"))
+    leave(updater)
 
 
 class TakesHandles:

@@ -126,10 +126,13 @@ class Linkless:
     is_source = True
 
     def __init__(self, args: Any, model: Any) -> None:
-        self.weight_version = 0
+        self.args, self.model, self.weight_version = args, model, 0
 
     def connect(self, engines: Any, *, engine_sizes: Any) -> None:
+        self.engines, self.engine_sizes = engines, engine_sizes
         raise NoLinkError("engine 0 cannot connect")
+
+    def close(self) -> None: ...
 
 
 class Files(Linkless):

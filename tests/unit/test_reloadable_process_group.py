@@ -105,6 +105,7 @@ def keep_when_alone(rank: int, store_path: str) -> None:
     groups.destroy_process_groups()
     groups.reload_process_groups()
     assert pair.live is real and sum_over(pair) == sum_over(None) == 1.0
+    dist.destroy_process_group()  # its threads would end in the middle of the interpreter's end
 
 
 def test_a_world_of_one_rank_keeps_its_groups(tmp_path: object) -> None:
