@@ -20,6 +20,7 @@ from slime.utils.safetensors_files import read_index
 from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
 
 PROMPT = [9, 30, 31, 77]
+VERSIONS = [f"weight_v{version:06d}" for version in range(1, 4)]
 HOOKS = f"{ROOT}/tests/integration/user_code.py"
 
 
@@ -263,3 +264,22 @@ def test_a_run_over_files_is_on_policy_after_every_sync(released: tuple[Run, Run
         assert all(torch.equal(tensor, exported[name]) for name, tensor in written.items())
     (num_bytes,) = set(stay.column("perf/update_weights_wire_bytes", "rollout/step"))
     assert num_bytes == sum(tensor.nbytes for tensor in written.values())
+
+
+@pytest.mark.timeout(1200)
+def test_an_engine_of_two_pipeline_stages_gets_files_and_is_on_policy_after_every_sync(tmp_path: Path) -> None:
+    model, prompts = make_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")
+    run = train(
+        tmp_path / "out", *grpo_flags(model, prompts), "--num-rollout", 3,
+        "--rollout-num-gpus", 2, "--rollout-num-gpus-per-engine", 2, "--sglang-pp-size", 2,
+        "--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path / "versions",
+        "--update-weight-disk-keep-files",
+    )  # fmt: skip
+    # fp32 on both sides: what each stage did not load would show as other log-probs
+    gaps = run.column("train/train_rollout_logprob_abs_diff")
+    assert len(gaps) == 3 and max(gaps) < 1e-5, gaps
+    first, second = (load_file(next((tmp_path / "versions" / name).glob("*.safetensors"))) for name in VERSIONS[:2])
+    moved = {name for name in first if not torch.equal(first[name], second[name])}
+    assert {name.split(".")[2] for name in moved if ".layers." in name} == {"0", "1"}, "of both stages"
+    log = (run.output_dir / "logs" / "engine_0.log").read_text()
+    assert " PP0]" in log and " PP1]" in log
