@@ -29,6 +29,7 @@ from slime.ray.placement_group import Placement, connect_ray, create_placement
 from slime.ray.ray_actor import RayActor
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.utils import actor_env, in_bundle, slot_options
+from slime.utils.network import PREFER_IPV6, given_address
 from tests.integration.launch import ROOT, grpo_flags, make_model, train, write_prompts
 from tests.integration.test_distributed_sync import cut, leave
 from tests.rollout.test_topology import PROMPTS, arguments, expected, greedy
@@ -182,14 +183,24 @@ def test_an_engine_that_lost_a_node_is_started_again_on_both(
     assert greedy(f"{worker.url}/generate", PROMPTS[0]) == expected(models[0], PROMPTS[0])
 
 
-def test_a_run_trains_on_one_node_and_generates_on_the_other(models: tuple[Path, Path], tmp_path: Path) -> None:
+IPV6 = given_address({PREFER_IPV6: "1"})
+NEEDS_IPV6 = pytest.mark.skipif(IPV6 is None, reason="this machine has no IPv6 address that others could know")
+
+
+@pytest.mark.parametrize("prefers_ipv6", [False, pytest.param(True, marks=NEEDS_IPV6)], ids=["IPv4", "IPv6"])
+def test_a_run_trains_on_one_node_and_generates_on_the_other(
+    prefers_ipv6: bool, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself stays with the addresses of its nodes; of IPv6 this machine has one for both."""
+    if prefers_ipv6:
+        monkeypatch.setenv(PREFER_IPV6, "1")
     with started({SECOND: 1, FIRST: 1}) as address:
         flags = grpo_flags(models[0], write_prompts(tmp_path / "prompts.jsonl"))
         flags += ["--rollout-num-gpus", 1, "--num-rollout", 2]
         run = train(tmp_path / "out", *flags, RAY_ADDRESS=address)
     assert run.column("train/train_rollout_logprob_abs_diff")[1] < 1e-4, "the engine has the weights of the first step"
     server = launch_files(SimpleNamespace(output_dir=run.output_dir))["engine_0"]
-    assert server["host"] == SECOND, "so that the trainer has the only slot of the other node"
+    assert server["host"] == (IPV6 if prefers_ipv6 else SECOND), "so that the trainer has the other node's only slot"
 
 
 LAUNCH = """
