@@ -15,7 +15,7 @@ import ray
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.utils import ActorFailure, get
-from slime.utils.checkpoint_paths import manifest_of_state, state_path
+from slime.utils.checkpoint_paths import latest_iteration, manifest_of_state, state_path
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,16 @@ class Checkpoints:
         self._states: dict[int, ray.ObjectRef] = {}
         self._begun: int | None = None
         self._state_of_copy: int | None = None
-        self.has_saved = False
+        self._has_saved = False
+        self._newest_at_start = self._newest()
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether one of this run is complete; of that whose writer was lost then the tracker alone says it."""
+        return self._has_saved or self._newest() != self._newest_at_start
+
+    def _newest(self) -> int | None:
+        return None if self._save is None else latest_iteration(self._save)
 
     def keep_state(self, rollout_id: int, saved: ray.ObjectRef) -> None:
         """The data source's state of a rollout is being written."""
@@ -108,6 +117,8 @@ class Checkpoints:
             ActorFailure: it does not fit on the disk, and it is the last, or none can be missing.
         """
         self.finish(groups, turns)
+        if self._state_of_copy == rollout_id:
+            self._state_of_copy = None  # it is the checkpoint's from now on
         why_not = self._await_state(rollout_id)
         for group in groups:
             turns.to_trainer(group)
@@ -151,7 +162,7 @@ class Checkpoints:
         """A checkpoint that was not written leaves the one before; after the last rollout there is no other chance."""
         self._log({"perf/checkpoint_not_written": float(bool(why_not))})
         if not why_not:
-            self.has_saved = self.has_saved or bool(self._save)
+            self._has_saved = self._has_saved or bool(self._save)
             return
         what = f"the checkpoint of rollout {rollout_id} was not written: {why_not}"
         if is_last or self._needs_each:

@@ -102,7 +102,6 @@ class TrainingRun:
         self._evaluation: _Evaluation | None = None
         self._trained = range(0)
         self._times = StepTimes()
-        self._has_resumed = False
         self._checkpoints = Checkpoints(
             args.save,
             is_async=args.async_save,
@@ -381,7 +380,7 @@ class TrainingRun:
         copied = self._copies.newest(owners)
         saved = latest_iteration(self.args.save) if self._checkpoints.has_saved else None
         if copied is None and saved is None:
-            logger.warning("no checkpoint has been written yet: the run begins again with what it began with")
+            logger.warning("there is no checkpoint of this run: it begins again with what it began with")
         return copied if copied is not None and (saved is None or copied > saved) else None
 
     def _connect(self, started: dict[str, Any], *, first: int | None = None) -> None:
@@ -402,7 +401,6 @@ class TrainingRun:
         num_rollout = self.args.num_rollout
         self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
         self._warn_of_no_profile(range(first, self.plan.num_rollout))
-        self._has_resumed = started["start_rollout_id"] > 0
         if first > 0 and not self.args.eval_only:
             get(
                 self._manager.load.remote(first - 1),

@@ -135,6 +135,8 @@ class RunParts:
         Raises:
             ActorFailure: there are too few slots.
         """
+        if not self.groups:
+            return
         args = resumed(self.args) if resumes else self.args
         self._trainer_placement, self.args = usable(self._placement, args)
 

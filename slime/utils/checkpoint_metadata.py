@@ -10,7 +10,7 @@ import gc
 import pickle
 import re
 from enum import Enum
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slime.utils.errors import UsageError
@@ -73,12 +73,17 @@ def _member(kind: object, name: str) -> object:
     raise _Refused("builtins.getattr")
 
 
+def _path(*parts: str) -> PurePosixPath:
+    """What stands for the classes of paths: a file could change a class for this whole process."""
+    return PurePosixPath(*parts)
+
+
 class _Names(pickle.Unpickler):
     """Looks at the names alone: nothing is imported, so that no flag's check waits for torch."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PATHS:
-            return PurePosixPath
+            return _path
         if (module, name) in _GETATTR:
             return _member
         if (module, name) in _ENUMERATIONS:
@@ -93,11 +98,14 @@ class _Unpickler(_Names):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return found if found in (PurePosixPath, _member) else pickle.Unpickler.find_class(self, module, name)
+        return found if found in (_path, _member) else pickle.Unpickler.find_class(self, module, name)
 
 
 def check_names(directory: Path) -> None:
     """Look at the names in the .metadata of a checkpoint, where it has one; a damaged one is left to its reader.
+
+    That is for an early error. Only `read_metadata` may read the file afterwards: what is called damaged here may run
+    something in another reader.
 
     Raises:
         UsageError: it names something else than a description of tensors, which loading it would run.
@@ -120,13 +128,13 @@ def read_metadata(directory: Path) -> Any:
     path = directory / FILE
     try:
         metadata = _load(directory, _Unpickler)
-        names = {str(info.relative_path) for info in metadata.storage_data.values()}
+        names = {info.relative_path for info in metadata.storage_data.values()}
     except _Refused as error:
         raise _refusal(directory, error) from None
     except Exception as error:  # unpickling what is damaged raises anything
         raise UsageError(f"{path} cannot be read ({error}); copy it again.") from error
-    for name in sorted(names):
-        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+    for name in names:  # as text: an object of the file could say one path here and be another
+        if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise UsageError(f"{path} names {name!r}, which is not in its directory: do not trust it.")
     return metadata
 

@@ -66,7 +66,7 @@ class WeightDir:
         """Take the directory until this process ends, and remove what an earlier run would have removed, too.
 
         Args:
-            goes_on: an earlier process of this very run had it, which may not be quite gone; its versions stay.
+            goes_on: an earlier process of this very run may have had it, and not be quite gone; its versions stay.
 
         Raises:
             UsageError: another run has it, or an earlier one kept versions there.
@@ -80,10 +80,11 @@ class WeightDir:
             if time.monotonic() >= deadline:
                 raise UsageError(f"{FLAG} {self.root} {_in_use(self.root, _read(file))}")
             time.sleep(0.1)
-        if not goes_on:
-            self._take_over(_read(file))
-        else:
-            self.run_id = str(_read(file).get("id") or self.run_id)
+        earlier = _read(file)
+        if goes_on and earlier.get("run") == self._run:
+            self.run_id = str(earlier.get("id") or self.run_id)
+        else:  # the first time that this run needs it may be long after its start
+            self._take_over(earlier)
         mine = {"run": self._run, "id": self.run_id, "host": socket.gethostname(), "pid": os.getpid()}
         mine |= {"keeps_files": self.keeps_files}
         file.truncate(0)

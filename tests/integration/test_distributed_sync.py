@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.update_weight import (
     engine_group,
     from_distributed,
     from_tensor,
-    update_over_any_way,
+    over_files_instead,
 )
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
@@ -165,8 +165,8 @@ def test_weights_that_do_not_come_through_go_over_files_from_then_on(
     args = trainer_args(tiny_models[1], hf_checkpoint=str(tiny_models[1]), update_weight_disk_dir=str(tmp_path / "w"))
     iterated[:] = cut(tiny_models[0], 2)
     begun = connected_weight_updater(args, [], [engine], engine_sizes=[1], colocated=False, weight_version=0)
-    updater, _ = update_over_any_way(begun)
-    assert updater is begun and engine.get_weight_version() == "1"
+    begun.update()
+    assert engine.get_weight_version() == "1"
 
     def announced(places: Any) -> Any:
         names, dtypes, shapes = announcement(places)
@@ -176,14 +176,17 @@ def test_weights_that_do_not_come_through_go_over_files_from_then_on(
     if is_link_lost:
         monkeypatch.setattr(engine_group, "listen_anywhere", out_of_service)
     iterated[:] = cut(tiny_models[1], 2)
-    updater, metrics = update_over_any_way(begun)
-    assert isinstance(updater, DiskWeightUpdater) and metrics["perf/update_weights_wire_bytes"] > 0
+    with pytest.raises(base.WeightSyncError) as failed:
+        begun.update()
+    updater = over_files_instead(begun, failed.value)
+    assert isinstance(updater, DiskWeightUpdater) and updater.update()["perf/update_weights_wire_bytes"] > 0
     assert engine.get_weight_version() == "2"
     assert largest_gap(engine, AutoModelForCausalLM.from_pretrained(tiny_models[1])) < 1e-4
     why = "cannot connect to the trainer" if is_link_lost else "no attribute 'float7'"
     (warning,) = [text for text in caplog.messages if "as files in --update-weight-disk-dir" in text]
     assert why in warning
-    assert update_over_any_way(updater)[0] is updater and engine.get_weight_version() == "3"
+    updater.update()
+    assert engine.get_weight_version() == "3"
 
 
 def test_weights_do_not_go_over_files_where_an_engine_is_gone(
@@ -196,10 +199,13 @@ def test_weights_do_not_go_over_files_where_an_engine_is_gone(
         gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SGLangEngine, "url", gone)
-        with pytest.raises(base.WeightSyncError, match="Connection refused|connect"):
-            update_over_any_way(updater)
-    assert not list((tmp_path / "w").glob("weight_v*"))
+        with pytest.raises(base.WeightSyncError, match="Connection refused") as failed:
+            updater.update()
+        with pytest.raises(base.WeightSyncError) as again:
+            over_files_instead(updater, failed.value)
     leave(updater)
+    assert again.value is failed.value
+    assert not list((tmp_path / "w").glob("weight_v*"))
 
 
 class TakesHandles:

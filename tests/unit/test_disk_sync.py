@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils import hf_export
-from slime.backends.megatron_utils.update_weight import base, build_weight_updater
+from slime.backends.megatron_utils.update_weight import base, build_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.backends.sglang_utils import disk_weights
@@ -31,6 +31,7 @@ from slime.utils import http_utils, manifest
 from slime.utils.arguments.check_files import check_weight_dir
 from slime.utils.safetensors_files import INDEX_FILE, what_is_wrong
 from slime.utils.weight_dir import WeightDir, why_not_ours
+from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [f"layer.{i}.weight" for i in range(3)]
@@ -422,7 +423,7 @@ def test_what_a_run_left_behind_is_removed_and_what_it_kept_is_not(world: World)
 
 
 def test_another_process_of_the_same_run_goes_on_in_its_directory(world: World) -> None:
-    first = WeightDir(world.shared, keeps_files=True, run="mine")
+    first = WeightDir(world.shared, keeps_files=True, run="runs/mine")
     first.claim()
     first.path(1).mkdir()
     first._file.close()  # type: ignore[union-attr] - the process ends
@@ -433,6 +434,63 @@ def test_another_process_of_the_same_run_goes_on_in_its_directory(world: World) 
     updater.update()
     assert engine.version == "2"
     assert sorted(path.name for path in world.shared.glob("weight_*")) == ["weight_v000001", "weight_v000002"]
+
+
+def test_a_directory_that_a_run_needs_for_the_first_time_in_its_middle_is_not_its_own(world: World) -> None:
+    """It falls back to files at version 3; another run has been there."""
+    other = WeightDir(world.shared, keeps_files=True, run="other")
+    other.claim()
+    other.path(3).mkdir()
+    other._file.close()  # type: ignore[union-attr] - the process ends
+    updater = world.updater(FileEngine(), connect=False)
+    updater.weight_version = 2
+    with pytest.raises(WeightSyncError, match="holds weight_v000003 of an earlier run"):
+        updater.connect([FileEngine()], engine_sizes=[1])
+    assert other.path(3).exists()
+
+
+class Asked(FileEngine):
+    """Answers, whatever the link does, or is gone."""
+
+    def __init__(self, is_there: bool) -> None:
+        super().__init__()
+        self.is_there = is_there
+
+    def get_weight_version(self) -> str:
+        if not self.is_there:
+            raise ConnectionError("refused")
+        return self.version
+
+
+class BrokenLink(base.WeightUpdater):
+    """A link over which not even the pause comes through."""
+
+    def open(self, engine_sizes: list[int]) -> list[Any]:
+        return []
+
+    def _pause(self) -> None:
+        raise WeightSyncError("connection reset")
+
+
+def go_over_files(args: Any, is_there: bool) -> None:
+    updater = BrokenLink(args, model=[])
+    updater.connect([Asked(is_there)], engine_sizes=[1])
+    with pytest.raises(WeightSyncError, match="connection reset") as failed:
+        updater.update()
+    if is_there:
+        assert isinstance(over_files_instead(updater, failed.value), DiskWeightUpdater)
+        return
+    with pytest.raises(WeightSyncError, match="connection reset"):
+        over_files_instead(updater, failed.value)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_every_rank_of_a_trainer_goes_over_files_or_none_does(world: World, tmp_path: Path, is_there: bool) -> None:
+    flags = vars(world.updater(connect=False).args)
+    make_hf_model(tmp_path / "hf")
+    args = make_args(tmp_path / "hf", actor_num_gpus_per_node=2)
+    vars(args).update(flags)
+    run_world(2, go_over_files, args, is_there)
 
 
 def test_a_look_at_a_directory_leaves_nothing_there(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from slime.ray.attempts import attempts
 from slime.ray.exit_request import ExitRequest
 from slime.ray.run import RunPlan, TrainingRun
 from slime.ray.utils import ActorFailure, ActorLost
-from slime.utils.checkpoint_paths import state_path
+from slime.utils.checkpoint_paths import TRACKER_FILE, state_path
 from slime.utils.errors import UsageError
 
 
@@ -306,6 +306,27 @@ def test_the_last_checkpoint_and_one_that_the_next_trainers_begin_from_cannot_be
     with pytest.raises(ActorFailure, match="the data source's state found no room; free some room"):
         turns = SimpleNamespace(to_trainer=lambda group: None)
         made.save(1, [trainers], turns, is_last=which.get("is_last", False))
+
+
+def test_a_checkpoint_whose_writer_was_lost_behind_it_is_one_of_this_run(tmp_path):
+    """The tracker is written last but for an export, in which a rank may be lost."""
+    (tmp_path / TRACKER_FILE).write_text("3")  # of a run before
+    settings = {"is_async": False, "exports": True, "needs_each": False, "log": None}
+    made = checkpoints.Checkpoints(str(tmp_path), **settings)
+    assert not made.has_saved and not checkpoints.Checkpoints(None, **settings).has_saved
+    (tmp_path / TRACKER_FILE).write_text("5")
+    assert made.has_saved
+
+
+def test_the_state_of_a_copy_that_is_a_checkpoints_now_stays_with_it(monkeypatch, tmp_path):
+    made, trainers, _ = checkpoints_of_full_disk(monkeypatch, tmp_path)
+    made.keep_state_of_copy(0)
+    state = state_path(str(tmp_path), 0)
+    state.parent.mkdir(parents=True)
+    state.touch()
+    made.save(0, [trainers], SimpleNamespace(to_trainer=lambda group: None), is_last=False)
+    made.forget_state_of_copy()
+    assert state.exists()
 
 
 def test_trainers_are_not_copied_behind_a_rollout_whose_data_source_found_no_room(monkeypatch, tmp_path, caplog):

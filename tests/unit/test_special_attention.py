@@ -150,6 +150,11 @@ def problems(flags: str) -> list[str]:
             "--tensor-model-parallel-size 4",
             "at most as many ranks as groups",
         ),
+        (
+            "--num-attention-heads 8 --spec slime_plugins.models.minimax_m2 get_minimax_m2_spec "
+            "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4",
+            "--num-query-groups 2: its norm goes over the keys of all heads",
+        ),
     ],
 )
 def test_flags_that_do_not_make_a_layer_are_named(flags, named):

@@ -67,7 +67,7 @@ from slime.backends.megatron_utils.sleep import fall_asleep, wake_up
 from slime.backends.megatron_utils.spiky_loss import SpikyLoss
 from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.training_passes import passes_over
-from slime.backends.megatron_utils.update_weight import connected_weight_updater, update_over_any_way
+from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
 from slime.observability.memory_recorder import recorder_of
 from slime.observability.profiler import Profiler
 from slime.observability.timer import Timer, timer
@@ -390,7 +390,11 @@ class MegatronTrainActor:
         """Send the weights to the engines, and keep a copy of them with --keep-old-actor; returns metrics."""
         if self._updater is None:
             raise RuntimeError("update_weights was called before connect_rollout_engines")
-        self._updater, metrics = update_over_any_way(self._updater)
+        try:
+            metrics = self._updater.update()
+        except WeightSyncError as error:
+            self._updater = over_files_instead(self._updater, error)
+            metrics = self._updater.update()
         if self.args.keep_old_actor:
             keep_version(self.args, self._weights, self._updater.weight_version)
         return metrics

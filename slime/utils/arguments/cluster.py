@@ -66,8 +66,8 @@ class FaultToleranceFlags:
     )
     max_restarts: int = flag(
         0,
-        "times that a run goes on from its newest checkpoint, with new trainers, after a trainer process, a node of "
-        "theirs or the rollout manager was lost; the engines stay",
+        "times that a run goes on from its newest checkpoint, or begins again where it has none, with new trainers, "
+        "after a trainer process, a node of theirs or the rollout manager was lost; the engines stay",
         at_least=0,
     )
     peer_checkpoint_interval: int | None = flag(

@@ -34,7 +34,7 @@ class WeightSyncFlags:
     update_weight_disk_dir: str | None = flag(
         None,
         "directory that trainer and engines share, for weight_v000001 and so on; with --update-weight-transport nccl "
-        "it is used only where they cannot form a group",
+        "or --colocate it is used only where weights do not come through otherwise",
     )
     update_weight_disk_keep_files: bool = flag(
         False,

@@ -62,6 +62,7 @@ LAYOUTS = {
     "PP 2, last stage of 1 layer, EP 2": Case(f"{PP2} --decoder-last-pipeline-num-layers 1 {EP} 2", 2),
 }
 MOVES_BIASES = {"moe_router_bias_update_rate": 0.01}
+BALANCES = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1}
 REPLAYS = {"use_routing_replay": True, "lr": 0.01}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
@@ -74,8 +75,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", MOVES_BIASES),
     "qwen3_moe, R2": ("qwen3_moe", REPLAYS),
     "deepseek_v3, R3": ("deepseek_v3", {**REPLAYS, **MOVES_BIASES, "use_rollout_routing_replay": True}),
+    "qwen3_moe, balanced": ("qwen3_moe", BALANCES),
 }
-"""Name -> (family, flags): of each model without replay all is compared, of those with replay the training."""
+"""Name -> (family, flags): of each model without flags of routing all is compared, of the others the training."""
+SAME_PASSES = ("one rank, recomputed", "TP 2", "TP 2, ETP 1", "TP 2, EP 2", "PP 2", "TP 2 PP 2, EP 2")
+"""Layouts that train on the same micro-batches, over which the losses on the routers' choices are means."""
 NOT_SPREAD = ("qwen3_next", "glm_moe_dsa")
 """Families whose sequences are not spread over context-parallel ranks."""
 ALWAYS = {
@@ -87,21 +91,29 @@ ALWAYS = {
     "deepseek_v3": ("PP 2 VPP 2 DP 2, EP 2, recomputed", "TP 2 CP 2, EP 4"),
     "qwen3_moe, R2": ("CP 2, EP 2, passes of other sizes",),
     "deepseek_v3, R3": ("TP 2 PP 2, EP 2",),
+    "qwen3_moe, balanced": ("TP 2, EP 2",),
 }
 
 
-def cases(*, replayed: bool) -> list[Any]:
+def what_is_compared(changes: dict[str, Any]) -> str:
+    """ "replay" or "balance", of which the training is compared; "all" of the others."""
+    if "moe_z_loss_coeff" in changes:
+        return "balance"
+    return "replay" if "use_routing_replay" in changes else "all"
+
+
+def each_case_of(compared: str) -> pytest.MarkDecorator:
     """(model, layout) with their marks."""
-    return [
+    found = [
         pytest.param(model, layout, marks=() if layout in ALWAYS.get(model, ()) else pytest.mark.slow)
         for model, (_, changes) in MODELS.items()
-        for layout in LAYOUTS
-        if replayed == ("use_routing_replay" in changes) and not (model in NOT_SPREAD and CP in LAYOUTS[layout].flags)
+        for layout in (SAME_PASSES if compared == "balance" else LAYOUTS)
+        if what_is_compared(changes) == compared and not (model in NOT_SPREAD and CP in LAYOUTS[layout].flags)
     ]
+    return pytest.mark.parametrize(("model", "layout"), found)
 
 
-each_case = pytest.mark.parametrize(("model", "layout"), cases(replayed=False))
-each_replayed_case = pytest.mark.parametrize(("model", "layout"), cases(replayed=True))
+each_case = each_case_of("all")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +129,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             layouts = {name: case for name, case in LAYOUTS.items() if name in names}
             make_model = partial(make_hf_model, family=family, num_hidden_layers=4)
             root = tmp_path_factory.mktemp(family)
-            only_training = "use_routing_replay" in changes
+            only_training = what_is_compared(changes) != "all"
             made[model] = Results(root, layouts, make_model, changes=changes, only_training=only_training)
         return made[model]
 
@@ -139,7 +151,13 @@ def test_a_checkpoint_of_any_layout_goes_on_in_another(results, model, layout):
     check_resharding(results(model), layout)
 
 
-@each_replayed_case
+@each_case_of("balance")
+def test_losses_on_the_routers_choices_do_not_depend_on_which_rank_has_the_padding(results, model, layout):
+    """Packs are padded to 128 tokens for each tensor-parallel rank: here the last one has nothing but padding."""
+    check_training(results(model), layout)
+
+
+@each_case_of("replay")
 def test_every_rank_replays_the_experts_of_its_own_tokens(results, model, layout):
     """Experts of other tokens, or those that routers would choose by themselves, would give other numbers."""
     check_training(results(model), layout)

@@ -121,17 +121,29 @@ class ReplayRouter(TopKRouter):
         return super().attach_and_log_load_balancing_loss(*args, **options)
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """As Megatron's, with the same weight as the load-balancing loss."""
+        """As Megatron's, with the same weight as the load-balancing loss.
+
+        Each rank adds the mean over its rows; Megatron gives all ranks the same weight, whatever padding they have.
+        """
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
-        loss = z_loss_func(logits, coefficient / self.tp_cp_group.size(), padding_mask=padding_mask)
+        loss = z_loss_func(logits, coefficient, padding_mask=padding_mask) * self._share(logits, padding_mask)
         layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
         save_to_aux_losses_tracker("z_loss", loss / coefficient, self.layer_number, layers)
         if self.calculate_per_token_loss and self._now is not None:
             loss = loss * self._now.num_trained
         scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss)
         return scaled
+
+    def _share(self, logits: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
+        """Of the rows without padding of all tensor- and context-parallel ranks, those of this one."""
+        counted = torch.ones(len(logits), device=logits.device) if padding_mask is None else ~padding_mask
+        here = counted.sum(dtype=torch.float32)
+        everywhere = here.clone()
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(everywhere, group=self.tp_cp_group)
+        return here / everywhere.clamp(min=1.0)
 
 
 def load_balancing_metrics(args: Any, num_microbatches: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ __all__ = [
     "WeightUpdater",
     "build_weight_updater",
     "connected_weight_updater",
-    "update_over_any_way",
+    "over_files_instead",
 ]
 
 logger = logging.getLogger(__name__)
@@ -58,28 +58,26 @@ def connected_weight_updater(
     return updater
 
 
-def update_over_any_way(updater: WeightUpdater) -> tuple[WeightUpdater, dict[str, float]]:
-    """Send the weights; over files from now on, where they do not come through to engines that do answer.
+def over_files_instead(updater: WeightUpdater, error: WeightSyncError) -> WeightUpdater:
+    """An updater that goes on over files where weights do not come through to engines that do answer.
 
-    Collective over the trainer's ranks.
+    Collective over the trainer's ranks, which all have the error.
 
-    Returns:
-        (the updater for the next time, metrics as of `WeightUpdater.update`).
+    Args:
+        updater: whose sync failed.
+        error: with which it did.
 
     Raises:
-        WeightSyncError: an engine is gone, or there is no --update-weight-disk-dir to go on with.
+        WeightSyncError: `error`, where files would not help or there is no --update-weight-disk-dir; another one,
+            where they have not begun.
     """
     from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 
-    try:
-        return updater, updater.update()
-    except WeightSyncError as error:
-        has_other_way = updater.args.update_weight_disk_dir is not None and not isinstance(updater, DiskWeightUpdater)
-        may_help = isinstance(error, NoLinkError) or not error.is_final
-        if not (has_other_way and may_help and updater.is_answered()):
-            raise
-        updater = _over_files(updater, error)
-    return updater, updater.update()
+    has_other_way = updater.args.update_weight_disk_dir is not None and not isinstance(updater, DiskWeightUpdater)
+    may_help = isinstance(error, NoLinkError) or not error.is_final
+    if not (has_other_way and may_help and updater.is_answered()):
+        raise error
+    return _over_files(updater, error)
 
 
 def _over_files(updater: WeightUpdater, error: WeightSyncError) -> WeightUpdater:

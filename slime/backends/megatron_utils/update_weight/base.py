@@ -14,7 +14,8 @@ What they cannot see, an engine that loads another tensor into the wrong place, 
 and in `train/train_rollout_logprob_abs_diff`.
 
 A sync that fails is sent once more as a whole, while the engines stay paused. If that fails too, they are left paused:
-an engine never serves weights of which only a part is new. The driver may then send the same version to other engines.
+an engine never serves weights of which only a part is new. The same version may then be sent to other engines, or by
+an updater of another kind.
 
 Wait graph of `update`, on every trainer rank:
     consumes     the model's current parameters
@@ -162,7 +163,7 @@ class WeightUpdater(ABC):
         }
 
     def is_answered(self) -> bool:
-        """Whether every engine is there (collective)."""
+        """Whether every engine's server answers, whatever its model does (collective)."""
         error = None
         if self.is_source:
             try:
