@@ -58,7 +58,10 @@ class Checkpoints:
 
     @property
     def has_saved(self) -> bool:
-        """Whether one of this run is complete; of that whose writer was lost then the tracker alone says it."""
+        """Whether a checkpoint of this run is complete.
+
+        Of one whose writer was lost right behind it nobody was told: the tracker alone says so.
+        """
         return self._has_saved or self._newest() != self._newest_at_start
 
     def _newest(self) -> int | None:

@@ -135,7 +135,7 @@ class RunParts:
         Raises:
             ActorFailure: there are too few slots.
         """
-        if not self.groups:
+        if not self.groups:  # --debug-rollout-only
             return
         args = resumed(self.args) if resumes else self.args
         self._trainer_placement, self.args = usable(self._placement, args)

@@ -17,6 +17,7 @@ from slime.ray import checkpoints, driver, exit_request
 from slime.ray.attempts import attempts
 from slime.ray.exit_request import ExitRequest
 from slime.ray.run import RunPlan, TrainingRun
+from slime.ray.run_parts import RunParts
 from slime.ray.utils import ActorFailure, ActorLost
 from slime.utils.checkpoint_paths import TRACKER_FILE, state_path
 from slime.utils.errors import UsageError
@@ -361,7 +362,7 @@ def test_both_drivers_go_on_from_the_checkpoint_after_a_loss_and_end_when_no_res
 
 
 def test_a_loss_while_another_attempt_is_prepared_takes_one_too_and_no_other_failure_is_retried():
-    prepared: list[str] = []
+    prepared = []
 
     def start_again():
         prepared.append("again")
@@ -375,6 +376,7 @@ def test_a_loss_while_another_attempt_is_prepared_takes_one_too_and_no_other_fai
             if not prepared:
                 raise ActorLost("rank 0 is lost")
     assert done == [0, 3], "two preparations failed, the third did not"
+    assert prepared == ["again"] * 3
     prepared.clear()
     with pytest.raises(ActorLost, match="a new rank"):
         for attempt in attempts(1, start_again):
@@ -480,3 +482,10 @@ def test_sigterm_ends_with_its_own_status_whatever_ray_makes_of_it(parsed, monke
     with pytest.raises(SystemExit) as caught:
         drive_into(SystemExit(7))
     assert caught.value.code == 7, "a hook's own"
+
+
+def test_a_run_without_trainers_needs_no_slots_for_them_to_begin_again():
+    """As with --debug-rollout-only, after the rollout manager is lost: no placement is asked for."""
+    parts = RunParts(SimpleNamespace(elastic_dp=False))
+    parts.use_what_is_left(resumes=False)
+    assert parts.groups == []

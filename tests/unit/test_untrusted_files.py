@@ -9,7 +9,7 @@ import pickle
 import warnings
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -151,6 +151,24 @@ def test_a_checkpoint_that_leads_out_of_its_directory_is_refused(name: str, tmp_
     (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
     with pytest.raises(UsageError, match="not in its directory: do not trust it"):
         TorchDistReader(tmp_path)
+
+
+def test_a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """As an object it might say one path when it is looked at and be another when it is opened."""
+    written = write_checkpoint(tmp_path)
+    path = PurePosixPath("__0_0.distcp")
+    written.storage_data = {key: replace(info, relative_path=path) for key, info in written.storage_data.items()}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
+    with pytest.raises(UsageError, match="not in its directory: do not trust it"):
+        read_metadata(tmp_path)
+
+
+def test_a_description_does_not_change_the_classes_of_paths(tmp_path: Path) -> None:
+    """Opcode b gives a class, too, the attributes that a file says."""
+    (tmp_path / ".metadata").write_bytes(b"cpathlib\nPosixPath\n(N(dVis_absolute\nNstb.")
+    with pytest.raises(UsageError, match=r"\.metadata cannot be read"):
+        read_metadata(tmp_path)
+    assert PurePosixPath("/").is_absolute()
 
 
 def test_a_damaged_description_is_left_to_its_reader_which_says_so(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ ALWAYS = {
 
 
 def what_is_compared(changes: dict[str, Any]) -> str:
-    """ "replay" or "balance", of which the training is compared; "all" of the others."""
+    """Of a model with these flags: "all", or the training alone, whose routers "replay" or "balance"."""
     if "moe_z_loss_coeff" in changes:
         return "balance"
     return "replay" if "use_routing_replay" in changes else "all"
