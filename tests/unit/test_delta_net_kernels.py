@@ -106,6 +106,8 @@ def test_flashqla_is_refused_without_cuda_and_without_layers_that_it_computes(ch
 
 
 ASKED: dict[str, Any] = {
+    "transformer_impl": "local",
+    "attention_backend": "auto",
     "qwen_gdn_backend": "flashqla",
     "megatron_deepgemm_forward_layers": None,
     "megatron_deepgemm_moe_forward_layers": None,

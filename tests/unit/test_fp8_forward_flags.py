@@ -131,6 +131,8 @@ def test_it_is_refused_where_deep_gemm_is_not_installed_and_on_other_gpus_than_h
     monkeypatch.setattr(accelerator, "compute_capability", lambda: capability[0])
     asked: dict[str, Any] = {
         "qwen_gdn_backend": "fla",
+        "transformer_impl": "local",
+        "attention_backend": "auto",
         "experimental_attention_variant": None,
         "accelerator": "cuda",
         "dry_run": False,

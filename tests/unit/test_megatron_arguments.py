@@ -249,7 +249,7 @@ def test_what_only_a_gpu_can_do_is_a_problem_of_the_device(flags, named):
         ("--cpu-offloading-weights", "weights stay on the GPU"),
         ("--fp8-recipe blockwise", "training in 8 and 4 bit needs the kernels of TransformerEngine"),
         ("--batch-invariant-mode", "Megatron's batch-invariant kernels replace those of TransformerEngine"),
-        ("--attention-backend fused", "it needs TransformerEngine"),
+        ("--transformer-impl inference_optimized", "slime trains the model; use local"),
     ],
 )
 def test_what_is_not_built_is_not_called_wrong(flags, named):
@@ -264,18 +264,6 @@ def test_models_that_are_not_built_are_unsupported():
     assert [("--swiglu" in s, "--disable-bias-linear" in s) for s in sentences] == [(True, False), (False, True)]
     other = {**QWEN3, "model_type": "mamba"}
     assert any("'mamba'" in sentence for sentence in problems_of(hf_config=other).unsupported)
-
-
-def test_layers_of_transformer_engine_are_refused_where_they_are_asked_for(hf):
-    args = make_args(hf, "--transformer-impl transformer_engine")
-    (problem,) = megatron_problems(args, QWEN3, {"transformer_impl"}).unsupported
-    assert problem.startswith(
-        "--transformer-impl transformer_engine is not supported: TransformerEngine is not installed"
-    )
-    assert problem.endswith("give local or leave it out.")
-    assert megatron_problems(args, QWEN3, set()).unsupported == []  # Megatron's own default
-    local = make_args(hf, "--transformer-impl local")
-    assert megatron_problems(local, QWEN3, {"transformer_impl"}).unsupported == []
 
 
 def test_predicting_layers_that_the_model_does_not_have_are_refused(hf):

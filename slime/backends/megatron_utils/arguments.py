@@ -128,7 +128,6 @@ def megatron_problems(
         problems.environment.append(problem)
     derived = derive_megatron(args).keys() - given
     problems.unsupported += refused_flags(args, derived)
-    problems.unsupported += value_checks.check_transformer_impl(args, given)
     out_of_range = list(value_checks.check_ranges(args, derived))
     problems.wrong += out_of_range
     for check in (

@@ -356,9 +356,7 @@ def _say_what_is_not_there(directory: Path, common: dict[str, Any], source: Chec
 
 def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     names = _chunk_names(model)
-    state: dict[str, Any] = {
-        name: unwrap(chunk).sharded_state_dict() for name, chunk in zip(names, model, strict=True)
-    }
+    state: dict[str, Any] = {name: _weights_of(chunk) for name, chunk in zip(names, model, strict=True)}
     if optimizer is not None:
         make_moments(optimizer)  # before the first step, so that there is something to save or to load into
         weights = _weights_with_state(model, state)
@@ -366,6 +364,17 @@ def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loadi
             weights, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
         )
     return state
+
+
+def _weights_of(chunk: torch.nn.Module, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The sharded weights of a chunk.
+
+    What TransformerEngine keeps for 8 bit is empty in 16 bit and stays out, so that a run may go on with either
+    implementation.
+    """
+    options = {} if metadata is None else {"metadata": metadata}
+    weights = unwrap(chunk).sharded_state_dict(**options)
+    return {name: leaf for name, leaf in weights.items() if not name.endswith("_extra_state")}
 
 
 def _weights_with_state(model: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
@@ -376,10 +385,7 @@ def _weights_with_state(model: Sequence[torch.nn.Module], state: dict[str, Any])
     if freezes:
         # A name of its own for each layer: of one tensor for all of them, frozen layers would be holes.
         metadata = {"non_homogeneous_layers": True}
-        by_chunk = {
-            name: unwrap(chunk).sharded_state_dict(metadata=metadata)
-            for name, chunk in zip(by_chunk, model, strict=True)
-        }
+        by_chunk = {name: _weights_of(chunk, metadata) for name, chunk in zip(by_chunk, model, strict=True)}
     return by_chunk if len(by_chunk) > 1 else next(iter(by_chunk.values()))
 
 

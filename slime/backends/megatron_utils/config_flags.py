@@ -62,6 +62,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer_offload_fraction": 1.0,
     "q_lora_rank": None,
     "rotary_scaling_factor": 1.0,
+    "transformer_impl": "local",  # transformer_engine in Megatron; here it is used where it is asked for
 }
 # field -> why it is no option of its own
 NO_OPTION = {

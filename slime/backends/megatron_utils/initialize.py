@@ -61,6 +61,7 @@ def init(
     megatron_patch.apply(accelerator.kind())
     if args.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # TransformerEngine's attention
         torch.use_deterministic_algorithms(True)
     backend = accelerator.process_group_backend("nccl")
     with outside_saver():

@@ -1,10 +1,10 @@
 """Which kernels of other libraries can run the model that the flags describe, on the machine they are asked for.
 
-FlashQLA (--qwen-gdn-backend flashqla) and DeepGEMM (--megatron-deepgemm-*). What the kernels cannot compute is read
-from their code (flash-qla 0.1.3, sgl-deep-gemm 0.1.5 and 0.2.5), and refused here with the reason, for they would say
-it in the middle of a step. It reads flags and, where the kernels are to run on this machine, imports the packages:
-their libraries are built for one version of torch, and do not load beside another. What can be chosen of a model for a
-forward pass in fp8 is in fp8_forward_plan.py.
+TransformerEngine (--transformer-impl), FlashQLA (--qwen-gdn-backend flashqla) and DeepGEMM (--megatron-deepgemm-*).
+What the kernels cannot compute is read from their code (flash-qla 0.1.3, sgl-deep-gemm 0.1.5 and 0.2.5), and refused
+here with the reason, for they would say it in the middle of a step. It reads flags and, where the kernels are to run
+on this machine, imports the packages: their libraries are built for one version of torch, and do not load beside
+another. What can be chosen of a model for a forward pass in fp8 is in fp8_forward_plan.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from slime.backends.megatron_utils.fp8_forward_plan import check_fp8_forward, gi
 from slime.utils import accelerator
 from slime.utils.arguments.problems import Problems
 
+TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
+TRANSFORMER_ENGINES = ("2.9.0", "2.12.0")
+"""The first version that Megatron 0.16.1 names in its requirements, and the first that it does not."""
 FLASHQLA = "--qwen-gdn-backend flashqla"
 FLASHQLA_HEAD = 128
 """Channels of a head's keys and of its values: the kernels assert it."""
@@ -42,6 +45,13 @@ def kernel_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | Non
     """
     problems = Problems()
     looks = args.accelerator == "cuda" and not args.dry_run  # a plan for GPUs can be made elsewhere
+    if args.transformer_impl == "transformer_engine":
+        problems.wrong += _check_transformer_engine(args)
+        problems.environment += _missing_transformer_engine(args.attention_backend) if looks else ()
+    elif args.attention_backend == "fused":
+        problems.wrong.append(
+            f"--attention-backend fused is TransformerEngine's; add {TRANSFORMER_ENGINE}, or use auto."
+        )
     if args.qwen_gdn_backend == "flashqla":
         problems.wrong += _check_flashqla(args)
         problems.environment += _missing_flashqla() if looks else ()
@@ -51,6 +61,41 @@ def kernel_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | Non
         problems.wrong += check_fp8_forward(args, hf_config)
         problems.environment += _missing_deep_gemm(" ".join(given)) if looks else ()
     return problems
+
+
+def _check_transformer_engine(args: argparse.Namespace) -> Iterator[str]:
+    use_local = "give --transformer-impl local or leave it out"
+    if args.accelerator != "cuda":
+        yield f"{TRANSFORMER_ENGINE} needs CUDA, and --accelerator is {args.accelerator}; {use_local}."
+    elif not (args.bf16 or args.fp16):
+        yield f"{TRANSFORMER_ENGINE}: its attention takes packed samples in 16 bit alone; give --bf16, or {use_local}."
+    for option, given in (
+        ("--spec", args.spec and " ".join(args.spec)),
+        ("--experimental-attention-variant", args.experimental_attention_variant),
+        ("--custom-model-provider-path", args.custom_model_provider_path),
+        *((flag, "") for flag in given_flags(args)),
+    ):
+        if given is not None:
+            yield (
+                f"{TRANSFORMER_ENGINE} with {option} {given}".rstrip() + ": those layers have kernels of their own, "
+                f"which it would not replace; {use_local}."
+            )
+
+
+def _missing_transformer_engine(attention_backend: str) -> Iterator[str]:
+    first, end = TRANSFORMER_ENGINES
+    install = (
+        f'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]>={first},<{end}", or leave it out'
+    )
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield f"{TRANSFORMER_ENGINE} needs TransformerEngine, which is not installed; {install}."
+    elif problem := _load_problem("transformer_engine.pytorch"):
+        yield f"{TRANSFORMER_ENGINE} needs TransformerEngine, which does not load: {problem}; {install}."
+    elif attention_backend == "flash" and importlib.util.find_spec("flash_attn") is None:
+        yield (
+            f"--attention-backend flash with {TRANSFORMER_ENGINE} needs the package flash-attn, which is not "
+            "installed; use auto or fused."
+        )
 
 
 def _check_flashqla(args: argparse.Namespace) -> Iterator[str]:

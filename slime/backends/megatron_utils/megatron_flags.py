@@ -106,8 +106,8 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "used",
-        """--bf16 --fp16 --attention-backend --use-flash-attn --disable-bf16-reduced-precision-matmul
-        --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
+        """--bf16 --fp16 --transformer-impl --attention-backend --use-flash-attn
+        --disable-bf16-reduced-precision-matmul --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
         --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis
         --no-check-for-nan-in-loss-and-grad --check-for-large-grads --log-num-zeros-in-grad""",
     ),
@@ -135,7 +135,6 @@ TABLE: tuple[Group, ...] = (
         --ckpt-fully-parallel-save --moe-token-dispatcher-type""",
         ALWAYS,
     ),
-    Group("warned", "--transformer-impl", "it is local, whatever Megatron's default is"),
     Group(
         "warned",
         "--cpu-offloading-double-buffering",

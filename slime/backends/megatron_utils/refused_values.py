@@ -26,9 +26,9 @@ REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
         ),
     },
     "--attention-backend": {
-        "fused": ("it needs TransformerEngine, which slime does without; use flash or auto", None),
         "local": ("it does not know packed samples; use unfused or auto", None),
     },
+    "--transformer-impl": {"inference_optimized": ("slime trains the model; use local", None)},
     "--exp-avg-dtype": dict.fromkeys(
         ("fp16", "fp8"), ("only TransformerEngine scales moments of so small a range; use bf16 or fp32", None)
     ),

@@ -7,7 +7,6 @@ derived before the checks run, and only what was given can be without effect.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator
@@ -283,18 +282,6 @@ def check_model(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"--moe-router-group-topk {args.moe_router_group_topk} is more than --moe-router-num-groups "
             f"{args.moe_router_num_groups or 0}."
-        )
-
-
-def check_transformer_impl(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
-    """No layers but ours are asked for. (Megatron's default says transformer_engine; only what is given counts.)"""
-    if "transformer_impl" in explicit and args.transformer_impl != "local":
-        installed = (
-            "" if importlib.util.find_spec("transformer_engine") else "TransformerEngine is not installed, and "
-        )
-        yield (
-            f"--transformer-impl {args.transformer_impl} is not supported: {installed}slime trains Megatron's local "
-            "layers, whose norms, rotation and SwiGLU torch.compile fuses; give local or leave it out."
         )
 
 

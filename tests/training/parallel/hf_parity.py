@@ -59,6 +59,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
     from slime.backends.megatron_utils.model.forward_only import run_model
     from slime.backends.megatron_utils.model.setup import build_model
     from slime.ray.rollout.dp_split import split_train_data
+    from slime.utils import accelerator
 
     args.global_batch_size, args.calculate_per_token_loss = 12, False  # Megatron's scaling is undone below
     stages = range(args.virtual_pipeline_model_parallel_size or 1)
@@ -73,7 +74,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     layout = {"dp_size": dp_size, "cp_size": cp_size, "vpp_group": group if virtual else 1}
-    share = to_tensors(split_train_data(args, make_train_data(), layout)[dp_rank], torch.device("cpu"))
+    share = to_tensors(split_train_data(args, make_train_data(), layout)[dp_rank], accelerator.current_device())
     micro_batches = MicroBatches(share, Packing(args.tensor_model_parallel_size, cp_rank, cp_size))
     found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -121,11 +122,11 @@ def weigh(
     width = logits.shape[-1]
     first_word = parallel_state.get_tensor_model_parallel_rank() * width
     num_words = max(0, min(width, VOCAB - first_word))
-    whole = gather_vocab(logits.detach())[0, :, :VOCAB]
+    whole = gather_vocab(logits.detach())[0, :, :VOCAB].float().cpu()
     row, total = 0, logits.sum() * 0
     for sample, tokens in zip(batch["sample_indices"], batch["unconcat_tokens"], strict=True):
         place = {"cp_rank": cp[0], "cp_size": cp[1]}
-        weights = slice_with_cp(weights_of(sample, len(tokens)), 0, **place)
+        weights = slice_with_cp(weights_of(sample, len(tokens)), 0, **place).to(logits.device)
         positions = slice_with_cp(torch.arange(len(tokens)), -1, **place)
         rows = slice(row, row + len(positions))
         total = total + (logits[0, rows, :num_words] * weights[:, first_word : first_word + num_words]).sum()

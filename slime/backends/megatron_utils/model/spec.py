@@ -1,5 +1,5 @@
 """The layers of our GPT models: Megatron's local spec with an RMSNorm and a packed attention that need no
-TransformerEngine.
+TransformerEngine, or with its modules where --transformer-impl asks for them (te_layers).
 
 It describes dense layers (Llama, Qwen2, Qwen3), layers with experts (Qwen3-MoE, GLM-4.5), with latent attention
 (DeepSeek-V3) and with norms after attention and MLP (GLM-4); it reads the flags of the model and builds nothing.
@@ -37,6 +37,9 @@ OF_VARIANT = {
 }
 """--experimental-attention-variant -> what makes the spec of a block of such layers."""
 
+TRANSFORMER_ENGINE = "transformer_engine"
+"""Value of --transformer-impl."""
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the attribute by which Megatron sums its gradient over a sequence-parallel region.
@@ -69,8 +72,17 @@ def _rms_norm_around_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> t
     return torch.nn.functional.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
 
 
+def norm_class(config: TransformerConfig) -> Any:
+    """Return what makes the model's norms, called with (config=, hidden_size=, eps=)."""
+    if config.transformer_impl != TRANSFORMER_ENGINE:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
 def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_experts: int | None = None) -> ModuleSpec:
-    """Return the spec of one transformer layer, dense without `num_experts`."""
+    """Return the spec of one transformer layer, dense without `num_experts`; no other layer shares it."""
     latent = config.multi_latent_attention
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -100,6 +112,10 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
             post_self_attn_layernorm=RMSNorm if args.post_self_attn_layernorm else IdentityOp,
             post_mlp_layernorm=RMSNorm if args.post_mlp_layernorm else IdentityOp,
         )
+    if config.transformer_impl == TRANSFORMER_ENGINE:
+        from slime.backends.megatron_utils.model.te_layers import use_transformer_engine
+
+        use_transformer_engine(spec, own_norm=RMSNorm)
     return spec
 
 
@@ -148,4 +164,4 @@ def assemble_block(
         if adapt is not None:
             adapt(layer, index)
         layers.append(layer)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(config))

@@ -1,0 +1,107 @@
+"""--transformer-impl transformer_engine: which modules of a layer are replaced, and what is refused before a start.
+
+That the replaced layers have the same numbers is tests/gpu/test_transformer_engine.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.megatron_utils import kernel_checks
+from tests.unit.argument_lines import Check, check, command_line
+from tests.unit.megatron_fakes import make_args, make_hf_model
+
+__all__ = ["check", "command_line"]  # fixtures
+ENGINE = "--transformer-impl transformer_engine"
+
+
+def layer_of(tmp_path: Path, family: str, *, kind: str) -> Any:
+    """The specification of the last layer of a tiny model."""
+    from slime.backends.megatron_utils import megatron_patch
+    from slime.backends.megatron_utils.model.spec import last_layer_spec
+    from slime.backends.megatron_utils.model_provider import transformer_config
+
+    megatron_patch.apply("cpu")
+    if not tmp_path.exists():
+        make_hf_model(tmp_path, family)
+    args = make_args(tmp_path, f"--transformer-impl {kind}")
+    return last_layer_spec(transformer_config(args), args).submodules
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_moe", "deepseek_v3"])
+def test_linear_layers_norms_and_attention_are_replaced_and_nothing_else(tmp_path: Path, family: str) -> None:
+    from megatron.core.extensions import transformer_engine as te
+
+    ours = leaves(layer_of(tmp_path / family, family, kind="local"))
+    theirs = leaves(layer_of(tmp_path / family, family, kind="transformer_engine"))
+    assert ours.keys() == theirs.keys()  # so weights have the same names
+    changed = {name.rpartition(".")[2]: part for name, part in theirs.items() if part != ours[name]}
+    column, row = te.TEColumnParallelLinear, te.TERowParallelLinear
+    expected = {"linear_proj": row, "core_attention": te.TEDotProductAttention}
+    expected |= dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), te.TENorm)
+    expected |= {"linear_fc1": column, "linear_fc2": row}  # of an MLP, or of experts which all tokens go to
+    if family == "deepseek_v3":
+        up = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        expected |= {**dict.fromkeys(up, column), "q_layernorm": te.TENorm, "kv_layernorm": te.TENorm}
+    else:
+        expected["linear_qkv"] = column
+    if family in ("qwen3", "qwen3_moe"):
+        expected |= {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm}
+    if family == "glm4":
+        expected |= {"post_self_attn_layernorm": te.TENorm, "post_mlp_layernorm": te.TENorm}
+    assert changed == expected
+    if "moe" in family or family == "deepseek_v3":
+        assert all(theirs[name] is ours[name] for name in ours if ".experts" in name or ".router" in name)
+
+
+def leaves(submodules: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted name of each module of a layer -> its class."""
+    found: dict[str, Any] = {}
+    for name, part in vars(submodules).items():
+        found[prefix + name] = getattr(part, "module", part)
+        if dataclasses.is_dataclass(inner := getattr(part, "submodules", None)):
+            found |= leaves(inner, f"{prefix}{name}.")
+    return found
+
+
+def test_it_needs_cuda_and_layers_that_megatron_has(check: Check) -> None:
+    def said(*flags: str) -> str:
+        return " ".join(
+            sentence for sentence in check(f"{ENGINE} {' '.join(flags)}").problems.all() if ENGINE in sentence
+        )
+
+    assert "needs CUDA, and --accelerator is cpu; give --transformer-impl local or leave it out." in said()
+    assert check("--transformer-impl local").problems.all() == []
+    planned = "--accelerator cuda --dry-run"
+    assert said(planned) == ""  # whether it is installed is asked where the run is to be
+    assert "with --spec a.module spec: those layers have kernels of their own" in said(planned, "--spec a.module spec")
+    (fused,) = check(f"--attention-backend fused {planned}").problems.wrong
+    assert fused == f"--attention-backend fused is TransformerEngine's; add {ENGINE}, or use auto."
+    assert check(f"--attention-backend fused {ENGINE} {planned}").problems.wrong == []
+
+
+def test_what_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: set[str] = set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    loads: list[str | None] = [None]
+    monkeypatch.setattr(kernel_checks, "_load_problem", lambda _: loads[0])
+
+    def said(attention: str = "auto") -> list[str]:
+        return list(kernel_checks._missing_transformer_engine(attention))
+
+    (absent,) = said()
+    assert "needs TransformerEngine, which is not installed; pip install --no-build-isolation" in absent
+    installed.add("transformer_engine")
+    assert said() == []
+    (flash,) = said("flash")
+    assert flash.endswith("needs the package flash-attn, which is not installed; use auto or fused.")
+    installed.add("flash_attn")
+    assert said("flash") == []
+    loads[0] = "OSError: libcudnn.so.9: cannot open shared object file"
+    (broken,) = said()
+    assert "does not load: OSError: libcudnn.so.9" in broken
