@@ -6,7 +6,7 @@
 #
 #   hf download zai-org/GLM-5.2 --local-dir $SLIME_HOME/GLM-5.2
 #
-# Sparse attention does not go with context parallelism, and is not served in fp8: engines run in 16 bit.
+# Sparse attention is not served in fp8: engines run in 16 bit.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh

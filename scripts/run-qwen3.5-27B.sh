@@ -6,7 +6,7 @@
 #
 #   hf download Qwen/Qwen3.5-27B --local-dir $SLIME_HOME/Qwen3.5-27B
 #
-# Gated delta nets do not go with context parallelism: a micro-batch holds whole samples.
+# Gated delta nets gain little from context parallelism: a micro-batch holds whole samples.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh

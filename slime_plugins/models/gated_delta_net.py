@@ -4,8 +4,9 @@ Megatron (0.16.1) has the layer, but not for packed sequences and only with flas
 FlashQLA's kernel where --qwen-gdn-backend asks for it, else flash-linear-attention's on CUDA where it is installed,
 and Megatron's copy of transformers' torch implementation elsewhere. Neither the convolution nor the state of a
 sequence reaches the next one of a pack. A rank of tensor parallelism has whole key heads with their value heads: the
-projection's rows, and the convolution's channels, are those of key head 0, then of key head 1, ... Context
-parallelism is not supported.
+projection's rows, and the convolution's channels, are those of key head 0, then of key head 1, ...
+Under context parallelism every rank goes through the whole sequences, gathered from all ranks, for the states of its
+own tokens: this layer takes the time and memory of whole sequences there, what is around it does not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -29,12 +33,14 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 
+from slime.backends.megatron_utils.cp_utils import gathered_places
 from slime.utils import accelerator
 from slime.utils.fusion import fused_on_cuda
 
 CHUNK = 64
 """Tokens that the torch implementation takes at a time; it pads sequences to a multiple."""
 Rule = Callable[..., torch.Tensor]
+_PLACES = "_slime_gathered_places"
 
 
 @dataclass
@@ -59,7 +65,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.backend = backend
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
         self.key_heads = config.linear_num_key_heads // ranks
         self.value_heads = config.linear_num_value_heads // ranks
@@ -104,16 +110,29 @@ class GatedDeltaNet(MegatronModule):
         else:
             padded = packed_seq_params.cu_seqlens_q_padded
             cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
-        mixed = self._mix(rows, cu_seqlens)
+        places = None
+        if self.cp_group.size() > 1:
+            if packed_seq_params is None:
+                raise ValueError("a gated delta net under context parallelism needs packed_seq_params.")
+            places = _places(packed_seq_params, cu_seqlens, self.cp_group.size())
+        mixed = self._mix(rows, cu_seqlens, places)
         output, bias = self.out_proj(mixed.unflatten(0, (batch, length)).transpose(0, 1).contiguous())
         return output, bias
 
-    def _mix(self, rows: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """[t, rows of this rank] -> [t, value heads of this rank * channels]."""
+    def _mix(self, rows: torch.Tensor, cu_seqlens: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """[t, rows of this rank] -> [t, value heads of this rank * channels].
+
+        `places` says where the tokens of all context-parallel ranks belong; None where this one has all.
+        """
         per_key = self.value_heads // self.key_heads
         values = per_key * self.value_dim
         by_head = rows.unflatten(-1, (self.key_heads, -1))
         qkv, z, b, a = by_head.split([2 * self.key_dim + values, values, per_key, per_key], -1)
+        if places is not None:
+            parts = (qkv, b, a)
+            gathered = gather_from_sequence_parallel_region(torch.cat(parts, -1), group=self.cp_group)
+            whole = torch.empty_like(gathered).index_copy(0, places, gathered)
+            qkv, b, a = whole.split([part.shape[-1] for part in parts], -1)
         qkv = causal_conv(qkv.flatten(1), self.conv1d.weight, cu_seqlens).unflatten(-1, (self.key_heads, -1))
         q, k, v = qkv.split([self.key_dim, self.key_dim, values], -1)
         q, k = (_l2_norm(part).repeat_interleave(per_key, 1) for part in (q, k))
@@ -121,6 +140,8 @@ class GatedDeltaNet(MegatronModule):
         rule = delta_rule_for(rows.device, self.backend)
         v = v.unflatten(-1, (per_key, self.value_dim)).flatten(1, 2)
         out = rule(q, k, v, decay, b.flatten(1).sigmoid(), cu_seqlens)
+        if places is not None:
+            out = out.index_select(0, places.split(len(rows))[self.cp_group.rank()])
         # Every rank has other heads, and all scale with the same weight: its gradient is the sum over the ranks.
         scale = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp_group)
         return _gated_norm(out, z.reshape(out.shape), scale, self.config.layernorm_epsilon).flatten(1)
@@ -141,6 +162,15 @@ class GatedDeltaNet(MegatronModule):
             module = self.get_submodule(name)
             found |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group)
         return found
+
+
+def _places(packed_seq_params: Any, cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
+    """`gathered_places` of a pack; kept with it, for every layer asks the same."""
+    known = vars(packed_seq_params)
+    if _PLACES not in known:
+        known[_PLACES] = gathered_places(cu_seqlens.tolist(), cp_size).to(cu_seqlens.device)
+    found: torch.Tensor = known[_PLACES]
+    return found
 
 
 class _Channels(torch.nn.Module):

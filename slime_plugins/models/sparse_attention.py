@@ -4,27 +4,30 @@ The indexer scores every key before a token (sum over its heads of weight x ReLU
 --dsa-indexer-topk; in a sequence that is not longer than that, attention is to all. The choice has no gradient, as in
 transformers: an indexer's weights stay as they were loaded, and are frozen. Megatron (0.16.1) has such a layer, but
 not for packed sequences, in bfloat16 alone and with fast_hadamard_transform. A layer may also take the choice of an
-earlier one (GLM-5.2); it is kept with the pack. Every tensor-parallel rank scores for all of its heads alike. Context
-parallelism is not supported.
+earlier one (GLM-5.2); it is kept with the pack. Every tensor-parallel rank scores for all of its heads alike. Under
+context parallelism the keys of all ranks are gathered, those of indexers too, and a rank chooses for its own tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from slime.backends.megatron_utils.cp_utils import KeyChunks, zigzag_positions
 from slime.backends.megatron_utils.model.latent_attention import LatentAttention
-from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
+from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention, key_chunks_of
 from slime.utils import accelerator
 
 SCORES_AT_A_TIME = 2**26
 """Numbers that the indexer has in memory before they are summed over its heads."""
 _CHOSEN = "_slime_chosen_keys"
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,20 @@ class SparseAttention(VarlenAttention):
         padded = packed_seq_params.cu_seqlens_q_padded
         cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
         ends = cu_seqlens.tolist()
-        spans = [(start, end) for start, end in zip(ends[:-1], ends[1:], strict=True) if end > start]
-        if max(end - start for start, end in spans) <= self.topk:
+        if max(end - start for start, end in pairwise(ends)) <= self.topk:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
+        chunks = None
+        if self.cp_group is not None:
+            chunks = key_chunks_of(packed_seq_params, cu_seqlens, self.cp_group)
+            key, value = self._of_all_ranks(key, value, chunks)
+        spans = _spans(ends, chunks)
         kept: dict[int, list[torch.Tensor | None]] = vars(packed_seq_params).setdefault(_CHOSEN, {})
         if self.indexer is not None:
-            kept[self.plan.chooser] = self._choose(self.indexer, x, qr, spans)
+            kept[self.plan.chooser] = self._choose(self.indexer, x, qr, cu_seqlens, chunks, spans)
         outs = []
-        for (start, end), chosen in zip(spans, kept[self.plan.chooser], strict=True):
-            q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
-            mask = None if chosen is None else _mask(chosen)
+        for (queries, keys), chosen in zip(spans, kept[self.plan.chooser], strict=True):
+            q, k, v = (part.transpose(0, 1) for part in (query[queries], key[keys], value[keys]))
+            mask = _mask(chosen, q.shape[1], k.shape[1], q.device)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale
             )
@@ -97,16 +104,42 @@ class SparseAttention(VarlenAttention):
 
     @torch.no_grad()
     def _choose(
-        self, indexer: Indexer, x: torch.Tensor, qr: torch.Tensor, spans: list[tuple[int, int]]
+        self,
+        indexer: Indexer,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        chunks: KeyChunks | None,
+        spans: list[_Span],
     ) -> list[torch.Tensor | None]:
-        """For each sequence [tokens, topk] numbers of its tokens; None where all fit."""
+        """For each span [its queries, topk] numbers of its keys; None where all fit."""
         x, qr = x.reshape(-1, x.shape[-1]), qr.reshape(-1, qr.shape[-1])
         if self.config.sequence_parallel:
             x, qr = (gather_from_sequence_parallel_region(part, group=self.tp_group) for part in (x, qr))
+        rank, size = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
+        positions = zigzag_positions(cu_seqlens, x.shape[0], cp_rank=rank, cp_size=size)
+        rotation = indexer.rotation(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), positions)
+        q, k, weights = indexer.queries(qr, rotation), indexer.keys(x, rotation), indexer.weights(x)
+        if chunks is not None:
+            k = gather_from_sequence_parallel_region(k, group=self.cp_group).index_select(0, chunks.rows)
         return [
-            indexer(x[start:end], qr[start:end], self.topk) if end - start > self.topk else None
-            for start, end in spans
+            best_keys(q[queries], k[keys], weights[queries], self.topk) if keys.stop - keys.start > self.topk else None
+            for queries, keys in spans
         ]
+
+
+class _Span(NamedTuple):
+    """Rows of consecutive queries of a sequence, and of all the keys up to the last of them."""
+
+    queries: slice
+    keys: slice
+
+
+def _spans(ends: list[int], chunks: KeyChunks | None) -> list[_Span]:
+    """Whole sequences, or a context-parallel rank's chunks of them."""
+    cu_queries, cu_keys = (ends, ends) if chunks is None else (chunks.cu_queries, chunks.cu_keys)
+    spans = [_Span(slice(*q), slice(*k)) for q, k in zip(pairwise(cu_queries), pairwise(cu_keys), strict=True)]
+    return [span for span in spans if span.queries.stop > span.queries.start]
 
 
 class Indexer(torch.nn.Module):
@@ -129,28 +162,27 @@ class Indexer(torch.nn.Module):
                 layer.weight.data.copy_(values)
         self.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, qr: torch.Tensor, topk: int) -> torch.Tensor:
-        """x [n, H] and qr [n, rank] of one sequence -> [n, topk] numbers of keys; behind a token there may be some."""
-        cos, sin = self._cos_sin(x.shape[0])
-        q = self._rotate(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), cos, sin)
-        k = self._rotate(self.k_norm(self.wk(x)).unsqueeze(1), cos, sin).squeeze(1)
-        weights = self.weights_proj(x).float() * self.heads**-0.5
-        keys, found = k.float().transpose(0, 1), []
-        rows = max(1, SCORES_AT_A_TIME // (self.heads * x.shape[0]))
-        for first in range(0, x.shape[0], rows):
-            scores = F.relu(torch.matmul(q[first : first + rows].float(), keys) * self.head_dim**-0.5)
-            summed = torch.matmul(weights[first : first + rows].unsqueeze(1), scores).squeeze(1)
-            before = torch.ones_like(summed, dtype=torch.bool).tril(first)
-            found.append(summed.masked_fill(~before, float("-inf")).topk(topk, dim=-1).indices)
-        return torch.cat(found)
-
-    def _cos_sin(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        table = self.rotary[0](length, packed_seq=True)
+    def rotation(self, longest: int, positions: torch.Tensor) -> Rotation:
+        """cos and sin [n, 1, channels] of tokens at `positions` [n] of sequences that are at most `longest` long."""
+        table = self.rotary[0](longest, packed_seq=True)
         freqs, scale = table if isinstance(table, tuple) else (table, 1.0)
-        freqs = freqs[:length].view(length, 1, -1)
+        freqs = freqs[:longest].view(longest, 1, -1).index_select(0, positions)
         if self.is_interleaved:  # the table has each frequency twice, one half after the other
             freqs = freqs[..., : freqs.shape[-1] // 2].repeat_interleave(2, -1)
         return freqs.cos() * scale, freqs.sin() * scale
+
+    def queries(self, qr: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """qr [n, rank] -> [n, heads, channels]."""
+        return self._rotate(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), *rotation)
+
+    def keys(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """x [n, H] -> [n, channels]."""
+        return self._rotate(self.k_norm(self.wk(x)).unsqueeze(1), *rotation).squeeze(1)
+
+    def weights(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, H] -> [n, heads] in fp32: by how much each head's score counts."""
+        found: torch.Tensor = self.weights_proj(x).float() * self.heads**-0.5
+        return found
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [n, heads, channels], of which the first are rotated."""
@@ -163,8 +195,30 @@ class Indexer(torch.nn.Module):
         return torch.cat((turned * cos + across * sin, rest), -1)
 
 
-def _mask(chosen: torch.Tensor) -> torch.Tensor:
-    """[n, topk] numbers of keys -> [n, n], True where a token attends."""
-    length = chosen.shape[0]
-    allowed = torch.zeros(length, length, dtype=torch.bool, device=chosen.device).scatter(1, chosen, True)
-    return allowed.tril()
+def best_keys(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk: int) -> torch.Tensor:
+    """The keys with the best scores, of those that a query sees.
+
+    Args:
+        q: [n, heads, channels] of the last n tokens of a sequence so far.
+        k: [m, channels] of all of its m tokens so far.
+        weights: [n, heads].
+        topk: how many.
+
+    Returns:
+        [n, topk] numbers of keys; where a query sees fewer, there are some behind it.
+    """
+    keys, found, seen = k.float().transpose(0, 1), [], k.shape[0] - q.shape[0]
+    rows = max(1, SCORES_AT_A_TIME // (q.shape[1] * k.shape[0]))
+    for first in range(0, q.shape[0], rows):
+        scores = F.relu(torch.matmul(q[first : first + rows].float(), keys) * q.shape[-1] ** -0.5)
+        summed = torch.matmul(weights[first : first + rows].unsqueeze(1), scores).squeeze(1)
+        before = torch.ones_like(summed, dtype=torch.bool).tril(seen + first)
+        found.append(summed.masked_fill(~before, float("-inf")).topk(topk, dim=-1).indices)
+    return torch.cat(found)
+
+
+def _mask(chosen: torch.Tensor | None, n: int, m: int, device: torch.device) -> torch.Tensor | None:
+    """[n, topk] numbers of m keys -> [n, m], True where a query attends; None: all of it is causal, of n = m."""
+    if chosen is None:
+        return None if n == m else torch.ones(n, m, dtype=torch.bool, device=device).tril(m - n)
+    return torch.zeros(n, m, dtype=torch.bool, device=device).scatter(1, chosen, True).tril(m - n)

@@ -195,6 +195,23 @@ def zigzag_positions(cu_seqlens: torch.Tensor, num_tokens: int, *, cp_rank: int,
     return torch.where(local < chunk, cp_rank * chunk + local, (2 * cp_size - 2 - cp_rank) * chunk + local)
 
 
+def gathered_places(cu_seqlens: Sequence[int], cp_size: int) -> torch.Tensor:
+    """Where in the whole pack each row belongs once the ranks' rows are gathered rank after rank.
+
+    Args:
+        cu_seqlens: as in `zigzag_positions`.
+        cp_size: ranks.
+
+    Returns:
+        int64 [cu_seqlens[-1]], a permutation; for [0, 4, 8] and two ranks [0, 3, 4, 7, 1, 2, 5, 6].
+    """
+    ends = torch.tensor(cu_seqlens)
+    local = int(ends[-1]) // cp_size
+    starts = torch.repeat_interleave(ends[:-1], (ends[1:] - ends[:-1]) // cp_size, output_size=local)
+    ranks = range(cp_size)
+    return torch.cat([starts + zigzag_positions(ends, local, cp_rank=rank, cp_size=cp_size) for rank in ranks])
+
+
 class KeyChunks(NamedTuple):
     """Which keys the queries of a rank see, with keys and values of all ranks gathered rank after rank.
 

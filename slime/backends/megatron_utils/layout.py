@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.group_checks import check_instances
 from slime.utils.pipeline_layout import stages_of_text, text_problem
 
 ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""HF architectures whose sparse attention needs contiguous context-parallel shares."""
+"""HF architectures with sparse attention."""
 
 LARGEST = 16_384
 """No larger size of a layout is proposed."""
@@ -325,11 +325,6 @@ def _nearest_spread(layout: Layout, experts: int, ffn: int, of_stage: int) -> st
 
 def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     """Attention can be split over context-parallel ranks as asked."""
-    if layout.context > 1 and args.experimental_attention_variant is not None:
-        yield (
-            f"--context-parallel-size {layout.context} does not go with --experimental-attention-variant "
-            f"{args.experimental_attention_variant} in Megatron; use 1."
-        )
     kinds = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
     spread = layout.tensor * layout.context
     if layout.context > 1 and "a2a" in kinds and args.num_attention_heads % spread:
@@ -342,19 +337,16 @@ def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
 
 
 def check_allgather_cp(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Contiguous context-parallel shares are for sparse attention, which is not spread over ranks here."""
+    """It asks for what sparse attention does: a rank gets the keys of all. Elsewhere it would be a worse layout."""
     if not vars(args).get("allgather_cp"):
         return
     if args.context_parallel_size <= 1:
         yield "--allgather-cp has no effect with --context-parallel-size 1; leave it out."
         return
     architectures = (hf_config or {}).get("architectures") or []
-    reason = (
-        f"the sparse attention of {' and '.join(ALLGATHER_CP_MODELS)}, which runs without context parallelism here"
-    )
     if not set(architectures) & set(ALLGATHER_CP_MODELS):
-        reason = (
-            f"sparse attention, not for {', '.join(map(str, architectures)) or 'this model'}: where a token attends "
-            "to all before it, the rank with the last share would do most of the work, and none would hold less"
+        yield (
+            f"--allgather-cp with --context-parallel-size {args.context_parallel_size} is for the sparse attention of "
+            f"{' and '.join(ALLGATHER_CP_MODELS)}, not for {', '.join(map(str, architectures)) or 'this model'}; "
+            "leave it out."
         )
-    yield f"--allgather-cp with --context-parallel-size {args.context_parallel_size} is for {reason}; leave it out."

@@ -53,7 +53,12 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         # model.activation_offload does it; Megatron's own needs TransformerEngine
         **{"cpu_offloading": False, "cpu_offloading_num_layers": 0, "fine_grained_activation_offloading": False},
     }
-    return config(**kwargs)
+    if args.experimental_attention_variant is None:
+        return config(**kwargs)
+    # Megatron (0.16.1) has no layer of these kinds for context parallelism, and says so here; slime_plugins' are.
+    found = config(**kwargs | {"context_parallel_size": 1})
+    found.context_parallel_size = args.context_parallel_size
+    return found
 
 
 def get_model_provider_func(args: argparse.Namespace) -> Callable[..., Any]:

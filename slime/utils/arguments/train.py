@@ -42,7 +42,7 @@ class TrainFlags:
         choices=("fla", "flashqla"),
     )
     allgather_cp: bool = flag(
-        False, "contiguous context-parallel shares, not zigzag ones (refused: for sparse attention alone)"
+        False, "let context-parallel ranks gather all keys; for sparse attention alone, which does so in any case"
     )
     megatron_config_path: str | None = flag(None, "YAML file with argument overrides per role (actor, critic)")
     custom_config_path: str | None = flag(

@@ -147,11 +147,14 @@ def _delta_net_elements(
 ) -> float:
     """The projection; the convolution's output; keys and queries normed and spread over value heads; the output,
     normed and gated. What the rule keeps of its chunks is not counted.
+
+    A context-parallel rank goes through whole sequences between the projection and the norm.
     """
     net = shape.delta_net
     assert net is not None
     spread = 2 * net.num_value_heads * net.key_head_dim + net.value_width
-    return (net.in_width + 2 * net.conv_width + spread + 3 * net.value_width) / layout.tp
+    whole = layout.cp * (2 * net.conv_width + spread + net.value_width + net.conv_width * (layout.cp > 1))
+    return (net.in_width + whole + 2 * net.value_width) / layout.tp
 
 
 def _mlp_elements(shape: ModelShape, layout: ParallelLayout, skipped: Collection[str]) -> float:

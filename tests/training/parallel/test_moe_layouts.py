@@ -80,14 +80,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (family, flags): of each model without flags of routing all is compared, of the others the training."""
 SAME_PASSES = ("one rank, recomputed", "TP 2", "TP 2, ETP 1", "TP 2, EP 2", "PP 2", "TP 2 PP 2, EP 2")
 """Layouts that train on the same micro-batches, over which the losses on the routers' choices are means."""
-NOT_SPREAD = ("qwen3_next", "glm_moe_dsa")
-"""Families whose sequences are not spread over context-parallel ranks."""
 ALWAYS = {
     "qwen2_moe": ("TP 2, EP 2",),
     "qwen3_moe": ("TP 2 DP 2, EP 2, ETP 2",),
-    "qwen3_next": ("TP 2 PP 2, EP 2",),
+    "qwen3_next": ("TP 2 PP 2, EP 2", "CP 2"),
     "minimax_m2": ("TP 2, EP 2",),
     "glm4_moe_lite": ("TP 2, EP 2",),
+    "glm_moe_dsa": ("CP 2, EP 2, passes of other sizes",),
     "deepseek_v3": ("PP 2 VPP 2 DP 2, EP 2, recomputed", "TP 2 CP 2, EP 4"),
     "qwen3_moe, R2": ("CP 2, EP 2, passes of other sizes",),
     "deepseek_v3, R3": ("TP 2 PP 2, EP 2",),
@@ -108,7 +107,7 @@ def each_case_of(compared: str) -> pytest.MarkDecorator:
         pytest.param(model, layout, marks=() if layout in ALWAYS.get(model, ()) else pytest.mark.slow)
         for model, (_, changes) in MODELS.items()
         for layout in (SAME_PASSES if compared == "balance" else LAYOUTS)
-        if what_is_compared(changes) == compared and not (model in NOT_SPREAD and CP in LAYOUTS[layout].flags)
+        if what_is_compared(changes) == compared
     ]
     return pytest.mark.parametrize(("model", "layout"), found)
 

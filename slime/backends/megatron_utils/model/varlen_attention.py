@@ -69,7 +69,7 @@ class VarlenAttention(MegatronModule):
         padded = packed_seq_params.cu_seqlens_q_padded
         cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
         if self.cp_group is not None:
-            chunks = _key_chunks(packed_seq_params, cu_seqlens, self.cp_group)
+            chunks = key_chunks_of(packed_seq_params, cu_seqlens, self.cp_group)
             return self._attend_chunks(query, key, value, chunks).reshape(query.shape[0], -1)
         if self._use_kernel(query):
             longest = int(packed_seq_params.max_seqlen_q)
@@ -82,10 +82,7 @@ class VarlenAttention(MegatronModule):
     def _attend_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
     ) -> torch.Tensor:
-        """Gather all ranks' keys and values (back: their gradients are summed), attend to what comes before."""
-        both = torch.cat([key, value], dim=-1)
-        both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
-        key, value = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
+        key, value = self._of_all_ranks(key, value, chunks)
         if not self._use_kernel(query):
             return attend_packed(
                 query, key, value, chunks.cu_queries, cu_keys=chunks.cu_keys, scale=self.softmax_scale
@@ -94,6 +91,15 @@ class VarlenAttention(MegatronModule):
         longest = [max(end - start for start, end in zip(cu[:-1], cu[1:], strict=True)) for cu in ends]
         cu_seqlens = [torch.tensor(cu, dtype=torch.int32, device=query.device) for cu in ends]
         return _varlen_kernel(query, key, value, cu_seqlens, longest, scale=self.softmax_scale)
+
+    def _of_all_ranks(
+        self, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All context-parallel ranks' keys and values in the order of `chunks`; back, their gradients are summed."""
+        both = torch.cat([key, value], dim=-1)
+        both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
+        found = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
+        return found[0], found[1]
 
     def _use_kernel(self, query: torch.Tensor) -> bool:
         can = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -107,7 +113,7 @@ class VarlenAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(seq_length, batch, -1)
 
 
-def _key_chunks(packed_seq_params: Any, cu_seqlens: torch.Tensor, cp_group: Any) -> KeyChunks:
+def key_chunks_of(packed_seq_params: Any, cu_seqlens: torch.Tensor, cp_group: Any) -> KeyChunks:
     """Which keys this rank's queries see; kept with the pack, for every layer asks the same."""
     known = vars(packed_seq_params)
     if "key_chunks" not in known:
