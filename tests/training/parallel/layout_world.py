@@ -30,6 +30,7 @@ FLAGS = "--make-vocab-size-divisible-by 8 --adam-eps 1e-5 --adam-beta2 0.95 --we
 TRAINING: dict[str, Any] = {
     "lr": 1e-3,
     "clip_grad": 0.05,
+    "data_pad_size_multiplier": 1,
     "entropy_coef": 0.01,
     "global_batch_size": 6,
     "max_tokens_per_gpu": 50,
@@ -37,7 +38,9 @@ TRAINING: dict[str, Any] = {
     "rollout_temperature": 0.8,
     "use_critic": False,
 }
-"""Two train steps a rollout, so that old log-probs take a pass of their own; the clip binds."""
+"""Two train steps a rollout, so that old log-probs take a pass of their own; the clip binds. Rows are padded no
+further than tensor parallelism needs: the usual 128 would leave all that is trained to the first sequence-parallel
+rank."""
 SECONDS_PER_JOB = 60
 
 
