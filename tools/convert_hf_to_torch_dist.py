@@ -37,6 +37,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "ref_ckpt_step": None,
     "ref_load": None,
     "seed": 1234,
+    "trust_remote_code": False,
 }
 """Attributes that the trainer's own flags give, with the values that mean nothing here."""
 NO_LAYOUT: dict[str, Any] = {
@@ -66,7 +67,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", required=True, help="checkpoint root to write")
     parser.add_argument("--model-args-from-hf", action="store_true", help="derive the model flags from the HF config")
     parser.add_argument("--custom-model-provider-path", help="function that builds the Megatron model")
-    parser.add_argument("--model-name", help="family of weight rules; default: the config's model_type")
+    parser.add_argument(
+        "--model-name", help="family of weight rules, or module:NAME; default: the config's model_type"
+    )
     parser.add_argument("--max-workers", type=int, default=usual_threads(), help="threads that read, re-lay and write")
     parser.add_argument("--allgather-cp", action="store_true", help="a flag of a layout, which a checkpoint has not")
     return add_megatron_arguments(parser)

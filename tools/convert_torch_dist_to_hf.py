@@ -39,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output-dir", required=True, help="HF directory to write")
     parser.add_argument("--origin-hf-dir", help="copy config and tokenizer files from here; its dtype is the output's")
-    parser.add_argument("--model-name", help="family (docs/model_families.md); default: the origin's model_type")
+    parser.add_argument("--model-name", help="family (docs/model_families.md) or module:NAME; default: of the origin")
     parser.add_argument("-f", "--force", action="store_true", help="replace --output-dir if it exists")
     parser.add_argument(
         "-a",

@@ -50,7 +50,16 @@ SLIME_DEFAULTS: dict[str, Any] = {
     "ref_load": None,
     "save": None,
     "seed": 1234,
+    "trust_remote_code": False,
 }
+
+
+BEYOND: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"model_type": "llama"},
+    "smollm3": {"model_type": "llama", "layer_types": None, "use_sliding_window": False},
+    "lfm2": {"model_type": "llama", "rms_norm_eps": 1e-5},
+}
+"""Architectures without a family -> what describes the layers around their attention; what differs a test gives."""
 
 
 def make_args(hf_path: Path | None = None, flags: str = "", **overrides: Any) -> argparse.Namespace:
@@ -59,7 +68,8 @@ def make_args(hf_path: Path | None = None, flags: str = "", **overrides: Any) ->
     args = parser.parse_args(flags.split())
     values = SLIME_DEFAULTS | overrides
     if hf_path is not None:
-        values = model_args_from_hf(json.loads((hf_path / "config.json").read_text())) | values
+        config = json.loads((hf_path / "config.json").read_text())
+        values = model_args_from_hf(config | BEYOND.get(config["model_type"], {})) | values
         values["hf_checkpoint"] = str(hf_path)
     vars(args).update(values)
     experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
@@ -89,6 +99,21 @@ WITH_VISION = ("qwen3_5", "qwen3_5_moe")
 """Families whose models also see images."""
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": None},
+    # the second layer does not rotate, the first sees 5 tokens back
+    "smollm3": {
+        "pad_token_id": None,
+        "no_rope_layers": [1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": 1e-5,
+        "pad_token_id": None,
+    },
     "glm4": {"head_dim": 16, "pad_token_id": None},
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, **_EXPERTS},
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, **_EXPERTS, **_SHARED},

@@ -131,7 +131,7 @@ def check_gradients(args, ids, weights, expected):
         param.main_grad = torch.zeros_like(param)
     logits = model(ids, None, None, packed_seq_params=packed(LENGTHS))
     (logits[..., : weights.shape[-1]] * weights).sum().backward()
-    family = family_of_args(args).model_type
+    family = args.model_name or family_of_args(args).model_type
     seen = set()
     for name, param in model.named_parameters():
         grad = param.main_grad if param.grad is None else param.main_grad + param.grad

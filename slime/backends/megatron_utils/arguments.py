@@ -165,7 +165,7 @@ def _described_model(args: argparse.Namespace, hf_config: Mapping[str, Any] | No
     problems.unsupported += value_checks.check_built_models(args)
     if hf_config is not None:
         problems.wrong += config_mismatches(args, hf_config)
-        problems.unsupported += unsupported_model(hf_config)
+        problems.unsupported += unsupported_model(hf_config, has_own_layers=bool(args.spec and args.model_name))
     for flag, path, step in (("--load", args.load, args.ckpt_step), ("--ref-load", args.ref_load, args.ref_ckpt_step)):
         problems.environment += checkpoint_shape_problems(args, flag, path, step)
     return problems

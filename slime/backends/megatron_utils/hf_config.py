@@ -395,11 +395,19 @@ def _begins_with_dense_layers(hf: Mapping[str, Any]) -> bool:
     return list(hf.get("mlp_layer_types") or expected) == expected
 
 
-def unsupported_model(hf_config: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for everything in the HF config for which a model cannot be trained yet."""
+def unsupported_model(hf_config: Mapping[str, Any], *, has_own_layers: bool = False) -> list[str]:
+    """Return a sentence for everything in the HF config for which a model cannot be trained yet.
+
+    With `has_own_layers` the user says what its layers are (--spec) and which weight rules hold (--model-name): the
+    model_type may be any.
+    """
     quantization = quantization_config_of(hf_config)
     method = str(quantization.get("quant_method")) if quantization and isinstance(quantization, Mapping) else None
-    if problem := unsupported_family(hf_config.get("model_type"), method):
+    model_type = hf_config.get("model_type")
+    problem = unsupported_family(model_type, method)
+    if problem and has_own_layers and model_type not in SUPPORTED_MODEL_TYPES:
+        problem = _unsupported_beyond(model_type, method)
+    if problem:
         return [problem]
     try:
         weight_format_of(hf_config)
@@ -408,11 +416,23 @@ def unsupported_model(hf_config: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def _unsupported_beyond(model_type: Any, quant_method: str | None) -> str | None:
+    if quant_method is None:
+        return None
+    return (
+        f"a quantised checkpoint ({quant_method}) of model_type {model_type!r} is not supported: nobody has compared "
+        "which of its weights engines keep so with what a sync quantises; take one in 16 bit."
+    )
+
+
 def unsupported_family(model_type: Any, quant_method: str | None = None) -> str | None:
     """Return why models of this model_type, quantised so, cannot be trained; None where they can."""
     if model_type not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
-        return f"model_type {model_type!r} of the HF config is not supported; use {known}."
+        return (
+            f"model_type {model_type!r} of the HF config is not supported; use {known}, or train it with --spec and "
+            "--model-name (docs/architectures_beyond_megatron.md)."
+        )
     if model_type in WITHOUT_FP8 and quant_method:
         return (
             f"a quantised checkpoint ({quant_method}) of model_type {model_type!r} is not supported: which of its "

@@ -5,7 +5,7 @@ What the config means in Megatron's terms is slime.backends.megatron_utils.hf_co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.backends.megatron_utils.hf_config import (
@@ -103,10 +103,10 @@ def flag_of(attribute: str) -> str:
 def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each model flag that disagrees with the HF config (all of them, not the first).
 
-    A config of a type without a translation is compared with nothing; see `hf_config.unsupported_model`.
+    Of a config of a type without a translation only that is compared which no shape of a weight would tell.
     """
     if hf_config.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        return []
+        return list(_plain_mismatches(args, text_config(hf_config)))
     try:
         differences = config_differences(args, hf_config)
     except UsageError as error:
@@ -124,6 +124,22 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
         f"{remedies.get(name, 'give --model-args-from-hf')}."
         for name, ours, theirs in differences
     ]
+
+
+def _plain_mismatches(args: Any, hf: Mapping[str, Any]) -> Iterator[str]:
+    """What configs of most architectures say under the same name, and weights of these shapes do not."""
+    expected = {
+        "num_layers": hf.get("num_hidden_layers"),
+        "layernorm_epsilon": hf.get("rms_norm_eps"),
+        "untie_embeddings_and_output_weights": None
+        if hf.get("tie_word_embeddings") is None
+        else not hf["tie_word_embeddings"],
+    }
+    for name, theirs in expected.items():
+        if theirs is not None and vars(args)[name] != theirs:
+            yield f"{flag_of(name)}: the flags say {vars(args)[name]}, the HF config says {theirs}; correct the flag."
+    if hf.get("hidden_act", "silu") != "silu":
+        yield f"the HF config has hidden_act {hf['hidden_act']!r}, and our MLP computes silu (--swiglu)."
 
 
 def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

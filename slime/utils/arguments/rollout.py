@@ -16,7 +16,9 @@ class RolloutFlags:
         "REQUIRED: HF directory of the engines' model, tokenizer and config; the weights to start from when --load "
         "and --ref-load have none",
     )
-    model_name: str | None = flag(None, "name of the weight-conversion family (default: from the HF config)")
+    model_name: str | None = flag(
+        None, "weight-conversion family, or the path of your own as module:NAME (default: from the HF config)"
+    )
     rollout_temperature: float = flag(1.0, "sampling temperature; the trainer divides its logits by it too")
     rollout_top_p: float = flag(1.0, "top-p; the trainer's log-probs are then of the nucleus too")
     rollout_top_k: int = flag(-1, "top-k; only -1 together with the policy loss")

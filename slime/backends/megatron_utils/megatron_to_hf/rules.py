@@ -30,6 +30,7 @@ from slime.backends.megatron_utils.megatron_to_hf.layouts import (
     Vocab,
 )
 from slime.utils.errors import UsageError
+from slime.utils.misc import load_function
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,9 @@ _INDEXER = tuple(
 )
 
 
+_BESIDE_VISION = "model.language_model.layers"
+
+
 def _beside_vision(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """The same language model in a checkpoint that also sees images."""
     return tuple(
@@ -209,6 +213,9 @@ class Family:
 
     model_type: str
     rules: tuple[Rule, ...]
+    layers: str = "model.layers"
+    """Where the HF model has its layers: a module of transformers in one (slime_plugins.models.hf_attention) has the
+    same names on both sides, and needs no rule."""
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], Rule]]:
@@ -240,7 +247,13 @@ class Family:
                 if bare.startswith("mtp."):
                     places["k"] = str(int(places["i"]) - num_layers)
                 return rule, tuple(_fill(hf, places) for hf in rule.hf)
+        if match := _HF_MODULE.fullmatch(bare):
+            name = f"{self.layers}.{match[1]}.{match[2]}"
+            return Rule(bare, (name,)), (name,)
         raise KeyError(f"no rule of the family {self.model_type} names the Megatron parameter {bare}.")
+
+
+_HF_MODULE = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.hf\.(.+)")
 
 
 def _pattern(megatron: str) -> re.Pattern[str]:
@@ -265,9 +278,9 @@ FAMILIES = {
         Family("glm4", _SANDWICH + _QKV_BIAS),
         Family("qwen3_moe", _DENSE + _QK_NORM + _EXPERTS),
         Family("qwen3_next", _QWEN3_NEXT + _EXPERTS + _GATED_SHARED_EXPERT),
-        Family("qwen3_5", _beside_vision(_QWEN3_5)),
+        Family("qwen3_5", _beside_vision(_QWEN3_5), _BESIDE_VISION),
         Family("qwen3_5_text", _QWEN3_5),
-        Family("qwen3_5_moe", _beside_vision(_QWEN3_5 + _EXPERTS + _GATED_SHARED_EXPERT)),
+        Family("qwen3_5_moe", _beside_vision(_QWEN3_5 + _EXPERTS + _GATED_SHARED_EXPERT), _BESIDE_VISION),
         Family("qwen3_5_moe_text", _QWEN3_5 + _EXPERTS + _GATED_SHARED_EXPERT),
         Family("minimax_m2", _MINIMAX_M2),
         Family("glm4_moe", _Predictions().after(_DENSE + _QKV_BIAS + _QK_NORM + _SHARED_EXPERT_RULES)),
@@ -304,9 +317,13 @@ _NAMES = {
 def family_of(model_name: str) -> Family:
     """Return the family of a model_type ("qwen3") or of a longer name of it ("qwen3config", "Qwen3-0.6B").
 
+    With a colon it is the path of a `Family` of the user's own: "pkg.module:NAME" or "path/to/file.py:NAME".
+
     Raises:
         UsageError: when no table fits, naming those that exist.
     """
+    if ":" in model_name:
+        return _own_family(model_name)
     plain = re.sub(r"[^a-z0-9.]", "", model_name.lower())
     for written, meant in _NAMES.items():
         plain = plain.replace(written, meant)
@@ -321,3 +338,13 @@ def family_of(model_name: str) -> Family:
             f"no weight rules for {model_name!r}; there are rules for {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
     return longest
+
+
+def _own_family(path: str) -> Family:
+    try:
+        found = load_function(path)
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    if not isinstance(found, Family):
+        raise UsageError(f"{path} is a {type(found).__name__}, not a megatron_to_hf.rules.Family.")
+    return found
