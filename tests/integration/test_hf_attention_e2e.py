@@ -1,0 +1,83 @@
+"""Models whose tokens transformers' own modules mix, through train.py: with an engine that knows the architecture no
+better than Megatron does, and under context parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.launch import grpo_flags, make_model, train, write_prompts
+from tools.make_tiny_model import build_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SPEC = ("--spec", "slime_plugins.models.hf_attention", "get_hf_attention_spec")
+SMOLLM3 = (
+    *(*SPEC, "--model-name", "llama", "--num-layers", 2, "--hidden-size", 64, "--ffn-hidden-size", 96),
+    *("--num-attention-heads", 4, "--group-query-attention", "--num-query-groups", 2, "--vocab-size", 112),
+    *("--normalization", "RMSNorm", "--norm-epsilon", 1e-6, "--swiglu", "--disable-bias-linear"),
+    *("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"),
+)
+
+
+def make_smollm3(path: Path) -> Path:
+    """Two layers, the second of which does not rotate."""
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    tokenizer = build_tokenizer()
+    config = SmolLM3Config(
+        vocab_size=112,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        no_rope_layers=[1, 0],
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        SmolLM3ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_an_architecture_that_neither_megatron_nor_sglang_knows_is_trained_and_synced(tmp_path: Path) -> None:
+    model, prompts = make_smollm3(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")
+    flags: list[Any] = [flag for flag in grpo_flags(model, prompts) if flag != "--model-args-from-hf"]
+    more = ("--num-rollout", 3, "--rollout-num-gpus", 1, "--save-hf", tmp_path / "hf_{rollout_id}")
+    run = train(tmp_path / "out", *flags, *SMOLLM3, *more)
+    differences = run.column("train/train_rollout_logprob_abs_diff")
+    assert len(differences) == 3
+    assert max(differences) < 1e-5
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "hf_2"))
+    assert before.keys() == after.keys()
+    assert all((before[name] != after[name]).any() for name in before if "self_attn" in name)
+
+
+def test_delta_nets_learn_a_sentence_by_heart_over_two_context_parallel_ranks(tmp_path: Path) -> None:
+    model, prompts = make_model(tmp_path / "model", "--family", "qwen3_5"), tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "3+4="}, {"role": "assistant", "content": "seven, I think"}]
+    prompts.write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    run = train(
+        tmp_path / "out",
+        *("--accelerator", "cpu", "--actor-num-gpus-per-node", 2, "--context-parallel-size", 2, *SPEC),
+        *("--hf-checkpoint", model, "--model-args-from-hf", "--debug-train-only", "--calculate-per-token-loss"),
+        *("--loss-type", "sft_loss", "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"),
+        *("--disable-compute-advantages-and-returns", "--loss-mask-type", "qwen3", "--prompt-data", prompts),
+        *("--input-key", "messages", "--num-rollout", 8, "--rollout-batch-size", 8, "--global-batch-size", 8),
+        *("--lr", 1e-2, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 512),
+        *("--save-hf", tmp_path / "hf_{rollout_id}"),
+    )
+    losses = run.column("train/loss")
+    assert len(losses) == 8 and losses[-1] < 0.5 * losses[0]
+    assert load_file(tmp_path / "hf_7" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
