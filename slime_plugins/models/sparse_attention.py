@@ -87,7 +87,7 @@ class SparseAttention(VarlenAttention):
         chunks = None
         if self.cp_group is not None:
             chunks = key_chunks_of(packed_seq_params, cu_seqlens, self.cp_group)
-            key, value = self._of_all_ranks(key, value, chunks)
+            key, value = self._gather_keys(key, value, chunks)
         spans = _spans(ends, chunks)
         kept: dict[int, list[torch.Tensor | None]] = vars(packed_seq_params).setdefault(_CHOSEN, {})
         if self.indexer is not None:

@@ -258,8 +258,13 @@ TABLE: tuple[Group, ...] = (
     Group("refused", "--linear-attention-type", "use --experimental-attention-variant gated_delta_net"),
     Group(
         "refused",
-        "--window-size --window-attn-skip-freq --softmax-type --qk-l2-norm --no-rope-freq --mrope-section",
+        "--window-size --window-attn-skip-freq --qk-l2-norm --no-rope-freq --mrope-section",
         "it is of attention that no family of docs/model_families.md has, and slime's own attention has no such part",
+    ),
+    Group(
+        "refused",
+        "--softmax-type",
+        "a learnable sink is in --spec slime_plugins.models.learnable_softmax_attention get_learnable_softmax_spec",
     ),
     Group(
         "refused",

@@ -82,24 +82,28 @@ class VarlenAttention(MegatronModule):
     def _attend_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
     ) -> torch.Tensor:
-        key, value = self._of_all_ranks(key, value, chunks)
+        key, value = self._gather_keys(key, value, chunks)
+        return self._attend_spans(query, key, value, chunks.cu_queries, chunks.cu_keys)
+
+    def _gather_keys(
+        self, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All ranks' keys and values as this rank's queries see them (back: their gradients are summed)."""
+        both = torch.cat([key, value], dim=-1)
+        both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
+        key, value = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
+        return key, value
+
+    def _attend_spans(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_queries: list[int], cu_keys: list[int]
+    ) -> torch.Tensor:
+        """Attend where there may be more keys than queries; arguments as of `attend_packed`."""
         if not self._use_kernel(query):
-            return attend_packed(
-                query, key, value, chunks.cu_queries, cu_keys=chunks.cu_keys, scale=self.softmax_scale
-            )
-        ends = [chunks.cu_queries, chunks.cu_keys]
+            return attend_packed(query, key, value, cu_queries, cu_keys=cu_keys, scale=self.softmax_scale)
+        ends = [cu_queries, cu_keys]
         longest = [max(end - start for start, end in zip(cu[:-1], cu[1:], strict=True)) for cu in ends]
         cu_seqlens = [torch.tensor(cu, dtype=torch.int32, device=query.device) for cu in ends]
         return _varlen_kernel(query, key, value, cu_seqlens, longest, scale=self.softmax_scale)
-
-    def _of_all_ranks(
-        self, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All context-parallel ranks' keys and values in the order of `chunks`; back, their gradients are summed."""
-        both = torch.cat([key, value], dim=-1)
-        both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
-        found = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
-        return found[0], found[1]
 
     def _use_kernel(self, query: torch.Tensor) -> bool:
         can = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,135 @@
+"""Attention with a learnable sink: a softmax over the scores and one more number of each head, whose share is dropped.
+
+1. A head may attend to nothing: out = sum_j exp(q k_j * scale) v_j / (exp(sink) + sum_j exp(q k_j * scale)).
+2. It is computed by the kernels of model.varlen_attention: every sequence gets one more key before its first, which
+   all of its queries see. Its value is zero, and its score the head's sink: one more channel holds sink / scale in
+   the queries, 1 in that key and 0 in all others. So the sink's gradient is the kernel's own.
+3. Megatron's parameter of that kind (`softmax_offset`, --softmax-type) is for attention that takes no packs; the name
+   is kept.
+
+A model of one's own has it by --spec slime_plugins.models.learnable_softmax_attention get_learnable_softmax_spec, with
+`SINKS` among its weight rules (docs/architectures_beyond_megatron.md). Windows it knows none: gpt-oss, which has both,
+is a model for slime_plugins.models.hf_attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+
+from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
+from slime.backends.megatron_utils.model.spec import assemble_block
+from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention, key_chunks_of
+from slime.utils import accelerator
+
+SINKS = Rule("decoder.layers.{i}.self_attention.core_attention.softmax_offset", ("model.layers.{i}.self_attn.sinks",))
+"""The weight rule of sinks that are called as gpt-oss calls them."""
+_CHANNELS = 8
+"""Kernels want a multiple of it."""
+
+
+class LearnableSoftmaxAttention(VarlenAttention):
+    """Core attention with a sink for each head; shapes as in VarlenAttention.
+
+    Attributes:
+        softmax_offset: [heads of this rank], the sinks.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.tp_group = options["pg_collection"].tp
+        heads = config.num_attention_heads // self.tp_group.size()
+        sinks = torch.zeros(heads, dtype=config.params_dtype, device=accelerator.current_device())
+        self.softmax_offset = torch.nn.Parameter(sinks)
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend; the mask is causal within each sequence."""
+        query, sink_key, sink_value = self._with_sinks(query), _sink_key(key), value.new_zeros(value.shape[-1])
+        if packed_seq_params is None:
+            firsts = [sink.expand(1, *key.shape[1:3], -1) for sink in (sink_key, sink_value)]
+            key, value = (torch.cat(parts) for parts in zip(firsts, (_wider(key), value), strict=True))
+            return self._attend_batch(query, key, value)
+        padded = packed_seq_params.cu_seqlens_q_padded
+        cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
+        if self.cp_group is None:
+            cu_queries = cu_keys = cu_seqlens.tolist()
+        else:
+            chunks = key_chunks_of(packed_seq_params, cu_seqlens, self.cp_group)
+            key, value = self._gather_keys(key, value, chunks)
+            cu_queries, cu_keys = chunks.cu_queries, chunks.cu_keys
+        starts = [start + number for number, start in enumerate(cu_keys)]
+        key, value = _with_rows(_wider(key), sink_key, starts[:-1]), _with_rows(value, sink_value, starts[:-1])
+        return self._attend_spans(query, key, value, cu_queries, starts).reshape(query.shape[0], -1)
+
+    def _with_sinks(self, query: torch.Tensor) -> torch.Tensor:
+        """[..., h, d] -> [..., h, d + more], where the first further channel has the head's sink."""
+        sinks = (self.softmax_offset.float() / self.softmax_scale).to(query.dtype)
+        further = F.pad(sinks[:, None], (0, _further(query) - 1))
+        return torch.cat([query, further.expand(*query.shape[:-1], -1)], dim=-1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """What a distributed checkpoint holds: the sinks, cut by heads."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own = {"softmax_offset": self.softmax_offset}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return found
+
+
+def _further(x: torch.Tensor) -> int:
+    """How many channels are added to [..., d]: at least one."""
+    return _CHANNELS - x.shape[-1] % _CHANNELS
+
+
+def _wider(x: torch.Tensor) -> torch.Tensor:
+    """[..., d] -> with zeros in the further channels."""
+    return F.pad(x, (0, _further(x)))
+
+
+def _sink_key(key: torch.Tensor) -> torch.Tensor:
+    """[d + more]: zeros, and 1 in the channel in which the queries have their sink."""
+    return F.pad(key.new_ones(1), (key.shape[-1], _further(key) - 1))
+
+
+def _with_rows(x: torch.Tensor, row: torch.Tensor, at: list[int]) -> torch.Tensor:
+    """[u, g, d] -> [u + n, g, d], with `row` [d] at the n places `at`."""
+    is_given = torch.ones(len(x) + len(at), dtype=torch.bool)
+    is_given[at] = False
+    places = is_given.nonzero().squeeze(1).to(x.device)
+    return row.expand(len(is_given), *x.shape[1:]).index_copy(0, places, x)
+
+
+def get_learnable_softmax_spec(
+    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Return the spec of the layers of this rank's pipeline stage, all with sinks."""
+
+    def adapt(layer: ModuleSpec, _: int) -> None:
+        layer.submodules.self_attention.submodules.core_attention = LearnableSoftmaxAttention
+
+    return assemble_block(args, config, vp_stage, adapt)
