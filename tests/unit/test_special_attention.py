@@ -145,6 +145,9 @@ def problems(flags: str) -> list[str]:
         (f"{SPARSE} {INDEXER}", "--q-lora-rank, from whose queries"),
         (f"{SPARSE} {INDEXER} --q-lora-rank 8 --recompute-granularity selective", "selective of core_attn"),
         ("--num-attention-heads 8 --spec a.module", "a module and the name of a function"),
+        ("--num-attention-heads 8 --spec no.such fn", "there is no module no.such on the Python path"),
+        ("--num-attention-heads 8 --spec slime_plugins.models.glm6 fn", "no module slime_plugins.models.glm6"),
+        ("--num-attention-heads 8 --spec slime_plugins.models.glm5 get_glm6_spec", "glm5.py has no get_glm6_spec"),
         (
             "--num-attention-heads 8 --attention-output-gate --group-query-attention --num-query-groups 2 "
             "--tensor-model-parallel-size 4",

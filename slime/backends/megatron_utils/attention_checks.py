@@ -6,7 +6,10 @@ It reads flags and returns sentences; the sizes of the model are given. The rest
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.flag_classes import option_of
@@ -28,8 +31,7 @@ _INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 def check_attention(args: argparse.Namespace) -> Iterator[str]:
     """One sentence for each contradiction."""
     tensor, groups = args.tensor_model_parallel_size, query_groups(args)
-    if args.spec is not None and len(args.spec) != 2:
-        yield f"--spec {' '.join(args.spec)}: give a module and the name of a function in it, as two words."
+    yield from _check_spec(args.spec)
     if args.attention_output_gate and args.multi_latent_attention:
         yield "--attention-output-gate does not go with --multi-latent-attention, which has no such gate; drop one."
     if args.attention_output_gate and tensor > groups:
@@ -47,6 +49,26 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
         yield from _check_delta_net(args)
     if args.experimental_attention_variant == "dsa":
         yield from _check_sparse(args)
+
+
+def _check_spec(spec: list[str] | None) -> Iterator[str]:
+    """That there is such a function, as far as the file says it: Megatron is not imported for it."""
+    if spec is None:
+        return
+    if len(spec) != 2:
+        yield f"--spec {' '.join(spec)}: give a module and the name of a function in it, as two words."
+        return
+    module, function = spec
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # of a package around it
+        found = None
+    if found is None:
+        yield f"--spec {module} {function}: there is no module {module} on the Python path (PYTHONPATH)."
+    elif found.origin and found.origin.endswith(".py"):
+        text = Path(found.origin).read_text(errors="replace")
+        if not re.search(rf"\b{re.escape(function)}\b|import \*|__getattr__", text):
+            yield f"--spec {module} {function}: {found.origin} has no {function}."
 
 
 def _check_delta_net(args: argparse.Namespace) -> Iterator[str]:
