@@ -32,6 +32,7 @@ SLOW = {
     "TP 2, recomputed": Case(f"{TP2} --sequence-parallel {CORE}"),
     "CP 4": Case("--context-parallel-size 4"),
     "PP 2": Case(PP2),
+    "PP 2 VPP 2": Case(f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "PP 2 CP 2, recomputed": Case(f"{PP2} {CP2} {FULL}"),
     "DP 2": Case(dp=2),
 }
