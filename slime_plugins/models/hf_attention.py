@@ -49,12 +49,14 @@ class Pack:
 
     Attributes:
         cu_seqlens: [sequences + 1] where they start, and the number of tokens; on the device.
-        batches: (length, rows of all sequences of this length [n * length]) for each length.
+        batches: (length, number of sequences of this length) for each length.
+        order: [t] the rows of the first batch, then of the second, ...
         places: where the rows of all context-parallel ranks belong; None without context parallelism.
     """
 
     cu_seqlens: torch.Tensor
-    batches: list[tuple[int, torch.Tensor]]
+    batches: list[tuple[int, int]]
+    order: torch.Tensor
     places: torch.Tensor | None
 
     @classmethod
@@ -69,12 +71,11 @@ class Pack:
             for start, end in zip(ends[:-1], ends[1:], strict=True):
                 if end > start:
                     starts.setdefault(end - start, []).append(start)
-            batches = [
-                (length, (torch.tensor(first)[:, None] + torch.arange(length)).flatten().to(device))
-                for length, first in starts.items()
-            ]
+            rows = [torch.tensor(first)[:, None] + torch.arange(length) for length, first in starts.items()]
+            batches = [(length, len(first)) for length, first in starts.items()]
+            order = torch.cat([part.flatten() for part in rows]).to(device)
             places = gathered_places(ends, cp_size).to(device) if cp_size > 1 else None
-            known[_PACK] = cls(cu_seqlens, batches, places)
+            known[_PACK] = cls(cu_seqlens, batches, order, places)
         found: Pack = known[_PACK]
         return found
 
@@ -225,12 +226,13 @@ class HFAttention(MegatronModule):
 
     def mix_pack(self, rows: torch.Tensor, pack: Pack) -> torch.Tensor:
         """Run the module on a pack, all sequences of the same length at a time: [t, H] -> [t, H]."""
-        mixed = torch.empty_like(rows)
-        for length, places in pack.batches:
-            steps = torch.arange(length, device=rows.device)
-            out = self.mix(rows.index_select(0, places).unflatten(0, (-1, length)), steps[None])
-            mixed = mixed.index_copy(0, places, out.flatten(0, 1).to(mixed.dtype))
-        return mixed
+        # Rows are taken and put back at once: each index_select or index_copy is a copy of the pack, in both passes.
+        sizes = [length * count for length, count in pack.batches]
+        outs = []
+        for (length, _), part in zip(pack.batches, rows.index_select(0, pack.order).split(sizes), strict=True):
+            steps = torch.arange(length, device=rows.device)[None]
+            outs.append(self.mix(part.unflatten(0, (-1, length)), steps).flatten(0, 1))
+        return torch.empty_like(rows).index_copy(0, pack.order, torch.cat(outs).to(rows.dtype))
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **_: Any
