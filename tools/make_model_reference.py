@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # run as a script from a clone that is not instal
 
 DEFAULT_OUTPUT = ROOT / "docs" / "reference" / "models.md"
 PARITY, EXPORT = "tests.unit.test_model_parity", "tests.unit.test_hf_weights"
-DENSE_LAYOUTS, MOE_LAYOUTS = "tests.training.parallel.test_layouts", "tests.training.parallel.test_moe_layouts"
+LAYOUTS, FAMILY_LAYOUTS = "tests.training.parallel.test_layouts", "tests.training.parallel.test_family_layouts"
 ON_CPU = "tests.integration.test_families_e2e"
 SERVED_IN_OTHERS = {"qwen3", "qwen3_moe"}
 """By tests/integration/test_train_e2e.py and test_moe_e2e.py."""
@@ -82,11 +82,11 @@ def axes_of_weights() -> Mapping[str, set[str]]:
 def axes_of_training() -> Mapping[str, set[str]]:
     """model_type -> axes over which a test trains it."""
     found: dict[str, set[str]] = defaultdict(set)
-    moe = import_module(MOE_LAYOUTS)
-    for case in cases(moe.test_two_train_steps_are_those_of_one_process):
-        layout = moe.LAYOUTS[case["layout"]]
-        found[moe.MODELS[case["model"]][0]] |= axes_of(layout.flags, layout.dp)
-    for layout in import_module(DENSE_LAYOUTS).LAYOUTS.values():
+    families = import_module(FAMILY_LAYOUTS)
+    for case in cases(families.test_two_train_steps_are_those_of_one_process):
+        layout = families.LAYOUTS[case["layout"]]
+        found[families.MODELS[case["model"]][0]] |= axes_of(layout.flags, layout.dp)
+    for layout in import_module(LAYOUTS).LAYOUTS.values():
         found["qwen3"] |= axes_of(layout.flags, layout.dp)  # what make_hf_model makes unless told otherwise
     return found
 

@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.backends.megatron_utils.attention_checks import check_attention
 from slime.backends.megatron_utils.cp_utils import gathered_places
 from slime.backends.megatron_utils.hf_config import unsupported_model
 from slime.backends.megatron_utils.hf_config_check import config_mismatches
-from slime.backends.megatron_utils.layout import Layout, check_context
 from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
 from slime.utils.arguments import CommandLine
 from slime.utils.errors import UsageError
@@ -338,19 +336,6 @@ def test_what_no_shape_would_tell_is_compared_with_the_config_of_any_architectur
     said = " ".join(config_mismatches(args, other))
     for flag in ("--norm-epsilon", "--untie-embeddings-and-output-weights", "--num-layers", "hidden_act 'gelu'"):
         assert flag in said
-
-
-def test_context_parallelism_goes_with_modules_of_transformers_in_place_of_delta_nets():
-    flags = "--hidden-size 64 --num-attention-heads 8 --num-layers 4 --experimental-attention-variant gated_delta_net"
-
-    def said(spec: list[str] | None) -> str:
-        args = make_args(None, f"{flags} --context-parallel-size 2 --linear-attention-freq 4", spec=spec)
-        assert list(check_attention(args)) == []
-        return " ".join(check_context(args, Layout.of(args)))
-
-    assert "slime_plugins.models.hf_attention" in said(None)
-    assert said(["slime_plugins.models.qwen3_next", "get_qwen3_next_spec"]) == said(None)
-    assert said(SPEC) == ""
 
 
 def test_gathered_rows_find_their_places():
