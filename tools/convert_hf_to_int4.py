@@ -4,20 +4,22 @@
 
 --data-dir is a .jsonl or .parquet file, or a directory of them, whose rows have "text", or "prompt" or "messages" (a
 text, or turns for the chat template). Samples go through one layer after the other: memory holds a layer, and a GPU is
-used if there is one. Each layer is calibrated on what the quantised ones before it make, so that, unlike the other
-converters, this one starts over after a cut. Of a model with experts only these are quantised. Without data:
-tools/convert_hf_to_int4_direct.py.
+used if there is one. Each layer is calibrated on what the quantised ones before it make: a conversion that was cut off
+reads these from what it wrote, when it is started again, and goes on. Of a model with experts only these are
+quantised. Without data: tools/convert_hf_to_int4_direct.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
+import json
 import re
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.calibration import CalibratedLayers
     from slime.utils.conversion.hf_output import Job
+    from slime.utils.conversion.raw_tensors import RawTensors
     from slime.utils.int4_format import Int4Format
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -49,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-sequence-length", type=int, default=2048, help="tokens of a sample that are taken")
     parser.add_argument("--dampening-frac", type=float, default=0.01, help="of the mean second moment, added to each")
     parser.add_argument("--quant-group-size", type=int, default=32, help="columns that share a scale")
+    parser.add_argument("--shard-bytes", type=int, default=5 * 1024**3, help="bytes of a safetensors shard")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
     return parser
 
@@ -69,7 +73,13 @@ def convert(args: argparse.Namespace) -> int:
     from tools.convert_hf_to_fp8 import config_to_quantize
     from tools.convert_hf_to_int4_direct import check_shapes
 
-    for flag in ("num_calibration_samples", "max_sequence_length", "quant_group_size", "dampening_frac"):
+    for flag in (
+        "num_calibration_samples",
+        "max_sequence_length",
+        "quant_group_size",
+        "dampening_frac",
+        "shard_bytes",
+    ):
         if getattr(args, flag) <= 0:
             raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not above 0.")
     if args.quant_type == "W8A16":
@@ -78,27 +88,32 @@ def convert(args: argparse.Namespace) -> int:
             "floating point (tools/convert_hf_to_fp8.py)."
         )
     flags = ("--input-dir", "--output-dir")
-    config = config_to_quantize(args.input_dir, args.output_dir, flags=flags, kind="int4")
+    beside = {"--data-dir": args.data_dir}
+    config = config_to_quantize(args.input_dir, args.output_dir, flags=flags, kind="int4", beside=beside)
     reader = SafetensorsReader(args.input_dir, flag="--input-dir")
     has_experts = any(".experts." in name for name in reader.names())
     fmt = Int4Format(args.quant_group_size, True, EXPERTS_ONLY if has_experts else ("lm_head",))
     check_shapes(reader, fmt, f"--input-dir {args.input_dir}", "--quant-group-size", "give another size")
-    layers = CalibratedLayers(
-        Path(args.input_dir),
-        reader.get,
-        reader.names(),
-        fmt,
-        samples=read_samples(args),
-        dampening=args.dampening_frac,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        trust_remote_code=args.trust_remote_code,
-    )
+    samples = read_samples(args)
     target = HfTarget(
         path=Path(args.output_dir),
         flag="--output-dir",
         assets_from=Path(args.input_dir),
         config=config | {"quantization_config": fmt.config()},
-        made_from=[str(time.time_ns())],  # a layer depends on those before it, which a partial directory does not give
+        shard_bytes=args.shard_bytes,
+        made_from=[*reader.identity(), json.dumps(fmt.config()), str(args.dampening_frac), digest_of(samples)],
+    )
+    layers = CalibratedLayers(
+        Path(args.input_dir),
+        fmt,
+        flag="--input-dir",
+        read=reader.get,
+        infos=reader.infos(),
+        written=Written(target.partial).read,
+        samples=samples,
+        dampening=args.dampening_frac,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        trust_remote_code=args.trust_remote_code,
     )
     write_hf(target, gptq_jobs(reader, fmt, layers, config["num_hidden_layers"]))
     return sum(fmt.quantizes(name) for name in reader.names())
@@ -138,12 +153,43 @@ def gptq_jobs(reader: SafetensorsReader, fmt: Int4Format, layers: CalibratedLaye
         def make() -> list[torch.Tensor]:
             found = layers.quantize(number)
             made = [(pack(found[name][0]), found[name][1], torch.tensor(infos[name].shape)) for name in names]
-            scaled = [(p, s.to(infos[name].dtype), size) for name, (p, s, size) in zip(names, made, strict=True)]
-            return list(itertools.chain.from_iterable(scaled))
+            return list(itertools.chain.from_iterable(made))
 
         return Job(outputs, make)
 
     return plain + [layer_job(number, of_layer[number]) for number in range(num_layers)]
+
+
+class Written:
+    """What an earlier run has made, in the shards that it has completed.
+
+    Args:
+        directory: where they are; looked into at the first read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def read(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values int8 [N, K] and scales of a weight."""
+        from slime.utils.int4 import unpack
+        from slime.utils.int4_format import PACKED, SCALE, SHAPE
+
+        module = name.removesuffix("weight")
+        packed, scales, shape = (self._shards.read(module + part) for part in (PACKED, SCALE, SHAPE))
+        return unpack(packed, int(shape[1])), scales
+
+    @cached_property
+    def _shards(self) -> RawTensors:
+        from slime.utils.conversion.raw_tensors import RawTensors
+
+        files = sorted(file.name for file in self._directory.glob("*.safetensors"))
+        return RawTensors(self._directory, files=files)
+
+
+def digest_of(samples: Sequence[torch.Tensor]) -> str:
+    """One number for all token ids."""
+    return hashlib.sha256(json.dumps([ids.tolist() for ids in samples]).encode()).hexdigest()
 
 
 def read_samples(args: argparse.Namespace) -> list[torch.Tensor]:

@@ -35,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-path", help="config.json to read (default: the one in --model-dir)")
     parser.add_argument("--overwrite", action="store_true", help="replace --output-dir if it exists")
     parser.add_argument("--max-workers", type=int, default=2, help="threads")
+    parser.add_argument("--shard-bytes", type=int, default=5 * 1024**3, help="bytes of a safetensors shard")
     return parser
 
 
@@ -50,8 +51,9 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
     from slime.utils.errors import UsageError
     from slime.utils.int4_format import PACKED, Int4Format
 
-    if args.max_workers < 1:
-        raise UsageError(f"--max-workers {args.max_workers} is not above 0.")
+    for flag in ("max_workers", "shard_bytes"):
+        if getattr(args, flag) < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not above 0.")
     source = Path(args.model_dir)
     target = Path(args.output_dir) if args.output_dir else source.with_name(source.name + "-bf16")
     if args.config_path:
@@ -72,6 +74,7 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
         flag="--output-dir",
         assets_from=source,
         config=without_quantization(config),
+        shard_bytes=args.shard_bytes,
         made_from=[*raw.identity(), json.dumps(sorted(args.files or []))],
         replaces=args.overwrite,
     )
@@ -83,7 +86,7 @@ def bf16_jobs(raw: RawTensors, names: Sequence[str], fmt: Int4Format) -> list[Jo
     """One job for each weight; scales, shapes and zero points belong to theirs.
 
     Raises:
-        UsageError: a weight has no scales or no shape.
+        UsageError: a weight has no scales or no shape, or they do not go with it.
     """
     import torch
 
@@ -99,6 +102,14 @@ def bf16_jobs(raw: RawTensors, names: Sequence[str], fmt: Int4Format) -> list[Jo
                 f"{raw.root}: {module}{PACKED} has no {' and no '.join(lacking)}; is it downloaded whole?"
             )
         rows, columns = (int(size) for size in raw.read(module + SHAPE))
+        packed, scales = raw.info(module + PACKED).shape, raw.info(module + SCALE).shape
+        zeros = raw.info(module + ZERO).shape if module + ZERO in raw.file_of else None
+        fmt.check_stored(module, packed, scales, zeros, where=str(raw.root))
+        if (rows, columns) != (scales[0], scales[1] * fmt.group_size):
+            raise UsageError(
+                f"{raw.root}: {module}{SHAPE} says [{rows}, {columns}], and {module}{SCALE} of shape {list(scales)} "
+                f"is of {fmt.group_size} columns each; is it downloaded whole?"
+            )
 
         def make() -> list[torch.Tensor]:
             values, zeros = unpack(raw.read(module + PACKED), columns), None

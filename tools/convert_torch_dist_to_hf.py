@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 EMBEDDING = "embedding.word_embeddings.weight"
 VALUE_HEAD = ".value_head."
+LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,7 +65,7 @@ def convert(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils import hf_export  # noqa: F401 - loads torch before the clock starts
     from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
-    from slime.utils.conversion.hf_output import HfTarget, write_hf
+    from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.hf_text_config import text_config
     from slime.utils.weight_format import weight_format_of
 
@@ -71,6 +73,7 @@ def convert(args: argparse.Namespace) -> None:
     check_paths(args)
     origin = read_origin_config(args.origin_hf_dir)
     directory = checkpoint_dir(args.input_dir)
+    check_target(Path(args.output_dir), flag="--output-dir", sources={"--input-dir": directory}, replaces=args.force)
     saved = saved_shape(directory, origin)
     reader = TorchDistReader(directory)
     padded_rows = reader.infos()[EMBEDDING].shape[0] if EMBEDDING in reader.infos() else saved["vocab_size"]
@@ -146,10 +149,11 @@ def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
     """Return the model's numbers as the checkpoint has them, or as the origin's config says where it has none."""
     from slime.backends.megatron_utils.hf_config import model_args_from_hf
     from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
+    from slime.utils.conversion.hf_config import read_config_file
     from slime.utils.errors import UsageError
 
     file = directory / MODEL_SHAPE_FILE
-    saved = json.loads(file.read_text()) if file.is_file() else {}
+    saved = read_config_file(file, missing="") if file.is_file() else {}
     if saved:
         return saved
     if not origin:
@@ -212,7 +216,7 @@ def weight_jobs(
     """One job for each weight of the checkpoint.
 
     Raises:
-        UsageError: weights that the family has no rules for.
+        UsageError: weights that the family has no rules for, or of other shapes than the model has.
     """
     import torch
 
@@ -233,7 +237,13 @@ def weight_jobs(
     def job_of(name: str, info: TensorInfo) -> Job:
         rule, hf_names = family.find(numbered_in_model(name, shape.num_layers), shape.num_layers)
         whole = torch.empty(info.shape, dtype=info.dtype, device="meta")
-        parts = rule.layout.to_hf(whole, shape)
+        try:
+            parts = rule.layout.to_hf(whole, shape)
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"{name} of shape {list(info.shape)} is none of the model that the config of --origin-hf-dir "
+                "describes; is it the config of another model?"
+            ) from error
         dtypes = [getattr(torch, of_tensor[n]) if n in of_tensor else usual or info.dtype for n in hf_names]
         plain = {
             n: TensorInfo(dtype, tuple(part.shape)) for n, dtype, part in zip(hf_names, dtypes, parts, strict=True)
@@ -272,7 +282,7 @@ def weight_jobs(
 
 
 def check_written(written: Mapping[str, TensorInfo], origin: str, remedy: str | None) -> None:
-    """Compare what is to be written with the weights of the origin, where it has any.
+    """Compare what is to be written with the config of the origin, and with its weights where it has any.
 
     Args:
         written: name -> dtype and shape.
@@ -286,18 +296,50 @@ def check_written(written: Mapping[str, TensorInfo], origin: str, remedy: str | 
     from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
     from slime.utils.errors import UsageError
 
-    if not (expected := expected_hf_names(Path(origin))):
+    check_config(written, origin)
+    if not has_weights(origin):
         return
-    if remedy is not None and (missing := sorted(expected - written.keys())):
+    infos = SafetensorsReader(origin, flag="--origin-hf-dir").infos()
+    if remedy is not None and (missing := sorted(expected_hf_names(Path(origin)) - written.keys())):
         raise UsageError(
             f"the checkpoint lacks {len(missing)} tensor(s) of --origin-hf-dir {origin}, such as {missing[0]}; "
             f"{remedy}."
         )
-    for name, info in SafetensorsReader(origin, flag="--origin-hf-dir").infos().items():
+    for name, info in infos.items():
         if name in written and written[name].shape != info.shape:
             raise UsageError(
                 f"{name} is {list(written[name].shape)} in the checkpoint and {list(info.shape)} in --origin-hf-dir "
                 f"{origin}; is it one of another model?"
+            )
+
+
+def has_weights(origin: str) -> bool:
+    """Whether there is anything to compare with."""
+    return any(Path(origin).glob("*.safetensors")) or any(Path(origin).glob("*.safetensors.index.json"))
+
+
+def check_config(written: Mapping[str, TensorInfo], origin: str) -> None:
+    """Compare the layers and the width of what is to be written with the origin's config.
+
+    Raises:
+        UsageError: it is the config of another model.
+    """
+    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.utils.errors import UsageError
+    from slime.utils.hf_text_config import is_of_other_part, text_config
+
+    config = text_config(read_hf_config(origin, flag="--origin-hf-dir"))
+    found = {int(match[1]) for name in written if not is_of_other_part(name) and (match := LAYER.match(name))}
+    if missing := sorted(set(range(config.get("num_hidden_layers", 0))) - found):
+        raise UsageError(
+            f"the checkpoint has no layer {missing[0]}, and the config of --origin-hf-dir {origin} says that there "
+            f"are {config['num_hidden_layers']}; is it one of another model?"
+        )
+    for name, info in written.items():
+        if name.endswith("embed_tokens.weight") and config.get("hidden_size", info.shape[-1]) != info.shape[-1]:
+            raise UsageError(
+                f"{name} is {list(info.shape)} in the checkpoint, and the config of --origin-hf-dir {origin} says "
+                f"hidden_size {config['hidden_size']}; is it one of another model?"
             )
 
 
@@ -311,7 +353,7 @@ def jobs_of_origin(origin: str, written: Collection[str], fmt: Any, *, with_miss
     from slime.utils.conversion.hf_output import Job
     from slime.utils.hf_text_config import is_of_other_part
 
-    if not with_missing and not any(Path(origin).glob("*.safetensors")):
+    if not with_missing and not has_weights(origin):
         return []
     reader = SafetensorsReader(origin, flag="--origin-hf-dir")
 

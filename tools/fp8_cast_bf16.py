@@ -23,11 +23,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input-fp8-hf-path", required=True, help="HF directory in fp8")
     parser.add_argument("--output-bf16-hf-path", required=True, help="HF directory to write")
     parser.add_argument("--max-workers", type=int, default=2, help="threads")
+    parser.add_argument("--shard-bytes", type=int, default=5 * 1024**3, help="bytes of a safetensors shard")
     return parser
 
 
-def convert(source: Path, target: Path, *, num_threads: int = 2) -> int:
-    """Write `target`; returns the number of weights that were fp8.
+def convert(args: argparse.Namespace) -> int:
+    """Do what the command line says; returns the number of weights that were fp8.
 
     Raises:
         UsageError: input or output that cannot work.
@@ -42,8 +43,10 @@ def convert(source: Path, target: Path, *, num_threads: int = 2) -> int:
     from slime.utils.fp8 import E4M3
     from slime.utils.fp8_format import Fp8Format
 
-    if num_threads < 1:
-        raise UsageError(f"--max-workers {num_threads} is not above 0.")
+    for flag in ("max_workers", "shard_bytes"):
+        if getattr(args, flag) < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not above 0.")
+    source, target = Path(args.input_fp8_hf_path), Path(args.output_bf16_hf_path)
     config = read_hf_config(source, flag="--input-fp8-hf-path")
     check_target(target, flag="--output-bf16-hf-path", sources={"--input-fp8-hf-path": source})
     if Fp8Format.of(config) is None:
@@ -61,9 +64,10 @@ def convert(source: Path, target: Path, *, num_threads: int = 2) -> int:
         flag="--output-bf16-hf-path",
         assets_from=source,
         config=without_quantization(config),
+        shard_bytes=args.shard_bytes,
         made_from=reader.identity(),
     )
-    write_hf(out, jobs, num_threads=num_threads)
+    write_hf(out, jobs, num_threads=args.max_workers)
     return sum(info.dtype == E4M3 for info in stored.values())
 
 
@@ -73,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = make_parser().parse_args(argv)
     try:
-        count = convert(Path(args.input_fp8_hf_path), Path(args.output_bf16_hf_path), num_threads=args.max_workers)
+        count = convert(args)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -96,6 +96,30 @@ class Int4Format:
             "kv_cache_scheme": None,
         }
 
+    def check_stored(
+        self, module: str, packed: Sequence[int], scales: Sequence[int], zeros: Sequence[int] | None, *, where: str
+    ) -> None:
+        """Compare the shapes in which a weight is stored.
+
+        Args:
+            module: what its tensors' names begin with, with the dot behind it.
+            packed, scales, zeros: their shapes; None: there are no zero points.
+            where: the checkpoint, for the error.
+
+        Raises:
+            UsageError: they do not go together.
+        """
+        rows, groups = scales if len(scales) == 2 else (-1, -1)
+        columns = groups * self.group_size
+        wanted = {PACKED: (rows, -(-columns // 8)), ZERO: (-(-rows // 8), groups)}
+        if tuple(packed) != wanted[PACKED] or (zeros is not None and tuple(zeros) != wanted[ZERO]):
+            beside = f" and {module}{ZERO} {list(zeros)}" if zeros is not None else ""
+            raise UsageError(
+                f"{where}: {module}{SCALE} has the shape {list(scales)}, which does not go with {module}{PACKED} "
+                f"{list(packed)}{beside} in groups of {self.group_size} columns; is it the config.json of this "
+                "checkpoint?"
+            )
+
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], *, where: str) -> Int4Format:
         """The format that a config.json declares; of a model with pictures, in its text_config.

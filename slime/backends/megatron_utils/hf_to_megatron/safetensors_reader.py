@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import torch
@@ -63,22 +64,19 @@ class SafetensorsReader:
         tensor = self._read(name)
         if tensor.dtype != E4M3:
             return tensor
-        fmt = self._format
-        if name + BLOCK_SUFFIX in self._file_of and fmt is not None and fmt.block_size:
-            return dequantize(tensor, self._read(name + BLOCK_SUFFIX), fmt.block_size)
-        if name + TENSOR_SUFFIX in self._file_of:
-            return dequantize(tensor, self._read(name + TENSOR_SUFFIX), None)
-        raise UsageError(
-            f"{self._root}: {name} is in fp8, and there are no scales of it that the quantization_config of "
-            "config.json says; is it the config.json of this checkpoint?"
-        )
+        scales, block_size = self._fp8_scales(name, tuple(tensor.shape))
+        return dequantize(tensor, self._read(scales), block_size)
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of every tensor in its file, from the files' headers."""
         return {name: info.dtype for name, info in self.infos().items()}
 
     def infos(self) -> dict[str, TensorInfo]:
-        """Dtype in its file and shape of every tensor, from the files' headers."""
+        """Dtype in its file and shape of every tensor, from the files' headers.
+
+        Raises:
+            UsageError: one is quantised, and its scales are missing or of another shape.
+        """
         found: dict[str, TensorInfo] = {}
         for stored in self._file_of:
             if not self._is_scale(stored):
@@ -115,12 +113,41 @@ class SafetensorsReader:
         return dequantize_groups(values, scales, size, zeros, scales.dtype)
 
     def _info(self, stored: str) -> TensorInfo:
-        """As `_raw.info`, of what is stored in int4 that of the weight."""
+        """As `_raw.info`, of what is stored in int4 that of the weight; looks at the shapes of scales."""
         info = self._raw.info(stored)
+        if info.dtype == E4M3 and not is_fused(stored):
+            self._fp8_scales(stored, info.shape)
         if not stored.endswith("." + PACKED):
             return info
-        dtype, (rows, groups) = self._raw.info(stored.removesuffix(PACKED) + SCALE)
-        return TensorInfo(dtype, (rows, groups * self._int4_format.group_size))
+        module, fmt = stored.removesuffix(PACKED), self._int4_format
+        scales = self._raw.info(module + SCALE)
+        zeros = self._raw.info(module + ZERO).shape if module + ZERO in self._file_of else None
+        fmt.check_stored(module, info.shape, scales.shape, zeros, where=str(self._root))
+        return TensorInfo(scales.dtype, (scales.shape[0], scales.shape[1] * fmt.group_size))
+
+    def _fp8_scales(self, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, int] | None]:
+        """The tensor with the scales of one in fp8, and the blocks that they are of; None: it is one scale."""
+        block = self._format.block_size if self._format is not None else None
+        if block is not None and name + BLOCK_SUFFIX in self._file_of:
+            scales = name + BLOCK_SUFFIX
+            wanted = (*shape[:-2], *(-(-size // of) for size, of in zip(shape[-2:], block, strict=True)))
+            if (found := self._raw.info(scales).shape) != wanted:
+                raise UsageError(
+                    f"{self._root}: {scales} has the shape {list(found)}, and blocks of {block[0]} x {block[1]} make "
+                    f"{list(wanted)} of {name} {list(shape)}; is it the config.json of this checkpoint?"
+                )
+            return scales, block
+        if name + TENSOR_SUFFIX not in self._file_of:
+            raise UsageError(
+                f"{self._root}: {name} is in fp8, and there are no scales of it that the quantization_config of "
+                "config.json says; is it the config.json of this checkpoint?"
+            )
+        if prod(found := self._raw.info(name + TENSOR_SUFFIX).shape) != 1:
+            raise UsageError(
+                f"{self._root}: {name}{TENSOR_SUFFIX} has the shape {list(found)}, and is not one number for all of "
+                f"{name}; make the checkpoint with tools/convert_hf_to_fp8.py, or use the unquantised one."
+            )
+        return name + TENSOR_SUFFIX, None
 
     def _is_scale(self, name: str) -> bool:
         module, _, part = name.rpartition(".")

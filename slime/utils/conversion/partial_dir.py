@@ -1,0 +1,98 @@
+"""A directory that grows under another name until all of it is on the disk, and goes on growing after a cut.
+
+What it is made from, and what is to be in it, is its plan, whose checksum lies in it: a directory of another plan
+starts over. It knows no format of what is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import UsageError
+from slime.utils.manifest import to_disk
+
+PLAN_FILE = "conversion_plan.json"
+
+
+def open_partial(partial: Path, plan: Any) -> None:
+    """Make the directory, or keep one of the same plan with what is in it.
+
+    Args:
+        partial: its name until it is complete.
+        plan: JSON of all that decides what is in it.
+
+    Raises:
+        UsageError: there is one of that name that no conversion made.
+        OSError: it cannot be made.
+    """
+    digest, file = hashlib.sha256(json.dumps(plan).encode()).hexdigest(), partial / PLAN_FILE
+    if file.is_file() and file.read_text() == digest:
+        return
+    if partial.exists() and not file.is_file() and (not partial.is_dir() or any(partial.iterdir())):
+        raise UsageError(f"{partial} exists and is of no conversion, which would grow there; move or remove it.")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    file.write_text(digest)
+
+
+def close_partial(partial: Path, final: Path) -> None:
+    """Give the finished directory its name; its plan goes last, so that a cut before leaves what can be gone on with.
+
+    Raises:
+        OSError: it cannot be; whatever had the name still has it.
+    """
+    put_in_place(partial, final)
+    (final / PLAN_FILE).unlink()
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename a finished directory; one of the same name is deleted after that.
+
+    Raises:
+        OSError: it cannot be; whatever had the name still has it.
+    """
+    old = final.with_name(f".{final.name}.old")
+    _remove(old)
+    if final.exists():
+        final.rename(old)
+    try:
+        partial.rename(final)
+        to_disk(final.parent)
+    except OSError:
+        if final.exists():
+            final.rename(partial)
+        if old.exists():
+            old.rename(final)
+        raise
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def check_room(directory: Path, num_bytes: int, flag: str) -> None:
+    """Raise UsageError where the disk of an existing directory has no room for so many bytes more."""
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise UsageError(
+            f"{flag}: {num_bytes / 1e9:.2f} GB are still to be written to {directory}, where {free / 1e9:.2f} GB are "
+            "free; make room, or name a directory on another disk."
+        )
+
+
+def said_of_disk(error: OSError, directory: Path) -> Exception:
+    """What to raise for an error of the system: a sentence where the disk is full, else the error itself."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return UsageError(
+        f"the disk of {directory} is full; make room and run the same command again, it goes on from what is complete."
+    )
