@@ -58,7 +58,7 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_byte
         UsageError: a family that is not trained here, or tensors that are missing or left over.
     """
     import torch
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     from slime.utils.conversion.hf_output import HfTarget, write_hf
 
@@ -79,9 +79,7 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_byte
     jobs, name = weight_jobs(gguf_path, config, getattr(torch, dtype))
     config.architectures = [name]
     with tempfile.TemporaryDirectory() as assets:
-        tokenizer.save_pretrained(assets)
-        config.save_pretrained(assets)
-        GenerationConfig.from_model_config(config).save_pretrained(assets)
+        save_assets(Path(assets), tokenizer, config)
         target = HfTarget(
             path=output,
             flag="--output",
@@ -91,6 +89,29 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_byte
         )
         write_hf(target, jobs)
     return sum(math.prod(info.shape) for job in jobs for info in job.outputs.values())
+
+
+def save_assets(directory: Path, tokenizer: Any, config: Any) -> None:
+    """Write what is not weights.
+
+    Raises:
+        UsageError: the disk of the directory is full.
+    """
+    from transformers import GenerationConfig
+
+    from slime.utils.conversion.partial_dir import said_of_disk
+
+    try:
+        tokenizer.save_pretrained(directory)
+        config.save_pretrained(directory)
+        GenerationConfig.from_model_config(config).save_pretrained(directory)
+    except OSError as error:
+        raise said_of_disk(error, directory) from error
+    except Exception as error:  # tokenizers has no class for what its files meet
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise said_of_disk(OSError(int(number[1]), str(error)), directory) from error
 
 
 def check_whole(gguf_path: Path) -> None:

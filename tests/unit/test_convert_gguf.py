@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -105,3 +106,20 @@ def test_a_gguf_file_without_a_tensor_or_of_another_family_is_refused_before_any
     with pytest.raises(UsageError, match="model_type 'gemma2' is not converted; known are llama, "):
         convert_gguf_to_hf.convert(tmp_path / "g.gguf", tmp_path / "hf")
     assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.partial").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_a_full_disk_under_the_tokenizer_is_said_in_one_line(tmp_path, monkeypatch, capsys, error):
+    """The second is what the tokenizers package raises."""
+    import transformers as hf
+
+    def save(*_: object, **__: object) -> None:
+        raise error
+
+    write_gguf(tmp_path / "m.gguf", "qwen3")
+    monkeypatch.setattr(hf.PreTrainedTokenizerBase, "save_pretrained", save)
+    assert convert_gguf_to_hf.main(["--gguf", f"{tmp_path}/m.gguf", "--output", f"{tmp_path}/hf"]) == 2
+    assert "is full; make room" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
