@@ -58,24 +58,13 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_byte
         UsageError: a family that is not trained here, or tensors that are missing or left over.
     """
     import torch
-    from transformers import AutoConfig, AutoTokenizer
 
     from slime.utils.conversion.hf_output import HfTarget, write_hf
 
-    source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
     check_whole(gguf_path)
-    # a directory
-    config = AutoConfig.from_pretrained(**source)  # nosec B615
-    check_family(gguf_path, config.model_type)
-    tokenizer = AutoTokenizer.from_pretrained(**source, clean_up_tokenization_spaces=False)  # nosec B615
-    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06, and would not equal --norm-epsilon 1e-5.
-    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
+    config = read_config(gguf_path)
     config.dtype = getattr(torch, dtype)
-    # The end of a chat turn ends generation; the GGUF's tokenizer has the start marker in both places.
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
-    if tokenizer.pad_token is None:
-        pad_id = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+    tokenizer = read_tokenizer(gguf_path, config)
     jobs, name = weight_jobs(gguf_path, config, getattr(torch, dtype))
     config.architectures = [name]
     with tempfile.TemporaryDirectory() as assets:
@@ -89,6 +78,61 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_byte
         )
         write_hf(target, jobs)
     return sum(math.prod(info.shape) for job in jobs for info in job.outputs.values())
+
+
+def read_config(gguf_path: Path) -> Any:
+    """The config, as transformers reads it.
+
+    Raises:
+        UsageError: it cannot, or the family is none that is trained here.
+    """
+    from transformers import AutoConfig
+
+    from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
+    from slime.utils.errors import UsageError
+
+    # The experts of MiniMax are called otherwise.
+    known = [name for name in FAMILIES if name != "minimax_m2"]
+    try:
+        config = AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)  # nosec B615
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError(
+            f"--gguf {gguf_path}: transformers cannot read its config ({said}); known are {', '.join(known)}."
+        ) from error
+    if config.model_type not in known:
+        raise UsageError(
+            f"--gguf {gguf_path}: model_type {config.model_type!r} is not converted; known are {', '.join(known)}."
+        )
+    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06, and would not equal --norm-epsilon 1e-5.
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
+    return config
+
+
+def read_tokenizer(gguf_path: Path, config: Any) -> Any:
+    """The tokenizer, as transformers reads it, with the tokens that end a turn and fill a batch.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    from transformers import AutoTokenizer
+
+    from slime.utils.errors import UsageError
+
+    source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source, clean_up_tokenization_spaces=False)  # nosec B615
+        # The end of a chat turn ends generation; the GGUF's tokenizer has the start marker in both places.
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+        if tokenizer.pad_token is None:
+            pad_id = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(
+            f"--gguf {gguf_path}: transformers cannot read its tokenizer ({said}); is it a language model's file?"
+        ) from error
+    return tokenizer
 
 
 def save_assets(directory: Path, tokenizer: Any, config: Any) -> None:
@@ -124,18 +168,6 @@ def check_whole(gguf_path: Path) -> None:
         GGUFReader(gguf_path)  # maps every tensor
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:  # gguf's and numpy's
         raise UsageError(f"--gguf {gguf_path} is cut off, or no GGUF file ({error}); download it again.") from error
-
-
-def check_family(gguf_path: Path, model_type: str) -> None:
-    """Raise UsageError for a family that is not trained here, or whose experts are called otherwise."""
-    from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
-    from slime.utils.errors import UsageError
-
-    known = [name for name in FAMILIES if name != "minimax_m2"]
-    if model_type not in known:
-        raise UsageError(
-            f"--gguf {gguf_path}: model_type {model_type!r} is not converted; known are {', '.join(known)}."
-        )
 
 
 def sizes_of(tensors: Mapping[str, Any], config: Any) -> dict[str, int]:

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.hf_output import Job
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.fp8_format import Fp8Format
 
 SHARD_BYTES = 5 * 1024**3
@@ -84,8 +84,8 @@ def convert(args: argparse.Namespace) -> int:
 
     import torch
 
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.hf_output import HfTarget, write_hf
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
 
     fmt = format_of(args)
     flags = ("--model-dir", "--save-dir")

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.calibration import CalibratedLayers
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import RawTensors
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.int4_format import Int4Format
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -65,9 +65,9 @@ def convert(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.calibration import CalibratedLayers
     from slime.utils.conversion.hf_output import HfTarget, write_hf
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.errors import UsageError
     from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
     from tools.convert_hf_to_fp8 import config_to_quantize

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.int4_format import Int4Format
 
 
@@ -59,8 +59,8 @@ def convert(args: argparse.Namespace) -> int:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.hf_output import HfTarget, write_hf
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.errors import UsageError
     from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
     from tools.convert_hf_to_fp8 import config_to_quantize

@@ -122,7 +122,7 @@ def convert(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.arguments import model_shape
     from slime.backends.megatron_utils.hf_export import config_dtype
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.fp8 import E4M3
     from slime.utils.misc import listen_anywhere
 

@@ -292,9 +292,9 @@ def check_written(written: Mapping[str, TensorInfo], origin: str, remedy: str | 
     Raises:
         UsageError: a tensor of the origin is missing, or of another shape.
     """
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-    from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.errors import UsageError
+    from slime.utils.expected_names import expected_hf_names
 
     check_config(written, origin)
     if not has_weights(origin):
@@ -348,9 +348,9 @@ def jobs_of_origin(origin: str, written: Collection[str], fmt: Any, *, with_miss
 
     `with_missing`: for each that the checkpoint does not give.
     """
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
     from slime.utils.conversion.hf_output import Job
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.hf_text_config import is_of_other_part
 
     if not with_missing and not has_weights(origin):

@@ -35,10 +35,10 @@ def convert(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.utils.conversion.hf_config import read_hf_config, without_quantization
     from slime.utils.conversion.hf_output import HfTarget, Job, check_target, write_hf
     from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.errors import UsageError
     from slime.utils.fp8 import E4M3
     from slime.utils.fp8_format import Fp8Format

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.sglang_utils import weight_transfer
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils import fusion, http_utils
+from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.fp8_format import Fp8Format
 from slime.utils.weight_format import format_of_checkpoint
 from tests.integration.conftest import make_engine

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.hf_export import HfWriter
-from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.sglang_utils import weight_transfer
+from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.int4_format import Int4Format
 from slime.utils.weight_format import format_of_checkpoint
 from tests.gpu.test_fp8 import CUDA, SIZES, mean_gap

@@ -29,7 +29,7 @@ def test_a_file_that_is_none_and_flags_that_cannot_work_are_named(tmp_path, caps
     assert "--output" in (said := refused()) and "exists" in said
 
 
-def write_gguf(path: Path, arch: str, *, leaves_out: str = "nothing") -> None:
+def write_gguf(path: Path, arch: str, *, leaves_out: str = "nothing", has_tokens: bool = True) -> None:
     """A model of one layer with random weights, as llama.cpp stores it, quantised where it would."""
     import gguf
     import numpy
@@ -45,8 +45,9 @@ def write_gguf(path: Path, arch: str, *, leaves_out: str = "nothing") -> None:
     }.items():
         getattr(writer, f"add_{key}")(value)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b", "ab", "<|im_start|>", "<|im_end|>", "aba"])
-    writer.add_token_merges(["a b", "ab a"])
+    if has_tokens:
+        writer.add_token_list(["a", "b", "ab", "<|im_start|>", "<|im_end|>", "aba"])
+        writer.add_token_merges(["a b", "ab a"])
     writer.add_eos_token_id(4)
     writer.add_bos_token_id(3)
     shapes = {
@@ -105,6 +106,12 @@ def test_a_gguf_file_without_a_tensor_or_of_another_family_is_refused_before_any
     write_gguf(tmp_path / "g.gguf", "gemma2")
     with pytest.raises(UsageError, match="model_type 'gemma2' is not converted; known are llama, "):
         convert_gguf_to_hf.convert(tmp_path / "g.gguf", tmp_path / "hf")
+    write_gguf(tmp_path / "n.gguf", "nothing_known")
+    with pytest.raises(UsageError, match=r"cannot read its config \(.*nothing_known.*\); known are llama, "):
+        convert_gguf_to_hf.convert(tmp_path / "n.gguf", tmp_path / "hf")
+    write_gguf(tmp_path / "t.gguf", "qwen3", has_tokens=False)
+    with pytest.raises(UsageError, match="cannot read its tokenizer"):
+        convert_gguf_to_hf.convert(tmp_path / "t.gguf", tmp_path / "hf")
     assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.partial").exists()
 
 

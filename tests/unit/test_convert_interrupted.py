@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.unit.converter_ways import WAYS, EndOfWriting, contents, killed, make_inputs, no_room, run_apart
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +88,16 @@ def test_what_is_replaced_is_kept_until_the_new_one_is_complete(tmp_path, inputs
     assert run_apart(one, command) == 0
     assert contents(tmp_path / "out") == contents(whole[way])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
+
+
+def test_what_needs_no_megatron_does_not_import_it(tmp_path, inputs):
+    """Its libraries would take two seconds and 150 MB, and are not there where only files are converted."""
+    tools = {way: one for way, one in WAYS.items() if way not in ("hf to torch_dist", "int4 by GPTQ")}
+    lines = [(one.tool.__name__, one.command(inputs, tmp_path / way)) for way, one in tools.items()]
+    code = (
+        "import importlib, json, sys\n"
+        "for name, line in json.loads(sys.argv[1]):\n"
+        "    assert importlib.import_module(name).main(line) == 0\n"
+        "    assert 'megatron' not in sys.modules, name\n"
+    )
+    subprocess.run([sys.executable, "-c", code, json.dumps(lines)], check=True, cwd=ROOT, timeout=120)

@@ -227,7 +227,7 @@ def sync_and_export(args, out, buffer_size):
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
-    from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+    from slime.utils.expected_names import expected_hf_names
 
     model = [get_model_provider_func(args)()]
     load_hf_weights(args, model, args.hf_checkpoint)

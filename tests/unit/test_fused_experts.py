@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
 from slime.backends.sglang_utils.served_model import served_model_problems
+from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.errors import UsageError
+from slime.utils.expected_names import expected_hf_names
 from tests.unit.megatron_fakes import make_hf_model
 
 

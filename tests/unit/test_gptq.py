@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
 from slime.utils import gptq
 from slime.utils.conversion.calibration import CalibratedLayers
+from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.errors import UsageError
 from slime.utils.int4 import dequantize_groups, quantize_groups
 from slime.utils.int4_format import Int4Format

@@ -18,10 +18,10 @@ from slime.backends.megatron_utils.update_weight.base import Bucket, Posted, Tra
 from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet
-from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
 from slime.backends.megatron_utils.update_weight.spot_check import choose
 from slime.backends.sglang_utils.weight_samples import agrees, describe, on_host, sample
 from slime.utils.arguments.check_files import check_weight_update_equal
+from slime.utils.expected_names import expected_hf_names
 
 TENSORS = {f"layer.{i}.weight": torch.full((4,), float(i)) for i in range(3)}
 

@@ -94,8 +94,8 @@ class _GivesWay:
 
 def _copies_in_predictions(args: argparse.Namespace) -> dict[str, list[str]]:
     """Names under which prediction layers of --hf-checkpoint hold copies of the embedding and the output layer."""
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
-    from slime.backends.megatron_utils.update_weight.expected_names import prediction_copy_of
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.utils.expected_names import prediction_copy_of
 
     copies: dict[str, list[str]] = {}
     for name in SafetensorsReader(args.hf_checkpoint).names():
@@ -106,7 +106,7 @@ def _copies_in_predictions(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def _of_other_parts(hf_checkpoint: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what no trainer changes and a model that sees images needs, as --hf-checkpoint has them."""
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
 
     reader = SafetensorsReader(hf_checkpoint)
     return ((name, reader.get(name)) for name in reader.names() if is_of_other_part(name))

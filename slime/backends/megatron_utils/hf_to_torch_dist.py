@@ -16,13 +16,13 @@ import torch
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.model_provider import build_stage
-from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
 from slime.utils.conversion.file_copy import Segment, range_in
 from slime.utils.errors import UsageError
+from slime.utils.expected_names import expected_hf_names
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
     from slime.backends.megatron_utils.torch_dist_writer import Parameter
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

@@ -103,7 +103,7 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
     from slime.backends.megatron_utils.model.forward_only import run_model, run_model_with_predictions
     from slime.backends.megatron_utils.model.setup import build_model
-    from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
+    from slime.utils.expected_names import expected_hf_names
     from slime.utils.loaded_together import partner_of
 
     model = build_model(args).eval()

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
-from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
 from slime.backends.megatron_utils.hf_weight_iterator import tensor_parallel_group
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.model.value_head import is_of_head, load_head_from_hf, value_head_of
 from slime.backends.megatron_utils.model_weights import EMBEDDING, is_tied_copy, iter_weights
+from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.errors import UsageError
 
 __all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]

@@ -20,7 +20,7 @@ from torch import nn
 from slime.backends.megatron_utils.model_provider import unwrap
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.hf_to_megatron.safetensors_reader import SafetensorsReader
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
 
 HEAD = "output_layer"
 """Where it is in the model, in place of the layer of that name."""

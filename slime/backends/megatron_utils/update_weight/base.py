@@ -39,11 +39,11 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
 from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream, check_versions
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, NoLinkError, WeightSyncError, reach
-from slime.backends.megatron_utils.update_weight.expected_names import expected_hf_names
 from slime.backends.megatron_utils.update_weight.spot_check import SpotCheck
 from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
 from slime.utils.distributed_utils import barrier, gathered
+from slime.utils.expected_names import expected_hf_names
 
 __all__ = ["Bucket", "EngineFleet", "NoLinkError", "Posted", "Transport", "WeightSyncError", "WeightUpdater"]
 
