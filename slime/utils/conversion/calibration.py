@@ -207,8 +207,9 @@ class CalibratedLayers:
                 for expert in range(module.gate_up_proj.shape[0]):
                     seen = hidden[(chosen == expert).any(-1)]
                     gate, up = torch.nn.functional.linear(seen, module.gate_up_proj[expert]).chunk(2, -1)
-                    for part in ("gate_proj", "up_proj"):
-                        _add(moments, f"{base}.{expert}.{part}.weight", seen)
+                    both = f"{base}.{expert}.gate_proj.weight", f"{base}.{expert}.up_proj.weight"
+                    _add(moments, both[0], seen)
+                    moments[both[1]] = moments[both[0]]  # of a model with many experts these are most of the memory
                     _add(moments, f"{base}.{expert}.down_proj.weight", module.act_fn(gate) * up)
 
             return see
