@@ -62,7 +62,9 @@ def convert(args: argparse.Namespace) -> None:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.backends.megatron_utils import hf_export  # noqa: F401 - loads torch before the clock starts
+    import torch._dynamo  # noqa: F401 - tensors without memory load it; libraries are loaded before the clock starts
+
+    from slime.backends.megatron_utils import arguments, hf_export  # noqa: F401
     from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
