@@ -243,8 +243,8 @@ def ways(work: Path, shard_bytes: int) -> dict[str, list[str]]:
 def measure(work: Path, shard_bytes: int, chosen: Sequence[str]) -> dict[str, tuple[float, float, float]]:
     """One round: (seconds, MB, seconds of the copy just before) of each way.
 
-    What the round before wrote is removed first. A disk that many gigabytes have just gone to is slower than before,
-    so that every way has a copy of its own to be compared with.
+    What the round before wrote is removed first. The disk's speed swings within minutes, so that every way has a copy
+    of its own to be compared with.
     """
     for old in work.glob("model_*"):
         if old.name != "model_fsdp":
