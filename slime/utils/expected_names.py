@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from slime.utils.fused_experts import is_fused, single_names
@@ -39,6 +40,22 @@ def expected_hf_names(checkpoint: Path, num_predictions: int = 0) -> set[str]:
         and not is_of_other_part(name)
         and _is_of_first_layers(name, last, num_predictions)
     }
+
+
+def left_over(checkpoint: Path, known: Collection[str], used: Collection[str], num_predictions: int = 0) -> str | None:
+    """A sentence about the trained tensors of an HF directory that no weight of a model is made of, if there are any.
+
+    Args:
+        checkpoint: the directory.
+        known: tensors as a reader names them, which takes scales together with what they scale.
+        used: what the model's weights are made of.
+        num_predictions: as in `expected_hf_names`.
+    """
+    left = sorted((expected_hf_names(checkpoint, num_predictions) & set(known)) - set(used))
+    if not left:
+        return None
+    first = ", ".join(left[:5])
+    return f"{checkpoint}: {len(left)} tensor(s) have no place in the model that the flags describe: {first}."
 
 
 def prediction_copy_of(name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -237,13 +238,12 @@ def test_each_parameter_is_in_tensors_of_its_own_and_all_tensors_are_used(tmp_pa
     run_world(1, change_each_parameter, make_args(tmp_path / "hf"))
 
 
-def load_wrong_shape(args, path):
+def refuse_to_load(args, path, said):
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.backends.megatron_utils.model.setup import build_model
 
-    model = [get_model_provider_func(args)()]
-    with pytest.raises(UsageError, match="down_proj"):
-        load_hf_weights(args, model, path)
+    with pytest.raises(UsageError, match=said):
+        load_hf_weights(args, [build_model(args, None)], path)
 
 
 def test_loading_a_model_of_another_shape_names_the_tensor(tmp_path):
@@ -252,7 +252,19 @@ def test_loading_a_model_of_another_shape_names_the_tensor(tmp_path):
     tensors = tensors_of(tmp_path / "hf")
     wide = {n: t for n, t in tensors_of(tmp_path / "wide").items() if "down_proj" in n}
     save_file(tensors | wide, tmp_path / "wide" / "model.safetensors")
-    run_world(1, load_wrong_shape, make_args(tmp_path / "hf"), tmp_path / "wide")
+    run_world(1, refuse_to_load, make_args(tmp_path / "hf"), tmp_path / "wide", "down_proj")
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-model-parallel-size 2"])
+def test_tensors_that_no_rank_has_a_place_for_are_named_when_a_model_is_loaded(tmp_path, flags):
+    """Also in a run without engines, whose first weight sync would tell: fine-tuning, a reference, a teacher."""
+    make_hf_model(tmp_path / "hf")
+    shutil.copytree(tmp_path / "hf", tmp_path / "more")
+    more = {f"model.layers.{i}.mlp.extra.weight": torch.zeros(2) for i in range(2)}
+    save_file(tensors_of(tmp_path / "hf") | more, tmp_path / "more" / "model.safetensors")
+    args = make_args(tmp_path / "hf", flags)
+    said = r"2 tensor\(s\) have no place in the model that the flags describe: model.layers.0.mlp.extra.weight, model"
+    run_world(args.pipeline_model_parallel_size, refuse_to_load, args, tmp_path / "more", said)
 
 
 def test_hf_to_torch_dist_to_hf_is_byte_equal_and_does_not_read_the_origins_tensors(tmp_path):

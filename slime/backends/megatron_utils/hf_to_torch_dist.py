@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.model_provider import build_stage
 from slime.utils.conversion.file_copy import Segment, range_in
 from slime.utils.errors import UsageError
-from slime.utils.expected_names import expected_hf_names
+from slime.utils.expected_names import left_over
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.torch_dist_writer import Parameter
@@ -81,13 +81,8 @@ class HfWeights:
                     f"{self._root}: {', '.join(names)} of shape {', '.join(str(list(one)) for one in given)} make a "
                     f"{one.name} of shape {shape and list(shape)}, the flags describe {list(one.shape)}."
                 )
-        trained = expected_hf_names(Path(self._root), self._args.mtp_num_layers or 0)
-        left = (trained & self._infos.keys()) - used  # the reader takes scales together with what they scale
-        if left:
-            problems.append(
-                f"{self._root}: {len(left)} tensor(s) have no place in the model that the flags describe: "
-                f"{', '.join(sorted(left)[:5])}."
-            )
+        if left := left_over(Path(self._root), self._infos, used, self._args.mtp_num_layers or 0):
+            problems.append(left)
         if problems:
             more = [f"... and {len(problems) - 5} more of the kind."] if len(problems) > 5 else []
             raise UsageError(problems[:5] + more)

@@ -19,7 +19,9 @@ from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.model.value_head import is_of_head, load_head_from_hf, value_head_of
 from slime.backends.megatron_utils.model_weights import EMBEDDING, is_tied_copy, iter_weights
 from slime.utils.conversion.safetensors_reader import SafetensorsReader
+from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
+from slime.utils.expected_names import left_over
 
 __all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]
 
@@ -28,23 +30,28 @@ __all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]
 def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Copy the HF checkpoint at `path` into the parameters of `model`; a value head stays fresh where it has none.
 
+    Collective: the tensors that no rank has a place for are known when all have loaded theirs.
+
     Args:
         args: derived flags; the family comes from --model-name or --hf-checkpoint.
         model: this rank's modules, wrapped or bare.
 
     Raises:
-        UsageError: when a tensor is missing or has another shape than the flags say.
+        UsageError: when a tensor is missing, has another shape than the flags say, or is left over.
     """
     family, shape, reader = family_of_args(args), TensorShape.of(args), SafetensorsReader(path)
+    used: set[str] = set()
     for module in model:
         head = value_head_of(module)
         if head is not None:
             load_head_from_hf(head, reader)
+            used |= {"score.weight", "score.bias", "lm_head.weight"}  # a policy's output layer is not a critic's
         for weight in iter_weights(module):
             if head is not None and is_of_head(weight.name):
                 continue
             name = EMBEDDING if is_tied_copy(module, weight) else weight.name
             rule, hf_names = family.find(name, shape.num_layers)
+            used.update(hf_names)
             try:
                 full = rule.layout.to_megatron([reader.get(hf_name) for hf_name in hf_names], shape)
             except RuntimeError as error:
@@ -58,3 +65,8 @@ def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], 
                     f"the flags describe {tuple(weight.tensor.shape)}."
                 )
             weight.tensor.copy_(full)
+    used = set().union(*gathered(used))
+    if not args.custom_model_provider_path and (
+        left := left_over(Path(path), reader.names(), used, args.mtp_num_layers or 0)
+    ):
+        raise UsageError(left)
