@@ -5,6 +5,7 @@ Jobs of one world size share a world of processes (layout_world) and leave their
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,20 @@ class Results:
             errors = [path.read_text() for path in sorted(self.root.glob("*.error"))]
             pytest.fail(f"{job} did not end:\n" + "\n".join(errors))
         return torch.load(self.root / f"{job}.pt", weights_only=False)
+
+
+def made_when_asked(
+    request: pytest.FixtureRequest,
+    root: Path,
+    layouts: Mapping[str, Case],
+    make_model: Callable[[Path], torch.nn.Module],
+    changes: Mapping[str, Any],
+) -> Callable[[], Results]:
+    """What makes the results, once, of those layouts that this session's tests ask for; arguments as of Results."""
+    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = {params.get("layout") for params in selected}
+    chosen = {name: case for name, case in layouts.items() if name in names}
+    return functools.cache(lambda: Results(root, chosen, make_model, changes=changes))
 
 
 def check_training(found: Results, layout: str) -> None:

@@ -9,7 +9,13 @@ from functools import partial
 
 import pytest
 
-from tests.training.parallel.layout_results import Results, check_parity, check_resharding, check_training
+from tests.training.parallel.layout_results import (
+    Results,
+    check_parity,
+    check_resharding,
+    check_training,
+    made_when_asked,
+)
 from tests.training.parallel.layout_world import Case
 from tests.unit.megatron_fakes import make_hf_model
 
@@ -45,19 +51,8 @@ each_layout = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Results]:
     """Results of the layouts that this session's tests ask for: a model with two delta nets and two attentions."""
-    made: list[Results] = []
-
-    def of() -> Results:
-        if not made:
-            selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-            names = {params.get("layout") for params in selected}
-            layouts = {name: case for name, case in LAYOUTS.items() if name in names}
-            make_model = partial(make_hf_model, family="qwen3_5_text", num_hidden_layers=4)
-            root = tmp_path_factory.mktemp("hf_attention")
-            made.append(Results(root, layouts, make_model, changes={"spec": SPEC}))
-        return made[0]
-
-    return of
+    make_model = partial(make_hf_model, family="qwen3_5_text", num_hidden_layers=4)
+    return made_when_asked(request, tmp_path_factory.mktemp("hf_attention"), LAYOUTS, make_model, {"spec": SPEC})
 
 
 @each_layout

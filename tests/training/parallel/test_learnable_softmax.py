@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, Family
-from tests.training.parallel.layout_results import Results, check_parity, check_resharding, check_training
+from tests.training.parallel.layout_results import (
+    Results,
+    check_parity,
+    check_resharding,
+    check_training,
+    made_when_asked,
+)
 from tests.training.parallel.layout_world import Case
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
@@ -59,18 +65,8 @@ def make_model(path: Path) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Results]:
     """Results of the layouts that this session's tests ask for."""
-    made: list[Results] = []
-
-    def of() -> Results:
-        if not made:
-            selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-            names = {params.get("layout") for params in selected}
-            layouts = {name: case for name, case in LAYOUTS.items() if name in names}
-            changes = {"spec": SPEC, "model_name": f"{__name__}:RULES"}
-            made.append(Results(tmp_path_factory.mktemp("sinks"), layouts, make_model, changes=changes))
-        return made[0]
-
-    return of
+    changes = {"spec": SPEC, "model_name": f"{__name__}:RULES"}
+    return made_when_asked(request, tmp_path_factory.mktemp("sinks"), LAYOUTS, make_model, changes)
 
 
 @each_layout
