@@ -53,8 +53,10 @@ NO_LAYOUT: dict[str, Any] = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
     "pipeline_model_parallel_layout": None,
+    "transformer_impl": "local",
+    "attention_backend": "auto",
 }
-"""Flags of a parallel layout, which a checkpoint does not have."""
+"""Flags of a parallel layout and of kernels, which a checkpoint does not have."""
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@
    is kept.
 
 A model of one's own has it by --spec slime_plugins.models.learnable_softmax_attention get_learnable_softmax_spec, with
-`SINKS` among its weight rules (docs/architectures_beyond_megatron.md). Windows it knows none: gpt-oss, which has both,
-is a model for slime_plugins.models.hf_attention.
+`SINKS` among its weight rules (docs/architectures_beyond_megatron.md). Windows it knows none: attention that has both
+can be wrapped (slime_plugins.models.hf_attention).
 """
 
 from __future__ import annotations

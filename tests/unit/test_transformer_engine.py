@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from packaging.version import Version
 
 from slime.backends.megatron_utils import kernel_checks
 from tests.unit.argument_lines import Check, check, command_line
-from tests.unit.megatron_fakes import make_args, make_hf_model
+from tests.unit.megatron_fakes import make_args, make_hf_model, packed
 
 __all__ = ["check", "command_line"]  # fixtures
 ENGINE = "--transformer-impl transformer_engine"
@@ -97,7 +99,13 @@ def test_what_is_not_installed_is_named_with_the_command(monkeypatch: pytest.Mon
     (absent,) = said()
     assert "needs TransformerEngine, which is not installed; pip install --no-build-isolation" in absent
     installed.add("transformer_engine")
+    version = ["2.11.0"]
+    monkeypatch.setattr(kernel_checks, "_version_of", lambda _: Version(version[0]))
     assert said() == []
+    version[0] = "1.13.0"
+    (old,) = said()
+    assert "TransformerEngine 1.13.0 is installed, and Megatron 0.16.1 goes with those from 2.9.0 until 2.12.0" in old
+    version[0] = "2.9.0"
     (flash,) = said("flash")
     assert flash.endswith("needs the package flash-attn, which is not installed; use auto or fused.")
     installed.add("flash_attn")
@@ -105,3 +113,42 @@ def test_what_is_not_installed_is_named_with_the_command(monkeypatch: pytest.Mon
     loads[0] = "OSError: libcudnn.so.9: cannot open shared object file"
     (broken,) = said()
     assert "does not load: OSError: libcudnn.so.9" in broken
+
+
+class Keeper(torch.nn.Linear):
+    """Keeps a state beside its weights, as TransformerEngine's modules do; torch misses it where it is not given."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        assert state is None
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return dict(self.state_dict())
+
+
+def test_what_is_kept_for_8_bit_is_neither_saved_nor_missed() -> None:
+    from slime.backends.megatron_utils import checkpoint
+
+    keeper, other = Keeper(2, 2), Keeper(2, 2)
+    saved = checkpoint._weights_of(keeper)
+    assert saved.keys() == {"weight", "bias"}
+    checkpoint._set_weights(other, saved)
+    assert torch.equal(other.weight, keeper.weight)
+    with pytest.raises(RuntimeError, match="bias"):
+        checkpoint._set_weights(other, {"weight": saved["weight"]})
+
+
+def test_what_layers_keep_with_a_pack_ends_with_the_pass() -> None:
+    from slime.backends.megatron_utils.model.forward_only import run_model
+
+    class Layer(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor, *_: Any, packed_seq_params: Any) -> torch.Tensor:
+            packed_seq_params.kept = tokens
+            return tokens
+
+    pack = packed([3])
+    batch = {"tokens": torch.zeros(1, 3), "position_ids": None, "packed_seq_params": pack}
+    run_model(Layer(), batch)
+    assert not hasattr(pack, "kept")

@@ -52,6 +52,9 @@ WRITE_DEADLINE_S = 3600.0
 # Optimizer state as one tensor per parameter, which any TP and DP size can load.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
+EXTRA_STATE = "_extra_state"
+"""Last part of the name of what TransformerEngine keeps for 8 bit."""
+
 
 @dataclass(frozen=True)
 class CheckpointSource:
@@ -224,7 +227,7 @@ def load_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
     with loading(directory):
         loaded = dist_checkpointing.load(_sharded_state(model, None, is_loading=True), str(directory))
     for name, chunk in zip(_chunk_names(model), model, strict=True):
-        unwrap(chunk).load_state_dict(loaded[name])
+        _set_weights(chunk, loaded[name])
 
 
 def give_name(partial: Path, root: Path, iteration: int | str) -> None:
@@ -278,7 +281,7 @@ def load_checkpoint(
     with loading(directory):
         loaded = dist_checkpointing.load(state, str(directory))
     for name, chunk in zip(names, model, strict=True):
-        unwrap(chunk).load_state_dict(loaded[name], strict=not (has_fresh_head and chunk is model[-1]))
+        _set_weights(chunk, loaded[name], strict=not (has_fresh_head and chunk is model[-1]))
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
         if scheduler is not None and "opt_param_scheduler" in loaded:
@@ -357,7 +360,14 @@ def _weights_of(chunk: torch.nn.Module, metadata: dict[str, Any] | None = None) 
     """
     options = {} if metadata is None else {"metadata": metadata}
     weights = unwrap(chunk).sharded_state_dict(**options)
-    return {name: leaf for name, leaf in weights.items() if not name.endswith("_extra_state")}
+    return {name: leaf for name, leaf in weights.items() if not name.endswith(EXTRA_STATE)}
+
+
+def _set_weights(chunk: torch.nn.Module, loaded: dict[str, Any], *, strict: bool = True) -> None:
+    """Give a chunk the weights that `_weights_of` left in a checkpoint."""
+    module = unwrap(chunk)
+    nothing = dict.fromkeys(name for name in module.state_dict() if name.endswith(EXTRA_STATE))
+    module.load_state_dict(nothing | loaded, strict=strict)
 
 
 def _weights_with_state(model: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def _plain_mismatches(args: Any, hf: Mapping[str, Any]) -> Iterator[str]:
     """What configs of most architectures say under the same name, and weights of these shapes do not."""
     expected = {
         "num_layers": hf.get("num_hidden_layers"),
-        "layernorm_epsilon": hf.get("rms_norm_eps"),
+        "layernorm_epsilon": hf.get("rms_norm_eps", hf.get("norm_eps")),
         "untie_embeddings_and_output_weights": None
         if hf.get("tie_word_embeddings") is None
         else not hf["tie_word_embeddings"],

@@ -91,6 +91,11 @@ def _missing_transformer_engine(attention_backend: str) -> Iterator[str]:
         yield f"{TRANSFORMER_ENGINE} needs TransformerEngine, which is not installed; {install}."
     elif problem := _load_problem("transformer_engine.pytorch"):
         yield f"{TRANSFORMER_ENGINE} needs TransformerEngine, which does not load: {problem}; {install}."
+    elif (found := _version_of("transformer-engine")) and not Version(first) <= found < Version(end):
+        yield (
+            f"{TRANSFORMER_ENGINE}: TransformerEngine {found} is installed, and Megatron 0.16.1 goes with those "
+            f"from {first} until {end}; {install}."
+        )
     elif attention_backend == "flash" and importlib.util.find_spec("flash_attn") is None:
         yield (
             f"--attention-backend flash with {TRANSFORMER_ENGINE} needs the package flash-attn, which is not "

@@ -157,7 +157,7 @@ TABLE: tuple[Group, ...] = (
         --disable-tp-comm-split-ag --tp-comm-atomic-ag --disable-tp-comm-split-rs --tp-comm-atomic-rs
         --tp-comm-overlap-disable-qkv --tp-comm-overlap-disable-fc1 --tp-comm-bootstrap-backend
         --delay-wgrad-compute --enable-autocast --moe-permute-fusion --moe-router-fusion""",
-        "it belongs to kernels of TransformerEngine and Apex, which slime does without",
+        "it belongs to kernels of TransformerEngine and Apex that slime does without",
     ),
     Group(
         "warned",

@@ -39,7 +39,6 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         # Only interleaved stages have something to overlap with; then messages cannot go in one batch.
         "overlap_p2p_comm": overlaps_p2p,
         "batch_p2p_comm": not overlaps_p2p,
-        # Fused kernels that need Apex, or that torch.compile stands in for.
         # megatron_patch.gradient_accumulation stands in for Apex's kernel
         "gradient_accumulation_fusion": args.gradient_accumulation_fusion,
         "bias_activation_fusion": args.swiglu and args.bias_swiglu_fusion and not on_cpu,  # it is torch.compile

@@ -5,6 +5,7 @@ It does not know whose weights they are: the prefix of the result's name is the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,7 +32,9 @@ from slime.utils.misc import load_function
 def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """Logits [1, T, V/tp] of a packed micro-batch; before the last pipeline stage hidden states [T, 1, H]."""
     tell_routers(model, batch)
-    return model(batch["tokens"], batch["position_ids"], None, packed_seq_params=batch["packed_seq_params"])
+    # Layers keep with it what others of the same pass need, some of it large: the micro-batch outlives the pass.
+    packed_seq_params = copy.copy(batch["packed_seq_params"])
+    return model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed_seq_params)
 
 
 def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | DeferredLogits:

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: Megatron's core attention without TransformerEngine.
+"""Causal attention over packed sequences: the core attention of layers that are not TransformerEngine's.
 
 On CUDA in 16 bit it is one call of torch's varlen kernel. Elsewhere sequences of equal length are stacked, so that a
 pack of 128 short sequences takes a few scaled_dot_product_attention calls instead of 128. Under context parallelism

@@ -19,8 +19,11 @@ from slime.utils.errors import UsageError
 TRAINER_DEFAULTS: dict[str, Any] = {
     "actor_num_nodes": 1,
     "distributed_timeout_minutes": 10,
+    "dry_run": False,
     "loss_type": "policy_loss",
     "lr": 0.0,
+    "megatron_deepgemm_forward_layers": None,
+    "megatron_deepgemm_moe_forward_layers": None,
     "offload_train": False,
     "qwen_gdn_backend": "fla",
     "ref_ckpt_step": None,
@@ -147,6 +150,7 @@ def parse_server_args(argv: Sequence[str] | None, world_size: int) -> argparse.N
         UsageError: flags that disagree with each other, with the HF config or with what is at their paths.
     """
     from slime.backends.megatron_utils.arguments import (
+        kernel_problems,
         megatron_problems,
         model_args_from_hf,
         model_differences,
@@ -169,7 +173,7 @@ def parse_server_args(argv: Sequence[str] | None, world_size: int) -> argparse.N
         vars(args).update(model_args_from_hf(hf_config))
     if world_size > 1 and args.tensor_model_parallel_size == 1:
         args.tensor_model_parallel_size = world_size
-    problems = megatron_problems(args, hf_config).all()
+    problems = [*megatron_problems(args, hf_config).all(), *kernel_problems(args, hf_config).all()]
     if args.tensor_model_parallel_size != world_size:
         problems.append(
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with {world_size} processes: a server is "

@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.data import Packing, pack
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model.forward_only import run_model
 from slime.backends.megatron_utils.model.setup import build_model
+from slime.backends.megatron_utils.model_weights import named_tensors
 from slime.backends.megatron_utils.server.protocol import Alternatives, Score, ScoreRequest
 from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint
@@ -39,7 +40,7 @@ class Scorer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.model = build_model(args).eval()
-        self._weights = TensorBackuper(lambda: ((name, p.data) for name, p in self.model.named_parameters()))
+        self._weights = TensorBackuper(lambda: ((name, t.data) for name, t in named_tensors(self.model)))
         self._load(args.load or args.hf_checkpoint, args.ckpt_step)
 
     def update_weights(self, path: str, step: int | None) -> None:
