@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from slime.backends.megatron_utils.config_values import config_kwargs, torch_type
 from slime.backends.megatron_utils.model.activation_offload import ActivationOffload
 from slime.backends.megatron_utils.model.prediction import PredictingGPT, prediction_spec
-from slime.backends.megatron_utils.model.spec import block_spec, last_layer_spec, norm_class
+from slime.backends.megatron_utils.model.spec import RMSNorm, block_spec, last_layer_spec
 from slime.utils.misc import load_function
 
 
@@ -102,7 +102,7 @@ def build_gpt(
     predictions: dict[str, Any] = {}
     if args.mtp_num_layers:
         layer = last_layer_spec(config, args)
-        spec = prediction_spec(layer, norm=norm_class(config), num_layers=args.mtp_num_layers)
+        spec = prediction_spec(layer, norm=RMSNorm, num_layers=args.mtp_num_layers)
         predictions = {"predictions": spec, "are_trained": args.enable_mtp_training}
     model = (PredictingGPT if predictions else GPTModel)(
         config=config,

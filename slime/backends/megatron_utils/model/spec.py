@@ -72,15 +72,6 @@ def _rms_norm_around_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> t
     return torch.nn.functional.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
 
 
-def norm_class(config: TransformerConfig) -> Any:
-    """Return what makes the model's norms, called with (config=, hidden_size=, eps=)."""
-    if config.transformer_impl != TRANSFORMER_ENGINE:
-        return RMSNorm
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm
-
-
 def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_experts: int | None = None) -> ModuleSpec:
     """Return the spec of one transformer layer, dense without `num_experts`; no other layer shares it."""
     latent = config.multi_latent_attention
@@ -115,7 +106,7 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
     if config.transformer_impl == TRANSFORMER_ENGINE:
         from slime.backends.megatron_utils.model.te_layers import use_transformer_engine
 
-        use_transformer_engine(spec, own_norm=RMSNorm)
+        use_transformer_engine(spec)
     return spec
 
 
@@ -164,4 +155,4 @@ def assemble_block(
         if adapt is not None:
             adapt(layer, index)
         layers.append(layer)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(config))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
