@@ -197,7 +197,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for size in (1, 2, 4):  # a run from a checkpoint after the one that saves it
         if of_size := [job for job in jobs if job.args.actor_num_gpus_per_node == size and job.name != BACK]:
             run_jobs(of_size, root)
-    run_jobs([job for job in jobs if job.name == BACK], root)
+    if of_back := [job for job in jobs if job.name == BACK]:
+        run_jobs(of_back, root)
     errors = [path.read_text() for path in root.glob("*.error")]
     assert not errors, errors[0]
     return hf, {job.name: torch.load(root / f"{job.name}.pt") for job in jobs}
