@@ -179,13 +179,13 @@ class EndOfWriting:
     """From some moment on, whatever writes into this process's files ends so.
 
     Attributes:
-        ends: is called instead of a write.
+        ends: is called before a write, which is done if it comes back.
         when: "the plan": at once; "the weights": after so many bytes; "the rest": when the weights are complete; "the
             name": when all is.
         after: those bytes; of "the name", so many directories that have got theirs.
     """
 
-    ends: Callable[[], NoReturn]
+    ends: Callable[[], None]
     when: str
     after: int = 0
     written: int = field(default=0, init=False)

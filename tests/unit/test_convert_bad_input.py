@@ -258,9 +258,13 @@ def test_an_output_that_would_overwrite_an_input_is_refused(tmp_path, capfd, inp
             assert "has --" in refused(way, one.command(inputs, inputs, *more), capfd)
             (inputs / name).rename(tmp_path / "out.partial")
             (inputs / name).symlink_to(tmp_path / "out.partial")
-            assert "where " in refused(way, one.command(inputs, tmp_path / "out", *more), capfd)
+            assert "where it grows" in refused(way, one.command(inputs, tmp_path / "out", *more), capfd)
             (inputs / name).unlink()
             (tmp_path / "out.partial").rename(inputs / name)
+            (tmp_path / ".out.old").symlink_to(inputs / name)
+            said = refused(way, one.command(inputs, tmp_path / "out", *more), capfd)
+            assert "where what it replaces lies" in said
+            (tmp_path / ".out.old").unlink()
     assert contents(inputs) == before
 
 

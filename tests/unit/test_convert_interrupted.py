@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,25 @@ def test_what_is_replaced_is_kept_until_the_new_one_is_complete(tmp_path, inputs
     assert run_apart(one, command) == 0
     assert contents(tmp_path / "out") == contents(whole[way])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_comes_into_being_meanwhile_is_kept(tmp_path, capfd, inputs, whole, way):
+    one, final = WAYS[way], tmp_path / "out" / WAYS[way].inside
+    command = one.command(inputs, tmp_path / "out")
+
+    def made_meanwhile() -> None:
+        final.mkdir(exist_ok=True)
+        (final / "mine").touch()
+
+    assert run_apart(one, command, EndOfWriting(made_meanwhile, "the rest")) == 2
+    assert f"{final} came into being meanwhile" in capfd.readouterr().err
+    assert contents(final) == {"mine": b""}
+    shutil.rmtree(final)
+    complete = complete_files(tmp_path)
+    assert run_apart(one, command) == 0
+    assert contents(tmp_path / "out") == contents(whole[way])
+    assert complete == {name: made_at(final / name) for name in complete}
 
 
 def test_what_needs_no_megatron_does_not_import_it(tmp_path, inputs):

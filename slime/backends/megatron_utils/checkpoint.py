@@ -132,7 +132,7 @@ class UnfinishedCheckpoint:
                 known = {} if self._background is None else self._background.finish(WRITE_DEADLINE_S)
             _describe(partial, known)
             if dist.get_rank() == 0:
-                give_name(partial, self._root, self._iteration)
+                give_name(partial, self._root, self._iteration, replaces=True)
         return final
 
 
@@ -230,19 +230,26 @@ def load_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
         _set_weights(chunk, loaded[name])
 
 
-def give_name(partial: Path, root: Path, iteration: int | str) -> None:
+def give_name(partial: Path, root: Path, iteration: int | str, *, replaces: bool) -> None:
     """Give a finished directory its name, and let the tracker file name the iteration, or "release".
 
+    Args:
+        partial: the directory.
+        root: checkpoint root.
+        iteration: what it holds.
+        replaces: whether a checkpoint of that name goes.
+
     Raises:
+        UsageError: there is one of that name, and it is not to be replaced.
         OSError: it cannot be; the tracker names what it named before.
     """
     unnamed = root / f".{TRACKER_FILE}.partial"
     try:
         unnamed.write_text(f"{iteration}")  # what takes room comes before anything that is seen
         to_disk(unnamed)
-        put_in_place(partial, iteration_dir(root, iteration))
+        put_in_place(partial, iteration_dir(root, iteration), replaces=replaces)
         os.replace(unnamed, root / TRACKER_FILE)
-    except OSError:
+    except BaseException:
         unnamed.unlink(missing_ok=True)
         raise
     to_disk(root)

@@ -141,7 +141,7 @@ def write_release(
         num_threads: that read, change and write.
 
     Raises:
-        UsageError: not enough room on the disk.
+        UsageError: not enough room on the disk, or there is a "release" by the time that it is complete.
     """
     final = iteration_dir(root, "release")
     partial = final.with_name(f".{final.name}.partial")
@@ -167,7 +167,7 @@ def write_release(
         beside = (*written, PLAN_FILE, manifest.FILE)
         files = [path for path in partial.iterdir() if path.is_file() and path.name not in beside]
         write_manifest(partial / manifest.FILE, entries_of(partial, sorted(files)) | written)
-        give_name(partial, root, "release")
+        give_name(partial, root, "release", replaces=False)
         (final / PLAN_FILE).unlink()
     except OSError as error:
         raise said_of_disk(error, partial) from error

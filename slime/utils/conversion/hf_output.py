@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from slime.utils.conversion.file_copy import Segment, copy_into
-from slime.utils.conversion.partial_dir import PLAN_FILE, check_room, close_partial, open_partial, said_of_disk
+from slime.utils.conversion.partial_dir import (
+    PLAN_FILE,
+    check_room,
+    close_partial,
+    old_of,
+    open_partial,
+    said_of_disk,
+)
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.conversion.raw_tensors import NAMES, TensorInfo, bytes_of
 from slime.utils.errors import UsageError
@@ -104,6 +111,7 @@ def check_target(target: Path, *, flag: str, sources: Mapping[str, str | Path | 
         for ours, name in (
             (target, f"{flag} {target}"),
             (partial_of(target), f"{partial_of(target)}, where it grows,"),
+            (old_of(target), f"{old_of(target)}, where what it replaces lies until it is complete,"),
         ):
             if ours.resolve() == theirs:
                 raise UsageError(f"{name} is {other}; name another directory, the input would be overwritten.")
@@ -257,7 +265,7 @@ def _finish(target: HfTarget, files: Sequence[str], shards: Sequence[Sequence[Jo
         (target.partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for path in (*target.partial.iterdir(), target.partial):
         to_disk(path)
-    close_partial(target.partial, target.path)
+    close_partial(target.partial, target.path, replaces=target.replaces)
 
 
 def copy_assets(source: str | Path, target: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,36 +41,55 @@ def open_partial(partial: Path, plan: Any) -> None:
     file.write_text(digest)
 
 
-def close_partial(partial: Path, final: Path) -> None:
+def close_partial(partial: Path, final: Path, *, replaces: bool) -> None:
     """Give the finished directory its name; its plan goes last, so that a cut before leaves what can be gone on with.
 
     Raises:
+        UsageError: something has the name, and it is not to be replaced.
         OSError: it cannot be; whatever had the name still has it.
     """
-    put_in_place(partial, final)
+    put_in_place(partial, final, replaces=replaces)
     (final / PLAN_FILE).unlink()
 
 
-def put_in_place(partial: Path, final: Path) -> None:
-    """Rename a finished directory; one of the same name is deleted after that.
+def old_of(final: Path) -> Path:
+    """The name that what is replaced has until the new one has its name."""
+    return final.with_name(f".{final.name}.old")
+
+
+def put_in_place(partial: Path, final: Path, *, replaces: bool) -> None:
+    """Rename a finished directory; one of the same name is deleted after that, if it may be.
+
+    Args:
+        partial: the finished one.
+        final: its name.
+        replaces: whether what has that name goes.
 
     Raises:
+        UsageError: something has the name, and it is not to be replaced.
         OSError: it cannot be; whatever had the name still has it.
     """
-    old = final.with_name(f".{final.name}.old")
-    _remove(old)
-    if final.exists():
-        final.rename(old)
+    old = old_of(final)
+    if replaces:
+        _remove(old)
+        if os.path.lexists(final):
+            final.rename(old)
+    elif os.path.lexists(final):
+        raise UsageError(
+            f"{final} came into being meanwhile and is left as it is; the complete result is in {partial}. Move "
+            f"{final} away and run the same command again, which then only gives the result its name."
+        )
     try:
         partial.rename(final)
         to_disk(final.parent)
     except OSError:
-        if final.exists():
+        if not partial.exists():
             final.rename(partial)
-        if old.exists():
+        if replaces and os.path.lexists(old):
             old.rename(final)
         raise
-    _remove(old)
+    if replaces:
+        _remove(old)
 
 
 def _remove(path: Path) -> None:
