@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import save_file
 
+from slime.utils.conversion.partial_dir import growing_alone, lock_of
 from tests.unit.converter_ways import FROM_HF, WAYS, contents, cut_in_the_middle, make_inputs, run_apart, split_in_two
 from tests.unit.test_convert_gguf import write_gguf
 from tests.unit.test_hf_weights import tensors_of
@@ -276,6 +277,17 @@ def test_an_output_is_not_the_directory_that_was_found_in_the_input(tmp_path, ca
     command = one.command(inputs, inputs / inner, "--force", "--input-dir", str(inputs / given))
     assert "is --input-dir; name another directory" in refused(way, command, capfd)
     assert contents(inputs) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_process_alone_writes_a_directory(tmp_path, capfd, inputs, way):
+    one = WAYS[way]
+    partial = tmp_path / "out" / ".release.partial" if one.inside else tmp_path / "out.partial"
+    with growing_alone(partial, tmp_path / "none", replaces=False):
+        said = refused(way, one.command(inputs, tmp_path / "out"), capfd)
+        assert f"another process is writing {partial} now" in said
+        assert not partial.exists() and lock_of(partial).exists()
+    assert not lock_of(partial).exists()
 
 
 @pytest.mark.parametrize("way", [way for way, one in WAYS.items() if not one.inside])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from safetensors.torch import save_file
 from slime.backends.megatron_utils import torch_dist_writer
 from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
 from slime.utils import manifest
-from slime.utils.conversion import hf_output
+from slime.utils.conversion import hf_output, partial_dir
 from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
+from slime.utils.conversion.partial_dir import growing_alone, lock_of
 from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
 from tests.unit.converter_ways import WAYS, cut_in_the_middle
@@ -164,6 +166,40 @@ def test_a_conversion_that_was_cut_off_makes_only_what_is_missing(tmp_path, monk
     assert made == ["t4", "t5"]
     assert_same_bytes(tensors_of(target.path), tensors)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_conversion_that_is_started_twice_leaves_what_the_first_one_writes(tmp_path):
+    target = HfTarget(path=tmp_path / "out", flag="--save-dir", made_from=["a"])
+    other = HfTarget(path=tmp_path / "out", flag="--save-dir", made_from=["b"])
+    made: list[str] = []
+    (job,) = jobs_of({"x": torch.ones(4)}, made)
+
+    def make_twice() -> Sequence[torch.Tensor]:
+        for one in (target, other):
+            with pytest.raises(UsageError, match=r"another process is writing .*out.partial now"):
+                write_hf(one, [job])
+        return job.make()
+
+    write_hf(target, [Job(job.outputs, make_twice)])
+    assert made == ["x"] and len(tensors_of(target.path)) == 1
+    with pytest.raises(UsageError, match="out came into being meanwhile"):
+        write_hf(other, [job])
+    assert made == ["x"] and sorted(one.name for one in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_lock_that_its_owner_has_just_removed_is_none(tmp_path, monkeypatch):
+    partial, real = tmp_path / "out.partial", partial_dir.fcntl.flock
+    handles: list[int] = []
+
+    def flock(handle: int, how: int) -> None:
+        real(handle, how)
+        handles.append(handle)
+        if len(handles) == 1:
+            lock_of(partial).unlink()
+
+    monkeypatch.setattr(partial_dir.fcntl, "flock", flock)
+    with growing_alone(partial, tmp_path / "out", replaces=False):
+        assert len(handles) == 2 and lock_of(partial).exists()
 
 
 def test_a_cut_conversion_of_weights_that_have_changed_since_starts_over(tmp_path, monkeypatch):

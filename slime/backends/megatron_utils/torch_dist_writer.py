@@ -39,7 +39,7 @@ from slime.backends.megatron_utils.model_weights import iter_weights, named_tens
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
 from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles
-from slime.utils.conversion.partial_dir import PLAN_FILE, check_room, open_partial, said_of_disk
+from slime.utils.conversion.partial_dir import PLAN_FILE, check_room, growing_alone, open_partial, said_of_disk
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.errors import UsageError
 from slime.utils.manifest import entries_of, to_disk, write_manifest
@@ -141,7 +141,8 @@ def write_release(
         num_threads: that read, change and write.
 
     Raises:
-        UsageError: not enough room on the disk, or there is a "release" by the time that it is complete.
+        UsageError: not enough room on the disk, another process writes the same checkpoint, or there is a "release" by
+            the time that it is complete.
     """
     final = iteration_dir(root, "release")
     partial = final.with_name(f".{final.name}.partial")
@@ -151,24 +152,25 @@ def write_release(
     computes_crc = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # takes longer than writing, and torch.load does not look at it
     try:
-        open_partial(partial, [list(made_from), planned])
-        todo = [(i, part) for i, part in enumerate(parts) if not _journal(partial, i).is_file()]
-        left = sum(one.num_bytes for _, part in todo for one in part)
-        check_room(partial, left, f"--save {root}")
-        with Bar(f"writing {root.name}", total, done=total - left) as bar:
+        with growing_alone(partial, final, replaces=False):
+            open_partial(partial, [list(made_from), planned])
+            todo = [(i, part) for i, part in enumerate(parts) if not _journal(partial, i).is_file()]
+            left = sum(one.num_bytes for _, part in todo for one in part)
+            check_room(partial, left, f"--save {root}")
+            with Bar(f"writing {root.name}", total, done=total - left) as bar:
 
-            def write(numbered: tuple[int, list[Parameter]]) -> int:
-                number, part = numbered
-                _write_part(partial, number, _chunks(part, value_of, stored))
-                return sum(one.num_bytes for one in part)
+                def write(numbered: tuple[int, list[Parameter]]) -> int:
+                    number, part = numbered
+                    _write_part(partial, number, _chunks(part, value_of, stored))
+                    return sum(one.num_bytes for one in part)
 
-            run_in_threads(todo, write, num_threads=num_threads, bar=bar)
-        written = _write_rest(partial, len(parts), objects, model_shape)
-        beside = (*written, PLAN_FILE, manifest.FILE)
-        files = [path for path in partial.iterdir() if path.is_file() and path.name not in beside]
-        write_manifest(partial / manifest.FILE, entries_of(partial, sorted(files)) | written)
-        give_name(partial, root, "release", replaces=False)
-        (final / PLAN_FILE).unlink()
+                run_in_threads(todo, write, num_threads=num_threads, bar=bar)
+            written = _write_rest(partial, len(parts), objects, model_shape)
+            beside = (*written, PLAN_FILE, manifest.FILE)
+            files = [path for path in partial.iterdir() if path.is_file() and path.name not in beside]
+            write_manifest(partial / manifest.FILE, entries_of(partial, sorted(files)) | written)
+            give_name(partial, root, "release", replaces=False)
+            (final / PLAN_FILE).unlink()
     except OSError as error:
         raise said_of_disk(error, partial) from error
     finally:

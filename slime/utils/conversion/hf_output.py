@@ -25,6 +25,7 @@ from slime.utils.conversion.partial_dir import (
     PLAN_FILE,
     check_room,
     close_partial,
+    growing_alone,
     old_of,
     open_partial,
     said_of_disk,
@@ -150,8 +151,8 @@ def write_hf(target: HfTarget, jobs: Sequence[Job], *, num_threads: int = 1) -> 
     """Make every tensor and the directory; returns the bytes of the tensors.
 
     Raises:
-        UsageError: nothing to write, or not enough room on the disk. What is complete stays in the partial directory,
-            and the same call goes on from there.
+        UsageError: nothing to write, not enough room on the disk, or another process writes the same directory. What
+            is complete stays in the partial directory, and the same call goes on from there.
     """
     if not jobs:
         raise UsageError(f"{target.flag} {target.path}: there is no tensor to write.")
@@ -159,24 +160,31 @@ def write_hf(target: HfTarget, jobs: Sequence[Job], *, num_threads: int = 1) -> 
     files = shard_names(len(shards))
     total = sum(job.num_bytes for job in jobs)
     try:
-        _open_partial(target, shards)
-        todo = [(f, shard) for f, shard in zip(files, shards, strict=True) if not (target.partial / f).is_file()]
-        left = sum(job.num_bytes for _, shard in todo for job in shard)
-        check_room(target.partial, left, target.flag)
-        # A shard goes to the disk while the next one is made; at most two are on the way.
-        with Bar(f"writing {target.path.name}", total, done=total - left) as bar, cf.ThreadPoolExecutor(1) as syncing:
-            synced: list[cf.Future[None]] = []
-            for file, shard in todo:
-                growing = write_shard(target.partial / file, shard, num_threads=num_threads, bar=bar)
-                for earlier in synced[-1:]:
-                    earlier.result()
-                synced.append(syncing.submit(_complete, growing, target.partial / file))
-            for one in synced:
-                one.result()
-        _finish(target, files, shards, total)
+        with growing_alone(target.partial, target.path, replaces=target.replaces):
+            _open_partial(target, shards)
+            _write_shards(target, files, shards, num_threads)
+            _finish(target, files, shards, total)
     except OSError as error:
         raise said_of_disk(error, target.partial) from error
     return total
+
+
+def _write_shards(target: HfTarget, files: Sequence[str], shards: Sequence[Sequence[Job]], num_threads: int) -> None:
+    """Write those shards that are not there yet."""
+    todo = [(f, shard) for f, shard in zip(files, shards, strict=True) if not (target.partial / f).is_file()]
+    total = sum(job.num_bytes for shard in shards for job in shard)
+    left = sum(job.num_bytes for _, shard in todo for job in shard)
+    check_room(target.partial, left, target.flag)
+    # A shard goes to the disk while the next one is made; at most two are on the way.
+    with Bar(f"writing {target.path.name}", total, done=total - left) as bar, cf.ThreadPoolExecutor(1) as syncing:
+        synced: list[cf.Future[None]] = []
+        for file, shard in todo:
+            growing = write_shard(target.partial / file, shard, num_threads=num_threads, bar=bar)
+            for earlier in synced[-1:]:
+                earlier.result()
+            synced.append(syncing.submit(_complete, growing, target.partial / file))
+        for one in synced:
+            one.result()
 
 
 def shard_names(count: int) -> list[str]:

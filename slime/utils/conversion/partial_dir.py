@@ -7,10 +7,13 @@ starts over. It knows no format of what is written.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,62 @@ from slime.utils.errors import UsageError
 from slime.utils.manifest import to_disk
 
 PLAN_FILE = "conversion_plan.json"
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What file systems say that have no locks; a conversion does without there."""
+
+
+@contextmanager
+def growing_alone(partial: Path, final: Path, *, replaces: bool) -> Iterator[None]:
+    """Keep other processes away from a directory while it grows, by a lock on a file beside it, which goes at the end.
+
+    The system lets go of the lock of a process that is killed; the file that stays then means nothing.
+
+    Args:
+        partial: the directory's name until it is complete.
+        final: its name from then on.
+        replaces: whether what has that name goes.
+
+    Raises:
+        UsageError: another process has the lock, or has given a directory the final name since that was looked at.
+        OSError: the file cannot be made.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    file = lock_of(partial)
+    handle = _locked(file, partial)
+    try:
+        if os.path.lexists(final) and not replaces:
+            raise UsageError(f"{final} came into being meanwhile; remove it, or name another directory.")
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # before the lock goes, so that nobody has it on a file without a name
+        os.close(handle)
+
+
+def lock_of(partial: Path) -> Path:
+    """The file whose lock is held while the directory grows."""
+    return partial.with_name(f"{partial.name}.lock")
+
+
+def _locked(file: Path, partial: Path) -> int:
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with_name = file.stat().st_ino if file.exists() else None
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return handle
+            os.close(handle)
+            if isinstance(error, BlockingIOError):
+                raise UsageError(
+                    f"another process is writing {partial} now; wait for its end, or name another directory."
+                ) from error
+            if isinstance(error, FileNotFoundError):
+                continue
+            raise
+        if with_name == os.fstat(handle).st_ino:
+            return handle
+        os.close(handle)  # whoever had the lock has removed the file since it was opened
 
 
 def open_partial(partial: Path, plan: Any) -> None:
