@@ -89,7 +89,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         set_default_megatron_args,
     )
     from slime.utils.arguments.flags import explicit_flags
-    from slime.utils.checkpoint_paths import iteration_dir
+    from slime.utils.checkpoint_paths import TRACKER_FILE, iteration_dir, latest_iteration
     from slime.utils.conversion.hf_config import read_hf_config
     from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
@@ -101,6 +101,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     check_target(release, flag="--save", sources={"--hf-checkpoint": args.hf_checkpoint})
     if Path(args.save).resolve() == Path(args.hf_checkpoint).resolve():
         raise UsageError(f"--save {args.save} is --hf-checkpoint; name another directory.")
+    if (iteration := latest_iteration(args.save)) is not None:
+        raise UsageError(
+            f"--save {args.save} holds a run's checkpoints: its {TRACKER_FILE} says {iteration}, and would say "
+            "release afterwards; name another directory."
+        )
     if args.max_workers < 1:
         raise UsageError(f"--max-workers {args.max_workers} is not above 0.")
     given = {"model_name": args.model_name} if args.model_name else {}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import save_file
 
+from slime.utils.checkpoint_paths import TRACKER_FILE
 from slime.utils.conversion.partial_dir import growing_alone, lock_of
 from tests.unit.converter_ways import FROM_HF, WAYS, contents, cut_in_the_middle, make_inputs, run_apart, split_in_two
 from tests.unit.test_convert_gguf import write_gguf
@@ -277,6 +278,14 @@ def test_an_output_is_not_the_directory_that_was_found_in_the_input(tmp_path, ca
     command = one.command(inputs, inputs / inner, "--force", "--input-dir", str(inputs / given))
     assert "is --input-dir; name another directory" in refused(way, command, capfd)
     assert contents(inputs) == before
+
+
+def test_the_checkpoints_of_a_run_keep_their_tracker(tmp_path, capfd, inputs):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / TRACKER_FILE).write_text("12")
+    said = refused("hf to torch_dist", WAYS["hf to torch_dist"].command(inputs, tmp_path / "out"), capfd)
+    assert "holds a run's checkpoints" in said and "says 12" in said
+    assert contents(tmp_path / "out") == {TRACKER_FILE: b"12"}
 
 
 @pytest.mark.parametrize("way", WAYS)
