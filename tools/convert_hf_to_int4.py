@@ -101,7 +101,13 @@ def convert(args: argparse.Namespace) -> int:
         assets_from=Path(args.input_dir),
         config=config | {"quantization_config": fmt.config()},
         shard_bytes=args.shard_bytes,
-        made_from=[*reader.identity(), json.dumps(fmt.config()), str(args.dampening_frac), digest_of(samples)],
+        made_from=[
+            *reader.identity(),
+            json.dumps(config),
+            json.dumps(fmt.config()),
+            str(args.dampening_frac),
+            digest_of(samples),
+        ],
     )
     layers = CalibratedLayers(
         Path(args.input_dir),

@@ -150,14 +150,20 @@ def convert(args: argparse.Namespace) -> None:
         parameters, objects = parameters_of(model_without_memory(args), weights.dtype_of)
         weights.check(parameters)
         unusual = {name: str(dtype).removeprefix("torch.") for name, dtype in stored.items() if dtype != usual}
+        shape = model_shape(args)
         directory = write_release(
             Path(args.save),
             parameters,
             objects,
             value_of=weights.value_of,
             stored=weights.stored,
-            model_shape=model_shape(args) | {"model_type": hf_config["model_type"], "hf_dtypes": unusual},
-            made_from=[*reader.identity(), json.dumps(hf_config, sort_keys=True)],
+            model_shape=shape | {"model_type": hf_config["model_type"], "hf_dtypes": unusual},
+            made_from=[
+                *reader.identity(),
+                json.dumps(hf_config, sort_keys=True),
+                json.dumps(shape, default=str),
+                str(args.model_name),
+            ],
             num_threads=args.max_workers,
         )
     finally:

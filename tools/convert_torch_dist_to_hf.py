@@ -68,6 +68,7 @@ def convert(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
+    from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.hf_text_config import text_config
     from slime.utils.weight_format import weight_format_of
 
@@ -87,12 +88,16 @@ def convert(args: argparse.Namespace) -> None:
     fmt = weight_format_of(origin)
     jobs = weight_jobs(reader, family, saved, origin, fmt, threading.Semaphore(args.load_max_workers))
     written = {name: info for job in jobs for name, info in job.outputs.items()}
+    made_from = [str(directory.resolve()), str((directory / ".metadata").stat().st_mtime_ns)]
+    made_from += [json.dumps(origin), json.dumps(saved, default=str), str(args.model_name)]
     if args.origin_hf_dir is not None:
         with_missing = args.add_missing_from_origin_hf
         remedy = "is it one of another model? --add-missing-from-origin-hf copies them"
         check_written(written, args.origin_hf_dir, None if with_missing else remedy)
         more = jobs_of_origin(args.origin_hf_dir, written.keys(), fmt, with_missing=with_missing)
         jobs += more
+        if more:
+            made_from += SafetensorsReader(args.origin_hf_dir, flag="--origin-hf-dir").identity()
         if more or with_missing:
             print(f"copied from the origin: {', '.join(name for job in more for name in job.outputs) or 'nothing'}")
     target = HfTarget(
@@ -100,7 +105,7 @@ def convert(args: argparse.Namespace) -> None:
         flag="--output-dir",
         assets_from=Path(args.origin_hf_dir) if args.origin_hf_dir else None,
         shard_bytes=args.chunk_size,
-        made_from=[str(directory.resolve()), str((directory / ".metadata").stat().st_mtime_ns), json.dumps(origin)],
+        made_from=made_from,
         replaces=args.force,
     )
     write_hf(target, jobs, num_threads=args.save_max_workers)

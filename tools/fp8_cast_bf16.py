@@ -49,7 +49,7 @@ def convert(args: argparse.Namespace) -> int:
     source, target = Path(args.input_fp8_hf_path), Path(args.output_bf16_hf_path)
     config = read_hf_config(source, flag="--input-fp8-hf-path")
     check_target(target, flag="--output-bf16-hf-path", sources={"--input-fp8-hf-path": source})
-    if Fp8Format.of(config) is None:
+    if (fmt := Fp8Format.of(config)) is None:
         raise UsageError(f"--input-fp8-hf-path {source} has no quantization_config; there is nothing to convert.")
     reader = SafetensorsReader(source, flag="--input-fp8-hf-path")
     stored = reader.infos()
@@ -65,7 +65,7 @@ def convert(args: argparse.Namespace) -> int:
         assets_from=source,
         config=without_quantization(config),
         shard_bytes=args.shard_bytes,
-        made_from=reader.identity(),
+        made_from=[*reader.identity(), repr(fmt)],
     )
     write_hf(out, jobs, num_threads=args.max_workers)
     return sum(info.dtype == E4M3 for info in stored.values())

@@ -204,14 +204,14 @@ class EndOfWriting:
             return real_text(path, *values, **more)
 
         Path.write_text = write_text  # type: ignore[method-assign]
-        real_copy = shutil.copy2
+        real_copy = shutil.copyfile
 
-        def copy2(source: Any, target: Any) -> Any:
+        def copyfile(source: Any, target: Any) -> Any:
             if self.when == "the rest":
                 self.ends()
             return real_copy(source, target)
 
-        hf_output.shutil.copy2 = copy2
+        hf_output.shutil.copyfile = copyfile
         real_rename = Path.rename
 
         def rename(path: Path, target: Path) -> Path:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.unit.converter_ways import WAYS, EndOfWriting, contents, killed, make_inputs, no_room, run_apart
+from tests.unit.test_hf_weights import tensors_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,6 +114,57 @@ def test_what_comes_into_being_meanwhile_is_kept(tmp_path, capfd, inputs, whole,
     assert run_apart(one, command) == 0
     assert contents(tmp_path / "out") == contents(whole[way])
     assert complete == {name: made_at(final / name) for name in complete}
+
+
+def other_weights_of_origin(root: Path) -> None:
+    tensor = tensors_of(root / "origin")["mtp.norm.weight"]
+    save_file({"mtp.norm.weight": tensor + 1}, root / "origin" / "model.safetensors")
+
+
+def with_tensors_beside(root: Path) -> None:
+    save_file({"mtp.norm.weight": torch.zeros(4)}, root / "origin" / "model.safetensors")
+
+
+def other_config(name: str, **changes: Any) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        file = root / name / "config.json"
+        config = json.loads(file.read_text())
+        inner = config.get("quantization_config", config)
+        inner.update(changes)
+        file.write_text(json.dumps(config))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("way", "before", "change"),
+    [
+        ("torch_dist to hf", with_tensors_beside, other_weights_of_origin),
+        ("int4 by GPTQ", None, other_config("hf", rms_norm_eps=0.5)),
+        ("from fp8", None, other_config("fp8", weight_block_size=[256, 256])),
+    ],
+)
+def test_what_was_made_of_another_input_is_not_gone_on_with(tmp_path, inputs, way, before, change):
+    root, one = shutil.copytree(inputs, tmp_path / "inputs"), WAYS[way]
+    more = ("--add-missing-from-origin-hf",) if way == "torch_dist to hf" else ()
+    if before is not None:
+        before(root)
+    command = one.command(root, tmp_path / "out", *more)
+    assert run_apart(one, command, EndOfWriting(killed, "the rest")) == -9
+    complete = complete_files(tmp_path)
+    change(root)
+    assert run_apart(one, command) == 0
+    made = {name: made_at(tmp_path / "out" / name) for name in complete}
+    assert complete and not set(complete.values()) & set(made.values())
+
+
+@pytest.mark.parametrize("way", [way for way, one in WAYS.items() if not one.inside and way != "gguf to hf"])
+def test_files_of_a_read_only_input_can_be_written_again(tmp_path, inputs, way):
+    root, one = shutil.copytree(inputs, tmp_path / "inputs"), WAYS[way]
+    for file in root.rglob("*.json"):
+        file.chmod(0o444)
+    assert run_apart(one, one.command(root, tmp_path / "out")) == 0
+    assert all(file.stat().st_mode & stat.S_IWUSR for file in (tmp_path / "out").iterdir())
 
 
 def test_what_needs_no_megatron_does_not_import_it(tmp_path, inputs):

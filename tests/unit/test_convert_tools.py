@@ -227,6 +227,19 @@ def test_a_partial_directory_of_something_else_is_not_gone_on_with(tmp_path):
     assert made == ["x", "x"]
 
 
+def test_a_partial_directory_of_an_older_converter_is_not_gone_on_with(tmp_path, monkeypatch):
+    made: list[str] = []
+    target = HfTarget(path=tmp_path / "out", flag="--save-dir", shard_bytes=16)
+    jobs = jobs_of({"x": torch.ones(4), "y": torch.ones(4)}, made)
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_output, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write_hf(target, jobs)
+    monkeypatch.setattr(partial_dir, "VERSION", partial_dir.VERSION + 1)
+    write_hf(target, jobs)
+    assert made == ["x", "y", "x", "y"]
+
+
 @pytest.mark.parametrize("when", ["before", "on the way"])
 def test_a_full_disk_leaves_nothing_under_the_final_name_and_says_what_to_do(tmp_path, monkeypatch, when):
     jobs = jobs_of({"x": torch.ones(4), "y": torch.ones(4)}, [])

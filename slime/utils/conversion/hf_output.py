@@ -281,4 +281,4 @@ def copy_assets(source: str | Path, target: Path) -> None:
     for file in sorted(Path(source).iterdir()):
         is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not is_weights and file.name != PLAN_FILE:
-            shutil.copy2(file, target / file.name)
+            shutil.copyfile(file, target / file.name)  # not the mode: a model of all may be read-only

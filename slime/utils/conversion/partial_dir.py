@@ -21,6 +21,8 @@ from slime.utils.errors import UsageError
 from slime.utils.manifest import to_disk
 
 PLAN_FILE = "conversion_plan.json"
+VERSION = 1
+"""Of the converters: one more whenever the same plan comes to make other bytes; nothing older is gone on with."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What file systems say that have no locks; a conversion does without there."""
 
@@ -90,7 +92,7 @@ def open_partial(partial: Path, plan: Any) -> None:
         UsageError: there is one of that name that no conversion made.
         OSError: it cannot be made.
     """
-    digest, file = hashlib.sha256(json.dumps(plan).encode()).hexdigest(), partial / PLAN_FILE
+    digest, file = hashlib.sha256(json.dumps([VERSION, plan]).encode()).hexdigest(), partial / PLAN_FILE
     if file.is_file() and file.read_text() == digest:
         return
     if partial.exists() and not file.is_file() and (not partial.is_dir() or any(partial.iterdir())):
