@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.backends.megatron_utils import torch_dist_writer
+from slime.utils.conversion.partial_dir import PLAN_FILE
 from tests.unit.converter_ways import WAYS, EndOfWriting, contents, killed, make_inputs, no_room, run_apart
 from tests.unit.test_hf_weights import tensors_of
 
@@ -71,7 +73,7 @@ def test_nothing_half_written_has_the_final_name_and_the_same_command_goes_on(
         assert "is full; make room and run the same command again" in said[0]
     assert not final.exists() and contents(inputs) == before
     complete = complete_files(tmp_path)
-    assert bool(complete) == (when != "the plan" and (way, when) != ("hf to torch_dist", "the name"))
+    assert bool(complete) == (when != "the plan")
     assert run_apart(one, command) == 0
     assert contents(tmp_path / "out") == contents(whole[way])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
@@ -113,7 +115,41 @@ def test_what_comes_into_being_meanwhile_is_kept(tmp_path, capfd, inputs, whole,
     complete = complete_files(tmp_path)
     assert run_apart(one, command) == 0
     assert contents(tmp_path / "out") == contents(whole[way])
-    assert complete == {name: made_at(final / name) for name in complete}
+    assert complete and complete == {name: made_at(final / name) for name in complete}
+
+
+def test_parts_that_are_cut_take_no_room_when_it_is_looked_at(tmp_path, inputs, whole):
+    one, seen = WAYS["hf to torch_dist"], tmp_path / "seen"
+    command = one.command(inputs, tmp_path / "out")
+    assert run_apart(one, command, EndOfWriting(killed, "the weights", after=30_000)) == -9
+    partial = tmp_path / "out" / ".release.partial"
+    assert [file for file in partial.glob("*.distcp") if file.name not in complete_files(tmp_path)]
+
+    def look_at_files() -> None:
+        torch_dist_writer.check_room = lambda *_: seen.write_text(" ".join(one.name for one in partial.iterdir()))
+
+    complete = complete_files(tmp_path)
+    assert run_apart(one, command, look_at_files) == 0
+    journals = [f"part-{name.removeprefix('__0_').removesuffix('.distcp')}.pickle" for name in complete]
+    assert sorted(seen.read_text().split()) == sorted([*complete, *journals, PLAN_FILE])
+    assert contents(tmp_path / "out") == contents(whole["hf to torch_dist"])
+
+
+def test_a_journal_is_on_the_disk_before_it_has_its_name(tmp_path, inputs):
+    one, said = WAYS["hf to torch_dist"], tmp_path / "synced"
+
+    def note_what_is_synced() -> None:
+        real = torch_dist_writer.to_disk
+
+        def to_disk(path: Path) -> None:
+            real(path)
+            with said.open("a") as file:
+                file.write(f"{path.name} ")
+
+        torch_dist_writer.to_disk = to_disk
+
+    assert run_apart(one, one.command(inputs, tmp_path / "out"), note_what_is_synced) == 0
+    assert "part-0.tmp" in said.read_text().split()
 
 
 def other_weights_of_origin(root: Path) -> None:

@@ -155,6 +155,8 @@ def write_release(
         with growing_alone(partial, final, replaces=False):
             open_partial(partial, [list(made_from), planned])
             todo = [(i, part) for i, part in enumerate(parts) if not _journal(partial, i).is_file()]
+            journals = [_journal(partial, i) for i in range(len(parts))]
+            _remove_what_is_cut(partial, journals)
             left = sum(one.num_bytes for _, part in todo for one in part)
             check_room(partial, left, f"--save {root}")
             with Bar(f"writing {root.name}", total, done=total - left) as bar:
@@ -166,11 +168,12 @@ def write_release(
 
                 run_in_threads(todo, write, num_threads=num_threads, bar=bar)
             written = _write_rest(partial, len(parts), objects, model_shape)
-            beside = (*written, PLAN_FILE, manifest.FILE)
+            beside = (*written, PLAN_FILE, manifest.FILE, *(one.name for one in journals))
             files = [path for path in partial.iterdir() if path.is_file() and path.name not in beside]
             write_manifest(partial / manifest.FILE, entries_of(partial, sorted(files)) | written)
             give_name(partial, root, "release", replaces=False)
-            (final / PLAN_FILE).unlink()
+            for beside_it in (*journals, partial / PLAN_FILE):  # the last, so that a cut before can be gone on with
+                (final / beside_it.name).unlink()
     except OSError as error:
         raise said_of_disk(error, partial) from error
     finally:
@@ -200,6 +203,15 @@ def _part_file(number: int) -> str:
 def _journal(partial: Path, number: int) -> Path:
     """The file that says what is in a part, and that it is complete."""
     return partial / f"part-{number}.pickle"
+
+
+def _remove_what_is_cut(partial: Path, journals: Sequence[Path]) -> None:
+    """Remove what an earlier run has left but for its plan and the parts that are complete: it is written again."""
+    complete = {_part_file(i) for i, journal in enumerate(journals) if journal.is_file()}
+    kept = complete | {PLAN_FILE} | {journal.name for journal in journals}
+    for file in partial.iterdir():
+        if file.name not in kept:
+            file.unlink()
 
 
 def _chunks(
@@ -243,6 +255,7 @@ def _write_part(partial: Path, number: int, chunks: Iterator[tuple[ShardedTensor
     to_disk(path)
     growing = _journal(partial, number).with_suffix(".tmp")
     growing.write_text(json.dumps({"chunks": entries, "file": stream.entry()}))
+    to_disk(growing)  # else a crash of the machine may leave the name and not what it says
     growing.rename(_journal(partial, number))
 
 
@@ -341,8 +354,6 @@ def _write_rest(
     torch.save(common, partial / "common.pt")
     (partial / "metadata.json").write_text(json.dumps(_BACKENDS))
     (partial / MODEL_SHAPE_FILE).write_text(json.dumps(shape, indent=2) + "\n")
-    for number in range(num_parts):
-        _journal(partial, number).unlink()
     for file in (*partial.iterdir(), partial):
         to_disk(file)
     return written
