@@ -3,8 +3,9 @@
     python tools/convert_fsdp_to_hf.py --input-dir iter_0000012 --origin-hf-dir Qwen3-4B --output-dir out
 
 Its tensors have HF's names already, with what wraps the model before them; optimizer states are left out. Config and
-tokenizer files are copied from --origin-hf-dir, whose names, where it has weights, the tensors must have. Memory holds
-one tensor a thread, and a conversion that was cut off goes on when it is started again.
+tokenizer files are copied from --origin-hf-dir, without a quantization_config, for the tensors are not quantised;
+where it has weights, the tensors must have their names. Memory holds one tensor a thread, and a conversion that was
+cut off goes on when it is started again.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def convert(args: argparse.Namespace) -> int:
     """
     from slime.backends.megatron_utils.hf_export import config_dtype
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
-    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.utils.conversion.hf_config import read_hf_config, without_quantization
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import text_config
+    from slime.utils.int4_format import quantization_config_of
     from tools.convert_torch_dist_to_hf import check_written
 
     for flag in ("chunk_size", "max_workers"):
@@ -77,6 +79,7 @@ def convert(args: argparse.Namespace) -> int:
         path=Path(args.output_dir),
         flag="--output-dir",
         assets_from=Path(args.origin_hf_dir),
+        config=without_quantization(config) if quantization_config_of(config) else None,
         shard_bytes=args.chunk_size,
         made_from=[str(directory.resolve()), str((directory / ".metadata").stat().st_mtime_ns), json.dumps(config)],
         replaces=args.force,

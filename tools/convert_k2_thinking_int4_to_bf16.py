@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
         if getattr(args, flag) < 1:
             raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not above 0.")
     source = Path(args.model_dir)
-    target = Path(args.output_dir) if args.output_dir else source.with_name(source.name + "-bf16")
+    target = Path(args.output_dir or f"{os.path.abspath(source)}-bf16")
     if args.config_path:
         config = read_config_file(Path(args.config_path), missing=f"--config-path {args.config_path}: no such file.")
     else:

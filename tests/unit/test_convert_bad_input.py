@@ -280,6 +280,31 @@ def test_an_output_is_not_the_directory_that_was_found_in_the_input(tmp_path, ca
     assert contents(inputs) == before
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_an_output_that_is_no_name_is_refused(tmp_path, capfd, monkeypatch, inputs, way):
+    one, here = WAYS[way], tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    if not one.inside:
+        for output in (".", "..", "/"):
+            assert "has no name of its own" in refused(way, one.command(inputs, output), capfd)
+    (here / "link").symlink_to(here / "nothing")
+    for output in ("link", "link/out"):
+        assert "link is a link to nothing" in refused(way, one.command(inputs, output), capfd)
+    grows = Path(".release.partial" if one.inside else "out.partial")
+    (tmp_path / "elsewhere").mkdir()
+    grows.symlink_to(tmp_path / "elsewhere")
+    said = refused(way, one.command(inputs, here if one.inside else "out"), capfd)
+    assert f"{grows}, where it grows, is a link" in said
+    assert sorted(file.name for file in here.iterdir()) == sorted([grows.name, "link"])
+
+
+def test_the_usual_output_of_a_directory_without_a_name_lies_beside_it(tmp_path, monkeypatch, inputs):
+    monkeypatch.chdir(inputs / "int4")
+    assert run_apart(WAYS["from int4"], ["--model-dir", "."]) == 0
+    assert (inputs / "int4-bf16" / "config.json").is_file()
+
+
 def test_the_checkpoints_of_a_run_keep_their_tracker(tmp_path, capfd, inputs):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / TRACKER_FILE).write_text("12")

@@ -194,6 +194,15 @@ def test_what_was_made_of_another_input_is_not_gone_on_with(tmp_path, inputs, wa
     assert complete and not set(complete.values()) & set(made.values())
 
 
+def test_weights_of_fsdp_have_no_config_that_says_how_they_are_quantised(tmp_path, inputs):
+    root, one = shutil.copytree(inputs, tmp_path / "inputs"), WAYS["fsdp to hf"]
+    config = json.loads((root / "origin" / "config.json").read_text())
+    fp8 = json.loads((root / "fp8" / "config.json").read_text())["quantization_config"]
+    (root / "origin" / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+    assert run_apart(one, one.command(root, tmp_path / "out")) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
 @pytest.mark.parametrize("way", [way for way, one in WAYS.items() if not one.inside and way != "gguf to hf"])
 def test_files_of_a_read_only_input_can_be_written_again(tmp_path, inputs, way):
     root, one = shutil.copytree(inputs, tmp_path / "inputs"), WAYS[way]

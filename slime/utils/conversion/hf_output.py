@@ -103,8 +103,13 @@ def check_target(target: Path, *, flag: str, sources: Mapping[str, str | Path | 
         replaces: whether an existing directory may go.
 
     Raises:
-        UsageError: it is one of the inputs or around one, it exists, or cannot be made.
+        UsageError: it is one of the inputs or around one, it exists, has no name, or cannot be made.
     """
+    if target.name in ("", ".."):
+        raise UsageError(f"{flag} {target} has no name of its own; name a directory that is to be made.")
+    for place in (target, *target.parents):
+        if place.is_symlink() and not place.exists():
+            raise UsageError(f"{flag} {target}: {place} is a link to nothing; remove it, or make what it names.")
     for other, source in sources.items():
         if source is None:
             continue

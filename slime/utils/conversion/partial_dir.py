@@ -89,9 +89,11 @@ def open_partial(partial: Path, plan: Any) -> None:
         plan: JSON of all that decides what is in it.
 
     Raises:
-        UsageError: there is one of that name that no conversion made.
+        UsageError: there is one of that name that no conversion made, or a link.
         OSError: it cannot be made.
     """
+    if partial.is_symlink():
+        raise UsageError(f"{partial}, where it grows, is a link; remove it, or name another directory.")
     digest, file = hashlib.sha256(json.dumps([VERSION, plan]).encode()).hexdigest(), partial / PLAN_FILE
     if file.is_file() and file.read_text() == digest:
         return
