@@ -92,7 +92,9 @@ def convert(args: argparse.Namespace) -> int:
     config = config_to_quantize(args.input_dir, args.output_dir, flags=flags, kind="int4", beside=beside)
     reader = SafetensorsReader(args.input_dir, flag="--input-dir")
     has_experts = any(".experts." in name for name in reader.names())
-    fmt = Int4Format(args.quant_group_size, True, EXPERTS_ONLY if has_experts else ("lm_head",))
+    ignored = EXPERTS_ONLY if has_experts else ("lm_head",)
+    more = prediction_layers(reader.names(), config["num_hidden_layers"])
+    fmt = Int4Format(args.quant_group_size, True, (*ignored, *more))
     check_shapes(reader, fmt, f"--input-dir {args.input_dir}", "--quant-group-size", "give another size")
     samples = read_samples(args)
     target = HfTarget(
@@ -125,6 +127,15 @@ def convert(args: argparse.Namespace) -> int:
     return sum(fmt.quantizes(name) for name in reader.names())
 
 
+def prediction_layers(names: Sequence[str], num_layers: int) -> list[str]:
+    """Rules for `Int4Format.ignored` that name the layers that predict further tokens.
+
+    Samples do not go through these, so they stay as they are, and engines have to know that.
+    """
+    numbers = {int(match[1]) for name in names if (match := LAYER.match(name))}
+    return [rf"re:model\.layers\.{number}\..*" for number in sorted(numbers) if number >= num_layers]
+
+
 def gptq_jobs(reader: SafetensorsReader, fmt: Int4Format, layers: CalibratedLayers, num_layers: int) -> list[Job]:
     """One job for the quantised weights of each layer, in order, and one for every other tensor."""
     import torch
@@ -142,9 +153,9 @@ def gptq_jobs(reader: SafetensorsReader, fmt: Int4Format, layers: CalibratedLaye
     plain: list[Job] = []
     for name, info in infos.items():
         match = LAYER.match(name)
-        if match and int(match[1]) < num_layers and fmt.quantizes(name):
+        if match and fmt.quantizes(name):
             of_layer[int(match[1])].append(name)
-        else:  # layers that predict further tokens, too: samples do not go through them
+        else:
             plain.append(plain_job(name, info))
 
     # Every layer is gone through, also one that has nothing to quantise.

@@ -87,7 +87,7 @@ def bf16_jobs(raw: RawTensors, names: Sequence[str], fmt: Int4Format) -> list[Jo
     """One job for each weight; scales, shapes and zero points belong to theirs.
 
     Raises:
-        UsageError: a weight has no scales or no shape, or they do not go with it.
+        UsageError: a weight has no scales or no shape, they do not go with it, or its columns are in another order.
     """
     import torch
 
@@ -98,6 +98,7 @@ def bf16_jobs(raw: RawTensors, names: Sequence[str], fmt: Int4Format) -> list[Jo
     from slime.utils.int4_format import PACKED, SCALE, SHAPE, ZERO
 
     def weight_job(module: str) -> Job:
+        fmt.check_order(module, raw.file_of, where=str(raw.root))
         if lacking := [part for part in (SCALE, SHAPE) if module + part not in raw.file_of]:
             raise UsageError(
                 f"{raw.root}: {module}{PACKED} has no {' and no '.join(lacking)}; is it downloaded whole?"

@@ -321,8 +321,8 @@ def check_written(written: Mapping[str, TensorInfo], origin: str, remedy: str | 
 
 
 def has_weights(origin: str) -> bool:
-    """Whether there is anything to compare with."""
-    return any(Path(origin).glob("*.safetensors")) or any(Path(origin).glob("*.safetensors.index.json"))
+    """Whether there are shapes to compare with; an index may be there without the weights."""
+    return any(Path(origin).glob("*.safetensors"))
 
 
 def check_config(written: Mapping[str, TensorInfo], origin: str) -> None:
@@ -350,17 +350,43 @@ def check_config(written: Mapping[str, TensorInfo], origin: str) -> None:
             )
 
 
+def names_of_index(origin: str) -> list[str]:
+    """The tensors that the index of an HF directory names; none without an index.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    from slime.utils.errors import UsageError
+    from slime.utils.safetensors_files import INDEX_FILE
+
+    file = Path(origin) / INDEX_FILE
+    try:
+        return list(json.loads(file.read_text())["weight_map"]) if file.is_file() else []
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{file} is no index of safetensors ({error}); download it again.") from error
+
+
 def jobs_of_origin(origin: str, written: Collection[str], fmt: Any, *, with_missing: bool) -> list[Job]:
     """One job for each tensor of the origin that no trainer changes (the part that sees images).
 
     `with_missing`: for each that the checkpoint does not give.
+
+    Raises:
+        UsageError: the origin's index names tensors that have to be copied, and their files are not there.
     """
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import is_of_other_part
 
     if not with_missing and not has_weights(origin):
+        needed = sorted(name for name in names_of_index(origin) if is_of_other_part(name) and name not in written)
+        if needed:
+            raise UsageError(
+                f"--origin-hf-dir {origin} has no weights, and its index names {len(needed)} tensor(s) that the "
+                f"checkpoint does not hold, such as {needed[0]}; download its *.safetensors, too."
+            )
         return []
     reader = SafetensorsReader(origin, flag="--origin-hf-dir")
 

@@ -42,6 +42,7 @@ def convert(args: argparse.Namespace) -> int:
     from slime.utils.errors import UsageError
     from slime.utils.fp8 import E4M3
     from slime.utils.fp8_format import Fp8Format
+    from slime.utils.int4_format import quantization_config_of
 
     for flag in ("max_workers", "shard_bytes"):
         if getattr(args, flag) < 1:
@@ -49,6 +50,12 @@ def convert(args: argparse.Namespace) -> int:
     source, target = Path(args.input_fp8_hf_path), Path(args.output_bf16_hf_path)
     config = read_hf_config(source, flag="--input-fp8-hf-path")
     check_target(target, flag="--output-bf16-hf-path", sources={"--input-fp8-hf-path": source})
+    scheme = quantization_config_of(config).get("activation_scheme", "dynamic")
+    if scheme != "dynamic":
+        raise UsageError(
+            f"--input-fp8-hf-path {source}: activation_scheme {scheme!r} has scales of activations beside the "
+            "weights, which have no place in a checkpoint in bf16; use the unquantised checkpoint."
+        )
     if (fmt := Fp8Format.of(config)) is None:
         raise UsageError(f"--input-fp8-hf-path {source} has no quantization_config; there is nothing to convert.")
     reader = SafetensorsReader(source, flag="--input-fp8-hf-path")

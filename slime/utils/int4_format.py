@@ -8,7 +8,7 @@ plain dict of config.json and imports no torch; the arithmetic is slime.utils.in
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from slime.utils.errors import UsageError
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
+COLUMN_GROUPS = "weight_g_idx"
+"""Which group each column is of, where they are not in order (actorder "group")."""
 SHAPE_BYTES = 16
 _LINEAR = re.compile(r".*\.layers\.\d+\..*((?<!\.eh)_proj(_with_mqa)?|\.experts\.\d+\.w[123])\.weight")
 EXPERTS_ONLY = (
@@ -118,6 +120,24 @@ class Int4Format:
                 f"{where}: {module}{SCALE} has the shape {list(scales)}, which does not go with {module}{PACKED} "
                 f"{list(packed)}{beside} in groups of {self.group_size} columns; is it the config.json of this "
                 "checkpoint?"
+            )
+
+    @staticmethod
+    def check_order(module: str, names: Container[str], *, where: str) -> None:
+        """See that the columns of a stored weight are in the order of their groups.
+
+        Args:
+            module: what its tensors' names begin with, with the dot behind it.
+            names: of all tensors of the checkpoint.
+            where: the checkpoint, for the error.
+
+        Raises:
+            UsageError: a tensor says which group each column is of.
+        """
+        if module + COLUMN_GROUPS in names:
+            raise UsageError(
+                f"{where}: {module}{COLUMN_GROUPS} says which group each column is of (actorder 'group'), and groups "
+                f"are read in order alone; {REMEDY}."
             )
 
     @classmethod

@@ -15,10 +15,12 @@ from safetensors.torch import save_file
 
 from slime.utils.checkpoint_paths import TRACKER_FILE
 from slime.utils.conversion.partial_dir import growing_alone, lock_of
+from slime.utils.int4_format import Int4Format
 from tests.unit.converter_ways import FROM_HF, WAYS, contents, cut_in_the_middle, make_inputs, run_apart, split_in_two
 from tests.unit.test_convert_gguf import write_gguf
 from tests.unit.test_hf_weights import tensors_of
 
+FUSED = "model.layers.1.mlp.experts.down_proj"
 UP, NORM = "model.layers.1.mlp.up_proj", "model.layers.1.input_layernorm.weight"
 
 
@@ -158,6 +160,24 @@ def with_weights_of_origin(then: Callable[[Path], None]) -> Callable[[Path], Non
     return damage
 
 
+def with_index_alone(*more: str) -> Callable[[Path], None]:
+    """The origin was downloaded without its weights, but with the index, which names so many more tensors."""
+
+    def damage(root: Path) -> None:
+        index = json.loads((root / "hf" / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(more, "model-00001-of-00002.safetensors")
+        (root / "origin" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return damage
+
+
+def with_static_activations(root: Path) -> None:
+    file = root / "fp8" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["activation_scheme"] = "static"
+    file.write_text(json.dumps(config))
+
+
 def in_gguf(**leaves_out: str) -> Callable[[Path], None]:
     def damage(root: Path) -> None:
         write_gguf(root / "model.gguf", "qwen3", **leaves_out)
@@ -180,6 +200,7 @@ OF_ONE_WAY = {
     "torch_dist to hf": OF_ORIGIN
     | {
         cut("dist/release/model_shape.json"): "model_shape.json is no JSON",
+        with_index_alone("mtp.norm.weight"): "its index names 1 tensor(s) that the checkpoint does not hold",
         without_shape(config_of_origin(num_attention_heads=6)): "is it the config of another model?",
         without_shape(config_of_origin(num_hidden_layers=3)): "has no layer 2, and the config of --origin-hf-dir",
     },
@@ -206,10 +227,13 @@ OF_ONE_WAY = {
         changed("hf", {NORM: torch.ones(1)}): f"{NORM} of shape [1]",
     },
     "from fp8": {
+        changed("fp8", {FUSED: torch.zeros(2, 32, 48).to(torch.float8_e4m3fn)}): f"{FUSED} holds all experts",
+        with_static_activations: "have no place in a checkpoint in bf16",
         changed("fp8", {f"{UP}.weight_scale_inv": None}): f"{UP}.weight is in fp8, and there are no scales",
         changed("fp8", {f"{UP}.weight_scale_inv": torch.ones(3, 1)}): f"{UP}.weight_scale_inv has the shape [3, 1]",
     },
     "from int4": {
+        changed("int4", {f"{UP}.weight_g_idx": torch.zeros(32, dtype=torch.int32)}): f"{UP}.weight_g_idx says which",
         changed("int4", {f"{UP}.weight_scale": None}): f"{UP}.weight_packed has no weight_scale",
         changed("int4", {f"{UP}.weight_scale": torch.ones(48, 5)}): f"{UP}.weight_scale has the shape [48, 5]",
         changed("int4", {f"{UP}.weight_shape": torch.tensor([48, 30])}): f"{UP}.weight_shape says [48, 30]",
@@ -237,6 +261,22 @@ def test_what_is_wrong_with_an_input_is_named(tmp_path, capfd, inputs, way, dama
     damage(inputs)
     assert said in refused(way, WAYS[way].command(inputs, tmp_path / "out"), capfd)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("way", ["torch_dist to hf", "fsdp to hf"])
+def test_an_origin_without_weights_may_have_their_index(tmp_path, inputs, way):
+    with_index_alone()(inputs)
+    assert run_apart(WAYS[way], WAYS[way].command(inputs, tmp_path / "out")) == 0
+    assert tensors_of(tmp_path / "out").keys() == tensors_of(inputs / "hf").keys()
+
+
+def test_the_config_says_that_prediction_layers_are_not_quantised_by_gptq(tmp_path, inputs):
+    one, name = WAYS["int4 by GPTQ"], "model.layers.2.mlp.up_proj.weight"
+    changed("hf", {name: torch.ones(48, 32, dtype=torch.bfloat16)})(inputs)
+    assert run_apart(one, one.command(inputs, tmp_path / "out")) == 0
+    fmt = Int4Format.of(json.loads((tmp_path / "out" / "config.json").read_text()), where="out")
+    assert name in tensors_of(tmp_path / "out") and not fmt.quantizes(name)
+    assert fmt.quantizes(f"{UP}.weight")
 
 
 @pytest.mark.parametrize("way", ["fp8", "int4", "int4 by GPTQ"])

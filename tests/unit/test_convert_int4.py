@@ -7,7 +7,9 @@ import json
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from safetensors.torch import save_file
 
+from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.errors import UsageError
 from slime.utils.int4 import dequantize_groups, pack, quantize_groups, unpack
 from tests.unit.megatron_fakes import make_hf_model
@@ -73,6 +75,19 @@ def test_experts_become_int4_and_bf16_again(tmp_path):
             convert_hf_to_int4_direct.convert(
                 convert_hf_to_int4_direct.make_parser().parse_args([*base[:3], f"{tmp_path}/x", *flags])
             )
+
+
+def test_columns_in_another_order_are_refused(tmp_path):
+    make_hf_model(tmp_path / "hf", dtype="bfloat16")
+    base = ["--model-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/int4", "--group-size", "16"]
+    assert convert_hf_to_int4_direct.main(base) == 0
+    module = "model.layers.1.mlp.down_proj"
+    order = {f"{module}.weight_g_idx": torch.zeros(48, dtype=torch.int32)}
+    save_file(tensors_of(tmp_path / "int4") | order, tmp_path / "int4" / "model.safetensors")
+    reader = SafetensorsReader(tmp_path / "int4")
+    for read in (reader.infos, lambda: reader.get(f"{module}.weight")):
+        with pytest.raises(UsageError, match="weight_g_idx says which group each column is of"):
+            read()
 
 
 def test_zero_points_are_kept(tmp_path):

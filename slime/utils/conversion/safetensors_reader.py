@@ -105,6 +105,7 @@ class SafetensorsReader:
         return module if module != name and module + PACKED in self._file_of else None
 
     def _unpacked(self, module: str) -> torch.Tensor:
+        self._int4_format.check_order(module, self._file_of, where=str(self._root))
         scales = self._read(module + SCALE)
         groups, size = scales.shape[1], self._int4_format.group_size
         values, zeros = unpack(self._read(module + PACKED), groups * size), None
@@ -115,11 +116,17 @@ class SafetensorsReader:
     def _info(self, stored: str) -> TensorInfo:
         """As `_raw.info`, of what is stored in int4 that of the weight; looks at the shapes of scales."""
         info = self._raw.info(stored)
-        if info.dtype == E4M3 and not is_fused(stored):
+        if info.dtype == E4M3 and is_fused(stored):
+            raise UsageError(
+                f"{self._root}: {stored} holds all experts of a layer in fp8, which are read one by one alone; make "
+                "the checkpoint with tools/convert_hf_to_fp8.py, or use the unquantised one."
+            )
+        if info.dtype == E4M3:
             self._fp8_scales(stored, info.shape)
         if not stored.endswith("." + PACKED):
             return info
         module, fmt = stored.removesuffix(PACKED), self._int4_format
+        fmt.check_order(module, self._file_of, where=str(self._root))
         scales = self._raw.info(module + SCALE)
         zeros = self._raw.info(module + ZERO).shape if module + ZERO in self._file_of else None
         fmt.check_stored(module, info.shape, scales.shape, zeros, where=str(self._root))
