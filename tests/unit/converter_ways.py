@@ -181,7 +181,7 @@ class EndOfWriting:
     Attributes:
         ends: is called before a write, which is done if it comes back.
         when: "the plan": at once; "the weights": after so many bytes; "the rest": when the weights are complete; "the
-            name": when all is.
+            name": when all is; "the end": when what is complete has its name.
         after: those bytes; of "the name", so many directories that have got theirs.
     """
 
@@ -221,6 +221,14 @@ class EndOfWriting:
                     self.ends()
             return real_rename(path, target)
 
+        real_unlink = Path.unlink
+
+        def unlink(path: Path, missing_ok: bool = False) -> None:
+            if self.when == "the end" and path.name == partial_dir.PLAN_FILE:
+                self.ends()
+            real_unlink(path, missing_ok)
+
+        Path.unlink = unlink  # type: ignore[method-assign]
         Path.rename = rename  # type: ignore[method-assign]
 
     def _counted(self, real: Callable[..., int]) -> Callable[..., int]:

@@ -118,6 +118,21 @@ def test_what_comes_into_being_meanwhile_is_kept(tmp_path, capfd, inputs, whole,
     assert complete and complete == {name: made_at(final / name) for name in complete}
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_killed_after_it_got_its_name_is_ended_by_the_same_command(tmp_path, capfd, inputs, whole, way):
+    one, final = WAYS[way], tmp_path / "out" / WAYS[way].inside
+    command = one.command(inputs, tmp_path / "out")
+    assert run_apart(one, command, EndOfWriting(killed, "the end")) == -9
+    other = shutil.copytree(inputs, tmp_path / "other")
+    before = contents(final)
+    assert run_apart(one, one.command(other, tmp_path / "out")) == 2
+    assert "exists, made by another conversion" in capfd.readouterr().err
+    assert contents(final) == before
+    assert run_apart(one, command) == 0
+    assert contents(tmp_path / "out") == contents(whole[way])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "out"]
+
+
 def test_parts_that_are_cut_take_no_room_when_it_is_looked_at(tmp_path, inputs, whole):
     one, seen = WAYS["hf to torch_dist"], tmp_path / "seen"
     command = one.command(inputs, tmp_path / "out")

@@ -39,7 +39,14 @@ from slime.backends.megatron_utils.model_weights import iter_weights, named_tens
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
 from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles
-from slime.utils.conversion.partial_dir import PLAN_FILE, check_room, growing_alone, open_partial, said_of_disk
+from slime.utils.conversion.partial_dir import (
+    PLAN_FILE,
+    check_room,
+    growing_alone,
+    open_partial,
+    said_of_disk,
+    take_back,
+)
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.errors import UsageError
 from slime.utils.manifest import entries_of, to_disk, write_manifest
@@ -153,7 +160,9 @@ def write_release(
     torch.serialization.set_crc32_options(False)  # takes longer than writing, and torch.load does not look at it
     try:
         with growing_alone(partial, final, replaces=False):
-            open_partial(partial, [list(made_from), planned])
+            plan = [list(made_from), planned]
+            take_back(partial, final, plan, replaces=False)
+            open_partial(partial, plan)
             todo = [(i, part) for i, part in enumerate(parts) if not _journal(partial, i).is_file()]
             journals = [_journal(partial, i) for i in range(len(parts))]
             _remove_what_is_cut(partial, journals)

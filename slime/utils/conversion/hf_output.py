@@ -26,9 +26,11 @@ from slime.utils.conversion.partial_dir import (
     check_room,
     close_partial,
     growing_alone,
+    lacks_its_end,
     old_of,
     open_partial,
     said_of_disk,
+    take_back,
 )
 from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.conversion.raw_tensors import NAMES, TensorInfo, bytes_of
@@ -123,7 +125,7 @@ def check_target(target: Path, *, flag: str, sources: Mapping[str, str | Path | 
                 raise UsageError(f"{name} is {other}; name another directory, the input would be overwritten.")
             if ours.resolve() in theirs.parents:
                 raise UsageError(f"{name} has {other} {source} in it; name a directory beside it.")
-    if target.exists() and not replaces:
+    if target.exists() and not replaces and not lacks_its_end(target):
         raise UsageError(f"{flag} {target} exists; remove it, or name another directory.")
     if target.exists() and not target.is_dir():
         raise UsageError(f"{flag} {target} is a file; name a directory.")
@@ -259,7 +261,9 @@ def _open_partial(target: HfTarget, shards: Sequence[Sequence[Job]]) -> None:
     tensors = [
         {name: [NAMES[i.dtype], list(i.shape)] for job in one for name, i in job.outputs.items()} for one in shards
     ]
-    open_partial(target.partial, [list(target.made_from), tensors])
+    plan = [list(target.made_from), tensors]
+    take_back(target.partial, target.path, plan, replaces=target.replaces)
+    open_partial(target.partial, plan)
     for left in target.partial.glob("*.tmp"):
         left.unlink()
 

@@ -46,12 +46,40 @@ def growing_alone(partial: Path, final: Path, *, replaces: bool) -> Iterator[Non
     file = lock_of(partial)
     handle = _locked(file, partial)
     try:
-        if os.path.lexists(final) and not replaces:
+        if os.path.lexists(final) and not replaces and not lacks_its_end(final):
             raise UsageError(f"{final} came into being meanwhile; remove it, or name another directory.")
         yield
     finally:
         file.unlink(missing_ok=True)  # before the lock goes, so that nobody has it on a file without a name
         os.close(handle)
+
+
+def lacks_its_end(final: Path) -> bool:
+    """Whether a conversion was cut between giving a directory its name and removing its plan."""
+    return (final / PLAN_FILE).is_file()
+
+
+def take_back(partial: Path, final: Path, plan: Any, *, replaces: bool) -> None:
+    """Where a conversion of this plan was cut after its directory had got its name, have it grow again, for its end.
+
+    Args:
+        partial, final, replaces: as for `growing_alone`.
+        plan: as for `open_partial`.
+
+    Raises:
+        UsageError: it was one of another plan, and is not to be replaced.
+        OSError: the directory cannot be renamed.
+    """
+    if not lacks_its_end(final):
+        return
+    if (final / PLAN_FILE).read_text() == _digest(plan) and not os.path.lexists(partial):
+        final.rename(partial)
+    elif not replaces:
+        raise UsageError(f"{final} exists, made by another conversion; remove it, or name another directory.")
+
+
+def _digest(plan: Any) -> str:
+    return hashlib.sha256(json.dumps([VERSION, plan]).encode()).hexdigest()
 
 
 def lock_of(partial: Path) -> Path:
@@ -94,7 +122,7 @@ def open_partial(partial: Path, plan: Any) -> None:
     """
     if partial.is_symlink():
         raise UsageError(f"{partial}, where it grows, is a link; remove it, or name another directory.")
-    digest, file = hashlib.sha256(json.dumps([VERSION, plan]).encode()).hexdigest(), partial / PLAN_FILE
+    digest, file = _digest(plan), partial / PLAN_FILE
     if file.is_file() and file.read_text() == digest:
         return
     if partial.exists() and not file.is_file() and (not partial.is_dir() or any(partial.iterdir())):
