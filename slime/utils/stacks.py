@@ -14,7 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +83,8 @@ def _kernel_wait(pid: int) -> str:
 
 
 def _stack(pid: int) -> str:
+    if pid == os.getpid():
+        return _own()
     if not _is_python(pid):
         return "(no Python)"
     problem = "py-spy is not installed"
@@ -96,6 +100,15 @@ def _stack(pid: int) -> str:
                 return done.stdout[max(0, done.stdout.find("\nThread ")) :].strip()
             problem = (done.stderr.strip().splitlines() or ["py-spy failed"])[-1]
     return _asked(pid) or f"(no stack: {problem})"
+
+
+def _own() -> str:
+    """This process's stacks. faulthandler reads frames while other threads change them, and can end the process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {ident} ({names.get(ident, '?')}):\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+    )
 
 
 def _py_spy() -> str | None:

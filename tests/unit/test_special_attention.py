@@ -183,8 +183,6 @@ def test_a_model_without_indexers_has_none_to_freeze():
 @pytest.mark.parametrize(
     ("model", "flags", "said"),
     [
-        ("qwen3-next-80B-A3B", ["--context-parallel-size", "2"], "--experimental-attention-variant gated_delta_net"),
-        ("deepseek-v3.2", ["--context-parallel-size", "2"], "--experimental-attention-variant dsa"),
         ("qwen3-next-80B-A3B", ["--mtp-num-layers", "1"], "(model_type qwen3_next) has 0 layers that predict"),
         ("deepseek-v3.2", ["--mtp-num-layers", "1"], "there are rules for those of mimo, glm4_moe"),
         ("minimax-m2", ["--mtp-num-layers", "1"], "there are rules for those of mimo, glm4_moe"),

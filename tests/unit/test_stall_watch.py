@@ -202,6 +202,23 @@ def test_a_stopped_process_is_described_with_its_stack_and_without_its_arguments
     assert "sesame" not in text
 
 
+def test_this_process_says_what_its_threads_do_without_being_asked() -> None:
+    entered, may_end = threading.Event(), threading.Event()
+
+    def wait_for_the_test() -> None:
+        entered.set()
+        may_end.wait(20)
+
+    thread = threading.Thread(target=wait_for_the_test, name="waiting")
+    thread.start()
+    assert entered.wait(20)
+    text = stacks.describe([os.getpid()])
+    may_end.set()
+    thread.join(20)
+    assert "(waiting):" in text and "wait_for_the_test" in text and "(MainThread):" in text
+    assert "test_this_process_says_what_its_threads_do" in text
+
+
 def test_a_process_writes_its_own_stack_where_py_spy_is_missing(sleeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_py_spy", lambda: None)
     for _ in range(2):  # a second report has the second stack alone
