@@ -19,10 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -33,7 +30,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 
-from slime.backends.megatron_utils.cp_utils import gathered_places
+from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
 from slime.utils import accelerator
 from slime.utils.fusion import fused_on_cuda
 
@@ -130,9 +127,9 @@ class GatedDeltaNet(MegatronModule):
         qkv, z, b, a = by_head.split([2 * self.key_dim + values, values, per_key, per_key], -1)
         if places is not None:
             parts = (qkv, b, a)
-            gathered = gather_from_sequence_parallel_region(torch.cat(parts, -1), group=self.cp_group)
-            whole = torch.empty_like(gathered).index_copy(0, places, gathered)
-            qkv, b, a = whole.split([part.shape[-1] for part in parts], -1)
+            qkv, b, a = gather_pack(torch.cat(parts, -1), places, self.cp_group).split(
+                [part.shape[-1] for part in parts], -1
+            )
         qkv = causal_conv(qkv.flatten(1), self.conv1d.weight, cu_seqlens).unflatten(-1, (self.key_heads, -1))
         q, k, v = qkv.split([self.key_dim, self.key_dim, values], -1)
         q, k = (_l2_norm(part).repeat_interleave(per_key, 1) for part in (q, k))
@@ -141,7 +138,7 @@ class GatedDeltaNet(MegatronModule):
         v = v.unflatten(-1, (per_key, self.value_dim)).flatten(1, 2)
         out = rule(q, k, v, decay, b.flatten(1).sigmoid(), cu_seqlens)
         if places is not None:
-            out = out.index_select(0, places.split(len(rows))[self.cp_group.rank()])
+            out = own_rows(out, places, self.cp_group)
         # Every rank has other heads, and all scale with the same weight: its gradient is the sum over the ranks.
         scale = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp_group)
         return _gated_norm(out, z.reshape(out.shape), scale, self.config.layernorm_epsilon).flatten(1)

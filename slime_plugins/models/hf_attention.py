@@ -33,7 +33,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.cp_utils import gathered_places
+from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
@@ -260,10 +260,8 @@ class HFAttention(MegatronModule):
         pack, rows = Pack.of(packed_seq_params, self.cp_group.size()), hidden_states.squeeze(1)
         if pack.places is None:
             return self.mix_pack(rows, pack).unsqueeze(1)
-        gathered = gather_from_sequence_parallel_region(rows, group=self.cp_group)
-        mixed = self.mix_pack(torch.empty_like(gathered).index_copy(0, pack.places, gathered), pack)
-        own = pack.places.split(rows.shape[0])[self.cp_group.rank()]
-        return mixed.index_select(0, own).unsqueeze(1)
+        mixed = self.mix_pack(gather_pack(rows, pack.places, self.cp_group), pack)
+        return own_rows(mixed, pack.places, self.cp_group).unsqueeze(1)
 
     def _check_buffers(self) -> None:
         """Everything that a checkpoint holds is a parameter: nothing else is loaded, sent or exported."""

@@ -107,7 +107,11 @@ def _rank(rank: int, num_gpus: int, port: int, args: argparse.Namespace, out: Pa
     from slime.backends.megatron_utils import initialize
 
     initialize.init(args, rank=rank, world_size=num_gpus, local_rank=rank, master_addr="127.0.0.1", master_port=port)
+    ran: set[str] = set()
+    torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: ran.add(type(module).__name__))
     found = hf_parity.of_layout(args)
+    theirs = {"TEColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"}
+    assert theirs & ran == (set() if args.transformer_impl == "local" else theirs), ran
     if rank == 0:
         torch.save(found, out)
     torch.distributed.barrier()

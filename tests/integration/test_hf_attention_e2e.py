@@ -27,30 +27,35 @@ SMOLLM3 = (
 )
 
 
-def make_smollm3(path: Path) -> Path:
-    """Two layers, the second of which does not rotate."""
-    from transformers import SmolLM3Config, SmolLM3ForCausalLM
-
+def save_tiny(path: Path, config_class: Any, model_class: Any, **of_its_own: Any) -> Path:
+    """A random model of two layers, with a tokenizer."""
     tokenizer = build_tokenizer()
-    config = SmolLM3Config(
+    config = config_class(
         vocab_size=112,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        no_rope_layers=[1, 0],
         initializer_range=0.1,
-        tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,
         bos_token_id=None,
+        **of_its_own,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        SmolLM3ForCausalLM(config).save_pretrained(path)
+        model_class(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def make_smollm3(path: Path) -> Path:
+    """Two layers, the second of which does not rotate."""
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    own = {"no_rope_layers": [1, 0], "tie_word_embeddings": False}
+    return save_tiny(path, SmolLM3Config, SmolLM3ForCausalLM, **own)
 
 
 def test_an_architecture_that_neither_megatron_nor_sglang_knows_is_trained_and_synced(tmp_path: Path) -> None:
@@ -70,27 +75,8 @@ def make_lfm2(path: Path) -> Path:
     """A convolution, then attention."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    tokenizer = build_tokenizer()
-    config = Lfm2Config(
-        vocab_size=112,
-        hidden_size=64,
-        intermediate_size=96,
-        block_auto_adjust_ff_dim=False,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Lfm2ForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    own = {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True}
+    return save_tiny(path, Lfm2Config, Lfm2ForCausalLM, **own)
 
 
 def learn_by_heart(directory: Path, model: Path, *flags: Any, **env: str) -> None:

@@ -212,6 +212,25 @@ def gathered_places(cu_seqlens: Sequence[int], cp_size: int) -> torch.Tensor:
     return torch.cat([starts + zigzag_positions(ends, local, cp_rank=rank, cp_size=cp_size) for rank in ranks])
 
 
+def gather_pack(rows: torch.Tensor, places: torch.Tensor, group: Any) -> torch.Tensor:
+    """The whole pack [T x CP, ...] from each rank's rows [T, ...]; back, the ranks' gradients are summed.
+
+    Args:
+        rows: this rank's.
+        places: of all ranks' rows, as `gathered_places` says them.
+        group: the context-parallel ranks.
+    """
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    gathered = gather_from_sequence_parallel_region(rows, group=group)
+    return torch.empty_like(gathered).index_copy(0, places, gathered)
+
+
+def own_rows(pack: torch.Tensor, places: torch.Tensor, group: Any) -> torch.Tensor:
+    """This rank's rows of a whole pack, as `gather_pack` took them."""
+    return pack.index_select(0, places.chunk(group.size())[group.rank()])
+
+
 class KeyChunks(NamedTuple):
     """Which keys the queries of a rank see, with keys and values of all ranks gathered rank after rank.
 

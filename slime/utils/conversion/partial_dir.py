@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from typing import Any
 
 from slime.utils.errors import UsageError
 from slime.utils.manifest import to_disk
+
+logger = logging.getLogger(__name__)
 
 PLAN_FILE = "conversion_plan.json"
 VERSION = 1
@@ -95,6 +98,7 @@ def _locked(file: Path, partial: Path) -> int:
             with_name = file.stat().st_ino if file.exists() else None
         except OSError as error:
             if error.errno in _NO_LOCKS:
+                logger.warning("the disk of %s has no locks: see to it that nobody else writes there", partial)
                 return handle
             os.close(handle)
             if isinstance(error, BlockingIOError):

@@ -37,9 +37,6 @@ OF_VARIANT = {
 }
 """--experimental-attention-variant -> what makes the spec of a block of such layers."""
 
-TRANSFORMER_ENGINE = "transformer_engine"
-"""Value of --transformer-impl."""
-
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the attribute by which Megatron sums its gradient over a sequence-parallel region.
@@ -103,7 +100,7 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
             post_self_attn_layernorm=RMSNorm if args.post_self_attn_layernorm else IdentityOp,
             post_mlp_layernorm=RMSNorm if args.post_mlp_layernorm else IdentityOp,
         )
-    if config.transformer_impl == TRANSFORMER_ENGINE:
+    if config.transformer_impl == "transformer_engine":
         from slime.backends.megatron_utils.model.te_layers import use_transformer_engine
 
         use_transformer_engine(spec)
