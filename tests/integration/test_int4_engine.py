@@ -38,12 +38,15 @@ def test_an_engine_answers_with_the_weights_that_int4_stands_for(
     engine = make_engine(tmp_path / "int4_0", tmp_path / "engine.log")
     engine.start(deadline_s=170)
     try:
+        engine.check_weights("snapshot")
         assert largest_gap(engine, models[0]) < 1e-4
         handle = weight_transfer.serialize_bucket(quantize_bucket(held[1], fmt))
         engine.update_weights_from_tensor([handle], load_format="flattened_bucket", weight_version="1")
         engine.flush_cache()
         assert largest_gap(engine, models[1]) < 1e-4
         assert largest_gap(engine, models[0]) > 0.1
+        # Queries last, other than in the files: q, k and v are one layer, whose `weight_shape` is that of the last.
+        held[0].sort(key=lambda item: "q_proj" in item[0])
         parts = [[item for item in held[0] if f"layers.{layer}." in item[0]] for layer in range(2)]
         parts.append([item for item in held[0] if "layers." not in item[0]])
         monkeypatch.setattr(
@@ -54,6 +57,7 @@ def test_an_engine_answers_with_the_weights_that_int4_stands_for(
             updater.update()
             assert engine.get_weight_version() == version
             assert largest_gap(engine, models[0]) < 1e-4, "by the loaders, then by their recorded copies"
+            engine.check_weights("compare")
         leave(updater)
         writer = HfWriter(
             tmp_path / "v", tmp_path / "int4_0", keeps_dtypes=True, index_metadata={"version": 3}, has_manifest=True

@@ -7,6 +7,8 @@
    stay away (a delta), nothing moves, and CUDA graphs stay valid.
 2. CPU: SGLang has no kernels for int4 there. Here a layer multiplies its weights by their scales and computes in the
    activations' type: slow, for tests and for trying out a configuration.
+3. SGLang's check of weights compares `weight_shape`, too, which no kernel reads: in a layer that several tensors make
+   up (queries, keys, values), it is the shape of the one that came last. Here the check passes over it.
 
 It does not quantise, and it does not know who sends the weights.
 """
@@ -57,6 +59,12 @@ def install(accelerator: str) -> None:
     _watch_experts()
 
 
+def _leave_shapes_unchecked(layer: Any) -> None:
+    for name, param in layer.named_parameters(recurse=False):
+        if name.endswith("weight_shape"):
+            param._skip_weight_check = True  # SGLang's own mark
+
+
 # ---- CUDA
 
 
@@ -103,6 +111,7 @@ def _updatable_linear(process: Callable[[Any, Any], None]) -> Callable[[Any, Any
         names = ("weight_packed", "weight_scale")
         stored = {name: (_Stored(getattr(layer, name)), getattr(layer, name).weight_loader) for name in names}
         process(self, layer)
+        _leave_shapes_unchecked(layer)
         places = (_place_packed, _scale_place(self.kernel_config.partition_weight_shape[0], self.group_size))
         for name, place in zip(names, places, strict=True):
             getattr(layer, name).weight_loader = _linear_loader(*stored[name], place)
@@ -154,6 +163,7 @@ def _updatable_experts(
         names = [f"{part}_weight_{what}" for part in ("w13", "w2") for what in ("packed", "scale")]
         stored = {name: _Stored(getattr(layer, name)) for name in names}
         process(self, layer)
+        _leave_shapes_unchecked(layer)
         for name, place in places_of(self, layer).items():
             vars(getattr(layer, name)).update({**stored[name].attributes, PLACE: (stored[name], place)})
 
@@ -212,6 +222,7 @@ def _watch_experts() -> None:
 
 def _leave_as_stored(self: Any, layer: Any) -> None:
     """In the place of process_weights_after_loading: what is loaded later lands where the checkpoint's did."""
+    _leave_shapes_unchecked(layer)
 
 
 def _note_config(self: Any, layer: Any, moe_runner_config: Any) -> None:
