@@ -55,7 +55,9 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and type."""
         eps = self.eps or torch.finfo(x.dtype).eps
-        return (_rms_norm_around_one if self.is_around_one else _rms_norm)(x, self.weight, eps)
+        # Without the batch's dimension, of size 1: its stride differs from layer to layer, and each would be compiled.
+        rows = x.flatten(0, 1) if x.dim() > 2 else x
+        return (_rms_norm_around_one if self.is_around_one else _rms_norm)(rows, self.weight, eps).view(x.shape)
 
 
 @fused_on_cuda
