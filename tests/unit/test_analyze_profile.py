@@ -172,6 +172,7 @@ def test_the_rank_of_a_trace_without_a_telling_name_is_what_torch_noted(
         (json.dumps(cuda_trace()).encode(), ["--rank", "0", "--all-ranks"], "drop one"),
         (json.dumps(cuda_trace()).encode(), ["--top-n", "-1"], "--top-n -1"),
     ],
+    ids=["no file", "no JSON", "cut off", "a table", "no events", "no such rank", "two choices of ranks", "top -1"],
 )
 def test_what_cannot_be_analysed_is_said_in_one_sentence(
     file: bytes | None, argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

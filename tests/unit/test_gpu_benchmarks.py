@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import (
+    gpu_fusion,
     gpu_learning,
     gpu_models,
     gpu_multi_async,
@@ -163,3 +164,12 @@ def test_a_layout_may_differ_as_other_micro_batches_do() -> None:
     assert row.ratio == pytest.approx(2.0) and row.holds and "at most 1.0e-02" in row.note
     assert gpu_multi_layouts.judge("TP 2", "0.6B", one, other, 0.003).holds is False
     assert gpu_multi_layouts.judge("TP 2", "0.6B", one, {}, 0.005).holds is None
+
+
+def test_each_fused_part_of_the_comparison_is_run_forward_and_backward() -> None:
+    names = []
+    for part in gpu_fusion.parts("0.6B", "cpu"):
+        gradient = part.prepare(4)()
+        assert gradient.shape[0] == 4 and gradient.isfinite().all() and gradient.any(), part.name
+        names.append(part.name)
+    assert len(names) == 6 == len(set(names))
