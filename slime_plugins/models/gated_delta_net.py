@@ -31,13 +31,13 @@ from megatron.core.transformer.utils import (
 )
 
 from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
+from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep, to_device
 from slime.utils import accelerator
 from slime.utils.fusion import fused_on_cuda
 
 CHUNK = 64
 """Tokens that the torch implementation takes at a time; it pads sequences to a multiple."""
 Rule = Callable[..., torch.Tensor]
-_PLACES = "_slime_gathered_places"
 
 
 @dataclass
@@ -105,13 +105,12 @@ class GatedDeltaNet(MegatronModule):
         if packed_seq_params is None:
             cu_seqlens = torch.arange(batch + 1, device=rows.device) * length
         else:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
+            cu_seqlens = cu_seqlens_of(packed_seq_params)
         places = None
         if self.cp_group.size() > 1:
             if packed_seq_params is None:
                 raise ValueError("a gated delta net under context parallelism needs packed_seq_params.")
-            places = _places(packed_seq_params, cu_seqlens, self.cp_group.size())
+            places = _places(packed_seq_params, self.cp_group.size())
         mixed = self._mix(rows, cu_seqlens, places)
         output, bias = self.out_proj(mixed.unflatten(0, (batch, length)).transpose(0, 1).contiguous())
         return output, bias
@@ -161,13 +160,14 @@ class GatedDeltaNet(MegatronModule):
         return found
 
 
-def _places(packed_seq_params: Any, cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
-    """`gathered_places` of a pack; kept with it, for every layer asks the same."""
-    known = vars(packed_seq_params)
-    if _PLACES not in known:
-        known[_PLACES] = gathered_places(cu_seqlens.tolist(), cp_size).to(cu_seqlens.device)
-    found: torch.Tensor = known[_PLACES]
-    return found
+def _places(packed_seq_params: Any, cp_size: int) -> torch.Tensor:
+    """`gathered_places` of a pack, on its device; kept with it, for every layer asks the same."""
+
+    def find() -> torch.Tensor:
+        places = gathered_places(host_ends(packed_seq_params), cp_size)
+        return to_device(places, cu_seqlens_of(packed_seq_params).device)
+
+    return keep(packed_seq_params, "places", find)
 
 
 class _Channels(torch.nn.Module):

@@ -24,6 +24,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
 from slime.backends.megatron_utils.model.spec import assemble_block
+from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
 
 MIXERS = ("self_attn", "linear_attn", "conv")
 """What transformers calls the token mixer of a decoder layer; a layer has one of them."""
-_PACK = "_slime_pack"
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,20 @@ class Pack:
     @classmethod
     def of(cls, packed_seq_params: Any, cp_size: int) -> Pack:
         """Read Megatron's description; kept with it, for every layer asks the same."""
-        known = vars(packed_seq_params)
-        if _PACK not in known:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
-            ends, device = cu_seqlens.tolist(), cu_seqlens.device
+
+        def find() -> Pack:
+            cu_seqlens, ends = cu_seqlens_of(packed_seq_params), host_ends(packed_seq_params)
             starts: dict[int, list[int]] = {}
-            for start, end in zip(ends[:-1], ends[1:], strict=True):
+            for start, end in pairwise(ends):
                 if end > start:
                     starts.setdefault(end - start, []).append(start)
             rows = [torch.tensor(first)[:, None] + torch.arange(length) for length, first in starts.items()]
             batches = [(length, len(first)) for length, first in starts.items()]
-            order = torch.cat([part.flatten() for part in rows]).to(device)
-            places = gathered_places(ends, cp_size).to(device) if cp_size > 1 else None
-            known[_PACK] = cls(cu_seqlens, batches, order, places)
-        found: Pack = known[_PACK]
-        return found
+            order = torch.cat([part.flatten() for part in rows]).to(cu_seqlens.device)
+            places = gathered_places(ends, cp_size).to(cu_seqlens.device) if cp_size > 1 else None
+            return cls(cu_seqlens, batches, order, places)
+
+        return keep(packed_seq_params, "hf_pack", find)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ can be wrapped (slime_plugins.models.hf_attention).
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
+from slime.backends.megatron_utils.cp_utils import KeyChunks
 from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
 from slime.backends.megatron_utils.model.spec import assemble_block
-from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention, key_chunks_of
+from slime.backends.megatron_utils.model.varlen_attention import Spans, VarlenAttention, key_chunks_of
+from slime.backends.megatron_utils.packs import host_ends, keep, to_device
 from slime.utils import accelerator
 
 SINKS = Rule("decoder.layers.{i}.self_attention.core_attention.softmax_offset", ("model.layers.{i}.self_attn.sinks",))
@@ -68,17 +70,12 @@ class LearnableSoftmaxAttention(VarlenAttention):
             firsts = [sink.expand(1, *key.shape[1:3], -1) for sink in (sink_key, sink_value)]
             key, value = (torch.cat(parts) for parts in zip(firsts, (_wider(key), value), strict=True))
             return self._attend_batch(query, key, value)
-        padded = packed_seq_params.cu_seqlens_q_padded
-        cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
-        if self.cp_group is None:
-            cu_queries = cu_keys = cu_seqlens.tolist()
-        else:
-            chunks = key_chunks_of(packed_seq_params, cu_seqlens, self.cp_group)
+        chunks = None if self.cp_group is None else key_chunks_of(packed_seq_params, self.cp_group)
+        if chunks is not None:
             key, value = self._gather_keys(key, value, chunks)
-            cu_queries, cu_keys = chunks.cu_queries, chunks.cu_keys
-        starts = [start + number for number, start in enumerate(cu_keys)]
-        key, value = _with_rows(_wider(key), sink_key, starts[:-1]), _with_rows(value, sink_value, starts[:-1])
-        return self._attend_spans(query, key, value, cu_queries, starts).reshape(query.shape[0], -1)
+        plan = keep(packed_seq_params, "sinks", lambda: _Plan.of(packed_seq_params, chunks, query.device))
+        key, value = plan.with_sinks(_wider(key), sink_key), plan.with_sinks(value, sink_value)
+        return self._attend_spans(query, key, value, plan.spans).reshape(query.shape[0], -1)
 
     def _with_sinks(self, query: torch.Tensor) -> torch.Tensor:
         """[..., h, d] -> [..., h, d + more], where the first further channel has the head's sink."""
@@ -116,12 +113,24 @@ def _sink_key(key: torch.Tensor) -> torch.Tensor:
     return F.pad(key.new_ones(1), (key.shape[-1], _further(key) - 1))
 
 
-def _with_rows(x: torch.Tensor, row: torch.Tensor, at: list[int]) -> torch.Tensor:
-    """[u, g, d] -> [u + n, g, d], with `row` [d] at the n places `at`."""
-    is_given = torch.ones(len(x) + len(at), dtype=torch.bool)
-    is_given[at] = False
-    places = is_given.nonzero().squeeze(1).to(x.device)
-    return row.expand(len(is_given), *x.shape[1:]).index_copy(0, places, x)
+class _Plan(NamedTuple):
+    """What queries see once each run of keys begins with a sink, and the places of the other keys among them."""
+
+    spans: Spans
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, packed_seq_params: Any, chunks: KeyChunks | None, device: torch.device) -> _Plan:
+        ends = host_ends(packed_seq_params)
+        cu_queries, cu_keys = (ends, ends) if chunks is None else (chunks.cu_queries, chunks.cu_keys)
+        starts = [start + number for number, start in enumerate(cu_keys)]
+        is_given = torch.ones(starts[-1], dtype=torch.bool)
+        is_given[starts[:-1]] = False
+        return cls(Spans.of(cu_queries, starts, device), to_device(is_given.nonzero().squeeze(1), device))
+
+    def with_sinks(self, x: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+        """Keys or values [u, g, d] -> [u + n, g, d], with `sink` [d] before each of the n runs."""
+        return sink.expand(self.spans.cu_keys[-1], *x.shape[1:]).index_copy(0, self.places, x)
 
 
 def get_learnable_softmax_spec(

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from slime.backends.megatron_utils.cp_utils import KeyChunks, zigzag_positions
 from slime.backends.megatron_utils.model.latent_attention import LatentAttention
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention, key_chunks_of
+from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends
 from slime.utils import accelerator
 
 SCORES_AT_A_TIME = 2**26
@@ -79,19 +80,17 @@ class SparseAttention(VarlenAttention):
         """Attend; `x` [s / TP, b, H] is the layer's input, `qr` [s / TP, (b,) rank] the compressed queries."""
         if packed_seq_params is None:
             raise ValueError("sparse attention runs over packed sequences: give packed_seq_params.")
-        padded = packed_seq_params.cu_seqlens_q_padded
-        cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
-        ends = cu_seqlens.tolist()
-        if max(end - start for start, end in pairwise(ends)) <= self.topk:
+        ends = host_ends(packed_seq_params)
+        if _longest(ends) <= self.topk:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         chunks = None
         if self.cp_group is not None:
-            chunks = key_chunks_of(packed_seq_params, cu_seqlens, self.cp_group)
+            chunks = key_chunks_of(packed_seq_params, self.cp_group)
             key, value = self._gather_keys(key, value, chunks)
         spans = _spans(ends, chunks)
         kept: dict[int, list[torch.Tensor | None]] = vars(packed_seq_params).setdefault(_CHOSEN, {})
         if self.indexer is not None:
-            kept[self.plan.chooser] = self._choose(self.indexer, x, qr, cu_seqlens, chunks, spans)
+            kept[self.plan.chooser] = self._choose(self.indexer, x, qr, packed_seq_params, chunks, spans)
         outs = []
         for (queries, keys), chosen in zip(spans, kept[self.plan.chooser], strict=True):
             q, k, v = (part.transpose(0, 1) for part in (query[queries], key[keys], value[keys]))
@@ -108,7 +107,7 @@ class SparseAttention(VarlenAttention):
         indexer: Indexer,
         x: torch.Tensor,
         qr: torch.Tensor,
-        cu_seqlens: torch.Tensor,
+        packed_seq_params: Any,
         chunks: KeyChunks | None,
         spans: list[_Span],
     ) -> list[torch.Tensor | None]:
@@ -117,8 +116,9 @@ class SparseAttention(VarlenAttention):
         if self.config.sequence_parallel:
             x, qr = (gather_from_sequence_parallel_region(part, group=self.tp_group) for part in (x, qr))
         rank, size = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
+        cu_seqlens = cu_seqlens_of(packed_seq_params)
         positions = zigzag_positions(cu_seqlens, x.shape[0], cp_rank=rank, cp_size=size)
-        rotation = indexer.rotation(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), positions)
+        rotation = indexer.rotation(_longest(host_ends(packed_seq_params)), positions)
         q, k, weights = indexer.queries(qr, rotation), indexer.keys(x, rotation), indexer.weights(x)
         if chunks is not None:
             k = gather_from_sequence_parallel_region(k, group=self.cp_group).index_select(0, chunks.rows)
@@ -133,6 +133,10 @@ class _Span(NamedTuple):
 
     queries: slice
     keys: slice
+
+
+def _longest(ends: list[int]) -> int:
+    return max(end - start for start, end in pairwise(ends))
 
 
 def _spans(ends: list[int], chunks: KeyChunks | None) -> list[_Span]:

@@ -17,9 +17,9 @@ HIDDEN, HEADS, GROUPS, DIM = 32, 4, 2, 8
 
 @pytest.fixture(autouse=True)
 def compiling() -> Iterator[None]:
-    """The CPU stand-ins for CUDA turn the compiler off."""
+    """The CPU stand-ins for CUDA turn the compiler off; no size may change but what is marked."""
     limit = torch._dynamo.config.recompile_limit
-    with torch._dynamo.config.patch(disable=False, recompile_limit=limit):
+    with torch._dynamo.config.patch(disable=False, recompile_limit=limit, automatic_dynamic_shapes=False):
         torch._dynamo.reset()
         yield
         torch._dynamo.reset()
@@ -38,7 +38,6 @@ def test_a_function_stays_compiled_beyond_torchs_own_limit_of_kinds() -> None:
 
 
 def test_the_norms_of_a_layer_are_compiled_once_for_each_shape_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", False)  # only what is marked may change
     counter = CompileCounter()
     plain = spec._rms_norm.__wrapped__  # type: ignore[attr-defined]
     call = fusion.compiled(plain, backend=counter)

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import (
     gpu_fusion,
@@ -169,7 +170,8 @@ def test_a_layout_may_differ_as_other_micro_batches_do() -> None:
 def test_each_fused_part_of_the_comparison_is_run_forward_and_backward() -> None:
     names = []
     for part in gpu_fusion.parts("0.6B", "cpu"):
-        gradient = part.prepare(4)()
+        with torch.compiler.set_stance("force_eager"):  # Megatron's own would be compiled here, too
+            gradient = part.prepare(4)()
         assert gradient.shape[0] == 4 and gradient.isfinite().all() and gradient.any(), part.name
         names.append(part.name)
     assert len(names) == 6 == len(set(names))

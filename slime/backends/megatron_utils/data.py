@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.cp_utils import (
     slice_with_cp,
     zigzag_positions,
 )
+from slime.backends.megatron_utils.packs import note_ends
 from slime.utils.dp_schedule import first_fit_pack, split_or_repeat
 from slime.utils.progress_counts import went_on
 
@@ -172,18 +173,20 @@ def pack(tokens: Sequence[torch.Tensor], packing: Packing = Packing()) -> dict[s
     position_ids = zigzag_positions(ends, sum(lengths), cp_rank=cp_rank, cp_size=cp_size)
     cu_seqlens = ends.to(device=device, dtype=torch.int32)
     longest = max(lengths) * cp_size
+    packed_seq_params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    note_ends(packed_seq_params, ends.tolist())
     return {
         "tokens": torch.cat([*tokens, tokens[0].new_full((padding,), PAD_TOKEN)])[None],
         "position_ids": position_ids[None].to(device),
-        "packed_seq_params": PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=cu_seqlens,
-            cu_seqlens_kv_padded=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        "packed_seq_params": packed_seq_params,
     }
 
 

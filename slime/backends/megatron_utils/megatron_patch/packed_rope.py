@@ -1,10 +1,10 @@
 """Rotary embedding of packed (THD) sequences in one indexing step.
 
-Upstream (0.16.1): the unfused path walks the sequences in Python, for queries and keys of every layer, and takes cos
-and sin of every token again; a pack of 128 short sequences spends more time there than in its matmuls. It also
-decides by `max_seqlen == total tokens` whether the table holds positions of the whole pack, which is wrong for
-several sequences with a generous max_seqlen. Values are bitwise the same as its own. It can go when
-TransformerEngine's fused kernel is used. Multi-latent attention keeps upstream's path.
+Upstream (0.16.1): the unfused path reads the sequences' lengths from the GPU, walks over them in Python, for queries
+and keys of every layer, and takes cos and sin of every token again; a pack of 128 short sequences spends more time
+there than in its matmuls. It also decides by `max_seqlen == total tokens` whether the table holds positions of the
+whole pack, which is wrong for several sequences with a generous max_seqlen. Values are bitwise the same as its own.
+It can go when TransformerEngine's fused kernel is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from slime.backends.megatron_utils.cp_utils import zigzag_positions
 from slime.utils.fusion import fused_on_cuda
 
-_KEPT = "_slime_packed_cos_sin"
+_last: tuple[Any, ...] = ()
+"""What cosines and sines were last asked for, and they. In most models every layer asks for the same; with latent
+attention the two of a layer do, and to keep them for each layer would take memory."""
 
 
 def apply() -> None:
@@ -37,12 +39,12 @@ def apply() -> None:
         cp_group: Any = None,
     ) -> torch.Tensor:
         """t [T, heads, dim], freqs [max_seqlen, 1, 1, rotary dim] -> [T, heads, dim]."""
-        if cp_group is None or multi_latent_attention:
-            return upstream(
-                t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale=mscale, cp_group=cp_group
-            )
+        if cp_group is None:
+            raise ValueError("the rotation of a pack needs the context-parallel group.")
         cos, sin = _cos_sin(freqs, cu_seqlens, t, mscale=mscale, cp_group=cp_group)
         rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+        if multi_latent_attention:  # its weights have the two parts of a channel side by side
+            rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
         rotated = _rotate_interleaved(rotated, cos, sin) if rotary_interleaved else _rotate(rotated, cos, sin)
         return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
@@ -52,15 +54,15 @@ def apply() -> None:
 def _cos_sin(
     freqs: torch.Tensor, cu_seqlens: torch.Tensor, t: torch.Tensor, *, mscale: float, cp_group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of every token [T, 1, rotary dim]; kept with the table, for every layer asks for the same."""
+    """Cosine and sine of every token [T, 1, rotary dim]."""
+    global _last
     key = (t.size(0), mscale, t.dtype)
-    kept = getattr(freqs, _KEPT, None)
-    if kept is None or kept[0] is not cu_seqlens or kept[1] != key:
+    last = _last  # of one moment: checkpoints compute again in another thread
+    if not (last and last[0] is freqs and last[1] is cu_seqlens and last[2] == key):
         positions = zigzag_positions(cu_seqlens, t.size(0), cp_rank=cp_group.rank(), cp_size=cp_group.size())
         cos, sin = ((f(freqs) * mscale).to(t.dtype)[positions].squeeze(1) for f in (torch.cos, torch.sin))
-        kept = (cu_seqlens, key, cos, sin)
-        setattr(freqs, _KEPT, kept)
-    return kept[2], kept[3]
+        last = _last = (freqs, cu_seqlens, key, cos, sin)
+    return last[3], last[4]
 
 
 @fused_on_cuda

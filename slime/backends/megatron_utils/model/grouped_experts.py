@@ -23,6 +23,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from slime.backends.megatron_utils.megatron_patch.gradient_accumulation import add_weight_gradient
+from slime.backends.megatron_utils.packs import to_device
 
 Weights = Sequence[torch.Tensor]
 Product = Callable[[torch.Tensor, Weights, Sequence[int], torch.Tensor], torch.Tensor]
@@ -57,7 +58,7 @@ class GroupedExperts(SequentialMLP):
         """[T, H] rows, those of an expert together -> [T, H]; [experts] how many, and [T] the rows' weights."""
         counts = tokens_per_expert.tolist()
         rows = permuted_local_hidden_states
-        offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device)
+        offsets = to_device(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), rows.device)
         fused = self.config.gradient_accumulation_fusion
         linear: Callable[..., torch.Tensor] = partial(_GroupedLinear.apply, self._product, counts, offsets, fused)
         hidden = linear(rows, *(expert.linear_fc1.weight for expert in self.local_experts))

@@ -8,9 +8,12 @@ rows those are, slime.backends.megatron_utils.cp_utils says. It has no dropout.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +24,30 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import KeyChunks, key_chunks
+from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep, to_device
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Runs of queries, and of the keys that each sees: whole sequences, or a context-parallel rank's chunks of them.
+
+    Attributes:
+        cu_queries, cu_keys: where each starts, and the end of the last.
+        cu_seqlens: the same two, int32 on the device.
+        longest: run of queries, and of keys.
+    """
+
+    cu_queries: list[int]
+    cu_keys: list[int]
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor]
+    longest: tuple[int, int]
+
+    @classmethod
+    def of(cls, cu_queries: list[int], cu_keys: list[int], device: torch.device) -> Spans:
+        """Copy them to the device."""
+        queries, keys = (to_device(torch.tensor(cu, dtype=torch.int32), device) for cu in (cu_queries, cu_keys))
+        longest = (max(end - start for start, end in pairwise(cu)) for cu in (cu_queries, cu_keys))
+        return cls(cu_queries, cu_keys, (queries, keys), (next(longest), next(longest)))
 
 
 class VarlenAttention(MegatronModule):
@@ -66,24 +93,17 @@ class VarlenAttention(MegatronModule):
         """Attend; `attention_mask` is ignored: the mask is causal within each sequence."""
         if packed_seq_params is None:
             return self._attend_batch(query, key, value)
-        padded = packed_seq_params.cu_seqlens_q_padded
-        cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
         if self.cp_group is not None:
-            chunks = key_chunks_of(packed_seq_params, cu_seqlens, self.cp_group)
-            return self._attend_chunks(query, key, value, chunks).reshape(query.shape[0], -1)
-        if self._use_kernel(query):
+            chunks = key_chunks_of(packed_seq_params, self.cp_group)
+            spans = keep(packed_seq_params, "spans", lambda: Spans.of(chunks.cu_queries, chunks.cu_keys, query.device))
+            out = self._attend_spans(query, *self._gather_keys(key, value, chunks), spans)
+        elif self._use_kernel(query):
             longest = int(packed_seq_params.max_seqlen_q)
-            ends = cu_seqlens.int()
+            ends = cu_seqlens_of(packed_seq_params).int()
             out = _varlen_kernel(query, key, value, (ends, ends), (longest, longest), scale=self.softmax_scale)
         else:
-            out = attend_packed(query, key, value, cu_seqlens.tolist(), scale=self.softmax_scale)
+            out = attend_packed(query, key, value, host_ends(packed_seq_params), scale=self.softmax_scale)
         return out.reshape(query.shape[0], -1)
-
-    def _attend_chunks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
-    ) -> torch.Tensor:
-        key, value = self._gather_keys(key, value, chunks)
-        return self._attend_spans(query, key, value, chunks.cu_queries, chunks.cu_keys)
 
     def _gather_keys(
         self, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
@@ -94,16 +114,11 @@ class VarlenAttention(MegatronModule):
         key, value = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
         return key, value
 
-    def _attend_spans(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_queries: list[int], cu_keys: list[int]
-    ) -> torch.Tensor:
+    def _attend_spans(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans) -> torch.Tensor:
         """Attend where there may be more keys than queries; arguments as of `attend_packed`."""
         if not self._use_kernel(query):
-            return attend_packed(query, key, value, cu_queries, cu_keys=cu_keys, scale=self.softmax_scale)
-        ends = [cu_queries, cu_keys]
-        longest = [max(end - start for start, end in zip(cu[:-1], cu[1:], strict=True)) for cu in ends]
-        cu_seqlens = [torch.tensor(cu, dtype=torch.int32, device=query.device) for cu in ends]
-        return _varlen_kernel(query, key, value, cu_seqlens, longest, scale=self.softmax_scale)
+            return attend_packed(query, key, value, spans.cu_queries, cu_keys=spans.cu_keys, scale=self.softmax_scale)
+        return _varlen_kernel(query, key, value, spans.cu_seqlens, spans.longest, scale=self.softmax_scale)
 
     def _use_kernel(self, query: torch.Tensor) -> bool:
         can = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -117,14 +132,14 @@ class VarlenAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(seq_length, batch, -1)
 
 
-def key_chunks_of(packed_seq_params: Any, cu_seqlens: torch.Tensor, cp_group: Any) -> KeyChunks:
+def key_chunks_of(packed_seq_params: Any, cp_group: Any) -> KeyChunks:
     """Which keys this rank's queries see; kept with the pack, for every layer asks the same."""
-    known = vars(packed_seq_params)
-    if "key_chunks" not in known:
-        chunks = key_chunks(cu_seqlens.tolist(), cp_rank=cp_group.rank(), cp_size=cp_group.size())
-        known["key_chunks"] = chunks._replace(rows=chunks.rows.to(cu_seqlens.device))
-    found: KeyChunks = known["key_chunks"]
-    return found
+
+    def find() -> KeyChunks:
+        chunks = key_chunks(host_ends(packed_seq_params), cp_rank=cp_group.rank(), cp_size=cp_group.size())
+        return chunks._replace(rows=to_device(chunks.rows, cu_seqlens_of(packed_seq_params).device))
+
+    return keep(packed_seq_params, "key_chunks", find)
 
 
 def attend_packed(
@@ -192,6 +207,11 @@ def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale:
     )
 
 
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
 def _varlen_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -208,7 +228,7 @@ def _varlen_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # no limit to the left, nothing to the right
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 groups heads without being told
+    if "enable_gqa" in _parameters(varlen_attn):  # torch 2.11 groups heads without being told
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     narrower = query.shape[-1] - value.shape[-1]  # of latent attention: the kernel has one width for all three
     q, k, v = query.contiguous(), key.contiguous(), F.pad(value, (0, narrower)).contiguous()

@@ -1,0 +1,46 @@
+"""What layers ask of a pack of sequences, found once for all of them and kept with Megatron's description of it.
+
+To read a tensor of the GPU, or to copy a list to it, the host waits until the GPU has done all that it was given. In
+every layer, that would keep the host from going ahead, and the GPU waiting for it in turn, most of all where a rank
+has little work for each layer. It does not know what the layers compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def keep(packed_seq_params: Any, name: str, make: Callable[[], T]) -> T:
+    """What `make` returned when this object was first asked for this name; each pass through a model has its own."""
+    known, attribute = vars(packed_seq_params), f"_slime_{name}"
+    if attribute not in known:
+        known[attribute] = make()
+    found: T = known[attribute]
+    return found
+
+
+def cu_seqlens_of(packed_seq_params: Any) -> torch.Tensor:
+    """[sequences + 1] where the sequences start, padding included, and the end of the last, on the device."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    found: torch.Tensor = packed_seq_params.cu_seqlens_q if padded is None else padded
+    return found
+
+
+def note_ends(packed_seq_params: Any, ends: list[int]) -> None:
+    """Say what `host_ends` is, where it is known without the GPU."""
+    keep(packed_seq_params, "ends", lambda: ends)
+
+
+def host_ends(packed_seq_params: Any) -> list[int]:
+    """`cu_seqlens_of` on the host."""
+    return keep(packed_seq_params, "ends", lambda: cu_seqlens_of(packed_seq_params).tolist())
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host without waiting for the device's other work."""
+    return tensor.to(device, non_blocking=True)
