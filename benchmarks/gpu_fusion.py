@@ -75,17 +75,19 @@ def parts(shape: str, device: str) -> Iterator[Part]:
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=dtype)
 
-    def with_backward(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Run:
+    def with_backward(
+        function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *weights: torch.Tensor
+    ) -> Run:
         x.requires_grad_()
         grad = torch.ones_like(function(x))
-        return lambda: torch.autograd.grad(function(x), x, grad)[0]
+        return lambda: torch.autograd.grad(function(x), (x, *weights), grad)[0]
 
     def swiglu(tokens: int) -> Run:
         return with_backward(lambda x: bias_swiglu_impl(x, None), random(tokens, 1, 2 * ffn))
 
     def norm(*more: int) -> Callable[[int], Run]:
         layer = RMSNorm(config, more[-1])
-        return lambda tokens: with_backward(layer, random(tokens, 1, *more))
+        return lambda tokens: with_backward(layer, random(tokens, 1, *more), layer.weight)
 
     def rotate(num_heads: int) -> Callable[[int], Run]:
         def prepare(tokens: int) -> Run:
@@ -128,11 +130,14 @@ def device_ms(run: Run, device: str) -> float:
     if device == "cpu":
         return host_ms(run)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10_000_000)  # work to be behind of, so that the host's time does not count
+    # Work to be behind of, at some 2 GHz, so that the host's time does not count.
+    torch.cuda._sleep(round(2e6 * (5 + 2 * CALLS * host_ms(run))))
     start.record()
     for _ in range(CALLS):
         run()
     end.record()
+    if start.query():
+        raise RuntimeError("the device had nothing left to do before the host was done: this would be the host's time")
     end.synchronize()
     return start.elapsed_time(end) / CALLS
 

@@ -27,8 +27,15 @@ norms, it runs what is new unfused, and says so in its own words alone."""
 
 def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     """torch.compile(function, **options) for up to `VARIANTS` kinds of arguments."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
-    return torch.compile(function, **options)
+    run = torch.compile(function, **options)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch._dynamo.config.recompile_limit < VARIANTS:  # from torch 2.13 on each thread has a value of its own
+            torch._dynamo.config.recompile_limit = VARIANTS
+        return run(*args, **kwargs)
+
+    return call
 
 
 def fused_on_cuda(function: Callable[P, R]) -> Callable[P, R]:

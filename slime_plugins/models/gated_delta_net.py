@@ -37,6 +37,7 @@ from slime.utils.fusion import fused_on_cuda
 
 CHUNK = 64
 """Tokens that the torch implementation takes at a time; it pads sequences to a multiple."""
+_LONG = "_slime_int64"
 Rule = Callable[..., torch.Tensor]
 
 
@@ -253,9 +254,19 @@ def fla_delta_rule(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     q, k, v, g, beta = (x.unsqueeze(0).contiguous() for x in (q, k, v, g, beta))
-    out, _ = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens.long())
+    out, _ = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=_in_int64(cu_seqlens))
     result: torch.Tensor = out.squeeze(0)
     return result
+
+
+def _in_int64(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The same, once and for all: what fla reads from the GPU about a pack, it keeps with the tensor that it got."""
+    if cu_seqlens.dtype == torch.int64:
+        return cu_seqlens
+    if not hasattr(cu_seqlens, _LONG):
+        setattr(cu_seqlens, _LONG, cu_seqlens.long())
+    found: torch.Tensor = getattr(cu_seqlens, _LONG)
+    return found
 
 
 def flashqla_delta_rule(

@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
 from slime.backends.megatron_utils.model.spec import assemble_block
-from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep
+from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep, to_device
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
 
@@ -72,8 +72,8 @@ class Pack:
                     starts.setdefault(end - start, []).append(start)
             rows = [torch.tensor(first)[:, None] + torch.arange(length) for length, first in starts.items()]
             batches = [(length, len(first)) for length, first in starts.items()]
-            order = torch.cat([part.flatten() for part in rows]).to(cu_seqlens.device)
-            places = gathered_places(ends, cp_size).to(cu_seqlens.device) if cp_size > 1 else None
+            order = to_device(torch.cat([part.flatten() for part in rows]), cu_seqlens.device)
+            places = to_device(gathered_places(ends, cp_size), cu_seqlens.device) if cp_size > 1 else None
             return cls(cu_seqlens, batches, order, places)
 
         return keep(packed_seq_params, "hf_pack", find)

@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.megatron_patch import packed_rope
 LENGTHS, HEADS, ROTATED, REST = [8, 4, 12], 3, 8, 4
 # Latent attention's, and GLM-4's, which interleaves.
 KINDS = {"plain": {}, "interleaved": {"rotary_interleaved": True}, "latent": {"multi_latent_attention": True}}
+KINDS["latent, interleaved"] = KINDS["latent"] | KINDS["interleaved"]
 
 
 @pytest.fixture

@@ -211,3 +211,13 @@ def test_the_config_of_a_checkpoint_is_looked_at_for_layers_that_share_a_choice(
     assert said(index_topk_freq=2) == said() == []
     (sentence,) = said(index_topk_freq=4)
     assert sentence.startswith("pipeline stages begin with the layers 39 (from 0)")
+
+
+def test_every_layer_gives_fla_the_same_tensor():
+    """fla keeps what it reads from the GPU about a pack with the tensor that says where sequences start."""
+    from slime_plugins.models.gated_delta_net import _in_int64
+
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    assert _in_int64(ends) is _in_int64(ends)
+    assert _in_int64(ends).dtype == torch.int64 and _in_int64(ends).tolist() == [0, 3, 8]
+    assert _in_int64(_in_int64(ends)) is _in_int64(ends)

@@ -2,7 +2,8 @@
 
 To read a tensor of the GPU, or to copy a list to it, the host waits until the GPU has done all that it was given. In
 every layer, that would keep the host from going ahead, and the GPU waiting for it in turn, most of all where a rank
-has little work for each layer. It does not know what the layers compute.
+has little work for each layer. What is kept follows from the pack as it was when a layer asked first: who changes a
+pack makes another description of it. It does not know what the layers compute.
 """
 
 from __future__ import annotations
@@ -43,4 +44,6 @@ def host_ends(packed_seq_params: Any) -> list[int]:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor of the host without waiting for the device's other work."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # or a copy of more than some 64 KB waits all the same
     return tensor.to(device, non_blocking=True)

@@ -3,8 +3,8 @@
 Upstream (0.16.1): the unfused path reads the sequences' lengths from the GPU, walks over them in Python, for queries
 and keys of every layer, and takes cos and sin of every token again; a pack of 128 short sequences spends more time
 there than in its matmuls. It also decides by `max_seqlen == total tokens` whether the table holds positions of the
-whole pack, which is wrong for several sequences with a generous max_seqlen. Values are bitwise the same as its own.
-It can go when TransformerEngine's fused kernel is used.
+whole pack, which is wrong for several sequences with a generous max_seqlen. Uncompiled, values are bitwise the same
+as its own. It can go when TransformerEngine's fused kernel is used.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def apply() -> None:
             raise ValueError("the rotation of a pack needs the context-parallel group.")
         cos, sin = _cos_sin(freqs, cu_seqlens, t, mscale=mscale, cp_group=cp_group)
         rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
-        if multi_latent_attention:  # its weights have the two parts of a channel side by side
-            rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
-        rotated = _rotate_interleaved(rotated, cos, sin) if rotary_interleaved else _rotate(rotated, cos, sin)
+        rotate = _rotate_interleaved if rotary_interleaved else _rotate
+        rotated = rotate(rotated, cos, sin, multi_latent_attention)
         return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
@@ -66,12 +65,21 @@ def _cos_sin(
 
 
 @fused_on_cuda
-def _rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_latent: bool = False) -> torch.Tensor:
+    t = _ordered(t, is_latent)
     first, second = t.chunk(2, dim=-1)
     return (t * cos) + (torch.cat((-second, first), dim=-1) * sin)
 
 
 @fused_on_cuda
-def _rotate_interleaved(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_interleaved(
+    t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_latent: bool = False
+) -> torch.Tensor:
+    t = _ordered(t, is_latent)
     even, odd = t[..., ::2], t[..., 1::2]
     return (t * cos) + (torch.stack((-odd, even), dim=-1).flatten(-2) * sin)
+
+
+def _ordered(t: torch.Tensor, is_latent: bool) -> torch.Tensor:
+    """[..., dim]; the weights of latent attention have the two parts of a channel side by side."""
+    return torch.cat((t[..., ::2], t[..., 1::2]), dim=-1) if is_latent else t
