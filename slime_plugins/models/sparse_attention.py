@@ -22,12 +22,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from slime.backends.megatron_utils.cp_utils import KeyChunks, zigzag_positions
 from slime.backends.megatron_utils.model.latent_attention import LatentAttention
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention, key_chunks_of
-from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends
+from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep, longest_run
 from slime.utils import accelerator
 
 SCORES_AT_A_TIME = 2**26
 """Numbers that the indexer has in memory before they are summed over its heads."""
-_CHOSEN = "_slime_chosen_keys"
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -81,14 +80,14 @@ class SparseAttention(VarlenAttention):
         if packed_seq_params is None:
             raise ValueError("sparse attention runs over packed sequences: give packed_seq_params.")
         ends = host_ends(packed_seq_params)
-        if _longest(ends) <= self.topk:
+        if longest_run(ends) <= self.topk:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         chunks = None
         if self.cp_group is not None:
             chunks = key_chunks_of(packed_seq_params, self.cp_group)
             key, value = self._gather_keys(key, value, chunks)
         spans = _spans(ends, chunks)
-        kept: dict[int, list[torch.Tensor | None]] = vars(packed_seq_params).setdefault(_CHOSEN, {})
+        kept: dict[int, list[torch.Tensor | None]] = keep(packed_seq_params, "chosen_keys", dict)
         if self.indexer is not None:
             kept[self.plan.chooser] = self._choose(self.indexer, x, qr, packed_seq_params, chunks, spans)
         outs = []
@@ -118,7 +117,7 @@ class SparseAttention(VarlenAttention):
         rank, size = (0, 1) if self.cp_group is None else (self.cp_group.rank(), self.cp_group.size())
         cu_seqlens = cu_seqlens_of(packed_seq_params)
         positions = zigzag_positions(cu_seqlens, x.shape[0], cp_rank=rank, cp_size=size)
-        rotation = indexer.rotation(_longest(host_ends(packed_seq_params)), positions)
+        rotation = indexer.rotation(longest_run(host_ends(packed_seq_params)), positions)
         q, k, weights = indexer.queries(qr, rotation), indexer.keys(x, rotation), indexer.weights(x)
         if chunks is not None:
             k = gather_from_sequence_parallel_region(k, group=self.cp_group).index_select(0, chunks.rows)
@@ -133,10 +132,6 @@ class _Span(NamedTuple):
 
     queries: slice
     keys: slice
-
-
-def _longest(ends: list[int]) -> int:
-    return max(end - start for start, end in pairwise(ends))
 
 
 def _spans(ends: list[int], chunks: KeyChunks | None) -> list[_Span]:

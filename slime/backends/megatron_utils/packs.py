@@ -9,6 +9,7 @@ pack makes another description of it. It does not know what the layers compute.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,11 @@ def note_ends(packed_seq_params: Any, ends: list[int]) -> None:
 def host_ends(packed_seq_params: Any) -> list[int]:
     """`cu_seqlens_of` on the host."""
     return keep(packed_seq_params, "ends", lambda: cu_seqlens_of(packed_seq_params).tolist())
+
+
+def longest_run(ends: list[int]) -> int:
+    """Tokens of the longest of the runs that end and begin there, the first at 0."""
+    return max(end - start for start, end in pairwise(ends))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import KeyChunks, key_chunks
-from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep, to_device
+from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep, longest_run, to_device
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Spans:
     def of(cls, cu_queries: list[int], cu_keys: list[int], device: torch.device) -> Spans:
         """Copy them to the device."""
         queries, keys = (to_device(torch.tensor(cu, dtype=torch.int32), device) for cu in (cu_queries, cu_keys))
-        longest = (max(end - start for start, end in pairwise(cu)) for cu in (cu_queries, cu_keys))
-        return cls(cu_queries, cu_keys, (queries, keys), (next(longest), next(longest)))
+        return cls(cu_queries, cu_keys, (queries, keys), (longest_run(cu_queries), longest_run(cu_keys)))
 
 
 class VarlenAttention(MegatronModule):
