@@ -13,7 +13,7 @@
 #   slime_env_to_ask                     slime_env for that: a .venv that is complete is used as it is.
 #   slime_ray_start NUM_SLOTS [NUM_GPUS] start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
 #                                        GPUs count) and at most NUM_GPUS of this machine's GPUs (default: all); sets RAY_ADDRESS and
-#                                        SLIME_RAY_DASHBOARD. It ends with the script.
+#                                        SLIME_RAY_DASHBOARD. It ends with the script. SLIME_RAY_DEADLINE_S (120): seconds until it takes jobs.
 #   slime_ray_join HOST:PORT [ADDRESS]   the same of a worker: a Ray node of our own that joins a head (at ADDRESS, its own), until the
 #                                        head ends. NUM_SLOTS as in slime_train.
 #   slime_ray_stop                       end that Ray head or node, and nothing else.
@@ -141,18 +141,20 @@ while True:
     return 1
 }
 
-# Prints N free TCP ports; all are held open together while they are looked for, so that no two are the same.
+# Prints N free TCP ports that differ. They are bound only seconds later, so they lie where nobody gets a port by chance: below those that
+# the kernel gives to whoever asks for any, as Ray's own parts do by the dozen, and above those of Ray's workers.
 slime_free_ports() {
-    "$PYTHON" -c 'import socket, sys
-sockets = [socket.create_server(("", 0)) for _ in range(int(sys.argv[1]))]
-print(*(s.getsockname()[1] for s in sockets))' "$1"
+    "$PYTHON" -c 'import itertools, random, sys
+from slime.ray.rollout.ports import is_free
+tried = random.SystemRandom().sample(range(20000, 32000), 1000)
+print(*itertools.islice((port for port in tried if is_free("", port)), int(sys.argv[1])))' "$1"
 }
 
 slime_ray_start() {
     local num_slots="${1:?slime_ray_start needs the number of slots, 0 for a machine with GPUs}" num_gpus="${2:-}" ports resources deadline
     local host=127.0.0.1
     [ -z "$SLIME_RAY_PID" ] || { slime_say "a Ray head of this script runs already (pid $SLIME_RAY_PID)"; return 1; }
-    read -r -a ports <<<"$(slime_free_ports 4)"
+    read -r -a ports <<<"$(slime_free_ports 3)"
     if [ "${NUM_NODES:-1}" -gt 1 ]; then
         host="${MASTER_ADDR:?a Ray of several machines needs MASTER_ADDR, the address of this machine for the others}"
         ports[0]="${MASTER_PORT:-6379}"
@@ -169,15 +171,17 @@ slime_ray_start() {
     # its parts ends, and the client server, which nothing here uses, gives up when a busy machine starts the rest slowly.
     setsid "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
         --node-ip-address "$host" --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
-        --dashboard-agent-listen-port "${ports[2]}" --ray-client-server-port "${ports[3]}" \
+        --dashboard-agent-listen-port 0 --ray-client-server-port "${ports[2]}" \
         --resources "$resources" ${num_gpus:+--num-gpus "$num_gpus"} --temp-dir "$SLIME_RAY_DIR" </dev/null >"$SLIME_RAY_DIR/head.log" 2>&1 &
     SLIME_RAY_PID=$!
     export RAY_ADDRESS="$host:${ports[0]}" SLIME_RAY_DASHBOARD="http://127.0.0.1:${ports[1]}"
     slime_await_ray || return
-    deadline=$((SECONDS + 120))
-    until slime_ray_is_up "${ports[2]}"; do
-        if [ "$SECONDS" -gt "$deadline" ]; then
-            slime_say "waited 120 s for Ray's job server at $SLIME_RAY_DASHBOARD; its logs: $SLIME_RAY_DIR/session_latest/logs"
+    deadline=$((SECONDS + ${SLIME_RAY_DEADLINE_S:-120}))
+    until slime_ray_is_up; do
+        if [ "$SECONDS" -ge "$deadline" ]; then
+            slime_say "waited ${SLIME_RAY_DEADLINE_S:-120} s for Ray's job server at $SLIME_RAY_DASHBOARD and the agent that starts its jobs;" \
+                "the ends of their logs:"
+            tail -n 15 "$SLIME_RAY_DIR"/session_latest/logs/dashboard{,_agent}.log >&2 || true
             return 1
         fi
         sleep 0.5
@@ -210,7 +214,7 @@ slime_ray_join() {
     [ "${NUM_SLOTS:-0}" -eq 0 ] || resources="{\"slime_slot\": $NUM_SLOTS}"
     SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
     setsid "$PYTHON" -m ray.scripts.scripts start --address "$address" --disable-usage-stats ${own:+--node-ip-address "$own"} \
-        --resources "$resources" </dev/null >"$SLIME_RAY_DIR/worker.log" 2>&1 &
+        --dashboard-agent-listen-port 0 --resources "$resources" </dev/null >"$SLIME_RAY_DIR/worker.log" 2>&1 &
     SLIME_RAY_PID=$!
     slime_await_ray || return
     slime_say "$(hostname) has joined the Ray at $address, until that ends"
@@ -223,15 +227,17 @@ slime_ray_join() {
 # Whether something listens at HOST:PORT.
 slime_answers() { timeout 10 bash -c ": 3<>/dev/tcp/${1%:*}/${1##*:}" 2>/dev/null; }
 
-# A job needs both: the head's job server takes it, and the node's agent starts it. On a busy machine the agent comes seconds later,
-# and a job submitted before that is lost with a closed connection.
+# A job needs both: the head's job server takes it, and the agent of its node, on a port that the kernel chose, starts it. On a busy machine
+# the agent comes seconds later, and a job submitted before that is lost with a closed connection.
 slime_ray_is_up() {
-    "$PYTHON" -c 'import http.client, sys, urllib.request
+    "$PYTHON" -c 'import http.client, json, sys, urllib.request
+def ask(url): return json.load(urllib.request.urlopen(url, timeout=5))
 try:
-    for url in sys.argv[1:]:
-        urllib.request.urlopen(url, timeout=5).read()
-except (OSError, http.client.HTTPException):
-    sys.exit(1)' "$SLIME_RAY_DASHBOARD/api/jobs/" "http://127.0.0.1:$1/api/local_raylet_healthz"
+    ask(sys.argv[1] + "/api/jobs/")
+    node = next(node for node in ask(sys.argv[1] + "/nodes?view=summary")["data"]["summary"] if node["raylet"].get("isHeadNode"))
+    urllib.request.urlopen("http://{}:{}/api/local_raylet_healthz".format(node["ip"], node["raylet"]["dashboardAgentListenPort"]), timeout=5)
+except (StopIteration, KeyError, ValueError, OSError, http.client.HTTPException):
+    sys.exit(1)' "$SLIME_RAY_DASHBOARD"
 }
 
 slime_ray_stop() {

@@ -18,7 +18,7 @@ FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$@" >>"$FAKE_LOG"
 case "$*" in
     train.py*) printf '%s\\0' "$@" ;;
-    *create_server*) echo 1001 1002 1003 1004 ;;
+    *is_free*) echo 1001 1002 1003 ;;
     *env_vars*) echo '{}' ;;
     *"job submit"*) bash "${@: -1}" ;;
 esac

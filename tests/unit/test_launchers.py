@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,37 @@ def test_an_address_of_another_machine_is_refused_before_ray_starts(tmp_path: Pa
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "MASTER_ADDR=192.0.2.77 MASTER_PORT=6379: no Ray head can listen there" in done.stderr
+
+
+def test_ports_for_ray_are_none_that_the_kernel_gives_to_whoever_asks_for_any() -> None:
+    """Ray's own parts ask for any by the dozen, seconds before the ports chosen for it are bound."""
+    script = f". scripts/common.sh; PYTHON={sys.executable} slime_free_ports 3"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    ports = [int(port) for port in done.stdout.split()]
+    lowest_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len(set(ports)) == 3
+    assert all(19_999 < port < lowest_of_kernel for port in ports), "Ray's workers end at 19999"
+
+
+def test_the_logs_of_a_ray_that_takes_no_jobs_are_shown_before_they_go(tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text("""#!/usr/bin/env bash
+case "$*" in
+    *is_free*) echo 1001 1002 1003 ;;
+    *healthz*) exit 1 ;;
+    *"start --head"*)
+        logs="${@: -1}/session_latest/logs"
+        mkdir -p "$logs"
+        echo "no port" >"$logs/dashboard_agent.log"
+        ;;
+esac
+""")
+    fake.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(fake), "TMPDIR": str(tmp_path), "SLIME_RAY_DEADLINE_S": "0"}
+    command = ["bash", "-c", ". scripts/common.sh; slime_ray_start 1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "waited 0 s for Ray's job server at http://127.0.0.1:1002" in done.stderr
+    assert "no port" in done.stderr and not list(tmp_path.glob("slime-ray.*"))
 
 
 def test_a_worker_whose_head_does_not_answer_says_so(tmp_path: Path) -> None:
