@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.ray.rollout.ports import reserve_block
 from slime.rollout.on_policy_distillation import reward_func
 from slime.rollout.rm_hub.service import close_reward_client
 from slime.utils.types import Sample
@@ -58,8 +59,7 @@ class Server:
 
 @contextmanager
 def served(model: Path, *flags: str, processes: int = 1) -> Iterator[Server]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    ports = reserve_block("127.0.0.1")  # the server takes seconds until it binds its own
     run = [sys.executable, "-m"]
     if processes > 1:
         run += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
@@ -71,11 +71,11 @@ def served(model: Path, *flags: str, processes: int = 1) -> Iterator[Server]:
         "--accelerator",
         "cpu",
         "--teacher-port",
-        str(port),
+        str(ports[0]),
         *flags,
     ]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True)
-    server = Server(process, port)
+    server = Server(process, ports[0])
 
     def is_ready() -> bool:
         assert process.poll() is None, "the server ended"
@@ -94,6 +94,7 @@ def served(model: Path, *flags: str, processes: int = 1) -> Iterator[Server]:
             status = process.wait(40)
         finally:
             process.kill()
+            ports.release()
     assert status == 0
 
 
