@@ -47,7 +47,7 @@ def make_data(**columns):
 def make_batch(args, **columns):
     data = make_data(**columns)
     losses.compute_advantages_and_returns(args, data)
-    return next(iter(MicroBatches(data).all()))
+    return next(iter(MicroBatches(data).of_step(None)))
 
 
 def make_logits(requires_grad=False):

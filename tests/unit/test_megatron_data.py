@@ -43,7 +43,7 @@ def test_row_p_predicts_the_token_at_p_plus_1():
 
 
 def test_a_micro_batch_holds_its_samples_columns_and_targets():
-    batch = next(iter(MicroBatches(make_share()).all()))
+    batch = next(iter(MicroBatches(make_share()).of_step(None)))
     assert [t.tolist() for t in batch["unconcat_tokens"]] == [[1, 2, 3, 4], [5, 6, 7]]
     assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert batch["response_tokens"].tolist() == [3, 4, 6, 7]
@@ -66,7 +66,7 @@ def test_a_column_added_later_reaches_the_micro_batches():
     micro_batches = MicroBatches(make_share())
     micro_batches.rollout_data["advantages"] = [torch.full((2,), 1.0), torch.full((1,), 2.0), torch.full((2,), 3.0)]
     micro_batches.rollout_data["not_per_sample"] = [1, 2]
-    batch = next(iter(micro_batches.all()))
+    batch = next(iter(micro_batches.of_step(None)))
     assert torch.cat(batch["advantages"]).tolist() == [3.0, 3.0, 1.0, 1.0]
     assert "not_per_sample" not in batch
 
@@ -88,7 +88,7 @@ def test_an_empty_response_is_packed_but_trains_nothing():
     share = make_share(
         response_lengths=[2, 0, 2], loss_masks=[[1, 0], [], [1, 1]], rollout_log_probs=[[0, 0], [], [0, 0]]
     )
-    batch = list(MicroBatches(share).all())[1]
+    batch = list(MicroBatches(share).of_step(None))[1]
     assert batch["response_tokens"].shape == (0,)
     assert batch["full_loss_masks"].sum() == 0
 
@@ -105,7 +105,7 @@ def test_predictions_stay_within_their_sample():
         "num_microbatches": [1],
         "global_batch_sizes": [3],
     }
-    (batch,) = MicroBatches(data, Packing(multiple=4, num_predictions=2)).all()
+    (batch,) = MicroBatches(data, Packing(multiple=4, num_predictions=2)).of_step(None)
     assert [tokens.tolist() for tokens in batch["further_tokens"]] == [
         [[2, 0, 4, 5, 6, 7, 0, 9, 10, 0, 0, 0]],
         [[0, 0, 5, 6, 7, 0, 0, 10, 0, 0, 0, 0]],

@@ -108,6 +108,19 @@ def test_layers_that_predict_further_tokens_cost_what_they_are_used_for():
     assert is_trained.activations == pytest.approx(last.activations * 3 / 2, rel=0.02)
 
 
+def test_what_overlapping_stages_sent_on_is_kept():
+    """Hidden states of 64, in bf16, of each chunk's tokens; behind the last chunk of the last stage comes no stage."""
+    staged = CUDA | {"num_layers": 8, "pipeline_model_parallel_size": 4, "actor_num_gpus_per_node": 4}
+    staged |= {"num_layers_per_virtual_pipeline_stage": 1}
+    with_overlap, without = memory_of(**staged, overlap_p2p_comm=True), memory_of(**staged, overlap_p2p_comm=False)
+    args, _, layout = parts(**staged)
+    batch = batch_plan(args, layout, None)
+    for stage, chunks in enumerate((2, 2, 2, 1)):
+        kept = in_flight(layout, stage, batch.micro_batches_per_rank) * batch.micro_batch_tokens
+        more = with_overlap.stages[stage].activations - without.stages[stage].activations
+        assert more == pytest.approx(chunks * 64 * 2 * kept, abs=1)
+
+
 def test_experts_are_divided_over_their_own_ranks():
     _, shape, layout = parts(
         actor_num_gpus_per_node=8,

@@ -212,14 +212,13 @@ class MicroBatches:
         """Train steps of the rollout."""
         return len(self.num_microbatches)
 
-    def all(self) -> Iterator[dict[str, Any]]:
-        """Every micro-batch of the rollout, in order."""
-        return (self._micro_batch(i) for i in range(len(self.indices)))
+    def of_step(self, step_id: int | None) -> Iterator[dict[str, Any]]:
+        """The micro-batches of one train step, or with None of the rollout, in order."""
+        return (self._micro_batch(i) for i in self._range(step_id))
 
-    def of_step(self, step_id: int) -> Iterator[dict[str, Any]]:
-        """The micro-batches of one train step."""
-        start = sum(self.num_microbatches[:step_id])
-        return (self._micro_batch(i) for i in range(start, start + self.num_microbatches[step_id]))
+    def row_lengths(self, step_id: int | None) -> list[int]:
+        """T of each of those micro-batches."""
+        return [self._packed[i]["tokens"].shape[1] for i in self._range(step_id)]
 
     def scatter(self, per_micro_batch: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """One tensor per sample in the order of the share, from one list per micro-batch in the order of `all()`."""
@@ -261,6 +260,12 @@ class MicroBatches:
     def of_data(self, rollout_data: dict[str, Any]) -> MicroBatches:
         """Other data, or the same with another schedule, packed in the same way."""
         return MicroBatches(rollout_data, self._packing)
+
+    def _range(self, step_id: int | None) -> range:
+        if step_id is None:
+            return range(len(self.indices))
+        start = sum(self.num_microbatches[:step_id])
+        return range(start, start + self.num_microbatches[step_id])
 
     def _pack(self, samples: list[int]) -> dict[str, Any]:
         data, cp = self.rollout_data, (self._packing.cp_rank, self._packing.cp_size)

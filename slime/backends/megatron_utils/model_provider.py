@@ -35,10 +35,12 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "pipeline_dtype": torch_type(args.params_dtype),
         "use_cpu_initialization": on_cpu,
         # What went to the next stage is needed there alone.
-        "deallocate_pipeline_outputs": True,
+        "deallocate_pipeline_outputs": not overlaps_p2p,
         # Only interleaved stages have something to overlap with; then messages cannot go in one batch.
         "overlap_p2p_comm": overlaps_p2p,
         "batch_p2p_comm": not overlaps_p2p,
+        # It has the host wait for the GPU after each batch, for the sake of torch of years ago.
+        "batch_p2p_sync": False,
         # megatron_patch.gradient_accumulation stands in for Apex's kernel
         "gradient_accumulation_fusion": args.gradient_accumulation_fusion,
         "bias_activation_fusion": args.swiglu and args.bias_swiglu_fusion and not on_cpu,  # it is torch.compile

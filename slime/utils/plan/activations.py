@@ -123,6 +123,12 @@ def final_norm_saved(shape: ModelShape, layout: ParallelLayout, compute: Compute
     return round((3 if compute.is_cpu else 2) * hidden * compute.element_size) + FP32
 
 
+def sent_saved(shape: ModelShape, layout: ParallelLayout, compute: Compute, num_chunks: int) -> int:
+    """Per packed token: what that many chunks of a stage sent on, kept where messages overlap with the work."""
+    hidden = shape.hidden_size / (layout.tp if layout.is_sequence_parallel else 1)
+    return round(num_chunks * hidden * compute.element_size)
+
+
 def _attention_elements(
     shape: ModelShape, layout: ParallelLayout, compute: Compute, skipped: Collection[str]
 ) -> float:

@@ -43,6 +43,7 @@ from slime.utils.plan.activations import (
     layer_forward,
     layer_saved,
     layer_working,
+    sent_saved,
     stage_saved,
 )
 from slime.utils.plan.batch import BatchPlan
@@ -323,6 +324,8 @@ class _Trainer:
             layers = layers[max(0, self.num_offloaded(stage) - 2) :]  # two are on their way
         layers += (shape.num_layers - 1,) * self.predictions(stage)  # they are like the last layer
         kept, again = stage_saved(shape, layers, layout, compute, recompute_of(self.args))
+        if layout.vpp > 1 and self.args.overlap_p2p_comm:
+            kept += sent_saved(shape, layout, compute, layout.vpp - (stage == layout.pp - 1))
         saved = round(kept * tokens * in_flight(layout, stage, self.batch.micro_batches_per_rank))
         layer = layers[-1] if layers else 0
         working = again * tokens + layer_working(shape, layer, layout, compute, tokens)

@@ -51,12 +51,12 @@ def of_layout(args: argparse.Namespace) -> Parity:
     """The same of this world's model; every rank calls it and returns everything."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
     from slime.backends.megatron_utils.data import MicroBatches, Packing, to_tensors
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.model.forward_only import run_model
+    from slime.backends.megatron_utils.model.pipelined_pass import run_pass
     from slime.backends.megatron_utils.model.setup import build_model
     from slime.ray.rollout.dp_split import split_train_data
     from slime.utils import accelerator
@@ -87,15 +87,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
         batch = next(batches)
         return run_model(chunk, batch), partial(loss, batch)
 
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[micro_batches.of_step(0) for _ in model],
-        model=model,
-        num_microbatches=micro_batches.num_microbatches[0],
-        seq_length=args.seq_length,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    run_pass(model, micro_batches, forward_step, step_id=0, seq_length=args.seq_length, is_of_flags=True)
     with torch.no_grad():
         for chunk in model:
             for param in chunk.parameters():

@@ -10,6 +10,7 @@ import argparse
 import gc
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,7 @@ def _child(rank: int, listener: socket.socket, world: int, job: Job, out: Path) 
     try:
         where = {"master_addr": "127.0.0.1", "master_port": listener if rank == 0 else port}
         initialize.init(job.args, rank=rank, world_size=world, **where)
+        forbid_waits_between_stages()
         result = job.run(job.args, *job.more)
         if rank == 0:
             torch.save(result, out / f"{job.name}.pt")
@@ -118,6 +120,20 @@ def _child(rank: int, listener: socket.socket, world: int, job: Job, out: Path) 
             file.write(f"{job.name}, rank {rank}: {traceback.format_exc()}\n")
         os._exit(1)
     os._exit(0)
+
+
+def forbid_waits_between_stages() -> None:
+    """On a GPU the host would not be ahead of it: where stages ask each other for shapes, or wait after a message."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the host waits for the GPU between pipeline stages")
+
+    p2p_communication.P2PCommunicator._slime_communicate_shapes = refuse
+    synchronize = torch.cuda.synchronize
+    torch.cuda.synchronize = lambda *device: (
+        refuse() if sys._getframe(1).f_globals is vars(p2p_communication) else synchronize(*device)
+    )
 
 
 def train(args: argparse.Namespace, rollouts: Sequence[int] = (0,)) -> dict[int, dict[str, Any]]:

@@ -111,7 +111,7 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     data = make_train_data()
     everything = {"micro_batch_indices": [list(range(len(expected)))], "num_microbatches": [1]}
     share = to_tensors(data | everything | {"global_batch_sizes": [12]}, torch.device("cpu"))
-    (batch,) = MicroBatches(share, Packing(multiple=8, num_predictions=1)).all()
+    (batch,) = MicroBatches(share, Packing(multiple=8, num_predictions=1)).of_step(None)
     with torch.no_grad():
         logits = run_model_with_predictions(run_model, model, batch)
         assert torch.equal(logits, run_model(model, batch))

@@ -32,6 +32,7 @@ def apply(kind: str) -> None:
             checkpoint_writer,
             fused_adam,
             gradient_accumulation,
+            known_shapes,
             packed_rope,
             without_te,
         )
@@ -41,4 +42,5 @@ def apply(kind: str) -> None:
         fused_adam.apply()
         without_te.apply()
         gradient_accumulation.apply()
+        known_shapes.apply()
         packed_rope.apply()

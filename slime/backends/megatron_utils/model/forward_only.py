@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -21,6 +20,7 @@ from megatron.core.tensor_parallel import (
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
+from slime.backends.megatron_utils.model.pipelined_pass import run_pass
 from slime.backends.megatron_utils.model.prediction import as_predicting
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import columns_from_last_stage
@@ -164,14 +164,13 @@ def compute_columns(
         batch = next(batches)
         return run_model(chunk, batch), partial(collect, batch)
 
-    results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[micro_batches.all() for _ in model],
-        model=model,
-        num_microbatches=len(micro_batches.indices),
+    results = run_pass(
+        model,
+        micro_batches,
+        forward_step,
+        step_id=None,
         seq_length=args.seq_length,
-        micro_batch_size=1,
-        forward_only=True,
+        is_of_flags=not args.custom_model_provider_path,
     )
     for chunk in model:
         chunk.train()

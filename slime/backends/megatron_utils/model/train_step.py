@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
 from slime.backends.megatron_utils.model.forward_only import run_model, run_model_to_hidden, run_model_with_predictions
+from slime.backends.megatron_utils.model.pipelined_pass import run_pass
 from slime.backends.megatron_utils.model.prediction import lend_embedding
 from slime.backends.megatron_utils.model.routing import load_balancing_metrics
 from slime.backends.megatron_utils.model.setup import TrainState
@@ -90,12 +90,11 @@ def _forward_backward(
         batch = next(batches)
         return run(chunk, batch), partial(loss_function, args, batch, **scale)
 
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[micro_batches.of_step(step_id) for _ in model],
-        model=model,
-        num_microbatches=num_microbatches,
+    return run_pass(
+        model,
+        micro_batches,
+        forward_step,
+        step_id=step_id,
         seq_length=args.seq_length,
-        micro_batch_size=1,
-        forward_only=False,
+        is_of_flags=not args.custom_model_provider_path,
     )
