@@ -3,6 +3,9 @@
 Two runs at a time would starve each other of two cores; beside the one that runs, the other worker does the tests that
 are alone in their process, or start one engine. In the order of the files the runs come first, and both workers end at
 about the same time.
+
+Property tests see the same examples in each run, without a time limit for each: what fails for one change fails for
+all. `--hypothesis-profile explore` looks at others.
 """
 
 from __future__ import annotations
@@ -10,7 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("explore", deadline=None)
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.load_profile("same")
 LAUNCHING = ("tests/chaos/", "tests/integration/")
 
 

@@ -32,8 +32,8 @@ from typing import Any
 
 import psutil
 
+from slime.ray.rollout.ports import reserve_block
 from slime.utils.dumps import load_samples
-from slime.utils.misc import listen_anywhere
 from tests.integration.launch import ROOT, grpo_flags, make_model, write_prompts
 
 PARTS = ("engine", "trainer", "router", "manager", "driver", "reward")
@@ -42,7 +42,9 @@ SIGNALS = ("SIGKILL", "SIGSTOP")
 NUM_ROLLOUT, PROMPTS, SAMPLES = 3, 4, 4
 DEADLINE_S, ASLEEP_S = 420.0, 15.0
 STALL_S = dict.fromkeys(PARTS, 20) | {"router": 60}
-"""After which the watchdog ends a run; a router is asked for half a minute before it is started again."""
+"""After which the watchdog ends a run with a part that is stopped; a router is asked for half a minute before it is
+started again. What is gone is noticed without the watchdog, which then must not take the start of a part on a slow
+machine for a stall."""
 GONE_REWARD_S = 240
 """The same where a reward server is gone: its requests are sent ten times, for more than two minutes, before the run
 ends with its name. (One that is stopped may answer for 20 minutes; nobody sees what becomes of another's server.)"""
@@ -210,15 +212,14 @@ def wake_driver(row: Row, out: Path) -> None:
 @contextmanager
 def reward_server() -> Iterator[tuple[str, int]]:
     """A process that scores responses; yields its address and its number."""
-    listener = listen_anywhere()
-    port = listener.getsockname()[1]
-    listener.close()
-    process = subprocess.Popen([sys.executable, "-m", "tests.chaos.reward_server", str(port)], cwd=ROOT)
+    ports = reserve_block("127.0.0.1")
+    process = subprocess.Popen([sys.executable, "-m", "tests.chaos.reward_server", str(ports[0])], cwd=ROOT)
     try:
-        yield f"http://127.0.0.1:{port}/score", process.pid
+        yield f"http://127.0.0.1:{ports[0]}/score", process.pid
     finally:
         process.kill()
         process.wait(10)
+        ports.release()
 
 
 # ---- what became of it
@@ -226,7 +227,9 @@ def reward_server() -> Iterator[tuple[str, int]]:
 
 def stall_s_of(row: Row) -> int:
     """--stall-timeout of a row."""
-    return GONE_REWARD_S if (row.part, row.signal) == ("reward", "SIGKILL") else STALL_S[row.part]
+    if row.signal == "SIGSTOP":
+        return STALL_S[row.part]
+    return GONE_REWARD_S if row.part == "reward" else int(DEADLINE_S)
 
 
 def reason_of(row: Row) -> str:

@@ -134,8 +134,10 @@ def main() -> None:
     sys.argv = [driver, *flags]
     output_dir = Path(flags[flags.index("--output-dir") + 1])
     os.environ |= {"CHAOS_ROW": f"{part} {phase} {name}", "CHAOS_DRIVER_PID": str(os.getpid())}
-    # The quarter of an hour that a start may be silent for is for models that take minutes to read.
-    stall_watch.SLOW["start"] = START_STALLS_S
+    if (
+        name == "SIGSTOP"
+    ):  # the quarter of an hour that a start may be silent for is for models that take minutes to read
+        stall_watch.SLOW["start"] = START_STALLS_S
     from slime.ray import run as run_module
 
     run_module.Phases = lambda: Wounding(part, phase, signal.Signals[name], output_dir)  # type: ignore[assignment,misc]

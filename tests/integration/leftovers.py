@@ -10,7 +10,8 @@ import psutil
 
 from slime.utils.run_processes import shared_memory_of
 
-LEFT_S = 10.0
+LEFT_S = 60.0
+"""A safety net: the sweeper's ten seconds are held on a machine that is not busy."""
 MARK = "SLIME_TEST_MARK"
 _SESSION = re.compile(r"=(/\S*/session_\d[^/\s]*)")
 
@@ -31,7 +32,7 @@ class Holdings:
 
     def look(self) -> None:
         """See what there is now."""
-        marked = [process for process in psutil.process_iter(["cmdline"]) if self._is_marked(process)]
+        marked = [process for process in psutil.process_iter(["cmdline", "ppid"]) if self._is_marked(process)]
         self.processes |= {process.pid: process for process in marked}
         self.memory |= shared_memory_of(self.processes)
         for process in marked:
@@ -51,7 +52,7 @@ class Holdings:
             if one.status == psutil.CONN_LISTEN and (one.pid is None or one.pid in self.processes)
         }
         return [
-            *(f"process {one.pid} {one.name()}" for one in self.processes.values() if _is_alive(one)),
+            *(f"process {one.pid} {name}" for one in self.processes.values() if (name := _name_of_living(one))),
             *(f"port {port}" for port in self.ports & listening),
             *(f"shared memory {path}" for path in self.memory if path.exists()),
             *(f"Ray session {path}" for path in self.sessions if path.exists()),
@@ -65,7 +66,7 @@ class Holdings:
         return found
 
     def _is_marked(self, process: psutil.Process) -> bool:
-        if process.ppid() in self.processes:
+        if process.info["ppid"] in self.processes:
             return True
         try:
             return self._mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
@@ -73,8 +74,9 @@ class Holdings:
             return False
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def _name_of_living(process: psutil.Process) -> str | None:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        is_alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.name() if is_alive else None
     except psutil.NoSuchProcess:
-        return False
+        return None

@@ -30,7 +30,7 @@ def test_a_run_has_a_ray_of_its_own_that_ends_with_it(tmp_path: Path, monkeypatc
 
     def hook() -> None:
         order.append(out.exists())
-        names = {p.name() for p in psutil.process_iter() if p.pid not in before}
+        names = {p.info["name"] for p in psutil.process_iter(["name"]) if p.pid not in before}
         order.append("raylet" in names)
 
     U.execute_train(

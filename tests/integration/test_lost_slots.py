@@ -13,7 +13,7 @@ from slime.ray.rollout.server_group import ServerGroup
 from slime.utils.wait import wait
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 def add_node(cluster: Cluster, address: str) -> object:
@@ -23,6 +23,7 @@ def add_node(cluster: Cluster, address: str) -> object:
         num_cpus=1,
         object_store_memory=100 * 2**20,
         include_dashboard=False,
+        wait=False,
     )
 
 
@@ -31,7 +32,7 @@ def test_an_engines_slots_go_with_their_node_and_come_back_with_another() -> Non
     try:
         add_node(cluster, FIRST)
         second = add_node(cluster, SECOND)
-        cluster.wait_for_nodes()
+        cluster.wait_for_nodes(timeout=120)
         ray.init(address=cluster.address)
         placement = ray.util.placement_group([{"slime_slot": 1.0}] * 2, strategy="SPREAD")
         wait("the placement group", 60, lambda: placement.wait(timeout_seconds=1.0))

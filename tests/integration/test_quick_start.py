@@ -16,9 +16,9 @@ import pytest
 
 from tests.integration.launch import ROOT, log_tails
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(2700)
 SFT_STEPS, GRPO_STEPS = 280, 40
-OTHER, OTHER_STEPS = "reinforce_plus_plus", 15
+OTHER, OTHER_STEPS = "reinforce_plus_plus", 25
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproc
         ["bash", "scripts/run-tiny-cpu.sh"],
         cwd=ROOT,
         env=environment,
-        timeout=1100,
+        timeout=2400,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -68,7 +68,7 @@ def test_another_estimator_lifts_it_from_the_same_start(
     done = subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
-        timeout=600,
+        timeout=1200,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -26,13 +26,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 @pytest.fixture(scope="module")
 def run(inputs: list[object], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The fully async rollout: long responses, so that requests are in flight when weights are synced."""
+    """The fully async rollout: few and long responses, which take far longer than to train on them and to sync."""
     out = tmp_path_factory.mktemp("async") / "out"
     prompts = inputs[inputs.index("--prompt-data") + 1]
     return train(
         out, *inputs, "--rollout-num-gpus", 1, "--num-rollout", 3,
         "--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
-        "--max-weight-staleness", 1, "--rollout-max-response-len", 200, "--rollout-ignore-eos",
+        "--max-weight-staleness", 1, "--rollout-max-response-len", 400, "--rollout-ignore-eos",
+        "--rollout-batch-size", 2, "--n-samples-per-prompt", 2, "--global-batch-size", 4,
         "--eval-interval", 1, "--eval-prompt-data", "digits", prompts, "--eval-max-response-len", 4,
         "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt", script="train_async.py",
     )  # fmt: skip
@@ -52,7 +53,7 @@ def test_no_trained_token_is_older_than_the_bound_although_requests_are_in_fligh
     # Weights are synced before the first rollout and after each one, so rollout i is trained at version 1 + i.
     ages = [[1 + i - min(seen) for seen in group] for i, group in enumerate(versions)]
     assert all(0 <= age <= 1 for group in ages for age in group)
-    assert ages[1] == [1] * 16, "rollout 1 is begun while rollout 0 is trained"
+    assert ages[1] == [1] * 4, "rollout 1 is begun while rollout 0 is trained"
     found = run.column("rollout/weight_staleness/max", "rollout/step")
     assert found == [max(group) for group in ages]
     assert any(len(set(seen)) > 1 for group in versions for seen in group), "a request went on over a sync"

@@ -49,8 +49,9 @@ def started(slots: dict[str, int]) -> Iterator[str]:
             num_cpus=2,
             object_store_memory=100 * 2**20,
             include_dashboard=False,
+            wait=False,
         )
-    cluster.wait_for_nodes()
+    cluster.wait_for_nodes(timeout=120)
     yield cluster.address
     cluster.shutdown()
 

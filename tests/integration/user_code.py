@@ -106,7 +106,8 @@ def stop_an_engine_after_rollout_0(rollout_id: int, args: Any, samples: Any, met
     shown = [
         one.info["cmdline"] for one in psutil.process_iter(["cmdline"]) if key in " ".join(one.info["cmdline"] or [])
     ]
-    pids = {process.pid: process.name() for process in processes_of(os.environ[MARK])}
+    names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"])}
+    pids = {process.pid: names[process.pid] for process in processes_of(os.environ[MARK]) if process.pid in names}
     ports = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid in pids]
     bound = [(pids[one.pid], one.laddr.ip) for one in ports if one.pid is not None]
     found = {"key": key, "doors": doors, "shown": shown, "bound": bound}

@@ -12,7 +12,7 @@ import pytest
 
 from slime.observability import logging_utils
 from slime.ray.rollout import manager as manager_module
-from slime.ray.rollout.manager import RolloutManager, _draws_prompts
+from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, _draws_prompts
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.weight_versions import SyncSchedule, WeightClock
 from slime.utils.columns import PER_TOKEN, FlatColumn, restore_columns
@@ -369,3 +369,12 @@ def test_rollouts_and_evaluations_are_made_by_the_functions_of_their_flags(manag
     manager.args.data_source_path = "PromptsOfTheUser"
     manager._load_user_code()
     assert (manager._generate, manager._evaluate) == (halve_rewards, log_nothing)
+
+
+def test_the_watchdogs_question_waits_for_nothing_that_the_manager_does():
+    """Ray gives each group of methods a thread of its own; the replacement of an engine takes minutes."""
+    groups = {
+        name: getattr(method, "__ray_concurrency_group__", None) for name, method in vars(RolloutManager).items()
+    }
+    assert [name for name, group in groups.items() if group == "state"] == ["engine_state"]
+    assert groups["replace_engines"] in CONCURRENCY_GROUPS and CONCURRENCY_GROUPS["state"] == 1

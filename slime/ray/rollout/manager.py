@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = ("weights",)
 LOAD_DEADLINE_S = 1800.0  # prompts and user code; the driver waits as long for the start
-CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1, "memory": 1, "settling": 1}
+CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1, "memory": 1, "settling": 1, "state": 1}
 HOOKS_ON_SAMPLES = (
     "custom_rollout_log_function_path",
     "custom_reward_post_process_path",
@@ -71,7 +71,8 @@ class RolloutManager(RayActor):
 
     One method runs at a time, in the order of the calls: the driver relies on that. Some do not wait for that order:
     `eval`, so that an evaluation may go on beside a rollout; `set_weight_version`, so that a rollout that keeps
-    requests in flight hears of a sync; and those that move the engines' memory, which go on beside `train_data`.
+    requests in flight hears of a sync; those that move the engines' memory, which go on beside `train_data`; and
+    `engine_state`, which the watchdog asks for whatever goes on.
 
     Args:
         args: the run's flags.
@@ -171,7 +172,7 @@ class RolloutManager(RayActor):
             self._replacements.register()
             self._watch.resume()
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="state")  # asked for while engines are replaced, which takes minutes
     def engine_state(self) -> dict[str, Any]:
         """Address -> what each router and engine is busy with, or why it does not tell; for the stall report."""
         if self._servers is None:

@@ -42,7 +42,7 @@ TRAINING: dict[str, Any] = {
 """Two train steps a rollout, so that old log-probs take a pass of their own; the clip binds. Rows are padded no
 further than tensor parallelism needs: the usual 128 would leave all that is trained to the first sequence-parallel
 rank."""
-SECONDS_PER_JOB = 60
+SECONDS_PER_JOB = 300
 
 
 @dataclass(frozen=True)
