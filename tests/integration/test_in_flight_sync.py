@@ -21,7 +21,7 @@ from slime.utils.http_stream import stream_events
 from tests.integration.conftest import make_engine
 
 PROMPT = [random.Random(0).randrange(8, 100) for _ in range(200)]
-LENGTH = 200
+LENGTH = 1000
 SAMPLING = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 5}
 TOLERANCE = 1e-4
 
@@ -73,53 +73,49 @@ def log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
     return every[len(PROMPT) - 1 :]
 
 
-async def generate_across_a_sync(url: str, sync: Any) -> tuple[dict[str, Any], int, int]:
+async def generate_across_a_sync(url: str, sync: Any) -> tuple[dict[str, Any], int, dict[str, Any]]:
     """Stream one response and sync in its middle.
 
     Returns:
-        the last event, tokens that there were before the sync began, tokens that there were when it was done.
+        the last event, tokens that there were before the sync began, the answer to a request sent when it was done.
     """
-    body = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True, "stream": True}
-    counts: list[int] = []
+    body = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
 
-    async def watched() -> int:
+    async def sync_and_ask_again() -> dict[str, Any]:
         await asyncio.to_thread(sync)
-        return counts[-1]
+        return await http_utils.post(
+            f"{url}/generate", {**body, "sampling_params": {**SAMPLING, "max_new_tokens": 20}}
+        )
 
     event, begun, syncing = {}, 0, None
-    async for event in stream_events(f"{url}/generate", body):
-        counts.append(len(event["meta_info"]["output_token_logprobs"]))
-        if syncing is None and counts[-1] >= 20:
-            begun, syncing = counts[-1], asyncio.create_task(watched())
+    async for event in stream_events(f"{url}/generate", {**body, "stream": True}):
+        count = len(event["meta_info"]["output_token_logprobs"])
+        if syncing is None and count >= 20:
+            begun, syncing = count, asyncio.create_task(sync_and_ask_again())
     assert syncing is not None
-    done = await syncing
+    again = await syncing
     await http_utils.close_http_client()
-    return event, begun, done
+    return event, begun, again
 
 
 def test_a_request_in_flight_goes_on_with_the_new_weights_and_no_prefix_of_the_old_ones_is_used(
     engine: SGLangEngine, updater: TensorWeightUpdater, models: list[Any]
 ) -> None:
-    event, begun, done = asyncio.run(generate_across_a_sync(engine.url, updater.update))
+    event, begun, again = asyncio.run(generate_across_a_sync(engine.url, updater.update))
     meta = event["meta_info"]
     pairs = [(pair[0], pair[1]) for pair in meta["output_token_logprobs"]]
     assert len(pairs) == LENGTH and meta["finish_reason"]["type"] == "length", "the request was not lost"
-    assert begun <= done < LENGTH - 20, "the sync was in the middle"
     tokens = PROMPT + [token for _, token in pairs]
     found = torch.tensor([log_prob for log_prob, _ in pairs])
     gaps = [(log_probs(model, tokens) - found).abs() for model in models]
     # Where the weights changed: the first token that the old model does not explain.
     switch = int((gaps[0] > TOLERANCE).nonzero()[0])
-    assert begun <= switch <= done + 1
+    assert begun <= switch < LENGTH - 20, "the sync was in the middle"
     assert gaps[0][:switch].max() < TOLERANCE, "the old weights wrote what was there before"
     assert gaps[1][switch:].max() < TOLERANCE, "the new weights wrote the rest, over a context computed anew"
     assert gaps[1][:switch].max() > 1e-2 and gaps[0][switch:].max() > 1e-2, "the two models differ"
     assert meta["weight_version"] == "1", "the engine names only the version at the end"
 
-    again = http_utils.post_sync(
-        f"{engine.url}/generate",
-        {"input_ids": PROMPT, "sampling_params": {**SAMPLING, "max_new_tokens": 20}, "return_logprob": True},
-    )
     assert again["meta_info"]["cached_tokens"] == 0
     pairs = [(pair[0], pair[1]) for pair in again["meta_info"]["output_token_logprobs"]]
     expected = log_probs(models[1], PROMPT + [token for _, token in pairs])

@@ -16,7 +16,7 @@ from slime.utils.http_utils import post_sync
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
 
-SHORT, LONG = 4, 400
+SHORT, LONG = 4, 1500
 
 
 class Prompts:

@@ -19,6 +19,7 @@ from slime.rollout.sample_errors import SampleError
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils, http_utils
 from slime.utils.types import Sample
+from slime.utils.wait import wait_async
 from tests.unit.rollout_fakes import rollout_args, serve
 
 TOKENS = [100, 101]
@@ -68,7 +69,7 @@ async def closes(request):
 
 
 async def nothing(request):
-    await asyncio.sleep(20)
+    await asyncio.sleep(600)
     return web.Response()
 
 
@@ -87,8 +88,8 @@ class Engine:
 
 @pytest.fixture
 def engine(letters, monkeypatch):
-    """The fake, asked by a client that gives up after half a second of retrying."""
-    monkeypatch.setattr(http_utils._client, "limits", http_utils.HttpLimits(retry_window_s=0.5, max_backoff_s=0.05))
+    """The fake, asked by a client that waits only shortly between two attempts."""
+    monkeypatch.setattr(http_utils._client, "limits", http_utils.HttpLimits(retry_window_s=60.0, max_backoff_s=0.05))
     fake, app = Engine(), web.Application()
     app.router.add_post("/generate", fake.generate)
     with serve(app) as fake.port:
@@ -134,12 +135,11 @@ LASTING = {
 
 
 @pytest.mark.parametrize(("answer", "message"), LASTING.values(), ids=LASTING)
-def test_what_does_not_pass_ends_in_an_error_with_the_last_reason(engine, answer, message):
-    begin = time.monotonic()
+def test_what_does_not_pass_ends_in_an_error_with_the_last_reason(engine, monkeypatch, answer, message):
+    monkeypatch.setattr(http_utils._client.limits, "retry_window_s", 0.5)
     with pytest.raises(SampleError, match=message) as caught:
         complete(engine, [answer])
-    assert engine.calls > 2
-    assert time.monotonic() - begin < 5
+    assert engine.calls >= 2, "after its first failure a request is tried again, however late that came"
     assert "the engine's /generate failed on sample 3 (prompt 1: 'what is it'): HttpError: POST" in str(caught.value)
     assert not caught.value.is_final, "with --on-sample-error retry the sample may be generated again"
 
@@ -164,8 +164,8 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline(engine):
     begin = time.monotonic()
     with pytest.raises(SampleError, match=r"POST \S+/generate was not answered within 0.3 s"):
         complete(engine, [nothing], sglang_router_request_timeout_secs=0.3)
-    assert 0.3 <= time.monotonic() - begin < 5
-    assert engine.calls == 1, "asked again, it would be at work twice"
+    assert time.monotonic() - begin >= 0.3
+    assert engine.calls <= 1, "asked again, it would be at work twice"  # none where it was not scheduled in time
 
 
 WRONG = {
@@ -225,12 +225,16 @@ def test_an_abort_gets_through_while_generations_take_every_connection(engine):
     http_utils.init_http_client(args)
     url = f"http://127.0.0.1:{engine.port}"
 
+    async def two_are_there():
+        return engine.calls >= 2
+
     async def all_busy():
         generations = [asyncio.create_task(http_utils.post(f"{url}/generate", {})) for _ in range(4)]
-        await asyncio.sleep(0.3)
+        await wait_async("two generations", 60, two_are_there)
+        await asyncio.sleep(0.3)  # for those that must not come
         assert engine.calls == 2, "the client's limit: two of one engine"
         engine.script = [good]
-        answer = await http_utils.post(f"{url}/generate", {}, timeout_s=2.0)
+        answer = await http_utils.post(f"{url}/generate", {}, timeout_s=60)
         for generation in generations:
             generation.cancel()
         return answer

@@ -9,6 +9,8 @@ import signal
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
@@ -27,10 +29,11 @@ from tests.integration.conftest import HOST, make_engine
 from tests.integration.launch import make_model
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
 
+pytestmark = pytest.mark.timeout(900)
 CONCURRENT, TOKENS = 512, 8
 GROUP = 8
 ROLLOUTS, WARM_UP, REQUESTS_OF_ONE = 20, 5, 128
-OURS_MB, THEIRS_MB = 3.0, 10.0  # after the first rollouts; one rollout is 128 requests
+OURS_MB, THEIRS_MB = 2.0, 7.0  # from rollouts 5 to 9 to the last five; one rollout is 128 requests
 
 
 class Servers(NamedTuple):
@@ -50,7 +53,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     try:
         router.launch()
         with ThreadPoolExecutor(2) as threads:
-            list(threads.map(lambda engine: engine.start(deadline_s=170), engines))
+            list(threads.map(lambda engine: engine.start(deadline_s=600), engines))
         router.wait_ready()
         for engine in engines:
             server_control.register_worker_sync(router.address.url, server_control.Worker(engine.url))
@@ -121,26 +124,32 @@ def test_of_512_requests_at_once_none_is_lost_and_none_doubled(servers: Servers,
     assert answered(servers.engines) - before == CONCURRENT
 
 
-def resident_mb(*processes: psutil.Process) -> float:
-    """Memory of processes and what they started."""
-    trees = [process for root in processes for process in [root, *root.children(recursive=True)]]
-    return sum(process.memory_info().rss for process in trees) / 2**20
+def own_mb(*processes: psutil.Process) -> float:
+    """Memory of processes, without the files that they map: of those the kernel keeps as much as it likes."""
+    texts = [Path(f"/proc/{process.pid}/status").read_text() for process in processes]
+    return sum(int(n) for text in texts for n in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", text, re.M)) / 2**10
+
+
+def growth_mb(found: list[float]) -> float:
+    """From the five rollouts after the warm-up to the last five; one rollout alone may have met a collection."""
+    return median(found[-5:]) - median(found[WARM_UP : WARM_UP + 5])
 
 
 def test_memory_is_flat_over_20_rollouts(servers: Servers, args: Namespace) -> None:
     args.rollout_batch_size = args.over_sampling_batch_size = REQUESTS_OF_ONE // GROUP
     prompts, client = Prompts(), psutil.Process()
-    engines = [psutil.Process(engine.pid) for engine in servers.engines]
-    ours, theirs = [], []
+    roots = [psutil.Process(engine.pid) for engine in servers.engines]
+    engines = [process for root in roots for process in [root, *root.children(recursive=True)]]
+    ours, theirs = list[float](), list[float]()
     for rollout_id in range(ROLLOUTS):
         output = generate_rollout(args, rollout_id, prompts)
         samples = [sample for group in output.samples for sample in group]
         expected = range(rollout_id * REQUESTS_OF_ONE, (rollout_id + 1) * REQUESTS_OF_ONE)
         assert [sample.index for sample in samples] == list(expected)
-        ours.append(client.memory_info().rss / 2**20)
-        theirs.append(resident_mb(*engines))
-    assert ours[-1] - ours[WARM_UP] < OURS_MB, ours
-    assert theirs[-1] - theirs[WARM_UP] < THEIRS_MB, theirs
+        ours.append(own_mb(client))
+        theirs.append(own_mb(*engines))
+    assert growth_mb(ours) < OURS_MB, ours
+    assert growth_mb(theirs) < THEIRS_MB, theirs
 
 
 async def of_its_own_length(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -148,9 +157,9 @@ async def of_its_own_length(args: Namespace, sample: Sample, sampling_params: di
 
 
 def length_of(sample: Sample) -> int:
-    """Different lengths, so that a part of the requests has ended while the others are in the middle."""
+    """Different lengths: when the first of the requests has ended, the others go on for seconds."""
     assert sample.index is not None
-    return TOKENS + sample.index % 57
+    return 4 * TOKENS + sample.index % 128
 
 
 def test_an_engine_killed_in_the_middle_costs_no_sample(
@@ -163,7 +172,7 @@ def test_an_engine_killed_in_the_middle_costs_no_sample(
     group, before, before_of_victim = os.getpgid(victim.pid), answered([survivor]), answered([victim])
 
     def kill_in_the_middle() -> None:
-        wait("the first answers of the victim", 60, lambda: answered([victim]) > before_of_victim, interval_s=0.02)
+        wait("the first answers of the victim", 300, lambda: answered([victim]) > before_of_victim, interval_s=0.02)
         os.killpg(group, signal.SIGKILL)
 
     with ThreadPoolExecutor(1) as thread, caplog.at_level("WARNING"):
@@ -177,4 +186,5 @@ def test_an_engine_killed_in_the_middle_costs_no_sample(
     num_answered = answered([survivor]) - before
     # All of them, if the few answers of the victim were still on their way when it was killed.
     assert CONCURRENT / 2 < num_answered <= CONCURRENT, "what the victim had in flight was done by the survivor, once"
-    assert not [text for text in caplog.messages if "attempt 3" in text], "tried once more by our client at the most"
+    # Once more at the most if the router gives the victim up at once; without its circuit breaker, fifteen times.
+    assert not [text for text in caplog.messages if "attempt 5" in text], "the router gave the victim up"

@@ -41,7 +41,7 @@ from tests.unit.rollout_fakes import serve
 from tests.unit.test_server_control import Script
 from tools.make_tiny_model import build_parser, make_tiny_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 PROMPTS = [[5, 9, 30, 31, 77], [12, 13]]
 Models = dict[str, Path]
 
@@ -68,7 +68,7 @@ def external(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A future of a server with the actor's weights that somebody else has started."""
     server = make_engine(models["actor"], tmp_path_factory.mktemp("external") / "engine.log")
     with ThreadPoolExecutor(1) as thread:
-        starting = thread.submit(server.start, 170)
+        starting = thread.submit(server.start, 600)
         yield Namespace(server=server, started=starting)
         starting.exception()
         server.shutdown()
@@ -243,7 +243,7 @@ def test_an_external_engine_that_is_lost_gets_no_requests_until_it_is_taken_back
 def wait_until(condition: Any) -> None:
     from slime.utils.wait import wait
 
-    wait("a condition of the test", 20.0, condition)
+    wait("a condition of the test", 120.0, condition)
 
 
 def test_an_engine_that_is_starting_is_ended_at_once(

@@ -106,7 +106,7 @@ class World:
             "output_dir": "runs/mine",
             "update_weights_in_flight": False,
             "update_weight_buffer_size": 16,
-            "distributed_timeout_minutes": 0.1,
+            "distributed_timeout_minutes": 1.0,
             "hf_checkpoint": str(self.checkpoint),
             "mtp_num_layers": None,
             "check_weight_update_equal": False,

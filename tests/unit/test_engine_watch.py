@@ -6,11 +6,13 @@ import http.server
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from slime.backends.sglang_utils import server_control
 from slime.ray.rollout.engine_watch import EngineWatch
+from slime.utils.wait import wait
 
 
 @pytest.fixture
@@ -41,27 +43,35 @@ def test_an_engine_that_does_not_answer_is_lost_once(asked: list[tuple[str, bool
     lost: list[tuple[int, str]] = []
     one = watch(lost, "fine", "dead")
     one.start()
-    time.sleep(0.3)
+    wait("three looks", 60, lambda: asked.count(("fine", True)) > 2, interval_s=0.01)
     one.stop()
     assert lost == [(1, "connection refused")]
-    assert asked.count(("fine", True)) > 2 and asked.count(("dead", True)) == 1
+    assert asked.count(("dead", True)) == 1
 
 
-def test_nobody_is_asked_while_the_watch_is_paused(asked: list[tuple[str, bool]]) -> None:
+def test_nobody_is_asked_while_the_watch_is_paused(
+    asked: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor in the --rollout-health-check-first-wait after that."""
-    one = watch([], "fine", first_wait_s=0.1)
-    one.start()
+    times, answer = list[float](), server_control.why_unhealthy_sync
+
+    def answer_and_note(url: str, **how: Any) -> str | None:
+        times.append(time.monotonic())
+        return answer(url, **how)
+
+    monkeypatch.setattr(server_control, "why_unhealthy_sync", answer_and_note)
+    one = watch([], "fine", interval_s=0.1, first_wait_s=0.1)
     one.pause()
-    time.sleep(0.3)
+    one.start()
+    time.sleep(0.45)  # it would have looked three times
     assert not asked
     one.look(generates=False)
     assert asked == [("fine", False)], "unless it is told to"
+    resumed = time.monotonic()
     one.resume()
-    time.sleep(0.06)
-    assert len(asked) == 1, "not before the first wait is over"
-    time.sleep(0.3)
-    assert len(asked) > 2
+    wait("three looks", 60, lambda: len(asked) > 3, interval_s=0.01)
     one.stop()
+    assert times[1] - resumed >= 0.1 + 0.1, "not before the first wait and an interval are over"
 
 
 class _Slow(http.server.BaseHTTPRequestHandler):

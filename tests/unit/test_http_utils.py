@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -80,7 +79,7 @@ def test_a_5xx_answer_is_retried_until_it_passes(server):
 
 def test_retries_end_with_the_last_reason(server):
     url, calls, _ = server
-    with pytest.raises(HttpError, match=r"failed 2 times in 0 s, the last time with HTTP 503: the reason") as caught:
+    with pytest.raises(HttpError, match=r"failed 2 times in \d+ s, the last time with HTTP 503: the reason") as caught:
         async_utils.run(post(f"{url}/fail/503/9", {}, max_retries=1))
     assert len(calls) == 2
     assert caught.value.status == 503
@@ -95,25 +94,25 @@ def test_half_a_json_is_asked_for_again_blocking_or_not(server):
         assert (len(calls), caught.value.status) == (2, None)
 
 
-def test_a_request_that_misses_its_deadline_is_not_sent_again(server):
+IN_TIME = {
+    "blocking": lambda url: get_sync(url, timeout_s=0.2, max_retries=3),
+    "not blocking": lambda url: async_utils.run(post(url, {}, timeout_s=0.2)),
+}
+
+
+@pytest.mark.parametrize("ask", IN_TIME.values(), ids=IN_TIME)
+def test_a_request_that_misses_its_deadline_is_not_sent_again(server, ask):
     url, calls, _ = server
-    late = r" \S+/hang was not answered within 0.2 s"
-    for ask in (
-        lambda: get_sync(f"{url}/hang", timeout_s=0.2, max_retries=3),
-        lambda: async_utils.run(post(f"{url}/hang", {}, timeout_s=0.2)),
-    ):
-        calls.clear()
-        with pytest.raises(HttpError, match=late):
-            ask()
-        assert len(calls) == 1
+    with pytest.raises(HttpError, match=r" \S+/hang was not answered within 0.2 s"):
+        ask(f"{url}/hang")
+    assert len(calls) <= 1  # none where the deadline passed before the server was scheduled, or the request sent
 
 
 def test_a_dead_server_is_given_up_after_the_retry_window(monkeypatch):
     monkeypatch.setattr(http_utils._client.limits, "retry_window_s", 0.3)
-    start = time.monotonic()
-    with pytest.raises(HttpError, match="POST http://127.0.0.1:9/x failed .* ClientConnectorError"):
+    # The second failure comes at least 0.15 s after the first, the third 0.3 s after the second: it is the last.
+    with pytest.raises(HttpError, match="POST http://127.0.0.1:9/x failed [23] times .* ClientConnectorError"):
         async_utils.run(post("http://127.0.0.1:9/x", {}))
-    assert time.monotonic() - start < 5
 
 
 def test_requests_of_one_loop_share_connections(server):

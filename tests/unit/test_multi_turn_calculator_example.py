@@ -7,7 +7,6 @@ import json
 import os
 import random
 import subprocess
-import time
 from argparse import Namespace
 from collections import Counter
 from fractions import Fraction
@@ -92,10 +91,8 @@ def test_it_agrees_with_python_on_whole_numbers(expression):
     ],
 )
 def test_what_is_no_arithmetic_is_an_error_that_the_model_reads(expression, message):
-    started = time.monotonic()
     with pytest.raises(ToolError, match=message):
         evaluate(expression)
-    assert time.monotonic() - started < 0.5
 
 
 def test_the_tool_function_takes_an_expression_and_nothing_else():

@@ -162,11 +162,10 @@ def test_the_boxed_answer_is_the_last_with_balanced_braces():
 
 def test_a_sympy_check_that_takes_too_long_counts_as_wrong_and_is_logged(caplog: pytest.LogCaptureFixture):
     assert is_symbolically_equal("x+1", "1+x")  # the child is up
-    began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert not is_symbolically_equal("(x+y)**(9**9**9)", "x", limit_s=0.3)
-    assert time.monotonic() - began < 2.0
     assert "counted as wrong" in caplog.text
+    assert "did not answer" not in caplog.text, "it ended at its own limit, not when we lost patience with it"
     assert is_symbolically_equal("x+1", "1+x")  # the next check gets a new child
 
 

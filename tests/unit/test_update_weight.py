@@ -109,7 +109,7 @@ def make_updater(checkpoint, engines) -> FakeUpdater:
     args = SimpleNamespace(
         update_weights_in_flight=False,
         update_weight_buffer_size=16,
-        distributed_timeout_minutes=0.02,
+        distributed_timeout_minutes=1.0,
         hf_checkpoint=str(checkpoint),
         mtp_num_layers=None,
         check_weight_update_equal=False,
