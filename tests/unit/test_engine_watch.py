@@ -74,6 +74,25 @@ def test_nobody_is_asked_while_the_watch_is_paused(
     assert times[1] - resumed >= 0.1 + 0.1, "not before the first wait and an interval are over"
 
 
+def test_a_look_that_is_due_just_when_the_watch_goes_on_waits_first_as_well(asked: list[tuple[str, bool]]) -> None:
+    one = watch([], "fine")
+    one.pause()
+
+    class DueJustThen(threading.Event):
+        """Its first wait ends for want of time, while the watch is told to go on."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if self.is_set():
+                one.stop()
+                return True
+            one.resume()
+            return False
+
+    one._changed = DueJustThen()
+    one._run()
+    assert not asked
+
+
 class _Slow(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:  # noqa: N802
         time.sleep(0.4)

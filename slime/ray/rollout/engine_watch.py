@@ -64,8 +64,8 @@ class EngineWatch:
 
     def resume(self) -> None:
         """Go on, after the first wait."""
+        self._changed.set()  # first: a look that is due just now sees one of the two
         self._is_paused = False
-        self._changed.set()
 
     def stop(self) -> None:
         """End; what a look that is under way still finds is told nobody: engines end after their watch."""
@@ -93,7 +93,7 @@ class EngineWatch:
                 continue
             wait_s = self._interval_s
             with self._may_look:
-                if not self._is_paused and not self._is_over:
+                if not (self._is_paused or self._is_over or self._changed.is_set()):
                     try:
                         self.look()
                     except Exception:  # noqa: BLE001 - a watch that fails must not leave the engines unwatched
