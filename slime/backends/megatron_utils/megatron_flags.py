@@ -102,7 +102,7 @@ TABLE: tuple[Group, ...] = (
         --microbatch-group-size-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers
         --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-        --no-overlap-p2p-communication --no-batch-p2p-sync""",
+        --no-overlap-p2p-communication""",
     ),
     Group(
         "used",
@@ -132,7 +132,7 @@ TABLE: tuple[Group, ...] = (
         "warned",
         """--use-distributed-optimizer --attention-softmax-in-fp32 --use-mcore-models --variable-seq-lengths
         --override-opt_param-scheduler --use-dist-ckpt --dist-ckpt-format --dist-ckpt-optim-fully-reshardable
-        --ckpt-fully-parallel-save --moe-token-dispatcher-type""",
+        --ckpt-fully-parallel-save --moe-token-dispatcher-type --no-batch-p2p-sync""",
         ALWAYS,
     ),
     Group(
