@@ -13,7 +13,7 @@
 #   slime_env_to_ask                     slime_env for that: a .venv that is complete is used as it is.
 #   slime_ray_start NUM_SLOTS [NUM_GPUS] start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
 #                                        GPUs count) and at most NUM_GPUS of this machine's GPUs (default: all); sets RAY_ADDRESS and
-#                                        SLIME_RAY_DASHBOARD. It ends with the script. SLIME_RAY_DEADLINE_S (120): seconds until it takes jobs.
+#                                        SLIME_RAY_DASHBOARD. It ends with the script.
 #   slime_ray_join HOST:PORT [ADDRESS]   the same of a worker: a Ray node of our own that joins a head (at ADDRESS, its own), until the
 #                                        head ends. NUM_SLOTS as in slime_train.
 #   slime_ray_stop                       end that Ray head or node, and nothing else.
@@ -176,11 +176,10 @@ slime_ray_start() {
     SLIME_RAY_PID=$!
     export RAY_ADDRESS="$host:${ports[0]}" SLIME_RAY_DASHBOARD="http://127.0.0.1:${ports[1]}"
     slime_await_ray || return
-    deadline=$((SECONDS + ${SLIME_RAY_DEADLINE_S:-120}))
+    deadline=$((SECONDS + 120))
     until slime_ray_is_up; do
         if [ "$SECONDS" -ge "$deadline" ]; then
-            slime_say "waited ${SLIME_RAY_DEADLINE_S:-120} s for Ray's job server at $SLIME_RAY_DASHBOARD and the agent that starts its jobs;" \
-                "the ends of their logs:"
+            slime_say "waited 120 s for Ray's job server at $SLIME_RAY_DASHBOARD and the agent that starts its jobs; the ends of their logs:"
             tail -n 15 "$SLIME_RAY_DIR"/session_latest/logs/dashboard{,_agent}.log >&2 || true
             return 1
         fi

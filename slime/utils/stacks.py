@@ -25,7 +25,7 @@ import psutil
 
 from slime.utils.run_processes import SHARED_MEMORY
 
-PY_SPY_S = 60.0
+PY_SPY_S = 20.0
 ASK_S = 2.0
 MAX_CHARS = 20_000
 _MEMORY = "slime-stacks"

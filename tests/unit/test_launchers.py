@@ -68,14 +68,13 @@ def test_an_address_of_another_machine_is_refused_before_ray_starts(tmp_path: Pa
     assert "MASTER_ADDR=192.0.2.77 MASTER_PORT=6379: no Ray head can listen there" in done.stderr
 
 
-def test_ports_for_ray_are_none_that_the_kernel_gives_to_whoever_asks_for_any() -> None:
+def test_ports_for_ray_lie_between_its_workers_and_those_that_linux_gives_to_whoever_asks_for_any() -> None:
     """Ray's own parts ask for any by the dozen, seconds before the ports chosen for it are bound."""
     script = f". scripts/common.sh; PYTHON={sys.executable} slime_free_ports 3"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     ports = [int(port) for port in done.stdout.split()]
-    lowest_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert len(set(ports)) == 3
-    assert all(19_999 < port < lowest_of_kernel for port in ports), "Ray's workers end at 19999"
+    assert all(19_999 < port < 32_768 for port in ports)
 
 
 def test_the_logs_of_a_ray_that_takes_no_jobs_are_shown_before_they_go(tmp_path: Path) -> None:
@@ -83,7 +82,6 @@ def test_the_logs_of_a_ray_that_takes_no_jobs_are_shown_before_they_go(tmp_path:
     fake.write_text("""#!/usr/bin/env bash
 case "$*" in
     *is_free*) echo 1001 1002 1003 ;;
-    *healthz*) exit 1 ;;
     *"start --head"*)
         logs="${@: -1}/session_latest/logs"
         mkdir -p "$logs"
@@ -92,10 +90,11 @@ case "$*" in
 esac
 """)
     fake.chmod(0o755)
-    environment = os.environ | {"PYTHON": str(fake), "TMPDIR": str(tmp_path), "SLIME_RAY_DEADLINE_S": "0"}
-    command = ["bash", "-c", ". scripts/common.sh; slime_ray_start 1"]
+    environment = os.environ | {"PYTHON": str(fake), "TMPDIR": str(tmp_path)}
+    never_up = "slime_ray_is_up() { SECONDS=1000; return 1; }"  # and two minutes are over
+    command = ["bash", "-c", f". scripts/common.sh; {never_up}; slime_ray_start 1"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "waited 0 s for Ray's job server at http://127.0.0.1:1002" in done.stderr
+    assert done.returncode == 1 and "waited 120 s for Ray's job server at http://127.0.0.1:1002" in done.stderr
     assert "no port" in done.stderr and not list(tmp_path.glob("slime-ray.*"))
 
 

@@ -34,7 +34,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "attention_backend": AttnBackend[args.attention_backend],
         "pipeline_dtype": torch_type(args.params_dtype),
         "use_cpu_initialization": on_cpu,
-        # What went to the next stage is needed there alone.
+        # What went to the next stage is needed there alone; Megatron frees it under an overlapped message, too.
         "deallocate_pipeline_outputs": not overlaps_p2p,
         # Only interleaved stages have something to overlap with; then messages cannot go in one batch.
         "overlap_p2p_comm": overlaps_p2p,
