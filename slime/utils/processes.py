@@ -115,9 +115,13 @@ class ProcessRegistry:
         for member in members.values():
             if _is_alive(member):
                 _send(member, signal.SIGKILL)
+        # Until all are gone: memory of a GPU is free, and a port, once the process that held it has ended.
+        end = time.monotonic() + 5.0
+        while any(_is_alive(member) for member in members.values()) and time.monotonic() < end:
+            time.sleep(0.02)
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5.0)
+                process.wait(max(end - time.monotonic(), 0.0))
             with self._lock:
                 self._running.pop(process.pid, None)
         remove_unused(memory)

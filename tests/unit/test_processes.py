@@ -62,6 +62,17 @@ def test_ending_a_process_ends_its_children(tmp_path: Path) -> None:
     assert registry.running() == []
 
 
+def test_killed_children_are_gone_with_what_they_held(tmp_path: Path) -> None:
+    registry, log = ProcessRegistry(), tmp_path / "family.log"
+    holds = "import time; held = b'x' * 2**30; print('holds', flush=True); time.sleep(600)"  # freeing it takes a while
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}])"
+    process = registry.start([sys.executable, "-c", parent], name="family", log_path=log)
+    until(lambda: "holds" in log.read_text())
+    children = psutil.Process(process.pid).children()
+    registry.end(process, grace_s=0.0)
+    assert children and all(is_gone(child.pid) for child in children)
+
+
 def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     registry, log = ProcessRegistry(), tmp_path / "deaf.log"
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
