@@ -22,6 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slime.backends.megatron_utils.packs import to_device
+
 Span = tuple[int, int]
 """[first, end) of consecutive positions."""
 
@@ -287,13 +289,13 @@ def get_sum_of_sample_mean(
             raise ValueError(f"a response of {response} tokens in a sample of {total} has a loss mask of {len(mask)}")
     weights = torch.cat(list(loss_masks)).float()
     if not calculate_per_token_loss:
-        lengths = torch.tensor(response_lengths, device=weights.device)
+        num_tokens, lengths = len(weights), to_device(torch.tensor(response_lengths), weights.device)
         if sample_denoms is None:
-            ids = torch.arange(len(lengths), device=weights.device).repeat_interleave(lengths)
+            ids = torch.arange(len(lengths), device=weights.device).repeat_interleave(lengths, output_size=num_tokens)
             denominators = weights.new_zeros(len(lengths)).index_add_(0, ids, weights)
         else:
-            denominators = torch.tensor(sample_denoms, device=weights.device, dtype=torch.float32)
-        weights = weights / denominators.clamp(min=1).repeat_interleave(lengths)
+            denominators = to_device(torch.tensor(sample_denoms, dtype=torch.float32), weights.device)
+        weights = weights / denominators.clamp(min=1).repeat_interleave(lengths, output_size=num_tokens)
 
     def sum_of_sample_mean(x: torch.Tensor) -> torch.Tensor:
         # A masked token may hold anything, also inf or nan, which times zero would be nan.

@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.cp_utils import (
     slice_with_cp,
     zigzag_positions,
 )
-from slime.backends.megatron_utils.packs import note_ends
+from slime.backends.megatron_utils.packs import note_ends, to_device
 from slime.utils.dp_schedule import first_fit_pack, split_or_repeat
 from slime.utils.progress_counts import went_on
 
@@ -171,7 +171,7 @@ def pack(tokens: Sequence[torch.Tensor], packing: Packing = Packing()) -> dict[s
     device = tokens[0].device
     ends = torch.tensor([0, *lengths]).cumsum(0) * cp_size
     position_ids = zigzag_positions(ends, sum(lengths), cp_rank=cp_rank, cp_size=cp_size)
-    cu_seqlens = ends.to(device=device, dtype=torch.int32)
+    cu_seqlens = to_device(ends.int(), device)
     longest = max(lengths) * cp_size
     packed_seq_params = PackedSeqParams(
         qkv_format="thd",
@@ -185,7 +185,7 @@ def pack(tokens: Sequence[torch.Tensor], packing: Packing = Packing()) -> dict[s
     note_ends(packed_seq_params, ends.tolist())
     return {
         "tokens": torch.cat([*tokens, tokens[0].new_full((padding,), PAD_TOKEN)])[None],
-        "position_ids": position_ids[None].to(device),
+        "position_ids": to_device(position_ids[None], device),
         "packed_seq_params": packed_seq_params,
     }
 
@@ -274,7 +274,7 @@ class MicroBatches:
         response_lengths = [data["response_lengths"][i] for i in samples]
         total_lengths = [len(sample) for sample in tokens]
         rows, places, counts = response_rows(total_lengths, response_lengths, self._packing)
-        rows, places = (x.to(packed["tokens"].device) for x in (rows, places))
+        rows, places = (to_device(x, packed["tokens"].device) for x in (rows, places))
         responses = [
             sample[total - response :]
             for sample, total, response in zip(tokens, total_lengths, response_lengths, strict=True)
@@ -290,7 +290,7 @@ class MicroBatches:
         sample_rows = [x.shape[0] for x in is_token]
         padding[: sum(sample_rows)] = ~torch.cat(is_token)
         packed |= {
-            "padding": padding.to(packed["tokens"].device),
+            "padding": to_device(padding, packed["tokens"].device),
             "sample_rows": sample_rows,
             "full_loss_masks": full_loss_masks,
             "response_rows": rows,

@@ -24,7 +24,7 @@ def get_grpo_returns(rewards: torch.Tensor, kl: Sequence[torch.Tensor]) -> list[
     """
     lengths = [len(sample) for sample in kl]
     repeats = torch.tensor(lengths, device=rewards.device)
-    return list(torch.repeat_interleave(rewards.float(), repeats).split(lengths))
+    return list(torch.repeat_interleave(rewards.float(), repeats, output_size=sum(lengths)).split(lengths))
 
 
 def get_reinforce_plus_plus_returns(

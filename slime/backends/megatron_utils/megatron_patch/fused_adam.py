@@ -84,7 +84,7 @@ class Adam(torch.optim.Optimizer):
         exp_avgs = [self.state[p]["exp_avg"] for p in params]
         exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
         beta1, beta2 = group["betas"]
-        step = torch.tensor(float(group["step"]), device=params[0].device)
+        step = torch.full((), float(group["step"]), device=params[0].device)
         update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         update(
             params,

@@ -177,7 +177,7 @@ class MasterAdam(Adam):
             [first],
             [second],
             [],
-            [torch.tensor(float(group["step"]), device=grad.device)],
+            [torch.full((), float(group["step"]), device=grad.device)],
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
