@@ -1,23 +1,23 @@
-"""What is fused on CUDA beside the same functions run operation by operation, one at a time.
+"""What is fused on CUDA beside the same functions compiled by torch, and run operation by operation, one at a time.
 
     python benchmarks/gpu_fusion.py [--shape 4B]                      # one GPU
     python benchmarks/gpu_fusion.py --tiny --accelerator cpu          # to try the script: nothing is fused there
 
-Forward and backward of one layer's part for 16,384 tokens (log-probs: of one model's logits for 4,096), both ways in
-turn through the product's own functions (torch.compiler.set_stance("force_eager") is the way without). "device" is the
-time by CUDA events; "host" is what the calling thread needs for one call on 8 tokens, without waiting for the device:
-it decides where a rank has little work for each layer. Best of 5 rounds.
+Forward and backward of one layer's part for 16,384 tokens (log-probs: of one model's logits for 4,096), all ways in
+turn: as the product runs it (a kernel by hand, for log-probs torch.compile), through torch.compile, and operation by
+operation. "device" is the time by CUDA events; "host" is what the calling thread needs for one call on 8 tokens,
+without waiting for the device: it decides where a rank has little work for each layer. Best of 5 rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -27,16 +27,17 @@ HEAD_DIM, KV_HEADS, VOCAB = 128, 8, 151936
 SIZES = {"0.6B": (1024, 3072, 16), "4B": (2560, 9728, 32)}
 """Qwen3 -> hidden and FFN size, heads."""
 ROUNDS, CALLS = 5, 10
+WAYS = ("used", "compiled", "plain")
 Run = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A function of a model and what it is given for so many tokens."""
+    """A function of a model and what it is given for so many tokens, in one of the `WAYS`."""
 
     name: str
     tokens: int
-    prepare: Callable[[int], Run]
+    prepare: Callable[[int, str], Run]
 
 
 def main() -> None:
@@ -51,12 +52,13 @@ def main() -> None:
 
     megatron_patch.apply(options.accelerator)
     print(f"{options.shape}, {torch.cuda.get_device_name() if options.accelerator == 'cuda' else 'CPU'}, ms a call")
-    print("| part | device, fused | device, unfused | ratio | host, fused | host, unfused | ratio |\n|" + "---|" * 7)
+    columns = (f"{of}, {way}" for of in ("device", "host") for way in (*WAYS, "compiled / used", "plain / used"))
+    print(f"| part | {' | '.join(columns)} |\n|" + "---|" * 11)
     for part in parts(options.shape, options.accelerator):
         tokens = 16 if options.tiny else part.tokens
-        device = both_ways(part.prepare(tokens), lambda run: device_ms(run, options.accelerator))
-        host = both_ways(part.prepare(8), host_ms)
-        cells = (f"{fused:.3f} | {plain:.3f} | {plain / fused:.2f}" for fused, plain in (device, host))
+        device = all_ways(part, tokens, lambda run: device_ms(run, options.accelerator))
+        host = all_ways(part, 8, host_ms)
+        cells = [f"{ms:.3f}" if i < len(WAYS) else f"{ms:.2f}" for of in (device, host) for i, ms in enumerate(of)]
         print(f"| {part.name} | {' | '.join(cells)} |", flush=True)
 
 
@@ -65,12 +67,12 @@ def parts(shape: str, device: str) -> Iterator[Part]:
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     from slime.backends.megatron_utils.megatron_patch.packed_rope import _rotate
-    from slime.backends.megatron_utils.model.spec import RMSNorm
+    from slime.backends.megatron_utils.model.spec import _rms_norm
+    from slime.utils.fusion import fused_on_cuda
     from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
     hidden, ffn, heads = SIZES[shape]
     dtype = torch.bfloat16
-    config = SimpleNamespace(params_dtype=dtype, sequence_parallel=False, layernorm_zero_centered_gamma=False)
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=dtype)
@@ -82,21 +84,33 @@ def parts(shape: str, device: str) -> Iterator[Part]:
         grad = torch.ones_like(function(x))
         return lambda: torch.autograd.grad(function(x), (x, *weights), grad)[0]
 
-    def swiglu(tokens: int) -> Run:
-        return with_backward(lambda x: bias_swiglu_impl(x, None), random(tokens, 1, 2 * ffn))
+    def in_way(function: Callable[..., torch.Tensor], way: str) -> Callable[..., torch.Tensor]:
+        plain = inspect.unwrap(function)
+        return {"used": function, "compiled": fused_on_cuda(plain), "plain": plain}[way]
 
-    def norm(*more: int) -> Callable[[int], Run]:
-        layer = RMSNorm(config, more[-1])
-        return lambda tokens: with_backward(layer, random(tokens, 1, *more), layer.weight)
+    def plain_swiglu(y: torch.Tensor) -> torch.Tensor:
+        gate, linear = y.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * linear
 
-    def rotate(num_heads: int) -> Callable[[int], Run]:
-        def prepare(tokens: int) -> Run:
-            cos, sin = random(tokens, 1, HEAD_DIM), random(tokens, 1, HEAD_DIM)
-            return with_backward(lambda x: _rotate(x, cos, sin), random(tokens, num_heads, HEAD_DIM))
+    def swiglu(tokens: int, way: str) -> Run:
+        function = (lambda y: bias_swiglu_impl(y, None)) if way == "used" else in_way(plain_swiglu, way)
+        return with_backward(function, random(tokens, 2 * ffn))
+
+    def norm(*more: int) -> Callable[[int, str], Run]:
+        def prepare(tokens: int, way: str) -> Run:
+            function, weight = in_way(_rms_norm, way), random(more[-1]).requires_grad_()
+            return with_backward(lambda x: function(x, weight, 1e-6, False), random(tokens, *more), weight)
 
         return prepare
 
-    def log_probs(tokens: int) -> Run:
+    def rotate(num_heads: int) -> Callable[[int, str], Run]:
+        def prepare(tokens: int, way: str) -> Run:
+            function, cos, sin = in_way(_rotate, way), random(tokens, 1, HEAD_DIM), random(tokens, 1, HEAD_DIM)
+            return with_backward(lambda x: function(x, cos, sin, False, False), random(tokens, num_heads, HEAD_DIM))
+
+        return prepare
+
+    def log_probs(tokens: int, _: str) -> Run:
         targets = torch.randint(VOCAB, (tokens,), device=device)
 
         def of(logits: torch.Tensor) -> torch.Tensor:
@@ -114,14 +128,16 @@ def parts(shape: str, device: str) -> Iterator[Part]:
     yield Part("log-probs and entropy", 4096, log_probs)
 
 
-def both_ways(run: Run, measure: Callable[[Run], float]) -> tuple[float, float]:
-    """Milliseconds fused and unfused, in turn."""
-    fused, plain = [], []
+def all_ways(part: Part, tokens: int, measure: Callable[[Run], float]) -> tuple[float, ...]:
+    """Milliseconds of each of the `WAYS`, in turn, and the others' in units of the first's."""
+    runs = {way: part.prepare(tokens, way) for way in WAYS}
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(ROUNDS):
-        fused.append(measure(run))
-        with torch.compiler.set_stance("force_eager"):
-            plain.append(measure(run))
-    return min(fused), min(plain)
+        for way, run in runs.items():
+            with torch.compiler.set_stance("force_eager" if way == "plain" else "default"):
+                found[way].append(measure(run))
+    used, *others = (min(found[way]) for way in WAYS)
+    return (used, *others, *(other / used for other in others))
 
 
 def device_ms(run: Run, device: str) -> float:

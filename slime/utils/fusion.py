@@ -1,9 +1,11 @@
-"""Small tensor functions as one kernel on CUDA: torch.compile there, the function as it is written elsewhere.
+"""Small tensor functions as one kernel on CUDA, the function as it is written elsewhere.
 
 Elementwise work between matrix products is bound by memory, and eager torch reads and writes it once per operation.
 What is decorated here must therefore be plain torch without side effects on Python objects, so that both ways mean
-the same; the tests of a function run it uncompiled. Where nothing can be compiled (no C compiler, no triton), or with
-TORCHDYNAMO_DISABLE=1, the function runs as it is, and a warning says so once. It knows nothing about what is computed.
+the same; the tests of a function run it uncompiled. `fused_on_cuda` leaves the kernel to torch.compile, each call of
+which takes the host some 0.1 to 0.3 ms beside the device's work; what every layer calls has a kernel by hand instead
+(`kernel_on_cuda`). Where nothing can be compiled (no C compiler, no triton), or with TORCHDYNAMO_DISABLE=1, the
+function runs as it is, and a warning says so once. It knows nothing about what is computed.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from slime.utils.misc import load_function
+
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _unavailable: list[str] = []
 VARIANTS = 64
-"""Compilations of one function. Beyond torch's own limit of 8, which two models of different shapes reach with their
-norms, it runs what is new unfused, and says so in its own words alone."""
+"""Compilations of one function. Beyond torch's own limit of 8, which two models of different shapes can reach, it runs
+what is new unfused, and says so in its own words alone."""
 
 
 def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
@@ -58,9 +62,47 @@ def fused_on_cuda(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return compiled_once()(*args, **kwargs)
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            reason = str(error).strip().splitlines()
-            _unavailable.append(reason[0] if reason else type(error).__name__)
-            logger.warning("torch.compile does not work here, so small kernels are not fused: %s", _unavailable[0])
+            _give_up("torch.compile", error)
             return function(*args, **kwargs)
 
     return call
+
+
+def kernel_on_cuda(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: the function at `path` (`module.function`), which may import triton, where the first argument lies
+    on CUDA and triton works, the decorated one elsewhere."""
+    kernel = functools.cache(lambda: load_function(path))
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            first = args[0]
+            is_on_cuda = isinstance(first, torch.Tensor) and first.device.type == "cuda"
+            if not is_on_cuda or _unavailable or not triton_works():
+                return function(*args, **kwargs)
+            found: R = kernel()(*args, **kwargs)
+            return found
+
+        return call
+
+    return decorate
+
+
+@functools.cache
+def triton_works() -> bool:
+    """Whether triton is there, is wanted, and can compile what it starts kernels with."""
+    if torch._dynamo.config.disable:
+        return False
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_device()
+    except Exception as error:  # what is missing decides its kind: a module, a compiler, a library of the driver
+        _give_up("triton", error)
+    return not _unavailable
+
+
+def _give_up(what: str, error: Exception) -> None:
+    reason = str(error).strip().splitlines()
+    _unavailable.append(reason[0] if reason else type(error).__name__)
+    logger.warning("%s does not work here, so small kernels are not fused: %s", what, _unavailable[0])

@@ -1,18 +1,17 @@
-"""How often a function that is fused on CUDA is compiled, seen with a compiler on CPU that changes nothing."""
+"""How often a function that is fused on CUDA is compiled, seen with a compiler on CPU that changes nothing, and where
+kernels by hand are taken; what they compute is tests/gpu/test_fusion.py's."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slime.backends.megatron_utils.model import spec
 from slime.utils import fusion
-
-HIDDEN, HEADS, GROUPS, DIM = 32, 4, 2, 8
 
 
 @pytest.fixture(autouse=True)
@@ -28,36 +27,39 @@ def compiling() -> Iterator[None]:
 def test_a_function_stays_compiled_beyond_torchs_own_limit_of_kinds() -> None:
     counter = CompileCounter()
 
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    call = fusion.compiled(double, backend=counter, dynamic=False)
+    call = fusion.compiled(lambda x: 2 * x, backend=counter, dynamic=False)
     for size in range(2, 14):
         assert call(torch.ones(size)).sum() == 2 * size
     assert counter.frame_count == 12  # torch's limit is 8
 
 
-def test_the_norms_of_a_layer_are_compiled_once_for_each_shape_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = CompileCounter()
-    plain = spec._rms_norm.__wrapped__  # type: ignore[attr-defined]
-    call = fusion.compiled(plain, backend=counter)
+def test_a_kernel_by_hand_is_for_cuda_alone() -> None:
+    assert double(torch.ones(2)).tolist() == [2, 2]
 
-    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        torch._dynamo.maybe_mark_dynamic(x, 0)  # as fused_on_cuda does
-        return call(x, weight, eps)
 
-    monkeypatch.setattr(spec, "_rms_norm", norm)
-    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False, layernorm_zero_centered_gamma=False)
-    of_hidden, of_heads = spec.RMSNorm(config, HIDDEN), spec.RMSNorm(config, DIM)
-    for is_training in (False, True):
-        with torch.set_grad_enabled(is_training):
-            for tokens in (5, 9):
-                embedded = torch.randn(1, tokens, HIDDEN, requires_grad=is_training).transpose(0, 1)
-                hidden = torch.randn(tokens, 1, HIDDEN, requires_grad=is_training)
-                both = torch.randn(tokens, 1, (HEADS + GROUPS) * DIM, requires_grad=is_training)
-                q, k = both.split([HEADS * DIM, GROUPS * DIM], dim=-1)
-                for x in (embedded, hidden):
-                    assert of_hidden(x).shape == x.shape
-                for x in (q.reshape(tokens, 1, HEADS, DIM), k.view(tokens, 1, GROUPS, DIM)):
-                    torch.testing.assert_close(of_heads(x), plain(x, of_heads.weight, 1e-6))
-    assert counter.frame_count == 6  # hidden states, queries and keys, with gradients and without
+def test_without_triton_a_function_runs_as_it_is_written_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton.runtime", None)
+    monkeypatch.setattr(fusion, "_unavailable", [])
+    fusion.triton_works.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.ones(2, device="cuda")
+        assert [double(x).shape, double(x).shape] == [(2,), (2,)]
+    assert caplog.text.count("triton does not work here") == 1
+    fusion.triton_works.cache_clear()
+
+
+def test_a_function_has_its_kernel_where_triton_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion, "triton_works", lambda: True)
+    with FakeTensorMode(), pytest.raises(ZeroDivisionError):  # the kernel's, below
+        double(torch.ones(2, device="cuda"))
+
+
+@fusion.kernel_on_cuda("tests.unit.test_fusion.kernel")
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def kernel(x: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError

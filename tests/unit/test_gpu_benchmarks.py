@@ -170,8 +170,9 @@ def test_a_layout_may_differ_as_other_micro_batches_do() -> None:
 def test_each_fused_part_of_the_comparison_is_run_forward_and_backward() -> None:
     names = []
     for part in gpu_fusion.parts("0.6B", "cpu"):
-        with torch.compiler.set_stance("force_eager"):  # Megatron's own would be compiled here, too
-            gradient = part.prepare(4)()
-        assert gradient.shape[0] == 4 and gradient.isfinite().all() and gradient.any(), part.name
+        for way in gpu_fusion.WAYS:
+            with torch.compiler.set_stance("force_eager"):  # Megatron's own would be compiled here, too
+                gradient = part.prepare(4, way)()
+            assert gradient.shape[0] == 4 and gradient.isfinite().all() and gradient.any(), (part.name, way)
         names.append(part.name)
     assert len(names) == 6 == len(set(names))

@@ -24,8 +24,9 @@ def apply(kind: str) -> None:
             cpu_device.apply()
             uneven_gloo.apply()
         else:
-            from slime.backends.megatron_utils.megatron_patch import lone_groups
+            from slime.backends.megatron_utils.megatron_patch import fused_swiglu, lone_groups
 
+            fused_swiglu.apply()
             lone_groups.apply()
         from slime.backends.megatron_utils.megatron_patch import (
             checkpoint_reader,

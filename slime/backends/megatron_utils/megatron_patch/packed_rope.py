@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.cp_utils import zigzag_positions
-from slime.utils.fusion import fused_on_cuda
+from slime.utils.fusion import kernel_on_cuda
 
 _last: tuple[Any, ...] = ()
 """What cosines and sines were last asked for, and they. In most models every layer asks for the same; with latent
@@ -43,8 +43,11 @@ def apply() -> None:
             raise ValueError("the rotation of a pack needs the context-parallel group.")
         cos, sin = _cos_sin(freqs, cu_seqlens, t, mscale=mscale, cp_group=cp_group)
         rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
-        rotate = _rotate_interleaved if rotary_interleaved else _rotate
-        rotated = rotate(rotated, cos, sin, multi_latent_attention)
+        if multi_latent_attention and rotary_interleaved:
+            rotated = _halves(rotated)
+        # the weights of latent attention have the two parts of a channel side by side
+        are_paired = rotary_interleaved or multi_latent_attention
+        rotated = _rotate(rotated, cos, sin, are_paired, rotary_interleaved)
         return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
@@ -64,22 +67,21 @@ def _cos_sin(
     return last[3], last[4]
 
 
-@fused_on_cuda
-def _rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_latent: bool = False) -> torch.Tensor:
-    t = _ordered(t, is_latent)
-    first, second = t.chunk(2, dim=-1)
-    return (t * cos) + (torch.cat((-second, first), dim=-1) * sin)
-
-
-@fused_on_cuda
-def _rotate_interleaved(
-    t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_latent: bool = False
+@kernel_on_cuda("slime.backends.megatron_utils.kernels.rotation.rotate")
+def _rotate(
+    t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, are_read_paired: bool, are_written_paired: bool
 ) -> torch.Tensor:
-    t = _ordered(t, is_latent)
-    even, odd = t[..., ::2], t[..., 1::2]
-    return (t * cos) + (torch.stack((-odd, even), dim=-1).flatten(-2) * sin)
+    if are_read_paired and not are_written_paired:
+        t = _halves(t)
+    if are_written_paired:
+        even, odd = t[..., ::2], t[..., 1::2]
+        turned = torch.stack((-odd, even), dim=-1).flatten(-2)
+    else:
+        first, second = t.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    return (t * cos) + (turned * sin)
 
 
-def _ordered(t: torch.Tensor, is_latent: bool) -> torch.Tensor:
-    """[..., dim]; the weights of latent attention have the two parts of a channel side by side."""
-    return torch.cat((t[..., ::2], t[..., 1::2]), dim=-1) if is_latent else t
+def _halves(t: torch.Tensor) -> torch.Tensor:
+    """[..., dim]: the even channels, then the odd ones."""
+    return torch.cat((t[..., ::2], t[..., 1::2]), dim=-1)

@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.model.routing import ReplayRouter
 from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
 from slime.utils import accelerator
-from slime.utils.fusion import fused_on_cuda
+from slime.utils.fusion import kernel_on_cuda
 from slime.utils.misc import load_function
 
 OF_VARIANT = {
@@ -55,18 +55,14 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and type."""
         eps = self.eps or torch.finfo(x.dtype).eps
-        # Without the batch's dimension, of size 1: its stride differs from layer to layer, and each would be compiled.
         rows = x.flatten(0, 1) if x.dim() > 2 else x
-        return (_rms_norm_around_one if self.is_around_one else _rms_norm)(rows, self.weight, eps).view(x.shape)
+        return _rms_norm(rows, self.weight, eps, self.is_around_one).view(x.shape)
 
 
-@fused_on_cuda
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-
-@fused_on_cuda
-def _rms_norm_around_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+@kernel_on_cuda("slime.backends.megatron_utils.kernels.rms_norm.rms_norm")
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool) -> torch.Tensor:
+    if not is_around_one:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     # In fp32: 1 + weight has fewer digits in 16 bit than the weight.
     return torch.nn.functional.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
 

@@ -1,0 +1,131 @@
+"""RMSNorm over the last dimension, forward and backward, in triton.
+
+One kernel each way: torch's own takes several times as long on the short rows of a head's norm, and what torch.compile
+makes needs two to three times as long on the host for every call, which decides where a rank has few tokens for each
+layer. Everything is computed in fp32 and rounded once. It needs triton, which comes with torch's builds for CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 4096
+"""Elements that a program holds at a time, or one row where that is longer."""
+PROGRAMS = 3
+"""Of the backward kernel for each multiprocessor; each sums the weight's gradient over its rows."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool = False) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, with 1 + weight if `is_around_one` (arXiv 1910.07467).
+
+    Args:
+        x: [t, dim] or [t, heads, dim] on CUDA; the last dimension is dense, the others may have any stride.
+        weight: [dim].
+
+    Returns:
+        as x, dense.
+    """
+    normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, is_around_one)
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool) -> torch.Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        num_rows, dim = x.numel() // x.shape[-1], x.shape[-1]
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        sizes = _sizes(dim)
+        _forward_kernel[(triton.cdiv(num_rows, sizes["ROWS"]),)](
+            x, weight, out, scales, num_rows, eps, *_strides(x), AROUND_ONE=is_around_one, **sizes
+        )
+        ctx.save_for_backward(x, weight, scales)
+        ctx.is_around_one = is_around_one
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        x, weight, scales = ctx.saved_tensors
+        grad, num_rows, dim = grad.contiguous(), len(scales), x.shape[-1]
+        sizes = _sizes(dim)
+        num_tiles = triton.cdiv(num_rows, sizes["ROWS"])
+        num_programs = max(min(num_tiles, PROGRAMS * _multiprocessors(x.device)), 1)
+        of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        of_weight = torch.empty(num_programs, dim, dtype=torch.float32, device=x.device)
+        _backward_kernel[(num_programs,)](
+            grad, x, weight, scales, of_x, of_weight, num_rows, triton.cdiv(num_tiles, num_programs), *_strides(x),
+            AROUND_ONE=ctx.is_around_one, **sizes,
+        )  # fmt: skip
+        return of_x, of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+@functools.cache
+def _sizes(dim: int) -> dict[str, int]:
+    block = triton.next_power_of_2(dim)
+    return {"DIM": dim, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": 8 if block <= TILE else 16}
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Of a token, of a head, and heads of a token."""
+    return (x.stride(0), 0, 1) if x.dim() == 2 else (x.stride(0), x.stride(1), x.shape[1])
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    x, weight, out, scales, num_rows, eps, of_token, of_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AROUND_ONE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    is_row, is_column = row < num_rows, column < DIM
+    here = is_row[:, None] & is_column[None, :]
+    start = (row // HEADS) * of_token + (row % HEADS) * of_head
+    values = tl.load(x + start[:, None] + column[None, :], mask=here, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, 1) / DIM + eps)
+    w = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    if AROUND_ONE:
+        w += 1.0
+    normed = values * scale[:, None] * w[None, :]
+    tl.store(out + row[:, None] * DIM + column[None, :], normed.to(out.dtype.element_ty), mask=here)
+    tl.store(scales + row, scale, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    grad, x, weight, scales, of_x, of_weight, num_rows, num_tiles, of_token, of_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AROUND_ONE: tl.constexpr,
+):  # fmt: skip
+    """With y = x * scale and g = grad * weight: of_x = (g - y mean(g y)) scale; of_weight = sum of grad y."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    is_column = column < DIM
+    w = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    if AROUND_ONE:
+        w += 1.0
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for tile in range(num_tiles):
+        row = (program * num_tiles + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        is_row = row < num_rows
+        here = is_row[:, None] & is_column[None, :]
+        start = (row // HEADS) * of_token + (row % HEADS) * of_head
+        scale = tl.load(scales + row, mask=is_row, other=0.0)[:, None]
+        y = tl.load(x + start[:, None] + column[None, :], mask=here, other=0.0).to(tl.float32) * scale
+        dense = row[:, None] * DIM + column[None, :]
+        of_out = tl.load(grad + dense, mask=here, other=0.0).to(tl.float32)
+        total += of_out * y
+        g = of_out * w[None, :]
+        found = (g - y * (tl.sum(g * y, 1) / DIM)[:, None]) * scale
+        tl.store(of_x + dense, found.to(of_x.dtype.element_ty), mask=here)
+    tl.store(of_weight + program * DIM + column, tl.sum(total, 0), mask=is_column)

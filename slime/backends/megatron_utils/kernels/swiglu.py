@@ -1,0 +1,63 @@
+"""SwiGLU, forward and backward, one triton kernel each.
+
+Computed in fp32 and rounded once. Why kernels by hand: see rms_norm.py beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(y1) * y2 of the halves of y [n, 2 F] -> [n, F] (arXiv 2002.05202)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        y = y.contiguous()
+        ctx.save_for_backward(y)
+        out = torch.empty(y.shape[0], y.shape[1] // 2, dtype=y.dtype, device=y.device)
+        _forward_kernel[_grid(out)](y, out, WIDTH=out.shape[1], BLOCK=BLOCK)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        grad, of_y = grad.contiguous(), torch.empty_like(y)
+        _backward_kernel[_grid(grad)](grad, y, of_y, WIDTH=grad.shape[1], BLOCK=BLOCK)
+        return of_y
+
+
+def _grid(out: torch.Tensor) -> tuple[int, int]:
+    return out.shape[0], triton.cdiv(out.shape[1], BLOCK)
+
+
+@triton.jit
+def _forward_kernel(y, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < WIDTH
+    gate = tl.load(y + row * (2 * WIDTH) + column, mask=here, other=0.0).to(tl.float32)
+    linear = tl.load(y + row * (2 * WIDTH) + WIDTH + column, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (gate * tl.sigmoid(gate) * linear).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _backward_kernel(grad, y, of_y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < WIDTH
+    of_out = tl.load(grad + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+    first = row * (2 * WIDTH) + column
+    gate = tl.load(y + first, mask=here, other=0.0).to(tl.float32)
+    linear = tl.load(y + first + WIDTH, mask=here, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    of_gate = of_out * linear * s * (1.0 + gate * (1.0 - s))
+    tl.store(of_y + first, of_gate.to(of_y.dtype.element_ty), mask=here)
+    tl.store(of_y + first + WIDTH, (of_out * gate * s).to(of_y.dtype.element_ty), mask=here)
