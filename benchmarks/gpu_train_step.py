@@ -6,7 +6,8 @@
 The trainer is the one of a run (MegatronTrainActor with the flags that train.py takes), without Ray and engines; each
 rank is a process. A step is one optimizer update on `--tokens` packed tokens per data-parallel rank, in sequences of
 `--length`. The first steps are warm-up; the median of the others counts: the whole by the wall clock with the device
-drained before and after, its parts by the trainer's own timers, which are CUDA events on a GPU. MFU = FLOPs of the
+drained before and after, its parts by the trainer's own timers, which are CUDA events on a GPU (behind each, the
+fastest and the slowest step: of a rank that waits for its host they are far apart). MFU = FLOPs of the
 model's matrix products (3 x forward, causal attention; recomputation does not count) / time / GPUs, beside the bf16
 matmul rate that the same GPU reaches in the same process (8192^3).
 
@@ -201,11 +202,13 @@ def report(args: Any, options: argparse.Namespace, layout: dict[str, int], timed
     name = f"{options.shape} x {options.num_gpus} GPUs {options.layout}".strip()
     print(f"{name}: {options.tokens} tokens a rank and step; bf16 matmul of this GPU: {peak:.0f} TFLOP/s")
     for part, passes in (("log-probs", 1), ("train", 3)):
-        seconds = statistics.median(step[part] for step in timed)
+        each = [step[part] for step in timed]
+        seconds = statistics.median(each)
         rate = passes * forward / seconds
         print(
             f"  {part:10} {1e3 * seconds:8.1f} ms  {tokens / seconds / options.num_gpus:9.0f} tok/s a GPU  "
-            f"{rate:6.1f} TFLOP/s a GPU  MFU {100 * rate / peak:5.1f}%"
+            f"{rate:6.1f} TFLOP/s a GPU  MFU {100 * rate / peak:5.1f}%  "
+            f"({1e3 * min(each):.1f} to {1e3 * max(each):.1f} ms)"
         )
     whole = statistics.median(step["whole"] for step in timed)
     memory = torch.cuda.max_memory_allocated() / 2**30 if options.accelerator == "cuda" else 0
