@@ -1,0 +1,55 @@
+"""Between the copy of a rollout to the GPU and the end of a micro-batch's backward pass the host waits for nothing, so
+that it goes ahead of the GPU; needs a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import loss as losses
+from slime.backends.megatron_utils.data import MicroBatches, to_tensors
+from slime.backends.megatron_utils.loss import log_probs as log_probs_module
+from tests.training.algorithms import loss_world
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+VOCAB = 64
+
+
+def make_batch(args: SimpleNamespace) -> dict[str, object]:
+    lengths, prompt = [5, 9, 2], 3
+    columns: dict[str, object] = {
+        "tokens": [list(range(prompt + length)) for length in lengths],
+        "response_lengths": lengths,
+        "loss_masks": [[1] * length for length in lengths],
+        "rewards": [1.0, -2.0, 0.5],
+        "rollout_log_probs": [[-1.0] * length for length in lengths],
+        "rollout_mask_sums": lengths,
+        "micro_batch_indices": [[0, 1, 2]],
+        "num_microbatches": [1],
+        "global_batch_sizes": [3],
+    }
+    data = to_tensors(columns, torch.device("cuda"))
+    losses.compute_advantages_and_returns(args, data)
+    return next(iter(MicroBatches(data).of_step(None)))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_loss_of_a_micro_batch_waits_for_nothing(per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
+    monkeypatch.setattr(log_probs_module, "parallel_state", parallel)
+    args = loss_world.make_args(vocab_size=VOCAB, calculate_per_token_loss=per_token, entropy_coef=0.01)
+
+    def step(mode: str) -> None:
+        batch = make_batch(args)
+        logits = torch.randn(1, 25, VOCAB, device="cuda", requires_grad=True)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        losses.loss_function(args, batch, logits, num_microbatches=1, global_batch_size=3, dp_size=1)[0].backward()
+
+    try:
+        for mode in ("default", "error"):  # what is compiled may wait
+            step(mode)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
