@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.gpu.parity_world import of_gpus, relative
 from tests.gpu.test_train_runs import CUDA, GAP, SIZES
 from tests.integration.launch import grpo_flags, make_model, train, write_prompts
 from tests.integration.trainer_world import trainer_args
@@ -58,13 +58,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
 """Name -> family, sizes of the model, Megatron's flags, GPUs."""
 
 
-def relative(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> float:
-    """|found - expected| / |expected| over all tensors together."""
-    assert found.keys() == expected.keys()
-    difference = sum(float((found[name].cpu().float() - wanted).square().sum()) for name, wanted in expected.items())
-    return float((difference / sum(float(wanted.square().sum()) for wanted in expected.values())) ** 0.5)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_as_near_to_hf_as_those_of_local_layers(tmp_path: Path, case: str) -> None:
     family, sizes, flags, num_gpus = CASES[case]
@@ -75,7 +68,7 @@ def test_logits_and_gradients_are_as_near_to_hf_as_those_of_local_layers(tmp_pat
     far: dict[str, dict[str, float]] = {}
     for kind in ("local", "transformer_engine"):
         args = trainer_args(hf_path, f"{flags} --transformer-impl {kind}", accelerator="cuda", max_tokens_per_gpu=50)
-        found = of_gpus(args, num_gpus, tmp_path / f"{kind}.pt")
+        found = of_gpus(args, num_gpus, tmp_path / f"{kind}.pt", has_its_modules)
         far[kind] = {what: relative(found[what], expected[what]) for what in ("logits", "gradients")}
     print(case, far)
     for what, distance in far["transformer_engine"].items():
@@ -93,25 +86,6 @@ def test_a_run_trains_beside_its_engine_and_goes_on_with_local_layers_and_back(t
     assert 0 < max(gaps) < 0.05, gaps
 
 
-def of_gpus(args: argparse.Namespace, num_gpus: int, out: Path) -> hf_parity.Parity:
-    """What a world of fresh processes finds; forked ones could not use the GPU that this one has looked at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (num_gpus, port, args, out), nprocs=num_gpus)
-    found: hf_parity.Parity = torch.load(out)
-    return found
-
-
-def _rank(rank: int, num_gpus: int, port: int, args: argparse.Namespace, out: Path) -> None:
-    from slime.backends.megatron_utils import initialize
-
-    initialize.init(args, rank=rank, world_size=num_gpus, local_rank=rank, master_addr="127.0.0.1", master_port=port)
-    ran: set[str] = set()
-    torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: ran.add(type(module).__name__))
-    found = hf_parity.of_layout(args)
+def has_its_modules(args: argparse.Namespace, ran: set[str]) -> None:
     theirs = {"TEColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"}
     assert theirs & ran == (set() if args.transformer_impl == "local" else theirs), ran
-    if rank == 0:
-        torch.save(found, out)
-    torch.distributed.barrier()
