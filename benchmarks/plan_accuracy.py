@@ -2,10 +2,11 @@
 
     python benchmarks/plan_accuracy.py [--only NAME ...] [--output results.json] [--accelerator cpu|cuda]
 
-A Qwen3-shaped model of 108 M parameters (random weights, the tokenizer of tools/make_tiny_model.py) is trained for
-one rollout by the trainer that a run uses (MegatronTrainActor, without Ray), once per case of `CASES`, each in a
-process of its own. On CPU every allocation and release of torch's allocator is read from the profiler's memory
-events, so temporaries inside a kernel count as well; on CUDA torch.cuda.max_memory_allocated is read. Reported:
+A Qwen3-shaped model of 108 M parameters, or one of `MODELS` with experts or latent attention (random weights, the
+tokenizer of tools/make_tiny_model.py), is trained for one rollout by the trainer that a run uses (MegatronTrainActor,
+without Ray), once per case of `CASES`, each in a process of its own. On CPU every allocation and release of torch's
+allocator is read from the profiler's memory events, so temporaries inside a kernel count as well; on CUDA
+torch.cuda.max_memory_allocated is read. Reported:
 
     state       weights, gradients and optimizer after the first train step
     log-probs   peak while the forward-only pass runs
@@ -29,7 +30,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = "--layers 12 --hidden-size 768 --ffn-size 2304 --heads 12 --kv-heads 4 --vocab-multiple 32768"
+MODELS = {
+    "dense": "--layers 12 --hidden-size 768 --ffn-size 2304 --heads 12 --kv-heads 4 --vocab-multiple 32768",
+    "experts": "--family qwen3_moe --layers 8 --hidden-size 512 --heads 8 --kv-heads 4 --experts 8 "
+    "--expert-ffn-size 512 --vocab-multiple 4096",
+    "latent": "--family deepseek_v3 --layers 8 --hidden-size 512 --heads 32 --experts 8 --expert-ffn-size 256 "
+    "--vocab-multiple 4096",
+}
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CASES = {
     "512 tokens": "--max-tokens-per-gpu 512",
@@ -39,7 +46,10 @@ CASES = {
     "1024 tokens, deferred logits": "--max-tokens-per-gpu 1024 --recompute-loss-function --log-probs-chunk-size 128",
     "512 tokens, KL loss": "--max-tokens-per-gpu 512 --use-kl-loss --kl-loss-coef 0.1 --ref-load {model}",
     "static, 2 samples, selective": "--micro-batch-size 2 --recompute-granularity selective",
+    "experts, 1024 tokens": "--max-tokens-per-gpu 1024 --moe-token-dispatcher-type alltoall",
+    "latent, 1024 tokens": "--max-tokens-per-gpu 1024 --moe-token-dispatcher-type alltoall",
 }
+"""Name -> flags; a name that begins with that of a model is that model's, others the first's."""
 PROMPT, LENGTHS = 32, (288, 224)  # two samples fill the smaller budget; they differ, as those of a run do
 SAMPLES = 8
 TARGETS = {"state": 0.10, "log-probs": 0.25, "train": 0.25}
@@ -67,9 +77,9 @@ def main() -> int:
 
 def compare(work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run every case and print the table; a ratio is estimate / measured."""
-    subprocess.run(
-        [sys.executable, ROOT / "tools/make_tiny_model.py", "--output", work / "model", *MODEL.split()], check=True
-    )
+    for name, sizes in MODELS.items():
+        command = [sys.executable, ROOT / "tools/make_tiny_model.py", "--output", work / name, *sizes.split()]
+        subprocess.run(command, check=True)
     (work / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     rows = []
     print(f"{'case':34}{'phase':12}{'estimate, MiB':>15}{'measured, MiB':>15}{'ratio':>8}")
@@ -88,14 +98,15 @@ def run_case(name: str, work: Path, accelerator: str) -> dict[str, tuple[float, 
     sys.path.insert(0, str(ROOT))
     from slime.utils.arguments import parse_args
 
+    model = work / next((name_of for name_of in MODELS if name.startswith(name_of)), "dense")
     flags = (
-        f"--hf-checkpoint {work}/model --model-args-from-hf --accelerator {accelerator} --debug-train-only "
+        f"--hf-checkpoint {model} --model-args-from-hf --accelerator {accelerator} --debug-train-only "
         f"--prompt-data {work}/prompts.jsonl --label-key label --rm-type math --num-rollout 2 "
         f"--rollout-batch-size {SAMPLES} --rollout-max-response-len {max(LENGTHS) - PROMPT} "
         f"--rollout-max-prompt-len {PROMPT} "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout "
         f"--actor-num-gpus-per-node 1 --recompute-old-log-probs --output-dir {work}/out " + CASES[name]
-    ).format(model=work / "model")
+    ).format(model=model)
     if "--max-tokens-per-gpu" in flags:
         flags += " --use-dynamic-batch-size"
     args = parse_args(argv=flags.split())

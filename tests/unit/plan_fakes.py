@@ -32,6 +32,7 @@ DENSE = {
     "qk_layernorm": True,
     "normalization": "RMSNorm",
     "swiglu": True,
+    "bias_swiglu_fusion": True,
     "add_bias_linear": False,
 }
 BATCH = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "global_batch_size": 32, "num_rollout": 10}

@@ -29,7 +29,7 @@ CPU_FP32 = Compute(is_cpu=True, element_size=4)
 
 
 def parts(**changes):
-    args = plan_args(rollout_max_prompt_len=32, rollout_max_response_len=96, **changes)
+    args = plan_args(**{"rollout_max_prompt_len": 32, "rollout_max_response_len": 96, **changes})
     shape = ModelShape.of(args)
     assert shape is not None
     layout = ParallelLayout.of(args, shape.num_layers)
@@ -68,8 +68,9 @@ def test_an_optimizer_in_host_memory_is_not_on_the_gpu():
 
 
 def test_offloaded_layers_keep_on_the_gpu_what_is_on_its_way():
-    usual = memory_of(**CUDA, num_layers=8).stages[0]
-    offloaded = memory_of(**CUDA, num_layers=8, cpu_offloading=True, cpu_offloading_num_layers=6).stages[0]
+    flags = {**CUDA, "num_layers": 8, "rollout_max_response_len": 960}  # so long that the passes are the peak
+    usual = memory_of(**flags).stages[0]
+    offloaded = memory_of(**flags, cpu_offloading=True, cpu_offloading_num_layers=6).stages[0]
     assert offloaded.activations + offloaded.host_copies == pytest.approx(usual.activations * 10 / 8, rel=0.02)
     assert offloaded.host_copies == pytest.approx(usual.activations * 6 / 8, rel=0.02)
     assert offloaded.train_peak < usual.train_peak
@@ -159,6 +160,38 @@ def test_the_reference_and_what_it_pushes_aside_are_two_copies_in_host_memory():
     assert num_host_copies(ahead) == (1 + 3) + 1, "three syncs in five rollouts"
 
 
+QWEN3 = {"kv_channels": 128, "num_query_groups": 8, "padded_vocab_size": 151936, "grad_reduce_in_fp32": True}
+SMALL = {**QWEN3, "num_layers": 28, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16}
+MIDDLE = {**QWEN3, "num_layers": 36, "hidden_size": 2560, "ffn_hidden_size": 9728, "num_attention_heads": 32}
+EXPERTS = {
+    **QWEN3, "num_layers": 4, "hidden_size": 2048, "ffn_hidden_size": 6144, "num_attention_heads": 32,
+    "num_query_groups": 4, "num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "actor_num_gpus_per_node": 2}
+PP2 = {"pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
+CP2 = {"context_parallel_size": 2, "actor_num_gpus_per_node": 2}
+EP2 = {"expert_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "micro_batch", "samples", "measured_gib"),
+    [
+        (SMALL, {}, 16384, 16, 41.4), (MIDDLE, {}, 8192, 16, 105.2), (MIDDLE, TP2, 16384, 16, 71.7),
+        (MIDDLE, PP2, 4096, 32, 53.8), (SMALL, PP2, 4096, 32, 12.0), (MIDDLE, CP2, 8192, 16, 84.4),
+        (SMALL, CP2, 8192, 16, 23.7), (EXPERTS, {}, 16384, 16, 69.3), (EXPERTS, EP2, 16384, 32, 45.2),
+    ],
+)  # fmt: skip
+def test_the_peak_of_a_train_step_is_what_an_h200_allocated(model, layout, micro_batch, samples, measured_gib):
+    """Of the first stage; measured by benchmarks/gpu_train_step.py, commits b66f63e to 85bc47f."""
+    memory = memory_of(
+        **{**CUDA, **model, **layout}, use_dynamic_batch_size=True, max_tokens_per_gpu=micro_batch,
+        rollout_max_prompt_len=64, rollout_max_response_len=960, log_probs_chunk_size=4096,
+        rollout_batch_size=samples, n_samples_per_prompt=1, global_batch_size=samples,
+    )  # fmt: skip
+    assert memory.stages[0].train_peak / 2**30 == pytest.approx(measured_gib, rel=0.02)
+
+
 def test_recomputation_keeps_inputs_and_one_chunk():
     _, shape, layout = parts()
     compute = CPU_FP32
@@ -207,7 +240,7 @@ def saved_bytes_per_token(args, lengths, expected):
     assert total / num_tokens == pytest.approx(expected, rel=0.01), (total / num_tokens, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
 def test_what_autograd_keeps_is_what_the_plan_counts(tmp_path, family):
     make_hf_model(tmp_path / "hf", family, hidden_size=64, intermediate_size=160)
     args = make_args(tmp_path / "hf")

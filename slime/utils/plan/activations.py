@@ -1,9 +1,8 @@
 """Bytes that a forward and backward pass keep and work with, per micro-batch, on one trainer rank.
 
 Counted are the tensors that autograd saves in the modules that we run (Megatron's local spec, our RMSNorm, packed
-rotary embedding and varlen attention, unfused gated linear unit), each storage once. H hidden, Q query heads x head
-size, K key/value heads x head size, F MLP width, d rotated channels of a head; per token and layer, in elements of
-the compute dtype:
+rotary embedding and varlen attention), each storage once. H hidden, Q query heads x head size, K key/value heads x
+head size, F MLP width, d rotated channels of a head; per token and layer, in elements of the compute dtype:
 
     two norms          CPU (composite): input, input/rms, output = 6 H; CUDA (one kernel): input, output = 4 H
     norms after        one that adds to the residual keeps its input (and on CPU input/rms), not its output
@@ -11,16 +10,20 @@ the compute dtype:
     norms of q and k   CPU: q copied 2 Q, k normalised K; CUDA: q copied Q
     rotary embedding   rotated q and k: Q + K; cos and sin of every token, 2 d, once for all layers
     attention          its output Q; CPU, sequences of different lengths: per length, joined and in order = 3 Q;
-                       CUDA: a contiguous copy of the values K
-    MLP                2 F into the gate, silu F, linear half + offset F, product F
+                       CUDA: a contiguous copy of the values K; over CP ranks, in place of this rank's keys and values
+                       those that its chunks see, 2 K for (2 CP + 1) / 2 times its tokens
+    MLP                2 F into the gate, product F; where it is not one kernel (CPU, --no-bias-swiglu-fusion) also
+                       silu F and linear half + offset F
 
 Everything with heads or F is divided by TP; H is too under sequence parallelism. Per token also the float32 statistics
-of norms and softmax. Experts and latent attention follow the same rules with their own widths, tokens x topk for
-experts, balanced routing; these two are not measured yet. Full recomputation keeps the input of every chunk of layers
+of norms and softmax. Experts keep topk rows of a token, balanced routing: H into them and the MLP's widths, where it
+is not one kernel also the product times the router's probability. Latent attention follows the same rules with its
+own widths; it is not measured on CUDA. Full recomputation keeps the input of every chunk of layers
 and makes one chunk again at a time.
 
 The output layer counts apart (`HeadBytes`): T packed tokens, R response tokens, C of them in a chunk
-(--log-probs-chunk-size), V columns of the vocabulary of this rank, in float32. The formulas name tensors of
+(--log-probs-chunk-size), V columns of the vocabulary of this rank. Logits and their gradient have the compute dtype;
+the float32 copies of a chunk's rows exist on CPU alone, where nothing is fused. The formulas name tensors of
 slime.utils.ppo_utils.log_probs.
 """
 
@@ -56,6 +59,8 @@ class Compute:
     is_cpu: bool
     element_size: int
     """Bytes of a parameter, an activation and its gradient."""
+    has_fused_gate: bool = False
+    """Whether a gated activation is one kernel, which keeps its input alone."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,9 @@ class HeadRows:
     """--log-probs-chunk-size; -1 = all at once."""
     trains_entropy: bool
 
-    @property
-    def copies_back(self) -> int:
+    def copies_back(self, compute: Compute) -> int:
         """float32 copies of a chunk in the backward pass: the softmax, for the entropy's gradient also its log."""
-        return 1 + self.trains_entropy
+        return (1 + self.trains_entropy) * compute.is_cpu
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class HeadBytes:
     """Of the output layer and the loss of one micro-batch."""
 
     forward: int
-    """logits [T, V] + a scaled copy of a chunk of rows and its exponential [C, V]."""
+    """logits [T, V] + on CPU a scaled copy of a chunk of rows and its exponential [C, V]."""
     backward: int
     """The largest moment of the way back to the last layer."""
 
@@ -104,11 +108,13 @@ def layer_saved(
     mixing = _delta_net_elements if shape.is_linear(layer) else _attention_elements
     elements = norms + mixing(shape, layout, compute, skipped)
     has_experts = shape.moe_layers[layer] and shape.experts is not None
-    elements += _expert_elements(shape, layout, skipped) if has_experts else _mlp_elements(shape, layout, skipped)
+    of_mlp = _expert_elements if has_experts else _mlp_elements
+    elements += of_mlp(shape, layout, compute, skipped)
     heads = shape.num_attention_heads / layout.tp
     statistics = shape.num_norms + heads * ("core_attn" not in skipped) + 2 * heads * shape.has_qk_norm
     if has_experts and shape.experts:
-        statistics += 3 * shape.experts.num  # router logits, probabilities and the map of the chosen ones
+        # the router's probabilities of all and of the chosen experts, and which they are, a byte each
+        statistics += 1.25 * shape.experts.num + shape.experts.topk
     return round(elements * compute.element_size + statistics * FP32)
 
 
@@ -137,14 +143,18 @@ def _attention_elements(
         width / tp for width in (shape.query_width, shape.key_width, shape.value_width, shape.attention_out_width)
     )
     output = 3 * out if compute.is_cpu and "core_attn" not in skipped else out
+    seen = layout.cp + 0.5 if layout.cp > 1 else 1  # of two chunks that see 2 CP + 1 together
     if shape.latent is not None:
         latent = shape.latent
         low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim
         up = 0 if "mla_up_proj" in skipped else q + (k + v)
-        return low_rank + up + q + k + v + output
+        return low_rank + up + q + seen * (k + v) + output
     norms = ((2 * q + k) if compute.is_cpu else q) if shape.has_qk_norm else 0
-    values = 0 if compute.is_cpu or not shape.has_qk_norm else v  # a copy beside the projection that the norm keeps
     gate = 2 * q if shape.has_output_gate else 0  # the gate and its sigmoid
+    if layout.cp > 1:
+        projection = q + k + v if shape.has_qk_norm else 0
+        return projection + norms + q + seen * (k + v) + output + gate
+    values = 0 if compute.is_cpu or not shape.has_qk_norm else v  # a copy beside the projection that the norm keeps
     return (q + k + v) + norms + q + k + values + output + gate
 
 
@@ -163,25 +173,28 @@ def _delta_net_elements(
     return (net.in_width + whole + 2 * net.value_width) / layout.tp
 
 
-def _mlp_elements(shape: ModelShape, layout: ParallelLayout, skipped: Collection[str]) -> float:
-    return 0 if "mlp" in skipped else _mlp_widths(shape) * shape.ffn_hidden_size / layout.tp
+def _mlp_elements(shape: ModelShape, layout: ParallelLayout, compute: Compute, skipped: Collection[str]) -> float:
+    return 0 if "mlp" in skipped else _mlp_widths(shape, compute) * shape.ffn_hidden_size / layout.tp
 
 
-def _mlp_widths(shape: ModelShape) -> int:
-    """MLP widths that are kept: with a gate two before it and three behind, else one on each side."""
-    return 5 if shape.is_gated else 2
+def _mlp_widths(shape: ModelShape, compute: Compute) -> int:
+    """MLP widths that are kept: with a gate two before it and three behind, one if it is a kernel; else one on each
+    side."""
+    return (3 if compute.has_fused_gate else 5) if shape.is_gated else 2
 
 
-def _expert_elements(shape: ModelShape, layout: ParallelLayout, skipped: Collection[str]) -> float:
+def _expert_elements(shape: ModelShape, layout: ParallelLayout, compute: Compute, skipped: Collection[str]) -> float:
     moe = shape.experts
     assert moe is not None
     hidden = shape.hidden_size / (layout.tp if layout.is_sequence_parallel else 1)
     if "moe" in skipped:
         return 0
-    widths = _mlp_widths(shape) - (3 if shape.is_gated and "moe_act" in skipped else 0)
-    routed = moe.topk * (2 * hidden + widths * moe.ffn_hidden_size / layout.etp)
-    shared = 0 if "shared_experts" in skipped else _mlp_widths(shape) * moe.shared_ffn_hidden_size / layout.tp
-    return routed + shared
+    widths = _mlp_widths(shape, compute) + (not compute.has_fused_gate)  # the product times the router's probability
+    if shape.is_gated and "moe_act" in skipped:
+        widths = 2
+    routed = moe.topk * (hidden + widths * moe.ffn_hidden_size / layout.etp)
+    of_shared = 0 if "shared_experts" in skipped else _mlp_widths(shape, compute)
+    return routed + of_shared * moe.shared_ffn_hidden_size / layout.tp
 
 
 def layer_working(shape: ModelShape, layer: int, layout: ParallelLayout, compute: Compute, tokens: int) -> int:
@@ -204,10 +217,10 @@ def layer_forward(shape: ModelShape, layer: int, layout: ParallelLayout, compute
     """Bytes that one layer needs in a pass that keeps nothing: its input, its normalised input and the MLP."""
     is_expert = shape.moe_layers[layer] and shape.experts is not None
     if is_expert and shape.experts:
-        widths = shape.experts.topk * (_mlp_widths(shape) * shape.experts.ffn_hidden_size / layout.etp)
+        widths = shape.experts.topk * (_mlp_widths(shape, compute) * shape.experts.ffn_hidden_size / layout.etp)
         widths += 2 * shape.experts.topk * shape.hidden_size
     else:
-        widths = _mlp_widths(shape) * shape.ffn_hidden_size / layout.tp
+        widths = _mlp_widths(shape, compute) * shape.ffn_hidden_size / layout.tp
     return round(tokens * (2 * shape.hidden_size + widths) * compute.element_size)
 
 
@@ -233,7 +246,7 @@ def stage_saved(
 def deferred_head_bytes(shape: ModelShape, layout: ParallelLayout, compute: Compute, rows: HeadRows) -> HeadBytes:
     """The same with --recompute-loss-function: logits of one chunk of rows at a time, made again on the way back.
 
-    Forward: the chunk's logits, a scaled copy and its exponential. Backward: logits and their gradient beside
+    Forward: the chunk's logits, on CPU a scaled copy and its exponential. Backward: logits and their gradient beside
     the fp32 copies of the loss, or the output matrix's gradient of all chunks so far, of this one, and their sum.
     """
     columns = shape.vocab_size / layout.tp
@@ -242,8 +255,8 @@ def deferred_head_bytes(shape: ModelShape, layout: ParallelLayout, compute: Comp
     matrix = columns * shape.hidden_size * compute.element_size
     selected = 2 * rows.responses * shape.hidden_size * compute.element_size  # hidden states and their gradient
     return HeadBytes(
-        forward=round(selected + logits + 2 * copy),
-        backward=round(selected + max(2 * logits + rows.copies_back * copy, logits + 3 * matrix)),
+        forward=round(selected + logits + 2 * copy * compute.is_cpu),
+        backward=round(selected + max(2 * logits + rows.copies_back(compute) * copy, logits + 3 * matrix)),
     )
 
 
@@ -252,13 +265,13 @@ def head_bytes(shape: ModelShape, layout: ParallelLayout, compute: Compute, rows
 
     Backward, in the order of events: the loss (logits and their gradient, and of a chunk the softmax, which becomes
     the rows' gradient, with an entropy bonus the log softmax too); the gradient of the output matrix [V, H] beside
-    that of the logits. Models in 16 bit have the logits' gradient in 16 bit too from there on.
+    that of the logits.
     """
     columns = shape.vocab_size / layout.tp
     chunk = min(rows.chunk_size, rows.responses) if rows.chunk_size > 0 else rows.responses
-    in_loss = 2 * rows.tokens + rows.copies_back * chunk
-    matrix = columns * (rows.tokens + shape.hidden_size) * compute.element_size
+    logits, copy = rows.tokens * columns * compute.element_size, chunk * columns * FP32
+    matrix = shape.hidden_size * columns * compute.element_size
     return HeadBytes(
-        forward=round((rows.tokens + 2 * chunk) * columns * FP32),
-        backward=round(max(in_loss * columns * FP32, matrix)),
+        forward=round(logits + 2 * copy * compute.is_cpu),
+        backward=round(logits + max(logits + rows.copies_back(compute) * copy, matrix)),
     )

@@ -239,7 +239,8 @@ class _Trainer:
 
     @property
     def compute(self) -> Compute:
-        return Compute(self.args.accelerator == "cpu", self.precision.weight)
+        is_cpu = self.args.accelerator == "cpu"
+        return Compute(is_cpu, self.precision.weight, has_fused_gate=not is_cpu and self.args.bias_swiglu_fusion)
 
     @property
     def holds_both_ends(self) -> bool:
