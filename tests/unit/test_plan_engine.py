@@ -107,6 +107,15 @@ def test_what_does_not_fit_names_what_to_change(changes, memory, remedy):
     assert any(remedy in moment.remedy for moment in plan.fit if not moment.fits)
 
 
+@pytest.mark.parametrize(("more", "verdict"), [(10, "fits"), (1, "fits barely: 1.0 GB"), (-1, "DOES NOT FIT: ")])
+def test_a_trainer_that_leaves_nothing_for_fragmentation_is_told_so(more, verdict):
+    total = next(moment.total for moment in cuda_plan().fit if moment.when == "training")
+    assert total > 20e9  # so that 1 GB is less than 5% of it
+    plan = cuda_plan(device=replace(GPU, memory_bytes=total + more * 10**9))
+    found = next(moment.verdict for moment in plan.fit if moment.when == "training")
+    assert found.startswith(verdict) and (found == "fits") == (more == 10)
+
+
 def test_weights_that_leave_no_room_for_a_cache_do_not_fit():
     plan = cuda_plan(device=replace(GPU, memory_bytes=9 * 10**9))
     engine = next(moment for moment in plan.fit if moment.where == "engine GPU")

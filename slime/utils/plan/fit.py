@@ -13,6 +13,8 @@ from slime.utils.plan.engine_memory import EngineMemory
 from slime.utils.plan.layout import SlotLayout
 from slime.utils.plan.trainer_memory import TrainerMemory
 
+TIGHT = 0.95
+"""Of the memory: beyond it fragmentation may be what is too much."""
 LOWER_TRAINER = (
     "lower --max-tokens-per-gpu (or --micro-batch-size), set --log-probs-chunk-size, give --recompute-granularity "
     "full --recompute-method uniform --recompute-num-layers 1, or raise --tensor-model-parallel-size"
@@ -47,10 +49,14 @@ class Moment:
     """Empty where it fits."""
 
     @property
-    def sentence(self) -> str:
-        """The verdict."""
-        verdict = "fits" if self.fits else f"does not fit: {self.remedy}"
-        return f"{self.where}, {self.when}: {self.total / 1e9:.1f} of {self.limit / 1e9:.1f} GB, {verdict}"
+    def verdict(self) -> str:
+        """In words: whether it fits, and what to do where not."""
+        if not self.fits:
+            return f"DOES NOT FIT: {self.remedy}"
+        if self.when == "training" and self.total > TIGHT * self.limit:
+            left = (self.limit - self.total) / 1e9
+            return f"fits barely: {left:.1f} GB are left for fragmentation, which is not counted"
+        return "fits"
 
 
 def moments(

@@ -186,7 +186,7 @@ def _memory(plan: Plan) -> Iterable[Any]:
     for moment in plan.fit:
         parts = " + ".join(f"{name} {size(number)}" for name, number in moment.parts.items())
         yield f"{moment.where}, {moment.when}: {parts} = {size(moment.total)} of {size(moment.limit)}"
-        yield "    -> " + ("fits" if moment.fits else f"DOES NOT FIT: {moment.remedy}")
+        yield f"    -> {moment.verdict}"
 
 
 def _trainer(name: str, trainer: TrainerMemory) -> Iterable[Any]:
