@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.log_prob_memory import peak_bytes
+from slime.backends.megatron_utils.data import Packing, pack
 from slime.utils.plan.activations import (
     Compute,
     HeadRows,
@@ -22,7 +23,7 @@ from slime.utils.plan.layout import ParallelLayout
 from slime.utils.plan.shape import ModelShape
 from slime.utils.plan.trainer_memory import in_flight, num_host_copies, rank_params, trainer_memory
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
-from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
+from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.plan_fakes import CUDA, plan_args
 
 CPU_FP32 = Compute(is_cpu=True, element_size=4)
@@ -232,24 +233,36 @@ def saved_bytes_per_token(args, lengths, expected):
             found[storage._cdata] = tensor
         return tensor
 
-    num_tokens = sum(lengths)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    cp_size = args.context_parallel_size
+    packing = Packing(cp_rank=torch.distributed.get_rank() % cp_size, cp_size=cp_size)
+    inputs = pack([torch.arange(length) % 100 for length in lengths], packing)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(positions % 100, positions, None, packed_seq_params=packed(lengths))
-    total = sum(tensor.untyped_storage().nbytes() for tensor in found.values())
-    assert total / num_tokens == pytest.approx(expected, rel=0.01), (total / num_tokens, expected)
+        model(inputs["tokens"], inputs["position_ids"], None, packed_seq_params=inputs["packed_seq_params"])
+    total = sum(tensor.untyped_storage().nbytes() for tensor in found.values()) / inputs["tokens"].shape[1]
+    assert total == pytest.approx(expected, rel=0.015), (total, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
 def test_what_autograd_keeps_is_what_the_plan_counts(tmp_path, family):
     make_hf_model(tmp_path / "hf", family, hidden_size=64, intermediate_size=160)
     args = make_args(tmp_path / "hf")
+    run_world(1, saved_bytes_per_token, args, [40, 25, 63], counted_per_token(args))
+
+
+@pytest.mark.parametrize("flags", ["", "--recompute-granularity selective"], ids=["", "attention made again"])
+def test_a_context_parallel_rank_keeps_the_keys_that_its_queries_see(tmp_path, flags):
+    make_hf_model(tmp_path / "hf", hidden_size=64, intermediate_size=160)
+    args = make_args(tmp_path / "hf", f"--context-parallel-size 2 {flags}", actor_num_gpus_per_node=2)
+    expected = counted_per_token(args, ("core_attn",) if flags else ())
+    run_world(2, saved_bytes_per_token, args, [40, 24, 64], expected)
+
+
+def counted_per_token(args, skipped=()):
     shape = ModelShape.of(args)
     assert shape is not None
     layout, compute = ParallelLayout.of(args, shape.num_layers), CPU_FP32
-    layers = sum(layer_saved(shape, layer, layout, compute) for layer in range(2))
-    around = rotary_saved(shape, compute) + final_norm_saved(shape, layout, compute)
-    run_world(1, saved_bytes_per_token, args, [40, 25, 63], layers + around)
+    layers = sum(layer_saved(shape, layer, layout, compute, skipped) for layer in range(2))
+    return layers + rotary_saved(shape, compute) + final_norm_saved(shape, layout, compute)
 
 
 @pytest.mark.parametrize("chunk_size", [-1, 40])

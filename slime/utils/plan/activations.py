@@ -143,7 +143,8 @@ def _attention_elements(
         width / tp for width in (shape.query_width, shape.key_width, shape.value_width, shape.attention_out_width)
     )
     output = 3 * out if compute.is_cpu and "core_attn" not in skipped else out
-    seen = layout.cp + 0.5 if layout.cp > 1 else 1  # of two chunks that see 2 CP + 1 together
+    gathers = layout.cp > 1 and "core_attn" not in skipped
+    seen = layout.cp + 0.5 if gathers else 1  # two chunks see 2 CP + 1 together
     if shape.latent is not None:
         latent = shape.latent
         low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_pos_emb_head_dim
@@ -151,7 +152,7 @@ def _attention_elements(
         return low_rank + up + q + seen * (k + v) + output
     norms = ((2 * q + k) if compute.is_cpu else q) if shape.has_qk_norm else 0
     gate = 2 * q if shape.has_output_gate else 0  # the gate and its sigmoid
-    if layout.cp > 1:
+    if gathers:
         projection = q + k + v if shape.has_qk_norm else 0
         return projection + norms + q + seen * (k + v) + output + gate
     values = 0 if compute.is_cpu or not shape.has_qk_norm else v  # a copy beside the projection that the norm keeps
