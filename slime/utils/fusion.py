@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,7 +64,8 @@ def fused_on_cuda(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return compiled_once()(*args, **kwargs)
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            _give_up("torch.compile", error)
+            _unavailable.append(_not_fused("torch.compile", error))
+            logger.warning("%s", _unavailable[-1])
             return function(*args, **kwargs)
 
     return call
@@ -78,7 +81,7 @@ def kernel_on_cuda(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             first = args[0]
             is_on_cuda = isinstance(first, torch.Tensor) and first.device.type == "cuda"
-            if not is_on_cuda or _unavailable or not triton_works():
+            if not is_on_cuda or not triton_works():
                 return function(*args, **kwargs)
             found: R = kernel()(*args, **kwargs)
             return found
@@ -97,12 +100,16 @@ def triton_works() -> bool:
         from triton.runtime import driver
 
         driver.active.get_current_device()
+        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+            raise FileNotFoundError(
+                "there is no C compiler (gcc, clang or $CC)"
+            )  # what triton had built is in a cache
     except Exception as error:  # what is missing decides its kind: a module, a compiler, a library of the driver
-        _give_up("triton", error)
-    return not _unavailable
+        logger.warning("%s", _not_fused("triton", error))
+        return False
+    return True
 
 
-def _give_up(what: str, error: Exception) -> None:
-    reason = str(error).strip().splitlines()
-    _unavailable.append(reason[0] if reason else type(error).__name__)
-    logger.warning("%s does not work here, so small kernels are not fused: %s", what, _unavailable[0])
+def _not_fused(what: str, error: Exception) -> str:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{what} does not work here, so small kernels are not fused: {reason[0]}"

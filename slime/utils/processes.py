@@ -176,7 +176,8 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        # A zombie whose other threads still run holds its memory and its files until the last of them has ended.
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
 

@@ -1,5 +1,5 @@
-"""Between the copy of a rollout to the GPU and the end of a micro-batch's backward pass the host waits for nothing, so
-that it goes ahead of the GPU; needs a GPU."""
+"""Packing a micro-batch and computing its loss, forward and back, the host waits for nothing, so that it goes ahead
+of the GPU; needs a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 VOCAB = 64
 
 
-def make_batch(args: SimpleNamespace) -> dict[str, object]:
+def make_data(args: SimpleNamespace) -> dict[str, object]:
     lengths, prompt = [5, 9, 2], 3
     columns: dict[str, object] = {
         "tokens": [list(range(prompt + length)) for length in lengths],
@@ -32,20 +32,21 @@ def make_batch(args: SimpleNamespace) -> dict[str, object]:
     }
     data = to_tensors(columns, torch.device("cuda"))
     losses.compute_advantages_and_returns(args, data)
-    return next(iter(MicroBatches(data).of_step(None)))
+    return data
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_the_loss_of_a_micro_batch_waits_for_nothing(per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_and_its_loss_wait_for_nothing(per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
     monkeypatch.setattr(log_probs_module, "parallel_state", parallel)
     args = loss_world.make_args(vocab_size=VOCAB, calculate_per_token_loss=per_token, entropy_coef=0.01)
 
     def step(mode: str) -> None:
-        batch = make_batch(args)
+        data = make_data(args)
         logits = torch.randn(1, 25, VOCAB, device="cuda", requires_grad=True)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
+        batch = next(iter(MicroBatches(data).of_step(None)))
         losses.loss_function(args, batch, logits, num_microbatches=1, global_batch_size=3, dp_size=1)[0].backward()
 
     try:

@@ -41,7 +41,6 @@ def test_without_triton_a_function_runs_as_it_is_written_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton.runtime", None)
-    monkeypatch.setattr(fusion, "_unavailable", [])
     fusion.triton_works.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.ones(2, device="cuda")

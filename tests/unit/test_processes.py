@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -64,13 +65,31 @@ def test_ending_a_process_ends_its_children(tmp_path: Path) -> None:
 
 def test_killed_children_are_gone_with_what_they_held(tmp_path: Path) -> None:
     registry, log = ProcessRegistry(), tmp_path / "family.log"
-    holds = "import time; held = b'x' * 2**30; print('holds', flush=True); time.sleep(600)"  # freeing it takes a while
+    holds = "import time; held = b'x' * 2**28; print('holds', flush=True); time.sleep(600)"  # freeing it takes a while
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}])"
     process = registry.start([sys.executable, "-c", parent], name="family", log_path=log)
     until(lambda: "holds" in log.read_text())
     children = psutil.Process(process.pid).children()
     registry.end(process, grace_s=0.0)
     assert children and all(is_gone(child.pid) for child in children)
+
+
+def test_a_child_whose_first_thread_has_ended_is_ended_too(tmp_path: Path) -> None:
+    registry, log = ProcessRegistry(), tmp_path / "family.log"
+    number = 60 if platform.machine() == "x86_64" else 93  # of exit, which ends the thread that calls it alone
+    child = (
+        "import ctypes, signal, threading, time; signal.signal(15, signal.SIG_IGN);"
+        "threading.Thread(target=time.sleep, args=(600,)).start();"
+        f"print('started', flush=True); ctypes.CDLL(None).syscall({number}, 0)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = registry.start([sys.executable, "-c", parent], name="family", log_path=log)
+    until(lambda: "started" in log.read_text())
+    (found,) = psutil.Process(process.pid).children()
+    until(lambda: found.status() == psutil.STATUS_ZOMBIE)
+    assert found.num_threads() == 2
+    registry.end(process, grace_s=0.1)
+    until(lambda: not found.is_running() or found.num_threads() < 2, 1.0)
 
 
 def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:

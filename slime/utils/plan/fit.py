@@ -16,7 +16,7 @@ from slime.utils.plan.trainer_memory import TrainerMemory
 TIGHT = 0.95
 """Of the memory: beyond it fragmentation may be what is too much."""
 LOWER_TRAINER = (
-    "lower --max-tokens-per-gpu (or --micro-batch-size), set --log-probs-chunk-size, give --recompute-granularity "
+    "lower --max-tokens-per-gpu (or --micro-batch-size), set --recompute-loss-function, give --recompute-granularity "
     "full --recompute-method uniform --recompute-num-layers 1, or raise --tensor-model-parallel-size"
 )
 LOWER_STATE = (

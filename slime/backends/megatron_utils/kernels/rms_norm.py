@@ -42,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         sizes = _sizes(dim)
-        _forward_kernel[(triton.cdiv(num_rows, sizes["ROWS"]),)](
+        _rms_norm_forward[(triton.cdiv(num_rows, sizes["ROWS"]),)](
             x, weight, out, scales, num_rows, eps, *_strides(x), AROUND_ONE=is_around_one, **sizes
         )
         ctx.save_for_backward(x, weight, scales)
@@ -59,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
         num_programs = max(min(num_tiles, PROGRAMS * _multiprocessors(x.device)), 1)
         of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         of_weight = torch.empty(num_programs, dim, dtype=torch.float32, device=x.device)
-        _backward_kernel[(num_programs,)](
+        _rms_norm_backward[(num_programs,)](
             grad, x, weight, scales, of_x, of_weight, num_rows, triton.cdiv(num_tiles, num_programs), *_strides(x),
             AROUND_ONE=ctx.is_around_one, **sizes,
         )  # fmt: skip
@@ -83,7 +83,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_forward(  # type: ignore[no-untyped-def]
     x, weight, out, scales, num_rows, eps, of_token, of_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AROUND_ONE: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_backward(  # type: ignore[no-untyped-def]
     grad, x, weight, scales, of_x, of_weight, num_rows, num_tiles, of_token, of_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AROUND_ONE: tl.constexpr,
 ):  # fmt: skip

@@ -57,7 +57,7 @@ def _launch(
     block = triton.next_power_of_2(dim // 2)
     rows = max(TILE // block, 1)
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    _kernel[(triton.cdiv(num_tokens * heads, rows),)](
+    _rotary[(triton.cdiv(num_tokens * heads, rows),)](
         t, cos.contiguous(), sin.contiguous(), out, num_tokens * heads, t.stride(0), t.stride(1),
         HEADS=heads, HALF=dim // 2, BLOCK=block, ROWS=rows, READ_PAIRED=read, WRITTEN_PAIRED=written, BACK=is_back,
     )  # fmt: skip
@@ -65,7 +65,7 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _kernel(  # type: ignore[no-untyped-def]
+def _rotary(  # type: ignore[no-untyped-def]
     t, cos, sin, out, num_rows, of_token, of_head,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     READ_PAIRED: tl.constexpr, WRITTEN_PAIRED: tl.constexpr, BACK: tl.constexpr,

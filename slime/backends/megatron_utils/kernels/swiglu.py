@@ -22,7 +22,7 @@ class SwiGLU(torch.autograd.Function):
         y = y.contiguous()
         ctx.save_for_backward(y)
         out = torch.empty(y.shape[0], y.shape[1] // 2, dtype=y.dtype, device=y.device)
-        _forward_kernel[_grid(out)](y, out, WIDTH=out.shape[1], BLOCK=BLOCK)
+        _swiglu_forward[_grid(out)](y, out, WIDTH=out.shape[1], BLOCK=BLOCK)
         return out
 
     @staticmethod
@@ -30,7 +30,7 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (y,) = ctx.saved_tensors
         grad, of_y = grad.contiguous(), torch.empty_like(y)
-        _backward_kernel[_grid(grad)](grad, y, of_y, WIDTH=grad.shape[1], BLOCK=BLOCK)
+        _swiglu_backward[_grid(grad)](grad, y, of_y, WIDTH=grad.shape[1], BLOCK=BLOCK)
         return of_y
 
 
@@ -39,7 +39,7 @@ def _grid(out: torch.Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _forward_kernel(y, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_forward(y, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < WIDTH
@@ -49,7 +49,7 @@ def _forward_kernel(y, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: 
 
 
 @triton.jit
-def _backward_kernel(grad, y, of_y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_backward(grad, y, of_y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < WIDTH
