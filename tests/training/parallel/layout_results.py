@@ -101,6 +101,12 @@ class Results:
         return torch.load(self.root / f"{job}.pt", weights_only=False)
 
 
+def selected_params(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Parameters of the selected tests of the file whose fixture asks; other files' have the same names."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [item.callspec.params for item in items if hasattr(item, "callspec")]
+
+
 def made_when_asked(
     request: pytest.FixtureRequest,
     root: Path,
@@ -108,9 +114,8 @@ def made_when_asked(
     make_model: Callable[[Path], torch.nn.Module],
     changes: Mapping[str, Any],
 ) -> Callable[[], Results]:
-    """What makes the results, once, of those layouts that this session's tests ask for; arguments as of Results."""
-    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = {params.get("layout") for params in selected}
+    """What makes the results, once, of those layouts that this file's tests ask for; arguments as of Results."""
+    names = {params.get("layout") for params in selected_params(request)}
     chosen = {name: case for name, case in layouts.items() if name in names}
     return functools.cache(lambda: Results(root, chosen, make_model, changes=changes))
 

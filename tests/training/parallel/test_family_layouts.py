@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.training.parallel.layout_results import Results, check_parity, check_resharding, check_training
+from tests.training.parallel.layout_results import (
+    Results,
+    check_parity,
+    check_resharding,
+    check_training,
+    selected_params,
+)
 from tests.training.parallel.layout_world import Case
 from tests.unit.megatron_fakes import make_hf_model
 
@@ -131,8 +137,8 @@ each_case = each_case_of("all")
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    """Results of a model's layouts that this session's tests ask for."""
-    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    """Results of a model's layouts that this file's tests ask for."""
+    selected = selected_params(request)
     made: dict[str, Results] = {}
 
     def of(model: str) -> Results:

@@ -11,7 +11,13 @@ from functools import partial
 
 import pytest
 
-from tests.training.parallel.layout_results import Results, check_parity, check_resharding, check_training
+from tests.training.parallel.layout_results import (
+    Results,
+    check_parity,
+    check_resharding,
+    check_training,
+    selected_params,
+)
 from tests.training.parallel.layout_world import Case
 from tests.unit.megatron_fakes import make_hf_model
 
@@ -78,8 +84,8 @@ each_embedding = pytest.mark.parametrize("tied", [False, pytest.param(True, mark
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Results]:
-    """Results of the layouts that this session's tests ask for, with tied embeddings or not."""
-    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    """Results of the layouts that this file's tests ask for, with tied embeddings or not."""
+    selected = selected_params(request)
     made: dict[bool, Results] = {}
 
     def of(tied: bool) -> Results:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.integration.trainer_world import make_train_data
+from tests.training.parallel.layout_results import selected_params
 from tests.training.parallel.layout_world import Case, Job, run_jobs
 from tests.training.parallel.layout_world import train as train_layout
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
@@ -183,7 +184,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("trained")
     hf = root / "hf"
     make_predicting_model(hf, "glm4_moe")
-    selected = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    selected = {params.get("name") for params in selected_params(request)}
     cases = RUNS | {name: case for name, case in LAYOUTS.items() if name in selected}
     jobs = [
         Job(name, case.args(hf, save=str(root / f"{name} saved")), train_layout, ((0, 1),) if name == "single" else ())
