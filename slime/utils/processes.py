@@ -119,6 +119,8 @@ class ProcessRegistry:
         end = time.monotonic() + 5.0
         while any(_is_alive(member) for member in members.values()) and time.monotonic() < end:
             time.sleep(0.02)
+        if left := [pid for pid, member in members.items() if _is_alive(member)]:
+            logger.warning("processes %s are still there 5 s after SIGKILL, with the memory that they hold", left)
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(end - time.monotonic(), 0.0))

@@ -1,8 +1,9 @@
 """RMSNorm over the last dimension, forward and backward, in triton.
 
-One kernel each way: torch's own takes several times as long on the short rows of a head's norm, and what torch.compile
-makes needs two to three times as long on the host for every call, which decides where a rank has few tokens for each
-layer. Everything is computed in fp32 and rounded once. It needs triton, which comes with torch's builds for CUDA.
+One kernel each way: torch's own takes the device several times as long on the short rows of a head's norm, and what
+torch.compile makes takes the host two to three times as long as torch's own for every call, which decides where a rank
+has few tokens for each layer (benchmarks/gpu_fusion.py). Everything is computed in fp32 and rounded once. It needs
+triton, which comes with torch's builds for CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PROGRAMS = 3
 """Of the backward kernel for each multiprocessor; each sums the weight's gradient over its rows."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, with 1 + weight if `is_around_one` (arXiv 1910.07467).
 
     Args:
@@ -79,6 +80,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; triton's interpreter has none, and any number will do."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

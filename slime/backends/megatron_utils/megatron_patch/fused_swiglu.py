@@ -1,4 +1,4 @@
-"""SwiGLU without a bias by one kernel each way that the host starts quickly.
+"""SwiGLU without a bias by one kernel each way, started without torch.compile.
 
 Upstream (0.16.1): its autograd function calls two functions of torch.compile, whose guards and wrappers take the host
 longer than the operations one by one. Functions that add a bias or weigh experts are left as they are. It can go when

@@ -3,7 +3,7 @@
 Upstream (0.16.1): the unfused path reads the sequences' lengths from the GPU, walks over them in Python, for queries
 and keys of every layer, and takes cos and sin of every token again; a pack of 128 short sequences spends more time
 there than in its matmuls. It also decides by `max_seqlen == total tokens` whether the table holds positions of the
-whole pack, which is wrong for several sequences with a generous max_seqlen. Uncompiled, values are bitwise the same
+whole pack, which is wrong for several sequences with a generous max_seqlen. Off CUDA values are bitwise the same
 as its own. It can go when TransformerEngine's fused kernel is used.
 """
 
