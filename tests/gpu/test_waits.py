@@ -1,5 +1,5 @@
-"""Packing a micro-batch and computing its loss, forward and back, the host waits for nothing, so that it goes ahead
-of the GPU; needs a GPU."""
+"""Packing a micro-batch and computing its loss, forward and back, or taking the norm of gradients, the host waits for
+nothing, so that it goes ahead of the GPU; needs a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
 from slime.backends.megatron_utils.loss import log_probs as log_probs_module
+from slime.backends.megatron_utils.megatron_patch import fused_clipping
 from tests.training.algorithms import loss_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -54,3 +55,16 @@ def test_a_micro_batch_and_its_loss_wait_for_nothing(per_token: bool, monkeypatc
             step(mode)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_norm_and_scaling_of_many_gradients_wait_for_nothing() -> None:
+    grads = [torch.full((3, 5), 2.0, device="cuda") for _ in range(60)]
+    overflow = torch.zeros(1, dtype=torch.int, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm, _ = fused_clipping.norm_of(65536, overflow, [grads], False)
+        fused_clipping.scale(65536, overflow, (grads, grads), 0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norm.tolist() == [60.0], "sqrt(60 * 15 * 4)"
+    assert all(grad.eq(1.0).all() for grad in grads)

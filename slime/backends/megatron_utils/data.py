@@ -107,11 +107,12 @@ def response_rows(
         Without context parallelism n is the sum of R, and the second is 0, 1, 2 ...
     """
     if packing.cp_size == 1:
-        total, response = torch.tensor(total_lengths), torch.tensor(response_lengths)
-        first_row = total.cumsum(0) - response - 1
-        first_out = response.cumsum(0) - response
-        places = torch.arange(int(response.sum()))
-        return places + (first_row - first_out).repeat_interleave(response), places, list(response_lengths)
+        # numpy: torch wakes up a thread for each core to repeat a few numbers
+        totals, responses = np.asarray(total_lengths, np.int64), np.asarray(response_lengths, np.int64)
+        place = np.arange(responses.sum())
+        first_rows, first_places = totals.cumsum() - responses - 1, responses.cumsum() - responses
+        row = place + (first_rows - first_places).repeat(responses)
+        return torch.from_numpy(row), torch.from_numpy(place), list(response_lengths)
     rows, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
     counts = [0] * len(total_lengths)
     first_row = first_place = 0

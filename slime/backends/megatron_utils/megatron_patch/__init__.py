@@ -32,6 +32,7 @@ def apply(kind: str) -> None:
             checkpoint_reader,
             checkpoint_writer,
             fused_adam,
+            fused_clipping,
             gradient_accumulation,
             known_shapes,
             packed_rope,
@@ -41,6 +42,7 @@ def apply(kind: str) -> None:
         checkpoint_reader.apply()
         checkpoint_writer.apply()
         fused_adam.apply()
+        fused_clipping.apply()
         without_te.apply()
         gradient_accumulation.apply()
         known_shapes.apply()
