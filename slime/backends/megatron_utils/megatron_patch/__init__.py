@@ -35,6 +35,7 @@ def apply(kind: str) -> None:
             fused_clipping,
             gradient_accumulation,
             known_shapes,
+            lone_regions,
             packed_rope,
             without_te,
         )
@@ -46,4 +47,5 @@ def apply(kind: str) -> None:
         without_te.apply()
         gradient_accumulation.apply()
         known_shapes.apply()
+        lone_regions.apply()
         packed_rope.apply()

@@ -42,13 +42,14 @@ def apply() -> None:
         if cp_group is None:
             raise ValueError("the rotation of a pack needs the context-parallel group.")
         cos, sin = _cos_sin(freqs, cu_seqlens, t, mscale=mscale, cp_group=cp_group)
-        rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+        dim = freqs.shape[-1]
+        rotated = t if dim == t.shape[-1] else t[..., :dim]
         if multi_latent_attention and rotary_interleaved:
             rotated = _halves(rotated)
         # the weights of latent attention have the two parts of a channel side by side
         are_paired = rotary_interleaved or multi_latent_attention
         rotated = _rotate(rotated, cos, sin, are_paired, rotary_interleaved)
-        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+        return rotated if dim == t.shape[-1] else torch.cat((rotated, t[..., dim:]), dim=-1)
 
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
 
