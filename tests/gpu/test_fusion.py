@@ -84,7 +84,9 @@ def close_to_float64(kernel: Run, plain: Run, leaves: tuple[torch.Tensor, ...], 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_around_one", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(1, 2560), (700, 96), (33, 4, 128), (5, 3, 64)], ids=["one row", "many rows", "heads", "few heads"]
+    "shape",
+    [(1, 2560), (700, 96), (33, 4, 128), (5, 3, 64), (33, 1, 96), (33, 1, 4, 128)],
+    ids=["one row", "many rows", "heads", "few heads", "a batch of one", "heads, a batch of one"],
 )
 def test_the_norms_kernel_computes_what_the_definition_says(
     shape: tuple[int, ...], is_around_one: bool, dtype: torch.dtype
@@ -134,6 +136,16 @@ def test_the_activations_kernel_computes_what_the_definition_says(width: int, dt
 
     y = torch.randn(19, 2 * width, device=DEVICE, generator=generator()).to(dtype)
     close_to_float64(SwiGLU.apply, lambda y: torch.nn.functional.silu(y[:, :width]) * y[:, width:], (y,), dtype)
+
+
+def test_a_norm_started_again_has_the_values_of_the_new_pack() -> None:
+    from slime.backends.megatron_utils.kernels import rms_norm
+
+    weight, buffer = torch.ones(128, device=DEVICE), torch.randn(3000, device=DEVICE, generator=generator())
+    for rows, offset in ((3, 0), (20, 0), (7, 128), (7, 1)):  # the last is not aligned
+        x = buffer[offset : offset + rows * 128].view(rows, 128)
+        expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        torch.testing.assert_close(rms_norm.rms_norm(x, weight, 1e-6, False), expected)
 
 
 def test_an_empty_pack_needs_no_kernel() -> None:

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slime.backends.megatron_utils.kernels.launch import Launcher, refuse_second_derivative
+
 TILE = 4096
 """Elements that a program holds at a time, or one row where that is longer."""
 PROGRAMS = 3
@@ -25,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: b
     """x / sqrt(mean(x^2) + eps) * weight, with 1 + weight if `is_around_one` (arXiv 1910.07467).
 
     Args:
-        x: [t, dim] or [t, heads, dim] on CUDA; the last dimension is dense, the others may have any stride.
+        x: [..., dim] or [..., heads, dim] on CUDA; the last dimension is dense, heads and tokens may have any stride.
         weight: [dim].
 
     Returns:
@@ -39,43 +41,43 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool) -> torch.Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
-        num_rows, dim = x.numel() // x.shape[-1], x.shape[-1]
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-        sizes = _sizes(dim)
-        _rms_norm_forward[(triton.cdiv(num_rows, sizes["ROWS"]),)](
-            x, weight, out, scales, num_rows, eps, *_strides(x), AROUND_ONE=is_around_one, **sizes
-        )
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        scales = x.new_empty(out.numel() // out.shape[-1], dtype=torch.float32)
+        sizes, num_warps = _sizes(out.shape[-1])
+        grid = (-(len(scales) // -sizes[-1]), 1, 1)
+        constants = (*_strides(x), *sizes, is_around_one)
+        _start_forward(grid, (x, weight, out, scales), (len(scales), eps), constants, num_warps)
         ctx.save_for_backward(x, weight, scales)
-        ctx.is_around_one = is_around_one
+        ctx.constants = constants
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        refuse_second_derivative()
         x, weight, scales = ctx.saved_tensors
-        grad, num_rows, dim = grad.contiguous(), len(scales), x.shape[-1]
-        sizes = _sizes(dim)
-        num_tiles = triton.cdiv(num_rows, sizes["ROWS"])
+        sizes, num_warps = _sizes(x.shape[-1])
+        num_tiles = -(len(scales) // -sizes[-1])
         num_programs = max(min(num_tiles, PROGRAMS * _multiprocessors(x.device)), 1)
-        of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        of_weight = torch.empty(num_programs, dim, dtype=torch.float32, device=x.device)
-        _rms_norm_backward[(num_programs,)](
-            grad, x, weight, scales, of_x, of_weight, num_rows, triton.cdiv(num_tiles, num_programs), *_strides(x),
-            AROUND_ONE=ctx.is_around_one, **sizes,
-        )  # fmt: skip
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        of_weight = scales.new_empty(num_programs, x.shape[-1])
+        tensors = (grad.contiguous(), x, weight, scales, of_x, of_weight)
+        numbers = (len(scales), -(num_tiles // -num_programs))
+        _start_backward((num_programs, 1, 1), tensors, numbers, ctx.constants, num_warps)
         return of_x, of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
 @functools.cache
-def _sizes(dim: int) -> dict[str, int]:
+def _sizes(dim: int) -> tuple[tuple[int, int, int], int]:
+    """DIM, BLOCK and ROWS of a program, and its warps."""
     block = triton.next_power_of_2(dim)
-    return {"DIM": dim, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": 8 if block <= TILE else 16}
+    return (dim, block, max(TILE // block, 1)), 8 if block <= TILE else 16
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Of a token, of a head, and heads of a token."""
-    return (x.stride(0), 0, 1) if x.dim() == 2 else (x.stride(0), x.stride(1), x.shape[1])
+    """Of a token, of a head, and heads of a token: constants of a model. A dimension of size 1 may have any stride."""
+    rows = x.flatten(0, -3) if x.dim() > 3 else x
+    tokens, heads = rows.shape[0], rows.shape[1] if rows.dim() == 3 else 1
+    return rows.stride(0) if tokens > 1 else 0, rows.stride(1) if heads > 1 else 0, heads
 
 
 @functools.cache
@@ -86,14 +88,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_forward(  # type: ignore[no-untyped-def]
-    x, weight, out, scales, num_rows, eps, of_token, of_head,
+    x, weight, out, scales, num_rows: tl.int64, eps, OF_TOKEN: tl.constexpr, OF_HEAD: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AROUND_ONE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     is_row, is_column = row < num_rows, column < DIM
     here = is_row[:, None] & is_column[None, :]
-    start = (row // HEADS) * of_token + (row % HEADS) * of_head
+    start = (row // HEADS) * OF_TOKEN + (row % HEADS) * OF_HEAD
     values = tl.load(x + start[:, None] + column[None, :], mask=here, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, 1) / DIM + eps)
     w = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
@@ -106,8 +108,9 @@ def _rms_norm_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _rms_norm_backward(  # type: ignore[no-untyped-def]
-    grad, x, weight, scales, of_x, of_weight, num_rows, num_tiles, of_token, of_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AROUND_ONE: tl.constexpr,
+    grad, x, weight, scales, of_x, of_weight, num_rows: tl.int64, num_tiles: tl.int64,
+    OF_TOKEN: tl.constexpr, OF_HEAD: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AROUND_ONE: tl.constexpr,
 ):  # fmt: skip
     """With y = x * scale and g = grad * weight: of_x = (g - y mean(g y)) scale; of_weight = sum of grad y."""
     program = tl.program_id(0)
@@ -121,7 +124,7 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]
         row = (program * num_tiles + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         is_row = row < num_rows
         here = is_row[:, None] & is_column[None, :]
-        start = (row // HEADS) * of_token + (row % HEADS) * of_head
+        start = (row // HEADS) * OF_TOKEN + (row % HEADS) * OF_HEAD
         scale = tl.load(scales + row, mask=is_row, other=0.0)[:, None]
         y = tl.load(x + start[:, None] + column[None, :], mask=here, other=0.0).to(tl.float32) * scale
         dense = row[:, None] * DIM + column[None, :]
@@ -131,3 +134,6 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]
         found = (g - y * (tl.sum(g * y, 1) / DIM)[:, None]) * scale
         tl.store(of_x + dense, found.to(of_x.dtype.element_ty), mask=here)
     tl.store(of_weight + program * DIM + column, tl.sum(total, 0), mask=is_column)
+
+
+_start_forward, _start_backward = Launcher(_rms_norm_forward), Launcher(_rms_norm_backward)

@@ -6,11 +6,14 @@ fp32 and rounded once. Why a kernel by hand: see rms_norm.py beside it. It does 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from slime.backends.megatron_utils.kernels.launch import Launcher, refuse_second_derivative
 
 TILE = 2048
 """Pairs that a program rotates."""
@@ -44,8 +47,8 @@ class _Rotation(torch.autograd.Function):
         return _launch(t, cos, sin, read, written, is_back=False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        refuse_second_derivative()
         return _launch(grad, *ctx.saved_tensors, *ctx.paired, is_back=True), None, None, None, None
 
 
@@ -54,19 +57,26 @@ def _launch(
 ) -> torch.Tensor:
     t = t if t.stride(-1) == 1 else t.contiguous()
     num_tokens, heads, dim = t.shape
-    block = triton.next_power_of_2(dim // 2)
-    rows = max(TILE // block, 1)
-    out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    _rotary[(triton.cdiv(num_tokens * heads, rows),)](
-        t, cos.contiguous(), sin.contiguous(), out, num_tokens * heads, t.stride(0), t.stride(1),
-        HEADS=heads, HALF=dim // 2, BLOCK=block, ROWS=rows, READ_PAIRED=read, WRITTEN_PAIRED=written, BACK=is_back,
-    )  # fmt: skip
+    block, rows = _sizes(dim // 2)
+    out = torch.empty_like(t, memory_format=torch.contiguous_format)
+    num_rows = num_tokens * heads
+    # constants of a model; a dimension of size 1 may have any stride
+    strides = t.stride(0) if num_tokens > 1 else 0, t.stride(1) if heads > 1 else 0
+    constants = (*strides, heads, dim // 2, block, rows, read, written, is_back)
+    _start((-(num_rows // -rows), 1, 1), (t, cos.contiguous(), sin.contiguous(), out), (num_rows,), constants)
     return out
+
+
+@functools.cache
+def _sizes(half: int) -> tuple[int, int]:
+    """BLOCK and ROWS of a program."""
+    block = triton.next_power_of_2(half)
+    return block, max(TILE // block, 1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotary(  # type: ignore[no-untyped-def]
-    t, cos, sin, out, num_rows, of_token, of_head,
+    t, cos, sin, out, num_rows: tl.int64, OF_TOKEN: tl.constexpr, OF_HEAD: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     READ_PAIRED: tl.constexpr, WRITTEN_PAIRED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +93,7 @@ def _rotary(  # type: ignore[no-untyped-def]
     else:
         written_a, written_b = pair, pair + HALF
     token = (row // HEADS)[:, None]
-    source = t + token * of_token + (row % HEADS)[:, None] * of_head
+    source = t + token * OF_TOKEN + (row % HEADS)[:, None] * OF_HEAD
     a = tl.load(source + read_a, mask=here, other=0.0).to(tl.float32)
     b = tl.load(source + read_b, mask=here, other=0.0).to(tl.float32)
     angle_a = token * (2 * HALF) + (read_a if BACK else written_a)
@@ -99,3 +109,6 @@ def _rotary(  # type: ignore[no-untyped-def]
     target = out + row[:, None] * (2 * HALF)
     tl.store(target + written_a, new_a.to(out.dtype.element_ty), mask=here)
     tl.store(target + written_b, new_b.to(out.dtype.element_ty), mask=here)
+
+
+_start = Launcher(_rotary)

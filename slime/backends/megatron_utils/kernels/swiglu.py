@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slime.backends.megatron_utils.kernels.launch import Launcher, refuse_second_derivative
+
 BLOCK = 1024
 
 
@@ -21,21 +23,21 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
         y = y.contiguous()
         ctx.save_for_backward(y)
-        out = torch.empty(y.shape[0], y.shape[1] // 2, dtype=y.dtype, device=y.device)
-        _swiglu_forward[_grid(out)](y, out, WIDTH=out.shape[1], BLOCK=BLOCK)
+        out = y.new_empty(y.shape[0], y.shape[1] // 2)
+        _start_forward(_grid(out), (y, out), (), (out.shape[1], BLOCK))
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        refuse_second_derivative()
         (y,) = ctx.saved_tensors
-        grad, of_y = grad.contiguous(), torch.empty_like(y)
-        _swiglu_backward[_grid(grad)](grad, y, of_y, WIDTH=grad.shape[1], BLOCK=BLOCK)
+        of_y = torch.empty_like(y)
+        _start_backward(_grid(grad), (grad.contiguous(), y, of_y), (), (grad.shape[1], BLOCK))
         return of_y
 
 
-def _grid(out: torch.Tensor) -> tuple[int, int]:
-    return out.shape[0], triton.cdiv(out.shape[1], BLOCK)
+def _grid(out: torch.Tensor) -> tuple[int, int, int]:
+    return out.shape[0], -(out.shape[1] // -BLOCK), 1
 
 
 @triton.jit
@@ -61,3 +63,6 @@ def _swiglu_backward(grad, y, of_y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  
     of_gate = of_out * linear * s * (1.0 + gate * (1.0 - s))
     tl.store(of_y + first, of_gate.to(of_y.dtype.element_ty), mask=here)
     tl.store(of_y + first + WIDTH, (of_out * gate * s).to(of_y.dtype.element_ty), mask=here)
+
+
+_start_forward, _start_backward = Launcher(_swiglu_forward), Launcher(_swiglu_backward)

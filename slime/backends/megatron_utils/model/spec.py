@@ -55,8 +55,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and type."""
         eps = self.eps or torch.finfo(x.dtype).eps
-        rows = x.flatten(0, 1) if x.dim() > 2 else x
-        return _rms_norm(rows, self.weight, eps, self.is_around_one).view(x.shape)
+        return _rms_norm(x, self.weight, eps, self.is_around_one)
 
 
 @kernel_on_cuda("slime.backends.megatron_utils.kernels.rms_norm.rms_norm")
