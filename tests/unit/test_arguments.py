@@ -600,6 +600,34 @@ def test_what_is_wrong_in_a_file_is_found_like_on_the_command_line(
         parse_args(argv=line(base, f"--{flag}-config-path conf.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("recompute_granularity: full", "the critic's entry: --recompute-granularity full needs --recompute-method"),
+        ("num_layers: 3", "the critic's entry: --num-layers: the flags say 3, the HF config says 2"),
+        ("moe_router_topk: 9", "the critic's entry: --moe-router-topk has no effect without --num-experts"),
+        ("num_virtual_stages_per_pipeline_rank: 2", "actor and critic have it in common"),
+    ],
+)
+def test_a_critics_entry_is_checked_like_the_actors_flags(
+    base: dict[str, list[str]], overrides: str, message: str
+) -> None:
+    Path("roles.yaml").write_text(f"megatron: [{{role: critic, overrides: {{{overrides}}}}}]\n")
+    (sentence,) = errors(line(base, "--advantage-estimator ppo --megatron-config-path roles.yaml"))
+    assert message in sentence
+
+
+def test_what_only_the_actor_was_given_is_no_contradiction_of_the_critic(base: dict[str, list[str]]) -> None:
+    entries = (
+        "{role: actor, overrides: {optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5}}",
+        "{role: critic, overrides: {lr: 1e-3}}",
+    )
+    Path("roles.yaml").write_text(f"megatron: [{', '.join(entries)}]\n")
+    args = parse_args(argv=line(base, "--advantage-estimator ppo --megatron-config-path roles.yaml"))
+    critic = parse_megatron_role_args(args, "critic")
+    assert (args.optimizer_cpu_offload, critic.optimizer_cpu_offload, critic.lr) == (True, False, 1e-3)
+
+
 def test_a_file_that_is_not_there_does_not_stop_a_plan(base: dict[str, list[str]]) -> None:
     files = "--custom-config-path a.yaml --megatron-config-path b.yaml --eval-config c.yaml --eval-interval 1"
     problems = CommandLine().check(line(base, files)).problems

@@ -23,7 +23,7 @@ def apply_config_files(
     *,
     options: Mapping[str, argparse.Action],
     explain_unknown: Callable[[str], str | None],
-) -> FileValues:
+) -> tuple[FileValues, dict[roles.Role, FileValues]]:
     """Set what the files say, as if it were on the command line; warnings are logged.
 
     Args:
@@ -34,7 +34,8 @@ def apply_config_files(
         explain_unknown: gives the sentence for an option that deserves another than "did you mean".
 
     Returns:
-        What the custom config sets; its `extra` goes into args by `apply_extra` once everything is derived.
+        What the custom config sets, whose `extra` goes into args by `apply_extra` once everything is derived; and what
+        the entries of roles set.
     """
 
     def read_custom(path: str) -> FileValues:
@@ -54,4 +55,4 @@ def apply_config_files(
         logger.warning("%s", warning)
     problems.wrong += roles.critic_problems(by_role, args.advantage_estimator)
     problems.environment += roles.missing_critic(by_role)
-    return custom
+    return custom, by_role

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ from slime.utils.arguments.check_devices import check_trainer
 from slime.utils.arguments.check_hooks import check_hook, check_hooks, check_settings, check_tool_function
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
 from slime.utils.arguments.config_files import apply_config_files
-from slime.utils.arguments.custom_config import apply_extra
+from slime.utils.arguments.custom_config import FileValues, apply_extra
 from slime.utils.arguments.data import DataFlags
 from slime.utils.arguments.debug import AskFlags, CiFlags, DebugFlags
 from slime.utils.arguments.deterministic import check_deterministic, deterministic_values
@@ -45,6 +45,8 @@ from slime.utils.arguments.observability import ObservabilityFlags
 from slime.utils.arguments.problems import Problems, collected, read_file, without_repeats
 from slime.utils.arguments.profile import ProfileFlags
 from slime.utils.arguments.resume import resume_values
+from slime.utils.arguments.roles import FLAG as ROLES_FLAG
+from slime.utils.arguments.roles import Role, critic_entry
 from slime.utils.arguments.rollout import RolloutBufferFlags, RolloutFlags
 from slime.utils.arguments.train import ModelPartFlags, TrainFlags
 from slime.utils.arguments.weight_sync import WeightSyncFlags
@@ -98,6 +100,13 @@ class Checked:
     explicit: frozenset[str]
     given_load: str | None
 
+    def warnings(self) -> list[str]:
+        """What works but is seldom meant."""
+        from slime.backends.megatron_utils.arguments import megatron_warnings
+
+        own = validate.warnings(self.args, self.explicit, given_load=self.given_load)
+        return [*own, *megatron_warnings(self.args, self.explicit)]
+
 
 def parse_args(
     add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None, *, argv: Sequence[str] | None = None
@@ -127,10 +136,7 @@ def accept(checked: Checked) -> Args:
     """
     if sentences := checked.problems.all():
         raise UsageError(sentences)
-    from slime.backends.megatron_utils.arguments import megatron_warnings
-
-    own = validate.warnings(checked.args, checked.explicit, given_load=checked.given_load)
-    for warning in [*own, *megatron_warnings(checked.args, checked.explicit)]:
+    for warning in checked.warnings():
         logger.warning("%s", warning)
     return checked.args
 
@@ -207,12 +213,14 @@ class CommandLine:
         tokens = set_aside(tokens, self.parser.options())
         line_problems = self.parser.parse_all(tokens, args, explain_unknown=explain_unknown)
         explicit = explicit_flags(self.parser, tokens)
-        custom = apply_config_files(args, explicit, problems, options=self._options(), explain_unknown=explain_unknown)
+        custom, by_role = apply_config_files(
+            args, explicit, problems, options=self._options(), explain_unknown=explain_unknown
+        )
         resumed, unusable = collected(problems.wrong, resume_values, args) or ({}, [])
         vars(args).update(resumed)
         problems.wrong += unusable
         given_load = args.load
-        _finish(args, explicit, problems)
+        _finish(args, explicit, problems, by_role)
         problems.wrong += apply_extra(args, custom)
         problems.environment += _check_tools(args)
         problems.wrong += _check_hook_settings(args)
@@ -274,7 +282,7 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
     return parser
 
 
-def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
+def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping[Role, FileValues]) -> None:
     """Derive and validate, in place; what is wrong goes to `problems`."""
     from slime.backends.megatron_utils.arguments import (
         derive_megatron,
@@ -321,7 +329,12 @@ def _finish(args: Args, explicit: set[str], problems: Problems) -> None:
     problems.extend(validate.collect(args, explicit, fields))
     problems.unsupported += later.unsupported_uses(args, explicit, classes)
     if not args.debug_rollout_only:  # V16: no trainers
-        problems.extend(megatron_problems(args.replace(load=given_load), hf_config, explicit))
+        of_actor = megatron_problems(args.replace(load=given_load), hf_config, explicit)
+        problems.extend(of_actor)
+        if critic := critic_entry(args.replace(load=given_load), by_role, explicit):
+            critic_args, critic_explicit = critic
+            of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
+            problems.extend(of_critic.beside(of_actor, f"{ROLES_FLAG}, the critic's entry"))
         problems.wrong += teacher_problems(args)
         problems.extend(kernel_problems(args, hf_config))
     if not args.debug_train_only:

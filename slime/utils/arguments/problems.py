@@ -39,6 +39,18 @@ class Problems:
         self.environment += other.environment
         self.unsupported += other.unsupported
 
+    def beside(self, other: Problems, what: str) -> Problems:
+        """The sentences that the other has not, each behind `what` it is about."""
+
+        def own(kind: list[str], known: list[str]) -> list[str]:
+            return [f"{what}: {sentence}" for sentence in kind if sentence not in known]
+
+        return Problems(
+            own(self.wrong, other.wrong),
+            own(self.environment, other.environment),
+            own(self.unsupported, other.unsupported),
+        )
+
 
 def read_file(problems: Problems, function: Callable[..., T], *args: Any) -> T | None:
     """Call a function that reads a file of settings; None where it cannot.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +59,10 @@ CRITIC_FORCED: dict[str, Any] = {
 SHARED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "global_batch_size", "micro_batch_size"),
+    *("sequence_parallel", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_layout"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("use_dynamic_batch_size", "max_tokens_per_gpu", "advantage_estimator", "gamma", "lambd"),
     *("num_critic_only_steps", "num_rollout", "rollout_batch_size", "n_samples_per_prompt", "accelerator"),
     *("hf_checkpoint", "output_dir", "save_interval", "start_rollout_id", "bf16", "fp16"),
@@ -175,6 +179,22 @@ def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> d
     if "weight_decay" in critic:  # what derives from it
         before |= {"start_weight_decay": critic["weight_decay"], "end_weight_decay": critic["weight_decay"]}
     return {"actor": dict(actor), "critic": {**before, **critic, **CRITIC_FORCED}}
+
+
+def critic_entry(
+    args: Args, roles: Mapping[Role, FileValues], explicit: Collection[str]
+) -> tuple[Args, frozenset[str]] | None:
+    """The args of a critic whose entry sets something, to be checked as the actor's are, and which flags it was given.
+
+    None where nothing is set, or where what is wrong is known already. Without what every critic has
+    (`CRITIC_FORCED`), which contradicts flags of the actor's on purpose.
+    """
+    entry = roles.get("critic", FileValues())
+    if not (entry.known and args.use_critic) or entry.problems:
+        return None
+    values = {name: value for name, value in args.megatron_role_values["critic"].items() if name not in CRITIC_FORCED}
+    undone = roles["actor"].known.keys() - set(SHARED + CHECKPOINTS) if "actor" in roles else set()
+    return args.replace(**values), frozenset((set(explicit) - undone) | entry.known.keys())
 
 
 def parse_megatron_role_args(args: Args, role: Role) -> Args:
