@@ -49,7 +49,8 @@ def dry_run(checked: Any) -> int:
     args, problems = checked.args, checked.problems
     if problems.wrong:
         raise UsageError(problems.all())
-    plan = make_plan(args, gather_facts(args, list(dict.fromkeys([*problems.environment, *problems.unsupported]))))
+    refused = list(dict.fromkeys([*problems.environment, *problems.unsupported]))
+    plan = make_plan(args, gather_facts(args, refused, checked.warnings()))
     if args.dry_run_json:
         write_json(plan, args.dry_run_json)
     try:
@@ -72,7 +73,7 @@ def write_json(plan: Plan, path: str) -> None:
         raise UsageError(f"--dry-run-json {path} cannot be written: {error.strerror}; name another file.") from error
 
 
-def gather_facts(args: Any, refused: list[str]) -> Facts:
+def gather_facts(args: Any, refused: list[str], warnings: list[str]) -> Facts:
     """Everything that the plan needs and that is not in the flags."""
     data, rows, missing = read_rows_of(args)
     has_engines = bool(args.hf_checkpoint) and not args.debug_train_only
@@ -86,6 +87,7 @@ def gather_facts(args: Any, refused: list[str]) -> Facts:
         hooks=list(hook_reports(args)),
         rows=rows,
         missing=missing,
+        warnings=warnings,
         refused=refused,
     )
 

@@ -44,7 +44,9 @@ def written(path: Path, *rows: dict) -> str:
 def checked(**changes) -> SimpleNamespace:
     problems = {name: changes.pop(name, []) for name in ("wrong", "environment", "unsupported")}
     values = {"hf_checkpoint": "nowhere", "rollout_max_response_len": 64}
-    return SimpleNamespace(args=plan_args(**(values | changes)), problems=Problems(**problems), explicit=frozenset())
+    said = changes.pop("warnings", [])
+    args = plan_args(**(values | changes))
+    return SimpleNamespace(args=args, problems=Problems(**problems), explicit=frozenset(), warnings=lambda: said)
 
 
 def text_of(plan) -> str:
@@ -74,6 +76,13 @@ def test_what_refuses_a_run_is_listed_last_and_gives_status_2(capsys):
         "- a file is missing.",
         "- [PP] is not supported yet.",
     ]
+
+
+def test_what_a_run_would_warn_of_is_in_the_plan(tmp_path, capsys):
+    line = checked(warnings=["--no-such-effect: accepted."], dry_run_json=str(tmp_path / "plan.json"))
+    assert dry_run(line) == 0
+    assert capsys.readouterr().out.rstrip().splitlines()[-2:] == ["Warnings", "- --no-such-effect: accepted."]
+    assert json.loads((tmp_path / "plan.json").read_text())["warnings"] == ["--no-such-effect: accepted."]
 
 
 def test_a_contradictory_command_line_has_no_plan(capsys):

@@ -42,6 +42,12 @@ def test_groups_divide_the_world():
     assert layout.expert_dp == 16 // (1 * 4 * 2)  # world / (ETP x EP x PP)
 
 
+def test_instances_of_the_optimizer_hold_all_its_state_each():
+    layout = layout_of(context_parallel_size=2, expert_model_parallel_size=4, num_distributed_optimizer_instances=2)
+    assert layout.optimizer_shards == 16 // 2  # DP 8 x CP 2, in two parts
+    assert layout.expert_optimizer_shards == 16 // 4 // 2
+
+
 def test_unset_or_unknown_sizes_are_megatrons_defaults():
     layout = layout_of(expert_tensor_parallel_size=None)
     assert (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp, layout.dp) == (1, 1, 1, 1, 1, 1, 16)

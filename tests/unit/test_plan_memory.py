@@ -149,6 +149,15 @@ def test_micro_batches_in_flight_fall_from_the_first_stage_to_the_last():
     assert in_flight(layout, 0, 2) == 2  # there are no more
 
 
+def test_a_larger_group_of_micro_batches_keeps_more_of_them_on_an_interleaved_stage():
+    sizes = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}
+    chunks = {"num_virtual_stages_per_pipeline_rank": 2}
+    _, _, layout = parts(**sizes, **chunks)
+    assert in_flight(layout, 0, 16) == (2 * (2 - 1) + (2 - 1) * 2 + 1) / 2
+    _, _, layout = parts(**sizes, **chunks, microbatch_group_size_per_vp_stage=8)
+    assert in_flight(layout, 0, 16) == (2 * (2 - 1) + (2 - 1) * 8 + 1) / 2
+
+
 def test_the_reference_and_what_it_pushes_aside_are_two_copies_in_host_memory():
     plain, with_kl = memory_of().stages[0], memory_of(use_kl_loss=True).stages[0]
     assert (plain.host_copies, with_kl.host_copies) == (0, 2 * with_kl.weights)

@@ -28,6 +28,8 @@ LAYOUT_DEFAULTS: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     "pipeline_model_parallel_layout": None,
+    "num_distributed_optimizer_instances": 1,
+    "microbatch_group_size_per_vp_stage": None,
 }
 """Megatron's attribute -> what Megatron takes where no flag says otherwise."""
 
@@ -85,6 +87,10 @@ class ParallelLayout:
     is_sequence_parallel: bool
     stage_layers: tuple[tuple[int, ...], ...]
     """[pp][layers of the stage]."""
+    optimizer_instances: int = 1
+    """Parts of the copies of the model, each of which holds the whole optimizer state."""
+    group_size: int = 1
+    """Micro-batches that an interleaved stage takes through one of its chunks before the next chunk."""
 
     @classmethod
     def of(cls, args: argparse.Namespace, num_layers: int) -> ParallelLayout:
@@ -105,6 +111,8 @@ class ParallelLayout:
             etp=values["expert_tensor_parallel_size"] or tp,
             is_sequence_parallel=values["sequence_parallel"] and tp > 1,
             stage_layers=tuple(map(tuple, _stage_layers(values, num_layers, vpp))),
+            optimizer_instances=max(1, values["num_distributed_optimizer_instances"]),
+            group_size=values["microbatch_group_size_per_vp_stage"] or pp,
         )
 
     @property
@@ -114,8 +122,13 @@ class ParallelLayout:
 
     @property
     def optimizer_shards(self) -> int:
-        """Ranks over which the optimizer's state is sharded: DP x CP."""
-        return self.dp * self.cp
+        """Ranks over which the optimizer's state is sharded: DP x CP, or those of one instance."""
+        return max(1, self.dp * self.cp // self.optimizer_instances)
+
+    @property
+    def expert_optimizer_shards(self) -> int:
+        """The same for experts."""
+        return max(1, self.expert_dp // self.optimizer_instances)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """A trainer rank's place in each group, in Megatron's order: tp runs fastest, then cp, dp and pp."""

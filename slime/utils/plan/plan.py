@@ -78,6 +78,7 @@ class Facts:
     hooks: list[HookReport] = field(default_factory=list)
     rows: list[RowReport] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
 
@@ -107,6 +108,7 @@ class Plan:
     rows: list[RowReport]
     assumptions: list[str]
     missing: list[str]
+    warnings: list[str]
     refused: list[str]
 
     @property
@@ -161,6 +163,7 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
         rows=facts.rows,
         assumptions=_assumptions(args, device, batch, engines, facts),
         missing=missing,
+        warnings=facts.warnings,
         refused=facts.refused,
     )
 

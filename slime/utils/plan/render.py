@@ -282,6 +282,10 @@ def _missing(plan: Plan) -> Iterable[Any]:
     return [f"- {sentence}" for sentence in plan.missing]
 
 
+def _warnings(plan: Plan) -> Iterable[Any]:
+    return [f"- {sentence}" for sentence in plan.warnings]
+
+
 def _refused(plan: Plan) -> Iterable[Any]:
     return [f"- {sentence}" for sentence in plan.refused]
 
@@ -300,5 +304,6 @@ SECTIONS: dict[str, Callable[[Plan], Iterable[Any]]] = {
     "Data": _rows,
     "Assumed": _assumptions,
     "Missing": _missing,
+    "Warnings": _warnings,
     "A run would be refused:": _refused,
 }

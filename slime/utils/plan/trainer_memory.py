@@ -199,7 +199,7 @@ def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> float:
         return 1.0
     if layout.vpp == 1:
         return float(min(layout.pp - stage, micro_batches))
-    warm_up = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    warm_up = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.group_size + 1
     return min(warm_up, micro_batches * layout.vpp) / layout.vpp
 
 
@@ -298,7 +298,7 @@ class _Trainer:
         # layers that predict further tokens are frozen unless they are trained
         trained = replace(self.shape, num_mtp_layers=self.predictions(stage))
         dense, experts = rank_params(trained, layout, stage)
-        return num_params, dense + experts, dense / layout.optimizer_shards + experts / layout.expert_dp
+        return num_params, dense + experts, dense / layout.optimizer_shards + experts / layout.expert_optimizer_shards
 
     def predictions(self, stage: int) -> int:
         """Layers of a stage that predict further tokens and are trained."""
