@@ -124,3 +124,22 @@ def test_a_gpu_with_room_for_nothing_but_a_context_is_held_by_another_process() 
 
 def test_another_failure_gets_no_advice_about_memory() -> None:
     assert memory_advice("AssertionError: head_dim", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("experts", "settings", "sentence"),
+    [
+        (8, {"ep_size": 2}, None),
+        (8, {"ep_size": 3}, "must divide the 4 tensor-parallel ranks of an engine"),
+        (6, {"ep_size": 4}, "and the 6 experts of {path}; sizes that do: 1, 2."),
+        (6, {"ep_size": 4, "ep_num_redundant_experts": 2}, None),
+        (0, {"ep_size": 2}, "--sglang-ep-size 2: {path} has no experts; leave it out."),
+    ],
+)
+def test_experts_are_shared_by_sizes_that_divide_ranks_and_experts(
+    tmp_path: Path, experts: int, settings: dict[str, int], sentence: str | None
+) -> None:
+    config = QWEN3_06B | ({"num_experts": experts, "moe_intermediate_size": 64} if experts else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = shape_problems(plan(tmp_path, 4, **settings))
+    assert [sentence.format(path=tmp_path) in text for text in found] == [True] if sentence else found == []

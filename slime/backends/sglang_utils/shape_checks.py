@@ -40,6 +40,9 @@ def read_text_config(path: Path) -> dict[str, Any]:
 
 def _problems_of(model: ModelPlan, group: EngineGroupPlan, config: Mapping[str, Any]) -> Iterator[str]:
     tp = group.num_gpus_per_engine // max(1, int(group.settings.get("pp_size") or 1))
+    if problem := _expert_problem(model.model_path, config, tp, group.settings):
+        yield problem
+        return
     if bad := undivided(config, tp, group.settings):
         possible = [size for size in range(1, tp) if not undivided(config, size, group.settings)]
         numbers = " and ".join(f"{name} {size}" for name, size in bad.items())
@@ -48,6 +51,24 @@ def _problems_of(model: ModelPlan, group: EngineGroupPlan, config: Mapping[str, 
             f"--rollout-num-gpus-per-engine {group.num_gpus_per_engine}: the {tp} tensor-parallel ranks of an engine "
             f"cannot divide {numbers} of {model.model_path}; tensor-parallel sizes below it that can: {sizes}."
         )
+
+
+def _expert_problem(path: str | None, config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -> str | None:
+    """Why `tp` ranks cannot share experts as ep_size says."""
+    ep = int(settings.get("ep_size") or 1)
+    if ep <= 1:
+        return None
+    experts = next((int(config[name]) for name in NUM_EXPERTS if config.get(name)), 0)
+    if not experts:
+        return f"--sglang-ep-size {ep}: {path} has no experts; leave it out."
+    held = experts + int(settings.get("ep_num_redundant_experts") or 0)
+    if tp % ep or held % ep:
+        sizes = ", ".join(str(size) for size in range(1, tp + 1) if tp % size == held % size == 0)
+        return (
+            f"--sglang-ep-size {ep} must divide the {tp} tensor-parallel ranks of an engine "
+            f"(--rollout-num-gpus-per-engine) and the {held} experts of {path}; sizes that do: {sizes}."
+        )
+    return None
 
 
 def undivided(config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -> dict[str, int]:
