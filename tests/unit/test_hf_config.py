@@ -133,6 +133,22 @@ def test_a_flag_that_disagrees_with_the_config_is_named(name, attribute):
     assert flag_of(attribute) in flags
 
 
+def test_what_a_config_does_not_speak_of_at_all_is_not_in_the_model():
+    hf = fixture("qwen3-30B-A3B")
+    one = flags_of(hf, moe_router_num_groups=1, moe_router_group_topk=1, moe_router_topk_scaling_factor=1.0)
+    assert config_mismatches(one, hf) == [], "one group, or a factor of 1, is none"
+    other = flags_of(hf, moe_router_topk_scaling_factor=2.0, multi_latent_attention=True, rope_type="rope")
+    assert config_mismatches(other, hf) == [
+        "--moe-router-topk-scaling-factor: the flags say 2.0, the HF config says None; correct the flag or give "
+        "--model-args-from-hf.",
+        "--multi-latent-attention: the flags say True, the HF config says False; correct the flag or give "
+        "--model-args-from-hf.",
+    ]
+    given = flags_of(hf, softmax_scale=0.5, model_args_from_hf=True)
+    (problem,) = config_mismatches(given, hf)
+    assert problem.startswith("--softmax-scale: the flags say 0.5") and problem.endswith("the flag or leave it out.")
+
+
 def test_a_pattern_of_layers_agrees_with_the_number_that_means_the_same():
     hf = fixture("qwen3-30B-A3B")
     assert config_mismatches(flags_of(hf, moe_layer_freq=[1] * 48), hf) == []

@@ -144,6 +144,27 @@ def parse(flags: str, *, gpus: int = 8, **values):
             f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
             "seq_aux_loss with --moe-aux-loss-coeff 0.1: micro-batches have many sequences",
         ),
+        (
+            8,
+            f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff 0.1 has no effect with --moe-router-load-balancing-type none; leave one out.",
+        ),
+        (8, f"{EXPERTS} --moe-z-loss-coeff -1", "--moe-z-loss-coeff -1.0 must be at least 0."),
+        (8, f"{EXPERTS} --moe-router-bias-update-rate 0.01", "no effect without --moe-router-enable-expert-bias"),
+        (8, f"{EXPERTS} --recompute-activations --recompute-modules mlp", "choose from core_attn, moe_act, layernorm"),
+        (8, f"{EXPERTS} --recompute-activations --recompute-modules moe_act", "experts; add --moe-grouped-gemm."),
+        (
+            8,  # 32 layers on 8 stages of 4 chunks are one each
+            "--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 4 "
+            "--fine-grained-activation-offloading --offload-modules core_attn",
+            "has no effect where every pipeline stage has one layer, which goes backward at once (--num-layers 32 in "
+            "32 stages); leave it out.",
+        ),
+        (
+            8,  # 16 layers a stage
+            "--pipeline-model-parallel-size 2 --cpu-offloading --cpu-offloading-num-layers 16",
+            "--cpu-offloading-num-layers 16 with --cpu-offloading must be at most 15",
+        ),
         (8, f"{EXPERTS} --moe-aux-loss-coeff 0.1 0.2", "names 1 losses, --moe-aux-loss-coeff has 2 values"),
         (8, "--multi-latent-attention --tensor-model-parallel-size 2", "needs --sequence-parallel"),
         (8, "--num-experts 4 --moe-router-topk 6", "--moe-router-topk 6 is more than --num-experts 4."),

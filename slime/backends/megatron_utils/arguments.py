@@ -32,7 +32,7 @@ from slime.backends.megatron_utils.hf_config_check import config_differences, co
 from slime.backends.megatron_utils.kernel_checks import kernel_problems
 from slime.backends.megatron_utils.layout import layout_problems
 from slime.backends.megatron_utils.moe_checks import check_moe
-from slime.backends.megatron_utils.offload_checks import check_offloading
+from slime.backends.megatron_utils.offload_checks import check_offloaded_layers, check_offloading
 from slime.backends.megatron_utils.parser_flags import add_parser_flags
 from slime.utils.arguments.problems import Problems
 from slime.utils.checkpoint_metadata import check_names
@@ -159,9 +159,13 @@ def _described_model(args: argparse.Namespace, hf_config: Mapping[str, Any] | No
         )
         return problems
     problems.wrong += value_checks.check_model(args)
+    problems.wrong += value_checks.check_recomputed_modules(args)
     problems.wrong += check_attention(args)
     problems.wrong += check_moe(args)
-    problems.wrong += layout_problems(args, hf_config) or check_indexer_stages(args, hf_config)
+    problems.wrong += layout_problems(args, hf_config) or [
+        *check_indexer_stages(args, hf_config),
+        *check_offloaded_layers(args),
+    ]
     problems.unsupported += value_checks.check_built_models(args)
     if hf_config is not None:
         problems.wrong += config_mismatches(args, hf_config)

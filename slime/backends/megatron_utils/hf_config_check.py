@@ -73,6 +73,7 @@ CROSS_CHECKED = [
     "qk_pos_emb_head_dim",
     "v_head_dim",
     "rope_type",
+    "softmax_scale",
     "rotary_scaling_factor",
     "original_max_position_embeddings",
     "beta_fast",
@@ -93,6 +94,17 @@ CROSS_CHECKED = [
     "dsa_indexer_topk",
     "spec",
 ]
+
+# What a model has whose config does not speak of these at all; 1 group, or a factor of 1, is none.
+LEFT_OUT: dict[str, Any] = {
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "softmax_scale": None,
+}
 
 
 def flag_of(attribute: str) -> str:
@@ -118,10 +130,10 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
             f"that predict further tokens (num_nextn_predict_layers), and there are rules for those of "
             f"{', '.join(PREDICTING)}; leave it out."
         ]
-    remedies = {"vocab_size": "leave it out"}
+    takes_config = vars(args).get("model_args_from_hf")
     return [
         f"{flag_of(name)}: the flags say {ours}, the HF config says {theirs}; correct the flag or "
-        f"{remedies.get(name, 'give --model-args-from-hf')}."
+        f"{'leave it out' if name == 'vocab_size' or takes_config else 'give --model-args-from-hf'}."
         for name, ours, theirs in differences
     ]
 
@@ -148,8 +160,8 @@ def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[st
     Raises:
         UsageError: as `model_args_from_hf`.
     """
-    expected = model_args_from_hf(hf_config)
-    given = vars(args) | _as_built(vars(args))
+    expected = LEFT_OUT | model_args_from_hf(hf_config)
+    given = LEFT_OUT | vars(args) | _as_built(vars(args))
     if "moe_layer_freq" in expected:
         expected["moe_layer_freq"] = moe_layer_pattern(expected["moe_layer_freq"], expected["num_layers"])
     if "linear_attention_freq" in expected:
@@ -157,7 +169,12 @@ def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[st
         expected["linear_attention_freq"] = linear_attention_pattern(expected["linear_attention_freq"], layers)
     names = [*CROSS_CHECKED, *(["vocab_size"] if given["vocab_size"] is not None else [])]
     return [
-        (name, given[name], expected[name]) for name in names if name in expected and given[name] != expected[name]
+        (name, given[name], expected[name])
+        for name in names
+        if name in expected
+        and given[name] != expected[name]
+        and not (name in LEFT_OUT and {given[name], expected[name]} <= {None, 1})
+        and (given["num_moe_experts"] or not name.startswith("moe_router_"))  # nothing routes: said elsewhere
     ]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterator
 
+from slime.utils.plan.layout import ParallelLayout
+
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """Values of --offload-modules; model/activation_offload.py knows their modules."""
 _OF_EXPERTS = ("expert_fc1", "moe_act")
@@ -29,16 +31,31 @@ def _check_activations(args: argparse.Namespace) -> Iterator[str]:
             f"{name} and --recompute-granularity {args.recompute_granularity} exclude each other: what is computed "
             "again need not be kept anywhere; give one."
         )
-    layers, most = args.cpu_offloading_num_layers, (args.num_layers or 2) - 1
-    if by_layer and not 1 <= layers <= most:
-        yield (
-            f"--cpu-offloading-num-layers {layers} with --cpu-offloading must be at least 1 and at most {most}: the "
-            "last layer goes backward at once."
-        )
+    if by_layer and args.cpu_offloading_num_layers < 1:
+        yield f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers} with --cpu-offloading must be at least 1."
     if args.min_offloaded_tensor_size < 1:
         yield f"--min-offloaded-tensor-size {args.min_offloaded_tensor_size} must be at least 1."
     if by_module:
         yield from _check_modules(args.offload_modules)
+
+
+def check_offloaded_layers(args: argparse.Namespace) -> Iterator[str]:
+    """A stage has the layers that are offloaded and one more; the layout works."""
+    if not (args.cpu_offloading or args.fine_grained_activation_offloading):
+        return
+    layout = ParallelLayout.of(args, args.num_layers)
+    most = max(-(len(layers) // -layout.vpp) for layers in layout.stage_layers) - 1
+    name = "--cpu-offloading" if args.cpu_offloading else "--fine-grained-activation-offloading"
+    if most < 1:
+        yield (
+            f"{name} has no effect where every pipeline stage has one layer, which goes backward at once "
+            f"(--num-layers {args.num_layers} in {layout.pp * layout.vpp} stages); leave it out."
+        )
+    elif args.cpu_offloading and args.cpu_offloading_num_layers > most:
+        yield (
+            f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers} with --cpu-offloading must be at most "
+            f"{most}: the last of a stage's {most + 1} layers goes backward at once."
+        )
 
 
 def _check_modules(modules: Collection[str]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from slime.backends.megatron_utils.flag_classes import option_of, registered
+from slime.backends.megatron_utils.hf_config import moe_layer_pattern
 from slime.backends.megatron_utils.layout import virtual_stages
 
 AT_LEAST: dict[int, str] = {
@@ -23,10 +24,12 @@ AT_LEAST: dict[int, str] = {
     expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     microbatch_group_size_per_vp_stage
     exit_duration_in_mins save_retain_interval num_distributed_optimizer_instances
-    moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size loss_scale_window hysteresis""",
+    moe_router_topk moe_router_num_groups moe_router_group_topk moe_ffn_hidden_size
+    moe_shared_expert_intermediate_size loss_scale_window hysteresis""",
     0: """lr_warmup_iters lr_warmup_init min_lr decoupled_lr decoupled_min_lr weight_decay start_weight_decay
     end_weight_decay ckpt_step hidden_dropout attention_dropout adam_beta1 adam_beta2 adam_eps init_method_std
-    embedding_init_method_std layernorm_epsilon rotary_base rotary_percent num_moe_experts loss_scale""",
+    embedding_init_method_std layernorm_epsilon rotary_base rotary_percent num_moe_experts loss_scale
+    moe_z_loss_coeff moe_router_bias_update_rate moe_router_topk_scaling_factor""",
 }
 AT_MOST: dict[int, str] = {
     1: "hidden_dropout attention_dropout adam_beta1 adam_beta2 rotary_percent",
@@ -122,7 +125,19 @@ EFFECTS: tuple[Effect, ...] = (
         lambda a: virtual_stages(a, max(1, a.pipeline_model_parallel_size)),
         "without --num-virtual-stages-per-pipeline-rank",
     ),
-    Effect("moe_grouped_gemm", lambda a: a.num_moe_experts, "without --num-experts"),
+    Effect(
+        "moe_grouped_gemm moe_layer_freq moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
+        "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_ffn_hidden_size moe_router_topk "
+        "moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
+        "moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate",
+        lambda a: a.num_moe_experts,
+        "without --num-experts",
+    ),
+    Effect(
+        "moe_router_bias_update_rate",
+        lambda a: a.moe_router_enable_expert_bias or not a.num_moe_experts,
+        "without --moe-router-enable-expert-bias",
+    ),
     Effect("cpu_offloading_num_layers", lambda a: a.cpu_offloading, "without --cpu-offloading"),
     Effect(
         "offload_modules",
@@ -250,10 +265,27 @@ def check_recompute(args: argparse.Namespace) -> Iterator[str]:
         yield "--distribute-saved-activations and --sequence-parallel exclude each other; give one."
     if wrong := sorted(set(args.recompute_modules or ()) - set(RECOMPUTED)):
         yield f"--recompute-modules {' '.join(wrong)}: choose from {', '.join(RECOMPUTED)}."
-    if "moe_act" in (args.recompute_modules or ()) and not args.moe_grouped_gemm:
-        yield "--recompute-modules moe_act recomputes the activations of grouped experts; add --moe-grouped-gemm."
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce."
+
+
+def check_recomputed_modules(args: argparse.Namespace) -> Iterator[str]:
+    """The model has what is recomputed; num_layers is given."""
+    if args.recompute_granularity != "selective" or not args.recompute_modules:
+        return
+    has_experts = bool(args.num_moe_experts)
+    has = {
+        "mla_up_proj": args.multi_latent_attention,
+        "mlp": not has_experts or 0 in moe_layer_pattern(args.moe_layer_freq, args.num_layers),
+        "moe": has_experts,
+        "moe_act": has_experts,
+        "shared_experts": has_experts and args.moe_shared_expert_intermediate_size,
+    }
+    possible = [name for name in RECOMPUTED if has.get(name, True)]
+    if lacking := [name for name in args.recompute_modules if name in RECOMPUTED and name not in possible]:
+        yield f"--recompute-modules {' '.join(lacking)}: the model has none; choose from {', '.join(possible)}."
+    elif "moe_act" in args.recompute_modules and not args.moe_grouped_gemm:
+        yield "--recompute-modules moe_act recomputes the activations of grouped experts; add --moe-grouped-gemm."
 
 
 def check_model(args: argparse.Namespace) -> Iterator[str]:
