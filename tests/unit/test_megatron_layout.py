@@ -272,6 +272,25 @@ def test_interleaved_stages_and_other_exchanges_that_cannot_work_are_named(flags
 
 
 @pytest.mark.parametrize(
+    ("first", "remedy"),
+    [
+        (12, "--num-virtual-stages-per-pipeline-rank 4"),  # 12 and 20 layers in parts of 3 and 5
+        (11, None),  # 11 and 21 have no part in common
+    ],
+)
+def test_layers_of_a_virtual_stage_cannot_be_counted_where_ends_have_their_own_number(first, remedy):
+    ends = f"--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers {first}"
+    args, explicit = parse(f"{ends} --num-layers-per-virtual-pipeline-stage 4")
+    (problem,) = megatron_problems(args, None, explicit).wrong
+    assert problem == (
+        "--num-layers-per-virtual-pipeline-stage 4 is for stages of one size and does not go with "
+        f"--decoder-first-pipeline-num-layers; {f'give {remedy} instead' if remedy else 'leave it out'}."
+    )
+    args, explicit = parse(f"{ends} {remedy or ''}")
+    assert megatron_problems(args, None, explicit).wrong == []
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("Et*16|t*16mL", None),

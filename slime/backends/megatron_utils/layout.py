@@ -245,7 +245,15 @@ def _check_virtual_stages(args: argparse.Namespace, layout: Layout, equal: int |
     numbers = {what: layers for what, layers in parts.items() if layers and layers > 0}
     per_virtual = args.num_layers_per_virtual_pipeline_stage
     if per_virtual and per_virtual > 0:
-        if equal and equal % per_virtual:
+        if uneven := [option for option in numbers if option.startswith("--")]:
+            most = math.gcd(*numbers.values())
+            stages = nearest_divisor(max(2, layout.virtual), [most])
+            remedy = f"give --num-virtual-stages-per-pipeline-rank {stages} instead" if most > 1 else "leave it out"
+            yield (
+                f"--num-layers-per-virtual-pipeline-stage {per_virtual} is for stages of one size and does not go with "
+                f"{' and '.join(uneven)}; {remedy}."
+            )
+        elif equal and equal % per_virtual:
             nearest = nearest_divisor(per_virtual, [equal])
             yield (
                 f"--num-layers-per-virtual-pipeline-stage {per_virtual} does not divide a stage of {equal} layers; "
