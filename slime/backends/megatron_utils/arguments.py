@@ -2,7 +2,7 @@
 
 Everything here works on flags and small JSON files, before anything starts. It opens no weights, builds no model,
 and knows slime's own flags only by the attributes that it reads (cluster size, accelerator, checkpoint paths). What
-each flag does is in megatron_flags.py, the rules are in value_checks.py and layout.py.
+each flag does is in megatron_flags.py, the rules are in value_checks.py and layout_checks.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.group_checks import check_sharp, check_sharp_
 from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf, unsupported_model
 from slime.backends.megatron_utils.hf_config_check import config_differences, config_mismatches
 from slime.backends.megatron_utils.kernel_checks import kernel_problems
-from slime.backends.megatron_utils.layout import layout_problems
+from slime.backends.megatron_utils.layout_checks import layout_problems
 from slime.backends.megatron_utils.moe_checks import check_moe
 from slime.backends.megatron_utils.offload_checks import check_offloaded_layers, check_offloading
 from slime.backends.megatron_utils.parser_flags import add_parser_flags

@@ -1,6 +1,7 @@
 """What contradicts what among the flags of attention that is not Megatron's own: gated, linear, sparse.
 
-It reads flags and returns sentences; the sizes of the model are given. The rest of the parallel layout is layout.py's.
+It reads flags and returns sentences; the sizes of the model are given. The rest of the parallel layout is
+layout_checks.py's.
 """
 
 from __future__ import annotations

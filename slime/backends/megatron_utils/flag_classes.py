@@ -1,6 +1,6 @@
 """What follows from the table in megatron_flags.py: the class of an option, warnings and refusals.
 
-It compares values with defaults and knows no rule between options; arguments.py and layout.py do.
+It compares values with defaults and knows no rule between options; arguments.py and layout_checks.py do.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
-"""The parallel layout of the trainer: its sizes, what is wrong with them, and the nearest ones that would work.
+"""The parallel layout of the trainer: its sizes, and the nearest ones that would work.
 
-It does arithmetic on flags. Whether slime can train with a layout is said in megatron_flags.py.
+It does arithmetic on flags. What is wrong with a layout is said in layout_checks.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from slime.backends.megatron_utils.group_checks import check_instances
-from slime.utils.pipeline_layout import stages_of_text, text_problem
-
-ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""HF architectures with sparse attention."""
+from slime.utils.pipeline_layout import stages_of_text
 
 LARGEST = 16_384
 """No larger size of a layout is proposed."""
@@ -80,11 +75,11 @@ def virtual_stages(args: argparse.Namespace, pipeline: int) -> int | None:
     per_stage = args.num_layers_per_virtual_pipeline_stage
     if not per_stage or per_stage < 1 or not args.num_layers:
         return None
-    stages = _layers_to_split(args) // (pipeline * per_stage)
+    stages = layers_to_split(args) // (pipeline * per_stage)
     return stages if stages > 1 else None
 
 
-def _layers_to_split(args: argparse.Namespace) -> int:
+def layers_to_split(args: argparse.Namespace) -> int:
     """Decoder layers, and the embedding and the loss where they count as one each."""
     counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     return int(args.num_layers + counted)
@@ -100,68 +95,6 @@ def nearest_divisor(wanted: int, numbers: Iterable[int]) -> int:
     return min(divisors(math.gcd(*numbers)), key=lambda n: (abs(n - wanted), n))
 
 
-def layout_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> list[str]:
-    """One sentence for each contradiction; the model's sizes (num_layers, ...) have to be given."""
-    layout = Layout.of(args)
-    checks: tuple[Callable[[argparse.Namespace, Layout], Iterator[str]], ...] = (
-        check_world,
-        check_tensor,
-        check_pipeline_flags,
-        check_pipeline_layers,
-        check_interleaving,
-        check_experts,
-        check_context,
-        check_instances,
-    )
-    problems = [sentence for check in checks for sentence in check(args, layout)]
-    return problems + list(check_allgather_cp(args, hf_config))
-
-
-def check_world(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
-    """The trainer's GPUs make whole copies of the model."""
-    if layout.world % layout.model == 0:
-        return
-    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
-    options = {"tensor": "tensor-model", "pipeline": "pipeline-model", "context": "context"}
-    product = " x ".join(f"--{options[k]}-parallel-size {n}" for k, n in sizes.items() if n > 1)
-    below = layout.world // layout.model * layout.model
-    works = " or ".join(str(n) for n in (below, below + layout.model) if n)
-    shrunk = [n for n in divisors(layout.tensor) if layout.world % (n * layout.pipeline * layout.context) == 0]
-    smaller = f", or --tensor-model-parallel-size {shrunk[-1]}" if shrunk else ""
-    yield (
-        f"{layout.world} trainer GPUs or slots (--actor-num-nodes x --actor-num-gpus-per-node) do not divide by "
-        f"{product}{f' = {layout.model}' if product.count('--') > 1 else ''}; the nearest that works: {works} GPUs"
-        f"{smaller}."
-    )
-
-
-def check_tensor(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
-    """What is split over tensor-parallel ranks divides by their number."""
-    size, groups = layout.tensor, query_groups(args)
-    parts = {"--num-attention-heads": args.num_attention_heads, "--ffn-hidden-size": ffn_size(args)}
-    if groups and not args.multi_latent_attention and size % groups:  # more ranks than groups: they share heads
-        parts["--num-query-groups"] = groups
-    if args.padded_vocab_size:
-        parts["--padded-vocab-size"] = args.padded_vocab_size
-    if args.linear_attention_freq is not None:
-        parts["--linear-num-key-heads"] = args.linear_num_key_heads
-        parts["--linear-num-value-heads"] = args.linear_num_value_heads
-    bad = [f"{option} {number}" for option, number in parts.items() if number % size]
-    if bad:
-        verb = "does" if len(bad) == 1 else "do"
-        nearest = nearest_divisor(size, [number for number in parts.values() if number > 0] or [1])
-        yield (
-            f"{', '.join(bad)} {verb} not divide by --tensor-model-parallel-size {size}; "
-            f"the nearest that works is {nearest}."
-        )
-    if groups and args.num_attention_heads % groups:
-        nearest = nearest_divisor(groups, [args.num_attention_heads])
-        yield (
-            f"--num-attention-heads {args.num_attention_heads} does not divide by --num-query-groups {groups}; "
-            f"the nearest that works is {nearest}."
-        )
-
-
 def query_groups(args: argparse.Namespace) -> int:
     """Key and value heads."""
     return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads)
@@ -170,191 +103,3 @@ def query_groups(args: argparse.Namespace) -> int:
 def ffn_size(args: argparse.Namespace) -> int:
     """Width of the MLP; Megatron's default is four times the hidden size."""
     return int(args.ffn_hidden_size or 4 * args.hidden_size)
-
-
-def check_pipeline_flags(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
-    """Flags that divide layers over pipeline stages fit each other, and there are stages."""
-    uneven = {
-        "--decoder-first-pipeline-num-layers": args.num_layers_in_first_pipeline_stage,
-        "--decoder-last-pipeline-num-layers": args.num_layers_in_last_pipeline_stage,
-    }
-    counted = {
-        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split or None,
-        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split or None,
-    }
-    virtual = {
-        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank
-        if args.num_virtual_stages_per_pipeline_rank != 1
-        else None,
-    }
-    text = {"--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout}
-    uneven, counted, virtual, text = (
-        {option: value for option, value in group.items() if value is not None}
-        for group in (uneven, counted, virtual, text)
-    )
-    given = [*uneven, *counted, *virtual, *text]
-    if given and layout.pipeline == 1:
-        yield f"{' and '.join(given)} cannot be met with --pipeline-model-parallel-size 1; raise it or leave it out."
-    if len(virtual) > 1:
-        yield f"{' and '.join(virtual)} exclude each other; give one."
-    if text and len(given) > 1:
-        others = [option for option in given if option not in text]
-        yield f"--pipeline-model-parallel-layout and {' and '.join(others)} exclude each other; give one."
-    if uneven and counted:
-        yield f"{' and '.join([*uneven, *counted])} exclude each other; give one kind."
-    if any(value < 1 for value in uneven.values()):
-        yield f"{' and '.join(f'{o} {n}' for o, n in uneven.items())} must be at least 1."
-
-
-def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
-    """The layers divide into equal pipeline stages, apart from a first and a last stage of their own size."""
-    text = args.pipeline_model_parallel_layout
-    if text and layout.pipeline > 1:
-        layers, predicting = args.num_layers, args.mtp_num_layers or 0
-        if problem := text_problem(text, layout.pipeline, num_layers=layers, num_mtp_layers=predicting):
-            yield f"--pipeline-model-parallel-layout {text}: {problem}."
-    if layout.pipeline == 1 or text:
-        return
-    first, last = args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage
-    stages = layout.pipeline - (first is not None) - (last is not None)
-    layers = _layers_to_split(args) - (first or 0) - (last or 0)
-    where = f"--num-layers {args.num_layers}"
-    if first is not None or last is not None:
-        where += f" without the first {first or 0} and the last {last or 0} leaves {layers}, which"
-    elif layers != args.num_layers:
-        where += f" and {layers - args.num_layers} for embedding and loss make {layers}, which"
-    if (stages or layers) and (stages < 1 or layers < 1 or layers % stages):
-        wanted = nearest_divisor(stages, [layers]) + layout.pipeline - stages if layers > 0 else 1
-        yield (
-            f"{where} does not divide into {stages} pipeline stages of one size (--pipeline-model-parallel-size "
-            f"{layout.pipeline}); the nearest size that works is {wanted}, or set "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers."
-        )
-        return
-    yield from _check_virtual_stages(args, layout, layers // stages if stages else None)
-
-
-def _check_virtual_stages(args: argparse.Namespace, layout: Layout, equal: int | None) -> Iterator[str]:
-    """The layers of every rank divide into its virtual stages; `equal` are those of a rank between the ends."""
-    parts = {
-        "a stage of": equal,
-        "--decoder-first-pipeline-num-layers": args.num_layers_in_first_pipeline_stage,
-        "--decoder-last-pipeline-num-layers": args.num_layers_in_last_pipeline_stage,
-    }
-    numbers = {what: layers for what, layers in parts.items() if layers and layers > 0}
-    per_virtual = args.num_layers_per_virtual_pipeline_stage
-    if per_virtual and per_virtual > 0:
-        if uneven := [option for option in numbers if option.startswith("--")]:
-            most = math.gcd(*numbers.values())
-            stages = nearest_divisor(max(2, layout.virtual), [most])
-            remedy = f"give --num-virtual-stages-per-pipeline-rank {stages} instead" if most > 1 else "leave it out"
-            yield (
-                f"--num-layers-per-virtual-pipeline-stage {per_virtual} is for stages of one size and does not go with "
-                f"{' and '.join(uneven)}; {remedy}."
-            )
-        elif equal and equal % per_virtual:
-            nearest = nearest_divisor(per_virtual, [equal])
-            yield (
-                f"--num-layers-per-virtual-pipeline-stage {per_virtual} does not divide a stage of {equal} layers; "
-                f"the nearest that works is {nearest}."
-            )
-        return
-    for what, layers in numbers.items():
-        if layers % layout.virtual:
-            yield (
-                f"--num-virtual-stages-per-pipeline-rank {layout.virtual} does not divide {what} {layers} layers; "
-                f"the nearest that works is {nearest_divisor(layout.virtual, numbers.values())}."
-            )
-
-
-def check_interleaving(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
-    """Interleaved stages have as many micro-batches at a time as there are ranks, and ways to exchange them."""
-    group = args.microbatch_group_size_per_vp_stage
-    if group is not None and layout.virtual > 1 and group < layout.pipeline:
-        yield (
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than --pipeline-model-parallel-size "
-            f"{layout.pipeline}; give at least {layout.pipeline}, the default."
-        )
-    if layout.virtual > 1 and layout.pipeline == 2 and not args.overlap_p2p_comm:
-        yield (
-            "--no-overlap-p2p-communication with virtual stages needs --pipeline-model-parallel-size above 2: with 2 "
-            "both neighbours of a rank are the same one, and their messages would mix; leave it out."
-        )
-
-
-def check_experts(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
-    """Experts exist where they are spread, and divide over their ranks."""
-    experts = args.num_moe_experts
-    if not experts or experts < 1:
-        if layout.expert > 1:
-            yield f"--expert-model-parallel-size {layout.expert} needs --num-experts; leave it out of a dense model."
-        return
-    if experts % layout.expert:
-        nearest = nearest_divisor(layout.expert, [experts])
-        yield (
-            f"--num-experts {experts} does not divide by --expert-model-parallel-size {layout.expert}; the "
-            f"nearest that works is {nearest}."
-        )
-    ffn, shared = args.moe_ffn_hidden_size or ffn_size(args), args.moe_shared_expert_intermediate_size
-    if ffn % layout.expert_tensor:
-        nearest = nearest_divisor(layout.expert_tensor, [ffn])
-        yield (
-            f"--moe-ffn-hidden-size {ffn} does not divide by --expert-tensor-parallel-size {layout.expert_tensor}; "
-            f"the nearest that works is {nearest}."
-        )
-    if shared and shared % layout.tensor:
-        nearest = nearest_divisor(layout.tensor, [shared])
-        yield (
-            f"--moe-shared-expert-intermediate-size {shared} does not divide by --tensor-model-parallel-size "
-            f"{layout.tensor}; the nearest that works is {nearest}."
-        )
-    spread = layout.expert_tensor * layout.expert * layout.pipeline
-    if layout.world % spread:
-        of_stage = max(1, layout.world // layout.pipeline)
-        yield (
-            f"{layout.world} trainer GPUs or slots do not divide by --expert-tensor-parallel-size "
-            f"{layout.expert_tensor} x --expert-model-parallel-size {layout.expert} x --pipeline-model-parallel-size "
-            f"{layout.pipeline} = {spread}; the nearest {_nearest_spread(layout, experts, ffn, of_stage)}."
-        )
-    if layout.tensor > 1 and not args.sequence_parallel:
-        yield f"--num-experts {experts} with --tensor-model-parallel-size {layout.tensor} needs --sequence-parallel."
-
-
-def _nearest_spread(layout: Layout, experts: int, ffn: int, of_stage: int) -> str:
-    """The size that works with the GPUs of a pipeline stage: EP's with this ETP, or ETP's where none would."""
-    if of_stage % layout.expert_tensor == 0:
-        nearest = nearest_divisor(layout.expert, [experts, of_stage // layout.expert_tensor])
-        return f"--expert-model-parallel-size that works is {nearest}"
-    nearest = nearest_divisor(layout.expert_tensor, [ffn, of_stage])
-    more = nearest_divisor(layout.expert, [experts, of_stage // nearest])
-    return f"--expert-tensor-parallel-size that works is {nearest}, with --expert-model-parallel-size {more}"
-
-
-def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
-    """Attention can be split over context-parallel ranks as asked."""
-    kinds = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
-    spread = layout.tensor * layout.context
-    if layout.context > 1 and "a2a" in kinds and args.num_attention_heads % spread:
-        nearest = nearest_divisor(layout.context, [max(1, args.num_attention_heads // layout.tensor)])
-        yield (
-            f"--cp-comm-type a2a: --num-attention-heads {args.num_attention_heads} does not divide by "
-            f"--tensor-model-parallel-size {layout.tensor} x --context-parallel-size {layout.context} = {spread}; the "
-            f"nearest --context-parallel-size that works is {nearest}."
-        )
-
-
-def check_allgather_cp(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """It asks for what sparse attention does: a rank gets the keys of all. Elsewhere it would be a worse layout."""
-    if not vars(args).get("allgather_cp"):
-        return
-    if args.context_parallel_size <= 1:
-        yield "--allgather-cp has no effect with --context-parallel-size 1; leave it out."
-        return
-    architectures = (hf_config or {}).get("architectures") or []
-    if not set(architectures) & set(ALLGATHER_CP_MODELS):
-        yield (
-            f"--allgather-cp with --context-parallel-size {args.context_parallel_size} is for the sparse attention of "
-            f"{' and '.join(ALLGATHER_CP_MODELS)}, not for {', '.join(map(str, architectures)) or 'this model'}; "
-            "leave it out."
-        )

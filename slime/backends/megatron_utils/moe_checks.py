@@ -1,4 +1,4 @@
-"""What contradicts what among the flags of experts and of latent attention, apart from the layout (layout.py).
+"""What contradicts what among the flags of experts and of latent attention, apart from the layout (layout_checks.py).
 
 It reads flags and returns sentences; num_moe_experts, num_layers and the like are given.
 """

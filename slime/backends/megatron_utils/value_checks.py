@@ -1,4 +1,4 @@
-"""What contradicts what among Megatron's flags, apart from the parallel layout (layout.py).
+"""What contradicts what among Megatron's flags, apart from the parallel layout (layout_checks.py).
 
 Each check reads `args` and returns sentences. `explicit` holds the attributes whose flags were given: some values are
 derived before the checks run, and only what was given can be without effect.
