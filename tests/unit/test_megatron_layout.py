@@ -41,7 +41,7 @@ def parse(flags: str, *, gpus: int = 8, **values):
             8,
             "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4",
             "do not divide by --tensor-model-parallel-size 4 x --pipeline-model-parallel-size 4 = 16; the nearest "
-            "that works: 16 GPUs, or --tensor-model-parallel-size 2.",
+            "that works: 16 GPUs, or --tensor-model-parallel-size 2, or --pipeline-model-parallel-size 2.",
         ),
         (
             12,
@@ -89,9 +89,10 @@ def parse(flags: str, *, gpus: int = 8, **values):
         (8, "--pipeline-model-parallel-layout Et*32L", "cannot be met with --pipeline-model-parallel-size 1"),
         (8, "--expert-model-parallel-size 8", "--expert-model-parallel-size 8 needs --num-experts"),
         (
+            # 4 divides 64 experts, but not 6 GPUs
             6,
             f"{EXPERTS} --expert-model-parallel-size 6",
-            "--num-experts 64 does not divide by --expert-model-parallel-size 6; the nearest that works is 4.",
+            "--num-experts 64 does not divide by --expert-model-parallel-size 6; the nearest that works is 2.",
         ),
         (
             8,
@@ -107,10 +108,11 @@ def parse(flags: str, *, gpus: int = 8, **values):
             "with --expert-model-parallel-size 1.",
         ),
         (
+            # 3 divides 1002 = 2 * 3 * 167, but not 8 GPUs
             8,
             f"{EXPERTS} --moe-ffn-hidden-size 1002 --expert-tensor-parallel-size 4",
             "--moe-ffn-hidden-size 1002 does not divide by --expert-tensor-parallel-size 4; the nearest that works is "
-            "3.",
+            "2.",
         ),
         (
             8,
@@ -170,11 +172,12 @@ def parse(flags: str, *, gpus: int = 8, **values):
         (8, "--multi-latent-attention --tensor-model-parallel-size 2", "needs --sequence-parallel"),
         (8, "--num-experts 4 --moe-router-topk 6", "--moe-router-topk 6 is more than --num-experts 4."),
         (
-            # 32 heads on 4 tensor-parallel ranks are 8, which 3 context-parallel ranks cannot share
-            12,
-            "--tensor-model-parallel-size 4 --context-parallel-size 3 --cp-comm-type a2a",
+            # 32 heads on 4 tensor-parallel ranks are 8, which 6 context-parallel ranks cannot share; 8 ranks of 4 do
+            # not divide 24 GPUs
+            24,
+            "--tensor-model-parallel-size 4 --context-parallel-size 6 --cp-comm-type a2a",
             "--cp-comm-type a2a: --num-attention-heads 32 does not divide by --tensor-model-parallel-size 4 x "
-            "--context-parallel-size 3 = 12; the nearest --context-parallel-size that works is 2.",
+            "--context-parallel-size 6 = 24; the nearest --context-parallel-size that works is 2.",
         ),
     ],
 )
@@ -183,6 +186,44 @@ def test_a_layout_that_cannot_be_is_wrong_and_the_nearest_is_named(gpus, flags, 
     wrong = megatron_problems(args, None, explicit).wrong
     assert len(wrong) == 1, wrong
     assert sentence in wrong[0]
+
+
+TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+EP = "--expert-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "changed", "named"),
+    [
+        # 32 layers and 32 heads divide by powers of 2, of which one alone divides 3 GPUs
+        (3, f"{TP} 3", {TP: 1}, f"{TP} 3; the nearest that works is 1."),
+        (3, f"{PP} 3", {PP: 1}, "the nearest size that works is 1"),
+        (3, f"{EXPERTS} {EP} 3", {EP: 1}, f"{EP} 3; the nearest that works is 1."),
+        # copies of 4 ranks are one and a half on 6 GPUs; copies of 2 are three
+        (6, f"{TP} 2 {PP} 2", {TP: 1}, f"the nearest that works: 4 or 8 GPUs, or {TP} 1, or {PP} 1."),
+        (6, f"{TP} 2 {PP} 2", {PP: 1}, f"the nearest that works: 4 or 8 GPUs, or {TP} 1, or {PP} 1."),
+        # 2 and 4 are as near to 3: the smaller
+        (4, f"{CP} 3", {CP: 2}, f"{CP} 3; the nearest that works: 3 or 6 GPUs, or {CP} 2."),
+        # GPUs are no remedy where the model does not divide, and one size is not where two are wrong
+        (4, f"{PP} 3", {PP: 2}, f"{PP} 3; the nearest that works: {PP} 2."),
+        (4, f"{TP} 3 {PP} 3", {TP: 2, PP: 2}, f"{PP} 3 = 9; the nearest that works: {TP} 2 with {PP} 2."),
+        # experts of 4 ranks: 8 GPUs are the next that both divide
+        (6, f"{EXPERTS} {CP} 4 {EP} 8", None, f"{CP} 4; the nearest that works: 8 GPUs"),
+        # ranks share heads of keys and values in equal numbers: 12 heads in 2 groups on 6 ranks
+        (12, f"--num-attention-heads 12 --kv-channels 128 --ffn-hidden-size 96 --num-query-groups 2 {TP} 7", {TP: 6},
+         f"{TP} 7; the nearest that works is 6."),
+        # ... and 5 is as near to 4 as to 6, by which 4 heads do not divide
+        (4, f"--num-attention-heads 4 --num-query-groups 2 {TP} 5", {TP: 4}, f"{TP} 5; the nearest that works is 4."),
+    ],
+)  # fmt: skip
+def test_the_nearest_size_works_with_model_gpus_and_other_sizes(gpus, flags, changed, named):
+    args, explicit = parse(flags, gpus=gpus)
+    wrong = megatron_problems(args, None, explicit).wrong
+    assert any(named in problem for problem in wrong), wrong
+    if changed is not None:
+        values = " ".join(f"{option} {size}" for option, size in changed.items())
+        args, explicit = parse(f"{flags} {values}", gpus=gpus)
+        assert megatron_problems(args, None, explicit).wrong == []
 
 
 @pytest.mark.parametrize(

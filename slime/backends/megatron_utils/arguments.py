@@ -146,11 +146,13 @@ def megatron_problems(
     problems.environment += value_checks.check_device(args, given)
     problems.environment += _missing_checkpoint(args)
     if not args.custom_model_provider_path and not out_of_range:  # a hook's model need not be what the flags describe
-        problems.extend(_described_model(args, hf_config))
+        problems.extend(_described_model(args, hf_config, explicit))
     return problems
 
 
-def _described_model(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Problems:
+def _described_model(
+    args: argparse.Namespace, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None
+) -> Problems:
     """What is wrong with the model that the flags describe, and with its layout and checkpoints."""
     problems = Problems()
     if missing := [option_of(name) for name in REQUIRED_MODEL_FLAGS if not vars(args)[name]]:
@@ -162,7 +164,7 @@ def _described_model(args: argparse.Namespace, hf_config: Mapping[str, Any] | No
     problems.wrong += value_checks.check_recomputed_modules(args)
     problems.wrong += check_attention(args)
     problems.wrong += check_moe(args)
-    problems.wrong += layout_problems(args, hf_config) or [
+    problems.wrong += layout_problems(args, hf_config, explicit) or [
         *check_indexer_stages(args, hf_config),
         *check_offloaded_layers(args),
     ]

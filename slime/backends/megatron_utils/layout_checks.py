@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.backends.megatron_utils.group_checks import check_instances
-from slime.backends.megatron_utils.layout import (
-    Layout,
-    divisors,
-    ffn_size,
-    layers_to_split,
-    nearest_divisor,
-    query_groups,
+from slime.backends.megatron_utils.layout import Layout, divisors, layers_to_split, nearest_divisor, query_groups
+from slime.backends.megatron_utils.nearest_layout import (
+    OPTIONS,
+    broken_rules,
+    expert_ffn,
+    fitting_sizes,
+    groups_fit,
+    heads_fit,
+    nearest_size,
+    resized,
+    shared_expert,
+    tensor_parts,
 )
 from slime.utils.pipeline_layout import text_problem
 
@@ -25,8 +30,22 @@ ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """HF architectures with sparse attention."""
 
 
-def layout_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> list[str]:
-    """One sentence for each contradiction; the model's sizes (num_layers, ...) have to be given."""
+DERIVED = ("padded_vocab_size", "expert_tensor_parallel_size")
+"""What follows from --tensor-model-parallel-size where it is not given, and would hold the nearest one back."""
+
+
+def layout_problems(
+    args: argparse.Namespace, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None = None
+) -> list[str]:
+    """One sentence for each contradiction; the model's sizes (num_layers, ...) have to be given.
+
+    Args:
+        args: the flags, before or after derivation.
+        hf_config: of the model, where there is one.
+        explicit: attributes whose flags were given; None means unknown.
+    """
+    if explicit is not None:
+        args = argparse.Namespace(**{**vars(args), **{name: None for name in DERIVED if name not in explicit}})
     layout = Layout.of(args)
     checks: tuple[Callable[[argparse.Namespace, Layout], Iterator[str]], ...] = (
         check_world,
@@ -46,38 +65,60 @@ def check_world(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     """The trainer's GPUs make whole copies of the model."""
     if layout.world % layout.model == 0:
         return
-    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
-    options = {"tensor": "tensor-model", "pipeline": "pipeline-model", "context": "context"}
-    product = " x ".join(f"--{options[k]}-parallel-size {n}" for k, n in sizes.items() if n > 1)
-    below = layout.world // layout.model * layout.model
-    works = " or ".join(str(n) for n in (below, below + layout.model) if n)
-    shrunk = [n for n in divisors(layout.tensor) if layout.world % (n * layout.pipeline * layout.context) == 0]
-    smaller = f", or --tensor-model-parallel-size {shrunk[-1]}" if shrunk else ""
+    given = [name for name in OPTIONS if vars(args)[name] > 1]
+    product = " x ".join(f"{OPTIONS[name]} {vars(args)[name]}" for name in given)
+    works = [*_gpus_that_work(args, layout), *_sizes_that_work(args, given)] or [f"{layout.model} GPUs"]
     yield (
         f"{layout.world} trainer GPUs or slots (--actor-num-nodes x --actor-num-gpus-per-node) do not divide by "
-        f"{product}{f' = {layout.model}' if product.count('--') > 1 else ''}; the nearest that works: {works} GPUs"
-        f"{smaller}."
+        f"{product}{f' = {layout.model}' if len(given) > 1 else ''}; the nearest that works: {', or '.join(works)}."
     )
+
+
+def _gpus_that_work(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+    """GPUs for the sizes as they are; none where these would be wrong for the model, too."""
+    of_experts = layout.expert_tensor * layout.expert * layout.pipeline if args.num_moe_experts else 1
+    unit = math.lcm(layout.model, of_experts)
+    below = layout.world // unit * unit
+    numbers = [n for n in (below, below + unit) if n]
+    if not broken_rules(resized(args, actor_num_nodes=1, actor_num_gpus_per_node=numbers[-1])):
+        yield f"{' or '.join(map(str, numbers))} GPUs"
+
+
+def _sizes_that_work(args: argparse.Namespace, names: Sequence[str]) -> Iterator[str]:
+    """Another size, each by itself; all together where changing one is not enough."""
+    alone = {name: size for name in names if (size := _nearest(args, name)) is not None}
+    alone = {name: size for name, size in alone.items() if _divides(resized(args, **{name: size}))}
+    yield from (f"{OPTIONS[name]} {size}" for name, size in alone.items())
+    together = resized(args, **dict.fromkeys(names, 1))
+    for name in names:
+        sizes = fitting_sizes(args, name) or [1]
+        together = resized(together, **{name: nearest_size(together, name, vars(args)[name], sizes)})
+    if not alone and _divides(together):
+        yield " with ".join(f"{OPTIONS[name]} {vars(together)[name]}" for name in names)
+
+
+def _divides(args: argparse.Namespace) -> bool:
+    layout = Layout.of(args)
+    return layout.world % layout.model == 0
+
+
+def _nearest(args: argparse.Namespace, name: str) -> int | None:
+    """The nearest size for one of OPTIONS; None where none fits the model."""
+    sizes = fitting_sizes(args, name)
+    return nearest_size(args, name, vars(args)[name], sizes) if sizes else None
 
 
 def check_tensor(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     """What is split over tensor-parallel ranks divides by their number."""
-    size, groups = layout.tensor, query_groups(args)
-    parts = {"--num-attention-heads": args.num_attention_heads, "--ffn-hidden-size": ffn_size(args)}
-    if groups and not args.multi_latent_attention and size % groups:  # more ranks than groups: they share heads
+    size, groups, parts = layout.tensor, query_groups(args), tensor_parts(args)
+    if not groups_fit(args, size):  # more ranks than groups may share heads
         parts["--num-query-groups"] = groups
-    if args.padded_vocab_size:
-        parts["--padded-vocab-size"] = args.padded_vocab_size
-    if args.linear_attention_freq is not None:
-        parts["--linear-num-key-heads"] = args.linear_num_key_heads
-        parts["--linear-num-value-heads"] = args.linear_num_value_heads
     bad = [f"{option} {number}" for option, number in parts.items() if number % size]
     if bad:
         verb = "does" if len(bad) == 1 else "do"
-        nearest = nearest_divisor(size, [number for number in parts.values() if number > 0] or [1])
         yield (
             f"{', '.join(bad)} {verb} not divide by --tensor-model-parallel-size {size}; "
-            f"the nearest that works is {nearest}."
+            f"the nearest that works is {_nearest(args, 'tensor_model_parallel_size')}."
         )
     if groups and args.num_attention_heads % groups:
         nearest = nearest_divisor(groups, [args.num_attention_heads])
@@ -140,7 +181,7 @@ def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[
     elif layers != args.num_layers:
         where += f" and {layers - args.num_layers} for embedding and loss make {layers}, which"
     if (stages or layers) and (stages < 1 or layers < 1 or layers % stages):
-        wanted = nearest_divisor(stages, [layers]) + layout.pipeline - stages if layers > 0 else 1
+        wanted = _nearest(args, "pipeline_model_parallel_size") or 1
         yield (
             f"{where} does not divide into {stages} pipeline stages of one size (--pipeline-model-parallel-size "
             f"{layout.pipeline}); the nearest size that works is {wanted}, or set "
@@ -206,20 +247,23 @@ def check_experts(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
             yield f"--expert-model-parallel-size {layout.expert} needs --num-experts; leave it out of a dense model."
         return
     if experts % layout.expert:
-        nearest = nearest_divisor(layout.expert, [experts])
+        nearest = nearest_size(
+            args, "expert_model_parallel_size", layout.expert, divisors(math.gcd(experts, layout.world))
+        )
         yield (
             f"--num-experts {experts} does not divide by --expert-model-parallel-size {layout.expert}; the "
             f"nearest that works is {nearest}."
         )
-    ffn, shared = args.moe_ffn_hidden_size or ffn_size(args), args.moe_shared_expert_intermediate_size
+    ffn, shared = expert_ffn(args), shared_expert(args)
     if ffn % layout.expert_tensor:
-        nearest = nearest_divisor(layout.expert_tensor, [ffn])
+        sizes = divisors(math.gcd(ffn, layout.world))
+        nearest = nearest_size(args, "expert_tensor_parallel_size", layout.expert_tensor, sizes)
         yield (
             f"--moe-ffn-hidden-size {ffn} does not divide by --expert-tensor-parallel-size {layout.expert_tensor}; "
             f"the nearest that works is {nearest}."
         )
-    if shared and shared % layout.tensor:
-        nearest = nearest_divisor(layout.tensor, [shared])
+    if shared % layout.tensor:
+        nearest = _nearest(args, "tensor_model_parallel_size") or 1
         yield (
             f"--moe-shared-expert-intermediate-size {shared} does not divide by --tensor-model-parallel-size "
             f"{layout.tensor}; the nearest that works is {nearest}."
@@ -248,10 +292,9 @@ def _nearest_spread(layout: Layout, experts: int, ffn: int, of_stage: int) -> st
 
 def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     """Attention can be split over context-parallel ranks as asked."""
-    kinds = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
     spread = layout.tensor * layout.context
-    if layout.context > 1 and "a2a" in kinds and args.num_attention_heads % spread:
-        nearest = nearest_divisor(layout.context, [max(1, args.num_attention_heads // layout.tensor)])
+    if layout.context > 1 and not heads_fit(args, spread):
+        nearest = _nearest(args, "context_parallel_size") or 1
         yield (
             f"--cp-comm-type a2a: --num-attention-heads {args.num_attention_heads} does not divide by "
             f"--tensor-model-parallel-size {layout.tensor} x --context-parallel-size {layout.context} = {spread}; the "
