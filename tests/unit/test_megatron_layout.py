@@ -15,6 +15,8 @@ MODEL = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 13696 --num-attention-heads 32 --group-query-attention "
     "--num-query-groups 8 --vocab-size 151552 --swiglu --disable-bias-linear --normalization RMSNorm"
 )
+TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+EP = "--expert-model-parallel-size"
 EXPERTS = "--num-experts 64 --moe-ffn-hidden-size 1408 --moe-router-topk 6"
 
 
@@ -54,13 +56,13 @@ def parse(flags: str, *, gpus: int = 8, **values):
             6,
             "--pipeline-model-parallel-size 3",
             "--num-layers 32 does not divide into 3 pipeline stages of one size (--pipeline-model-parallel-size 3); "
-            "the nearest size that works is 2",
+            f"the nearest that works: {PP} 2, or --decoder-first-pipeline-num-layers 10.",
         ),
         (
             # 32 - 5 = 27 layers on the three other stages would do; on 32 - 6 = 26 they do not
             4,
             "--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 6",
-            "--num-layers 32 without the first 0 and the last 6 leaves 26, which does not divide into 3",
+            "--num-layers 32 without --decoder-last-pipeline-num-layers 6 leaves 26, which does not divide into 3",
         ),
         (
             4,
@@ -188,16 +190,12 @@ def test_a_layout_that_cannot_be_is_wrong_and_the_nearest_is_named(gpus, flags, 
     assert sentence in wrong[0]
 
 
-TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
-EP = "--expert-model-parallel-size"
-
-
 @pytest.mark.parametrize(
     ("gpus", "flags", "changed", "named"),
     [
         # 32 layers and 32 heads divide by powers of 2, of which one alone divides 3 GPUs
         (3, f"{TP} 3", {TP: 1}, f"{TP} 3; the nearest that works is 1."),
-        (3, f"{PP} 3", {PP: 1}, "the nearest size that works is 1"),
+        (3, f"{PP} 3", {PP: 1}, f"the nearest that works: {PP} 1, or"),
         (3, f"{EXPERTS} {EP} 3", {EP: 1}, f"{EP} 3; the nearest that works is 1."),
         # copies of 4 ranks are one and a half on 6 GPUs; copies of 2 are three
         (6, f"{TP} 2 {PP} 2", {TP: 1}, f"the nearest that works: 4 or 8 GPUs, or {TP} 1, or {PP} 1."),
@@ -351,6 +349,43 @@ def test_layers_that_predict_further_tokens_are_placed_at_the_end(text, sentence
     )
     problems = megatron_problems(args, None, explicit).wrong
     assert [sentence in problem for problem in problems] == ([True] if sentence else [])
+
+
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "sentence", "remedies"),
+    [
+        (2, f"--num-layers 4 {PP} 2 {FIRST} 4",
+         f"{FIRST} 4 of --num-layers 4 leaves no layer for the 1 other of {PP} 2; the nearest that works: {FIRST} 3.",
+         [f"{FIRST} 3"]),
+        (2, f"--num-layers 4 {PP} 2 {FIRST} 1 {LAST} 1",
+         f"{FIRST} 1 and {LAST} 1 make 2 layers in {PP} 2, not --num-layers 4; the nearest that works: {FIRST} 3, or "
+         f"{LAST} 3.",
+         [f"{FIRST} 3", f"{LAST} 3"]),
+        # without the ends 2 layers are left, one stage of 2 with PP 3, two of 1 with PP 4
+        (12, f"--num-layers 4 {PP} 2 {FIRST} 1 {LAST} 1", f"the nearest that works: {PP} 3, or {FIRST} 3",
+         [f"{PP} 3"]),
+        (2, f"--num-layers 8 {PP} 2 {EMBEDDING}",
+         f"--num-layers 8 and the embedding make 9, which does not divide into 2 pipeline stages of one size ({PP} 2)"
+         f"; the nearest that works: {EMBEDDING} left out, or {LOSS} as well.",
+         [LOSS]),
+        # 7 - 1 on two stages is as near to 7 / 3 as 7 - 3
+        (3, f"--num-layers 7 {PP} 3", f"{PP} 1, or {FIRST} 1.", [f"{PP} 1", f"{FIRST} 1"]),
+        # stages of 2 virtual ones have an even number of layers: 10 - 2 and 10 - 6 on two others, not 10 - 4 (3 each)
+        (3, f"--num-layers 10 {PP} 3 --num-virtual-stages-per-pipeline-rank 2", f"the nearest that works: {FIRST} 2.",
+         [f"{FIRST} 2"]),
+    ],
+)  # fmt: skip
+def test_what_is_named_for_layers_that_do_not_divide_into_stages_works(gpus, flags, sentence, remedies):
+    args, explicit = parse(flags, gpus=gpus)
+    (problem,) = megatron_problems(args, None, explicit).wrong
+    assert sentence in problem
+    for remedy in remedies:
+        args, explicit = parse(f"{flags} {remedy}", gpus=gpus)
+        assert megatron_problems(args, None, explicit).wrong == []
 
 
 def test_layers_that_differ_at_the_ends_divide():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.backends.megatron_utils.group_checks import check_instances
-from slime.backends.megatron_utils.layout import Layout, divisors, layers_to_split, nearest_divisor, query_groups
+from slime.backends.megatron_utils.layout import Layout, divisors, nearest_divisor, query_groups
 from slime.backends.megatron_utils.nearest_layout import (
     OPTIONS,
     broken_rules,
@@ -19,9 +19,11 @@ from slime.backends.megatron_utils.nearest_layout import (
     fitting_sizes,
     groups_fit,
     heads_fit,
+    middle_stages,
     nearest_size,
     resized,
     shared_expert,
+    stages_fit,
     tensor_parts,
 )
 from slime.utils.pipeline_layout import text_problem
@@ -30,6 +32,16 @@ ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """HF architectures with sparse attention."""
 
 
+PIPELINE = "pipeline_model_parallel_size"
+ENDS = {
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+}
+COUNTED = {
+    "account_for_embedding_in_pipeline_split": "the embedding",
+    "account_for_loss_in_pipeline_split": "the loss",
+}
+"""What --account-for-... counts as a layer."""
 DERIVED = ("padded_vocab_size", "expert_tensor_parallel_size")
 """What follows from --tensor-model-parallel-size where it is not given, and would hold the nearest one back."""
 
@@ -172,23 +184,47 @@ def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[
             yield f"--pipeline-model-parallel-layout {text}: {problem}."
     if layout.pipeline == 1 or text:
         return
-    first, last = args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage
-    stages = layout.pipeline - (first is not None) - (last is not None)
-    layers = layers_to_split(args) - (first or 0) - (last or 0)
-    where = f"--num-layers {args.num_layers}"
-    if first is not None or last is not None:
-        where += f" without the first {first or 0} and the last {last or 0} leaves {layers}, which"
-    elif layers != args.num_layers:
-        where += f" and {layers - args.num_layers} for embedding and loss make {layers}, which"
+    stages, layers = middle_stages(args, layout.pipeline)
     if (stages or layers) and (stages < 1 or layers < 1 or layers % stages):
-        wanted = _nearest(args, "pipeline_model_parallel_size") or 1
-        yield (
-            f"{where} does not divide into {stages} pipeline stages of one size (--pipeline-model-parallel-size "
-            f"{layout.pipeline}); the nearest size that works is {wanted}, or set "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers."
-        )
+        works = list(_stages_that_work(args, layout)) or [f"{OPTIONS[PIPELINE]} 1 with no other flag of stages"]
+        yield f"{_wrong_stages(args, layout)}; the nearest that works: {', or '.join(works)}."
         return
     yield from _check_virtual_stages(args, layout, layers // stages if stages else None)
+
+
+def _wrong_stages(args: argparse.Namespace, layout: Layout) -> str:
+    """The beginning of a sentence on layers that do not divide into stages."""
+    stages, layers = middle_stages(args, layout.pipeline)
+    size = f"{OPTIONS[PIPELINE]} {layout.pipeline}"
+    ends = {what: vars(args)[name] for name, what in ENDS.items() if vars(args)[name] is not None}
+    of_ends = " and ".join(f"{what} {count}" for what, count in ends.items())
+    counted = [what for name, what in COUNTED.items() if vars(args)[name]]
+    if stages < 1:
+        return f"{of_ends} make {sum(ends.values())} layers in {size}, not --num-layers {args.num_layers}"
+    where = f"--num-layers {args.num_layers}"
+    if ends and layers < 1:
+        return f"{of_ends} of {where} leaves no layer for the {stages} other of {size}"
+    if ends:
+        where += f" without {of_ends} leaves {layers}, which"
+    elif counted:
+        where += f" and {' and '.join(counted)} make {layers}, which"
+    return f"{where} does not divide into {stages} pipeline stages of one size ({size})"
+
+
+def _stages_that_work(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+    """Another number of stages, or of layers at one of the ends, or other things counted as layers."""
+    if (size := _nearest(args, PIPELINE)) is not None:
+        yield f"{OPTIONS[PIPELINE]} {size}"
+    counted, ends = ([name for name in names if vars(args)[name]] for names in (COUNTED, ENDS))
+    for name in ends or ([] if counted else list(ENDS)[:1]):
+        given = vars(args)[name] or args.num_layers // layout.pipeline
+        counts = [n for n in range(1, args.num_layers) if stages_fit(resized(args, **{name: n}), layout.pipeline)]
+        if counts:
+            yield f"{ENDS[name]} {min(counts, key=lambda n: abs(n - given))}"
+    for name in COUNTED if counted else ():
+        if stages_fit(resized(args, **{name: not vars(args)[name]}), layout.pipeline):
+            option = f"--{name.replace('_', '-')}"
+            yield f"{option} left out" if vars(args)[name] else f"{option} as well"
 
 
 def _check_virtual_stages(args: argparse.Namespace, layout: Layout, equal: int | None) -> Iterator[str]:
