@@ -41,6 +41,23 @@ def test_samples_that_fill_no_step_are_dropped_only_where_asked(check: Check) ->
     has(check("--num-steps-per-rollout 3 --drop-last-rollouts").problems.wrong, "make 2 a step, of which there are 4")
 
 
+@pytest.mark.parametrize("packing", ["", "--use-dynamic-batch-size --max-tokens-per-gpu 64"])
+def test_micro_batches_at_a_time_that_are_too_many_are_lowered(check: Check, packing: str) -> None:
+    group = "--microbatch-group-size-per-virtual-pipeline-stage"
+    stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"
+    # 8 samples for the 2 copies of the model on 4 ranks: 4 each
+    line = f"{stages} --actor-num-gpus-per-node 4 {packing} {group}"
+    (problem,) = (p for p in check(f"{line} 64").problems.wrong if "--global-batch-size 8" in p)
+    assert problem.endswith(f"; the largest {group} that works is 4.")
+    assert not any("--global-batch-size" in p for p in check(f"{line} 4").problems.wrong)
+
+
+def test_other_packing_is_no_remedy_where_it_needs_more_samples_too(check: Check) -> None:
+    # 16 data-parallel ranks and 8 samples
+    (problem,) = (p for p in check("--actor-num-gpus-per-node 16").problems.wrong if "--global-batch-size 8" in p)
+    assert problem.endswith("16 data-parallel ranks x --micro-batch-size 1 = 16; change one of them.")
+
+
 def test_v20_a_group_of_one_has_no_standard_deviation(check: Check) -> None:
     assert check("--n-samples-per-prompt 1").args.grpo_std_normalization is False
     assert check().args.grpo_std_normalization is True

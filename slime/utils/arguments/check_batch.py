@@ -107,13 +107,28 @@ def check_micro_batches(args: argparse.Namespace) -> Iterable[str]:
     interleaved = f" x {group} micro-batches that virtual pipeline stages take at a time" if group > 1 else ""
     if args.use_dynamic_batch_size and step < dp_size * group:
         each = "one sample each" if group == 1 else f"{group} each, which virtual pipeline stages take at a time"
-        yield f"--global-batch-size {step} is too small: {dp_size} data-parallel ranks need at least {each}."
+        yield (
+            f"--global-batch-size {step} is too small: {dp_size} data-parallel ranks need at least {each}"
+            f"{_smaller_group(args, range(step // dp_size, 0, -1))}."
+        )
     if not args.use_dynamic_batch_size and step % (dp_size * group * micro):
+        works = (n for n in range(step, 0, -1) if step % (dp_size * n * micro) == 0)
+        other = "; change one of them" + (" or use --use-dynamic-batch-size" if step >= dp_size * group else "")
         yield (
             f"--global-batch-size {step} does not divide into micro-batches: {dp_size} data-parallel ranks"
-            f"{interleaved} x --micro-batch-size {micro} = {dp_size * group * micro}; change one of them or use "
-            "--use-dynamic-batch-size."
+            f"{interleaved} x --micro-batch-size {micro} = {dp_size * group * micro}"
+            f"{_smaller_group(args, works) or other}."
         )
+
+
+def _smaller_group(args: argparse.Namespace, works: Iterable[int]) -> str:
+    """The first of the micro-batches at a time that work, fewer than given, as the end of a sentence; "" without."""
+    given, least = args.microbatch_group_size_per_vp_stage, args.pipeline_model_parallel_size
+    if args.virtual_pipeline_model_parallel_size is None or given is None:
+        return ""
+    found = next((n for n in works if least <= n < given), None)
+    option = "--microbatch-group-size-per-virtual-pipeline-stage"
+    return "" if found is None else f"; the largest {option} that works is {found}"
 
 
 def data_parallel_size(args: argparse.Namespace) -> int:
