@@ -45,8 +45,8 @@ def text_problem(text: str, pp: int, *, num_layers: int, num_mtp_layers: int = 0
         return (
             f"it has {len(stages)} stages, which {pp} ranks cannot share equally; {' or '.join(map(str, near))} work"
         )
-    if letters.count("E") != 1 or letters.count("L") != 1 or letters[0] != "E" or letters[-1] != "L":
-        return "it must begin with the embedding E and end with the output L, and have each once"
+    if letters.count("E") != 1 or letters.count("L") != 1 or stages[0][:1] != "E" or stages[-1][-1:] != "L":
+        return "the first stage must begin with the embedding E and the last end with the output L, and have each once"
     for letter, wanted, what in (("t", num_layers, "decoder layers"), ("m", num_mtp_layers, "prediction layers")):
         if letters.count(letter) != wanted:
             return f"it has {letters.count(letter)} {what} ({letter}), the model has {wanted}"

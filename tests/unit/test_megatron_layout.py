@@ -260,7 +260,14 @@ def test_64_gpus_in_every_dimension_are_accepted():
     [
         ("Et*16|t*16L", None),
         ("Et*7|t*8|t*9|t*8,L", None),
-        ("t*16|Et*16L", "it must begin with the embedding E and end with the output L, and have each once"),
+        (
+            "t*16|Et*16L",
+            "the first stage must begin with the embedding E and the last end with the output L, and have each once",
+        ),
+        # a first or a last stage of nothing
+        ("Et*32L|", "the first stage must begin with the embedding E and the last end with the output L"),
+        ("|Et*32L", "the first stage must begin with the embedding E and the last end with the output L"),
+        ("|", "the first stage must begin with the embedding E and the last end with the output L"),
         ("Et*16|t*15L", "it has 31 decoder layers (t), the model has 32"),
         ("Et*16|t*15x|L", "'x' means nothing there"),
         ("Et*16|t*8|t*8L", "it has 3 stages, which 2 ranks cannot share equally; 2 or 4 work"),
