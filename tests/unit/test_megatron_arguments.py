@@ -16,6 +16,7 @@ from slime.backends.megatron_utils.arguments import (
     model_args_from_hf,
     model_shape,
 )
+from slime.utils.arguments.file_values import FlagReader, read_flag
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import SLIME_DEFAULTS, make_args
@@ -147,6 +148,7 @@ def test_flags_from_the_hf_config_have_no_problems(hf):
     assert make_args(hf, "--make-vocab-size-divisible-by 1").padded_vocab_size == 100
 
 
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 BY_LAYER = "--cpu-offloading --cpu-offloading-num-layers 1"
 BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
 
@@ -166,6 +168,8 @@ BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
         ("--lr-wsd-decay-iters 5", "without --lr-decay-style WSD"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-decay-iters 4", "is more than --lr-decay-iters 4"),
         ("--recompute-granularity full", "--recompute-method"),
+        (f"{FULL} --recompute-activations", "--recompute-activations and --recompute-granularity full exclude each"),
+        (f"--recompute-activations {FULL}", "--recompute-activations and --recompute-granularity full exclude each"),
         ("--recompute-method uniform", "without --recompute-granularity full"),
         ("--recompute-activations --recompute-num-layers 1", "without --recompute-granularity full"),
         ("--recompute-granularity selective --recompute-modules core mlp", "--recompute-modules core: choose from"),
@@ -231,6 +235,18 @@ def test_flags_that_contradict_each_other_are_wrong(flags, named):
     problems = problems_of(flags)
     assert len(problems.all()) == 1, problems
     assert named in problems.wrong[0]
+
+
+@pytest.mark.parametrize(
+    "flags", ["--recompute-activations", "--recompute-activations --recompute-granularity selective"]
+)
+def test_the_short_form_asks_for_selective_recomputation(flags):
+    assert parse(flags).recompute_granularity == "selective"
+    assert problems_of(flags).all() == []
+    found = FlagReader(add_megatron_arguments(argparse.ArgumentParser())._option_string_actions).find(
+        "recompute_activations"
+    )
+    assert read_flag(found, True)["recompute_granularity"] == "selective", "in a file, too"
 
 
 @pytest.mark.parametrize(

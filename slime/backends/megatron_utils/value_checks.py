@@ -259,6 +259,8 @@ def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Itera
 def check_recompute(args: argparse.Namespace) -> Iterator[str]:
     """Recomputation says which layers or modules, and gathers overlap where reductions do."""
     kind = args.recompute_granularity
+    if args.recompute_activations and kind != "selective":
+        yield f"--recompute-activations and --recompute-granularity {kind} exclude each other; give one."
     if kind == "full" and not (args.recompute_method and args.recompute_num_layers):
         yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers."
     if kind == "full" and args.distribute_saved_activations and args.sequence_parallel:
