@@ -257,6 +257,28 @@ def test_v15_ppo_has_a_critic_of_the_trainers_size(check: Check) -> None:
     assert check().args.use_critic is False
 
 
+@pytest.mark.parametrize(
+    ("nodes", "remedies"),
+    [
+        # 2 x 8 GPUs are 4 nodes of 4
+        (4, ["--actor-num-gpus-per-node 4 with --actor-num-nodes 4", "--num-gpus-per-node 8"]),
+        (3, ["--actor-num-gpus-per-node 3", "--num-gpus-per-node 8"]),
+    ],
+)
+def test_trainers_of_a_node_are_no_more_than_its_gpus(check: Check, nodes: int, remedies: list[str]) -> None:
+    line = f"--accelerator cuda --dry-run --actor-num-nodes 2 --actor-num-gpus-per-node 8 --num-gpus-per-node {nodes}"
+    found = [p for p in check(line).problems.wrong if p.startswith("--actor-num-gpus-per-node 8")]
+    assert found == [
+        f"--actor-num-gpus-per-node 8 is more than a node has (--num-gpus-per-node {nodes}); give "
+        f"{', or '.join(remedies)}."
+    ]
+    for remedy in remedies:
+        again = check(f"{line} {remedy.replace(' with', '')}").problems.wrong
+        assert not any("more than a node has" in problem for problem in again)
+    on_cpu = check(f"--actor-num-gpus-per-node 8 --num-gpus-per-node {nodes}").problems.wrong
+    assert not any("more than a node has" in problem for problem in on_cpu)
+
+
 def test_v16_a_run_of_engines_alone_has_no_trainers(check: Check, caplog: pytest.LogCaptureFixture) -> None:
     checked = check("--debug-rollout-only --rollout-num-gpus 16", without="--colocate")
     args = checked.args

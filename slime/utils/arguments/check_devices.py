@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from slime.utils.arguments.derive import backend_of
 from slime.utils.errors import UsageError
@@ -31,6 +31,19 @@ def check_backend(args: argparse.Namespace) -> Iterable[str]:
             f"--distributed-backend {args.distributed_backend} does not work with --accelerator {args.accelerator}, "
             f"whose trainers need {expected}; leave it out."
         )
+
+
+def check_nodes(args: argparse.Namespace, explicit: Collection[str]) -> Iterable[str]:
+    """A node gives the trainer no more GPUs than it has, where that is said; slots of one machine have no bound."""
+    each, per_node = args.actor_num_gpus_per_node, args.num_gpus_per_node
+    if args.accelerator == "cpu" or "num_gpus_per_node" not in explicit or not 0 < per_node < each:
+        return
+    nodes, rest = divmod(args.actor_num_nodes * each, per_node)
+    fewer = f"--actor-num-gpus-per-node {per_node}" + (f" with --actor-num-nodes {nodes}" if not rest else "")
+    yield (
+        f"--actor-num-gpus-per-node {each} is more than a node has (--num-gpus-per-node {per_node}); give {fewer}, "
+        f"or --num-gpus-per-node {each}."
+    )
 
 
 def check_engines(args: argparse.Namespace) -> Iterable[str]:

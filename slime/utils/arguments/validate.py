@@ -53,6 +53,7 @@ def collect(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Pro
         fields: the dataclass fields of slime's flags.
     """
     wrong = [sentence for check in CHECKS for sentence in check(args)]
+    wrong += check_devices.check_nodes(args, explicit)
     for check in (check_range, check_needs, check_pointless):
         wrong += check(args, explicit, fields)
     return Problems(wrong=wrong, unsupported=[sentence for check in UNSUPPORTED for sentence in check(args)])
