@@ -83,12 +83,39 @@ def parse(flags: str, *, gpus: int = 8, **values):
             "exclude each other",
         ),
         (
+            # the other 28 layers are one stage
             8,
             "--decoder-first-pipeline-num-layers 4",
-            "--decoder-first-pipeline-num-layers cannot be met with --pipeline-model-parallel-size 1",
+            f"--decoder-first-pipeline-num-layers 4 cannot be met with {PP} 1; the nearest that works is 2, or leave "
+            "it out.",
         ),
-        (8, "--account-for-loss-in-pipeline-split", "cannot be met with --pipeline-model-parallel-size 1"),
-        (8, "--pipeline-model-parallel-layout Et*32L", "cannot be met with --pipeline-model-parallel-size 1"),
+        (
+            # 32 + 1 layers divide by 3, 11 and 33, none of which divides 8 GPUs
+            8,
+            "--account-for-loss-in-pipeline-split",
+            f"--account-for-loss-in-pipeline-split cannot be met with {PP} 1; leave it out.",
+        ),
+        (12, "--account-for-loss-in-pipeline-split", f"cannot be met with {PP} 1; the nearest that works is 3, or"),
+        (
+            8,
+            "--num-virtual-stages-per-pipeline-rank 4",
+            f"rank 4 cannot be met with {PP} 1; the nearest that works is",
+        ),
+        (
+            8,
+            "--pipeline-model-parallel-layout Et*32L",
+            f"--pipeline-model-parallel-layout Et*32L cannot be met with {PP} 1; leave it out.",
+        ),
+        (
+            8,
+            "--pipeline-model-parallel-layout Et*8|t*8|t*8|t*8L",
+            f"cannot be met with {PP} 1; the nearest that works is 2, or leave it out.",
+        ),
+        (
+            8,
+            f"{EXPERTS} --multi-latent-attention --tensor-model-parallel-size 2",
+            "--multi-latent-attention with --tensor-model-parallel-size 2 needs --sequence-parallel",
+        ),
         (8, "--expert-model-parallel-size 8", "--expert-model-parallel-size 8 needs --num-experts"),
         (
             # 4 divides 64 experts, but not 6 GPUs

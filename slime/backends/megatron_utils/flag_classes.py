@@ -46,7 +46,9 @@ def option_of(attribute: str) -> str:
 def _options_by_attribute() -> dict[str, str]:
     found: dict[str, str] = {}
     for option, action in registered().items():
-        if action.nargs != 0 or action.const in (True, False):  # not the short forms of other options
+        if option == "--" + action.dest.replace("_", "-"):  # an older name may stand before it
+            found[action.dest] = option
+        elif action.nargs != 0 or action.const in (True, False):  # not the short forms of other options
             found.setdefault(action.dest, option)
     return found
 

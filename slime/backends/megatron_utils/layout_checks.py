@@ -163,7 +163,11 @@ def check_pipeline_flags(args: argparse.Namespace, layout: Layout) -> Iterator[s
     )
     given = [*uneven, *counted, *virtual, *text]
     if given and layout.pipeline == 1:
-        yield f"{' and '.join(given)} cannot be met with --pipeline-model-parallel-size 1; raise it or leave it out."
+        values = (uneven | counted | virtual | text).items()
+        shown = " and ".join(option if value is True else f"{option} {value}" for option, value in values)
+        size, them = _nearest(args, PIPELINE), "it" if len(given) == 1 else "them"
+        nearest = f"the nearest that works is {size}, or leave" if size else "leave"
+        yield f"{shown} cannot be met with --pipeline-model-parallel-size 1; {nearest} {them} out."
     if len(virtual) > 1:
         yield f"{' and '.join(virtual)} exclude each other; give one."
     if text and len(given) > 1:
@@ -312,7 +316,7 @@ def check_experts(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
             f"{layout.expert_tensor} x --expert-model-parallel-size {layout.expert} x --pipeline-model-parallel-size "
             f"{layout.pipeline} = {spread}; the nearest {_nearest_spread(layout, experts, ffn, of_stage)}."
         )
-    if layout.tensor > 1 and not args.sequence_parallel:
+    if layout.tensor > 1 and not args.sequence_parallel and not args.multi_latent_attention:  # which needs it, too
         yield f"--num-experts {experts} with --tensor-model-parallel-size {layout.tensor} needs --sequence-parallel."
 
 

@@ -117,7 +117,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         "distribute_saved_activations",
-        lambda a: a.tensor_model_parallel_size > 1,
+        lambda a: a.tensor_model_parallel_size > 1 or a.recompute_granularity != "full",
         "with --tensor-model-parallel-size 1",
     ),
     Effect(
@@ -261,8 +261,9 @@ def check_recompute(args: argparse.Namespace) -> Iterator[str]:
     kind = args.recompute_granularity
     if args.recompute_activations and kind != "selective":
         yield f"--recompute-activations and --recompute-granularity {kind} exclude each other; give one."
-    if kind == "full" and not (args.recompute_method and args.recompute_num_layers):
-        yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers."
+    needed = ("recompute_method", "recompute_num_layers")
+    if kind == "full" and (missing := [option_of(name) for name in needed if not vars(args)[name]]):
+        yield f"--recompute-granularity full needs {' and '.join(missing)}."
     if kind == "full" and args.distribute_saved_activations and args.sequence_parallel:
         yield "--distribute-saved-activations and --sequence-parallel exclude each other; give one."
     if wrong := sorted(set(args.recompute_modules or ()) - set(RECOMPUTED)):
