@@ -320,6 +320,11 @@ def test_stages_written_as_text_are_those_of_the_model(text, sentence):
         ),
         ("--microbatch-group-size-per-virtual-pipeline-stage 4", "has no effect without --num-virtual-stages"),
         (
+            "--no-overlap-p2p-communication",
+            "--no-overlap-p2p-communication has no effect without --num-virtual-stages-per-pipeline-rank; leave it",
+        ),
+        (f"{PP} 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication", None),
+        (
             "--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
             "--no-overlap-p2p-communication with virtual stages needs --pipeline-model-parallel-size above 2",
         ),

@@ -121,7 +121,7 @@ EFFECTS: tuple[Effect, ...] = (
         "with --tensor-model-parallel-size 1",
     ),
     Effect(
-        "microbatch_group_size_per_vp_stage",
+        "microbatch_group_size_per_vp_stage overlap_p2p_comm",
         lambda a: virtual_stages(a, max(1, a.pipeline_model_parallel_size)),
         "without --num-virtual-stages-per-pipeline-rank",
     ),
@@ -188,12 +188,19 @@ EFFECTS: tuple[Effect, ...] = (
 def check_effects(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
     """No given flag is without effect beside the others."""
     for effect in EFFECTS:
-        given = [name for name in effect.names.split() if name in explicit and vars(args)[name] not in (None, False)]
+        given = [name for name in effect.names.split() if name in explicit and _asks(name, vars(args)[name])]
         if given and not effect.holds(args):
             verb = "has" if len(given) == 1 else "have"
             yield f"{', '.join(map(option_of, given))} {verb} no effect {effect.otherwise}; leave it out."
     if "make_vocab_size_divisible_by" in explicit and "padded_vocab_size" in explicit:
         yield "--make-vocab-size-divisible-by has no effect with --padded-vocab-size; leave one out."
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether a given flag asks for something: a switch is on, or one that says no is off."""
+    if option_of(name).startswith("--no-") and not name.startswith("no_"):
+        return value is False
+    return value not in (None, False)
 
 
 def check_buckets(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
