@@ -98,6 +98,11 @@ def parse(flags: str, *, gpus: int = 8, **values):
         (12, "--account-for-loss-in-pipeline-split", f"cannot be met with {PP} 1; the nearest that works is 3, or"),
         (
             8,
+            f"{TP} 8 --num-virtual-stages-per-pipeline-rank 4",
+            f"--num-virtual-stages-per-pipeline-rank 4 cannot be met with {PP} 1; leave it out.",
+        ),
+        (
+            8,
             "--num-virtual-stages-per-pipeline-rank 4",
             f"rank 4 cannot be met with {PP} 1; the nearest that works is",
         ),

@@ -98,14 +98,16 @@ def _gpus_that_work(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
 
 def _sizes_that_work(args: argparse.Namespace, names: Sequence[str]) -> Iterator[str]:
     """Another size, each by itself; all together where changing one is not enough."""
-    alone = {name: size for name in names if (size := _nearest(args, name)) is not None}
-    alone = {name: size for name, size in alone.items() if _divides(resized(args, **{name: size}))}
-    yield from (f"{OPTIONS[name]} {size}" for name, size in alone.items())
+    fitting = {name: sizes for name in names if (sizes := fitting_sizes(args, name))}
+    alone = {name: nearest_size(args, name, vars(args)[name], sizes) for name, sizes in fitting.items()}
+    works = [f"{OPTIONS[name]} {size}" for name, size in alone.items() if _divides(resized(args, **{name: size}))]
+    if works or len(fitting) < len(names):
+        yield from works
+        return
     together = resized(args, **dict.fromkeys(names, 1))
-    for name in names:
-        sizes = fitting_sizes(args, name) or [1]
+    for name, sizes in fitting.items():
         together = resized(together, **{name: nearest_size(together, name, vars(args)[name], sizes)})
-    if not alone and _divides(together):
+    if _divides(together):
         yield " with ".join(f"{OPTIONS[name]} {vars(together)[name]}" for name in names)
 
 
@@ -165,7 +167,7 @@ def check_pipeline_flags(args: argparse.Namespace, layout: Layout) -> Iterator[s
     if given and layout.pipeline == 1:
         values = (uneven | counted | virtual | text).items()
         shown = " and ".join(option if value is True else f"{option} {value}" for option, value in values)
-        size, them = _nearest(args, PIPELINE), "it" if len(given) == 1 else "them"
+        size, them = _nearest_pipeline(args), "it" if len(given) == 1 else "them"
         nearest = f"the nearest that works is {size}, or leave" if size else "leave"
         yield f"{shown} cannot be met with --pipeline-model-parallel-size 1; {nearest} {them} out."
     if len(virtual) > 1:
@@ -196,6 +198,12 @@ def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[
     yield from _check_virtual_stages(args, layout, layers // stages if stages else None)
 
 
+def _nearest_pipeline(args: argparse.Namespace) -> int | None:
+    """The nearest number of stages; None where it would break another rule, such as that GPUs divide."""
+    size = _nearest(args, PIPELINE)
+    return size if size and broken_rules(resized(args, **{PIPELINE: size})) < broken_rules(args) else None
+
+
 def _wrong_stages(args: argparse.Namespace, layout: Layout) -> str:
     """The beginning of a sentence on layers that do not divide into stages."""
     stages, layers = middle_stages(args, layout.pipeline)
@@ -217,7 +225,7 @@ def _wrong_stages(args: argparse.Namespace, layout: Layout) -> str:
 
 def _stages_that_work(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     """Another number of stages, or of layers at one of the ends, or other things counted as layers."""
-    if (size := _nearest(args, PIPELINE)) is not None:
+    if (size := _nearest_pipeline(args)) is not None:
         yield f"{OPTIONS[PIPELINE]} {size}"
     counted, ends = ([name for name in names if vars(args)[name]] for names in (COUNTED, ENDS))
     for name in ends or ([] if counted else list(ENDS)[:1]):
