@@ -186,6 +186,7 @@ def parse(flags: str, *, gpus: int = 8, **values):
             f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
             "--moe-aux-loss-coeff 0.1 has no effect with --moe-router-load-balancing-type none; leave one out.",
         ),
+        (8, f"{EXPERTS} --expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0 must be at least 1."),
         (8, f"{EXPERTS} --moe-z-loss-coeff -1", "--moe-z-loss-coeff -1.0 must be at least 0."),
         (8, f"{EXPERTS} --moe-router-bias-update-rate 0.01", "no effect without --moe-router-enable-expert-bias"),
         (8, f"{EXPERTS} --recompute-activations --recompute-modules mlp", "choose from core_attn, moe_act, layernorm"),

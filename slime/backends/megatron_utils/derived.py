@@ -107,11 +107,11 @@ def tokenizer(kind: str | None, model: str | None, hf_checkpoint: str | None) ->
 
 def parallel_sizes(args: argparse.Namespace) -> dict[str, int | None]:
     """Sizes of groups that follow from the layout; rounded down where it does not divide."""
-    layout = Layout.of(args)
+    layout, given = Layout.of(args), args.expert_tensor_parallel_size
     return {
         "world_size": layout.world,
         "data_parallel_size": layout.data,
-        "expert_tensor_parallel_size": layout.expert_tensor,
+        "expert_tensor_parallel_size": layout.expert_tensor if given is None else given,
         "virtual_pipeline_model_parallel_size": virtual_stages(args, layout.pipeline),
     }
 

@@ -30,8 +30,6 @@ from slime.utils.pipeline_layout import text_problem
 
 ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """HF architectures with sparse attention."""
-
-
 PIPELINE = "pipeline_model_parallel_size"
 ENDS = {
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
