@@ -379,3 +379,10 @@ def test_prediction_layers_of_a_family_without_rules_for_them_are_refused():
     args = flags_of(fixture("qwen3-4B"), mtp_num_layers=1)
     (sentence,) = config_mismatches(args, fixture("qwen3-4B", num_nextn_predict_layers=1))
     assert "there are rules for those of mimo, glm4_moe, glm4_moe_lite, deepseek_v3" in sentence
+
+
+def test_more_prediction_layers_than_the_config_has_are_refused_with_its_number():
+    hf = fixture("mimo-7B-rl", num_nextn_predict_layers=1)
+    (sentence,) = config_mismatches(flags_of(hf, mtp_num_layers=2), hf)
+    assert sentence.startswith("--mtp-num-layers 2: the HF config (model_type mimo) has 1 layers")
+    assert sentence.endswith("; give 1 or leave it out.")

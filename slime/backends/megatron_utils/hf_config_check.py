@@ -124,12 +124,13 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
     except UsageError as error:
         return error.messages
     predicting, theirs = args.mtp_num_layers or 0, text_config(hf_config).get("num_nextn_predict_layers") or 0
-    if predicting > theirs or (predicting and hf_config["model_type"] not in PREDICTING):
-        return [
-            f"--mtp-num-layers {predicting}: the HF config (model_type {hf_config['model_type']}) has {theirs} layers "
-            f"that predict further tokens (num_nextn_predict_layers), and there are rules for those of "
-            f"{', '.join(PREDICTING)}; leave it out."
-        ]
+    kind = hf_config["model_type"]
+    if predicting > theirs or (predicting and kind not in PREDICTING):
+        what = f"--mtp-num-layers {predicting}: the HF config (model_type {kind}) has {theirs} layers that predict"
+        what += " further tokens (num_nextn_predict_layers)"
+        if kind not in PREDICTING:
+            return [f"{what}, and there are rules for those of {', '.join(PREDICTING)}; leave it out."]
+        return [f"{what}; give {theirs} or leave it out." if theirs else f"{what}; leave it out."]
     takes_config = vars(args).get("model_args_from_hf")
     return [
         f"{flag_of(name)}: the flags say {ours}, the HF config says {theirs}; correct the flag or "
