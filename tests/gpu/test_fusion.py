@@ -85,8 +85,8 @@ def close_to_float64(kernel: Run, plain: Run, leaves: tuple[torch.Tensor, ...], 
 @pytest.mark.parametrize("is_around_one", [False, True])
 @pytest.mark.parametrize(
     "shape",
-    [(1, 2560), (700, 96), (33, 4, 128), (5, 3, 64), (33, 1, 96), (33, 1, 4, 128)],
-    ids=["one row", "many rows", "heads", "few heads", "a batch of one", "heads, a batch of one"],
+    [(1, 2560), (700, 96), (33, 4, 128), (5, 3, 64), (33, 1, 96), (1, 33, 96), (33, 1, 4, 128)],
+    ids=["one row", "many rows", "heads", "few heads", "a batch of one", "one first", "heads, a batch of one"],
 )
 def test_the_norms_kernel_computes_what_the_definition_says(
     shape: tuple[int, ...], is_around_one: bool, dtype: torch.dtype
@@ -146,6 +146,17 @@ def test_a_norm_started_again_has_the_values_of_the_new_pack() -> None:
         x = buffer[offset : offset + rows * 128].view(rows, 128)
         expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         torch.testing.assert_close(rms_norm.rms_norm(x, weight, 1e-6, False), expected)
+
+
+def test_a_norm_of_dimensions_that_no_view_joins_is_right_too() -> None:
+    from slime.backends.megatron_utils.kernels.rms_norm import rms_norm
+
+    wide = torch.randn(3, 2, 4, 8, device=DEVICE, generator=generator())
+    close_to_float64(
+        lambda x: rms_norm(x.transpose(0, 1), torch.ones(8, device=DEVICE), 1e-6, False),
+        lambda x: x.transpose(0, 1) * (x.transpose(0, 1).square().mean(-1, keepdim=True) + 1e-6).rsqrt(),
+        (wide,), torch.float32,
+    )  # fmt: skip
 
 
 def test_an_empty_pack_needs_no_kernel() -> None:

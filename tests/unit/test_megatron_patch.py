@@ -44,6 +44,8 @@ def test_gradients_have_the_norm_of_their_concatenation_and_are_clipped_in_place
     grads = [torch.tensor([3.0, 0.0]), torch.empty(0), torch.tensor([[4.0], [12.0]])]
     norm, _ = fused_clipping.norm_of(1, torch.zeros(1), [grads], False)
     assert norm.tolist() == [13.0], "sqrt(9 + 16 + 144)"
+    rough = [torch.tensor([1.0], dtype=torch.bfloat16) for _ in range(257)]
+    assert fused_clipping.norm_of(1, torch.zeros(1), [rough], False)[0].item() == pytest.approx(257**0.5, rel=1e-6)
     fused_clipping.scale(1, torch.zeros(1), (grads, grads), 0.5)
     assert [grad.flatten().tolist() for grad in grads] == [[1.5, 0.0], [], [2.0, 6.0]]
     with pytest.raises(ValueError, match="in place"):

@@ -40,27 +40,29 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: b
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool) -> torch.Tensor:
-        x = x if x.stride(-1) == 1 else x.contiguous()
+        rows = x.flatten(0, -3) if x.dim() > 3 else x
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         scales = x.new_empty(out.numel() // out.shape[-1], dtype=torch.float32)
         sizes, num_warps = _sizes(out.shape[-1])
         grid = (-(len(scales) // -sizes[-1]), 1, 1)
-        constants = (*_strides(x), *sizes, is_around_one)
-        _start_forward(grid, (x, weight, out, scales), (len(scales), eps), constants, num_warps)
-        ctx.save_for_backward(x, weight, scales)
+        constants = (*_strides(rows), *sizes, is_around_one)
+        _start_forward(grid, (rows, weight, out, scales), (len(scales), eps), constants, num_warps)
+        ctx.save_for_backward(rows, weight, scales)
         ctx.constants = constants
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         refuse_second_derivative()
-        x, weight, scales = ctx.saved_tensors
-        sizes, num_warps = _sizes(x.shape[-1])
+        rows, weight, scales = ctx.saved_tensors
+        grad = grad.contiguous()
+        sizes, num_warps = _sizes(rows.shape[-1])
         num_tiles = -(len(scales) // -sizes[-1])
-        num_programs = max(min(num_tiles, PROGRAMS * _multiprocessors(x.device)), 1)
-        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        of_weight = scales.new_empty(num_programs, x.shape[-1])
-        tensors = (grad.contiguous(), x, weight, scales, of_x, of_weight)
+        num_programs = max(min(num_tiles, PROGRAMS * _multiprocessors(rows.device)), 1)
+        of_x = torch.empty_like(grad)
+        of_weight = scales.new_empty(num_programs, rows.shape[-1])
+        tensors = (grad, rows, weight, scales, of_x, of_weight)
         numbers = (len(scales), -(num_tiles // -num_programs))
         _start_backward((num_programs, 1, 1), tensors, numbers, ctx.constants, num_warps)
         return of_x, of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
@@ -73,11 +75,16 @@ def _sizes(dim: int) -> tuple[tuple[int, int, int], int]:
     return (dim, block, max(TILE // block, 1)), 8 if block <= TILE else 16
 
 
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Of a token, of a head, and heads of a token: constants of a model. A dimension of size 1 may have any stride."""
-    rows = x.flatten(0, -3) if x.dim() > 3 else x
-    tokens, heads = rows.shape[0], rows.shape[1] if rows.dim() == 3 else 1
-    return rows.stride(0) if tokens > 1 else 0, rows.stride(1) if heads > 1 else 0, heads
+def _strides(rows: torch.Tensor) -> tuple[int, int, int]:
+    """Of a token, of a head, and heads of a token: constants of a model.
+
+    A dimension of size 1 may have any stride, so it counts for nothing: [1, T, dim] are T tokens.
+    """
+    if rows.dim() == 2 or rows.shape[1] == 1:
+        return rows.stride(0) if rows.shape[0] > 1 else 0, 0, 1
+    if rows.shape[0] == 1:
+        return rows.stride(1), 0, 1
+    return rows.stride(0), rows.stride(1), rows.shape[1]
 
 
 @functools.cache

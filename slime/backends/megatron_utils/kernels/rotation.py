@@ -49,7 +49,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         refuse_second_derivative()
-        return _launch(grad, *ctx.saved_tensors, *ctx.paired, is_back=True), None, None, None, None
+        # of any stride, which may depend on the pack's length
+        return _launch(grad.contiguous(), *ctx.saved_tensors, *ctx.paired, is_back=True), None, None, None, None
 
 
 def _launch(

@@ -24,7 +24,8 @@ def norm_of(
         [1], float32, on the tensors' device; and None for the norms of single tensors, which nobody asks for.
     """
     tensors = [tensor for tensors in lists for tensor in tensors]
-    return torch.nn.utils.get_total_norm(tensors).float().view(1), None
+    norms = torch._foreach_norm(tensors, 2.0, torch.float32)
+    return torch.linalg.vector_norm(torch.stack([norm.to(tensors[0].device) for norm in norms])).view(1), None
 
 
 def scale(chunk_size: int, overflow: torch.Tensor, lists: Lists, factor: float) -> None:
