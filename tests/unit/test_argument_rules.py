@@ -266,7 +266,8 @@ def test_v15_ppo_has_a_critic_of_the_trainers_size(check: Check) -> None:
     ],
 )
 def test_trainers_of_a_node_are_no_more_than_its_gpus(check: Check, nodes: int, remedies: list[str]) -> None:
-    line = f"--accelerator cuda --dry-run --actor-num-nodes 2 --actor-num-gpus-per-node 8 --num-gpus-per-node {nodes}"
+    sizes = f"--actor-num-nodes 2 --actor-num-gpus-per-node 8 --num-gpus-per-node {nodes}"
+    line = f"--accelerator cuda --dry-run {sizes}"
     found = [p for p in check(line).problems.wrong if p.startswith("--actor-num-gpus-per-node 8")]
     assert found == [
         f"--actor-num-gpus-per-node 8 is more than a node has (--num-gpus-per-node {nodes}); give "
@@ -275,8 +276,9 @@ def test_trainers_of_a_node_are_no_more_than_its_gpus(check: Check, nodes: int, 
     for remedy in remedies:
         again = check(f"{line} {remedy.replace(' with', '')}").problems.wrong
         assert not any("more than a node has" in problem for problem in again)
-    on_cpu = check(f"--actor-num-gpus-per-node 8 --num-gpus-per-node {nodes}").problems.wrong
-    assert not any("more than a node has" in problem for problem in on_cpu)
+    on_cpu, apart = check(sizes), check(f"{line} --rollout-num-gpus 4", without="--colocate")
+    for checked in (on_cpu, apart):
+        assert not any("more than a node has" in problem for problem in checked.problems.wrong)
 
 
 def test_v16_a_run_of_engines_alone_has_no_trainers(check: Check, caplog: pytest.LogCaptureFixture) -> None:

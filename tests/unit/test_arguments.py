@@ -605,6 +605,7 @@ def test_what_is_wrong_in_a_file_is_found_like_on_the_command_line(
     [
         ("recompute_granularity: full", "the critic's entry: --recompute-granularity full needs --recompute-method"),
         ("num_layers: 3", "the critic's entry: --num-layers: the flags say 3, the HF config says 2"),
+        ("recompute_modules: [mlp]", "the critic's entry: --recompute-modules has no effect without"),
         ("moe_router_topk: 9", "the critic's entry: --moe-router-topk has no effect without --num-experts"),
         ("num_virtual_stages_per_pipeline_rank: 2", "actor and critic have it in common"),
     ],
@@ -626,6 +627,17 @@ def test_what_only_the_actor_was_given_is_no_contradiction_of_the_critic(base: d
     args = parse_args(argv=line(base, "--advantage-estimator ppo --megatron-config-path roles.yaml"))
     critic = parse_megatron_role_args(args, "critic")
     assert (args.optimizer_cpu_offload, critic.optimizer_cpu_offload, critic.lr) == (True, False, 1e-3)
+
+
+def test_flags_of_the_actor_may_be_without_effect_beside_the_critics_entry(base: dict[str, list[str]]) -> None:
+    entry = (
+        "{role: critic, overrides: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}}"
+    )
+    Path("roles.yaml").write_text(f"megatron: [{entry}]\n")
+    flags = "--recompute-activations --recompute-modules mlp --advantage-estimator ppo"
+    args = parse_args(argv=line(base, f"{flags} --megatron-config-path roles.yaml"))
+    critic = parse_megatron_role_args(args, "critic")
+    assert (args.recompute_granularity, critic.recompute_granularity) == ("selective", "full")
 
 
 def test_a_file_that_is_not_there_does_not_stop_a_plan(base: dict[str, list[str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_what_ranks_cannot_divide_is_named(
     assert undivided(config, tp, settings) == bad
 
 
-def plan(path: Path, size: int, **settings: int) -> list[ModelPlan]:
+def plan(path: Path, size: int, **settings: Any) -> list[ModelPlan]:
     group = EngineGroupPlan("regular", size, size, 0, settings)
     return [ModelPlan("default", str(path), True, (group, group))]
 
@@ -133,11 +134,12 @@ def test_another_failure_gets_no_advice_about_memory() -> None:
         (8, {"ep_size": 3}, "must divide the 4 tensor-parallel ranks of an engine"),
         (6, {"ep_size": 4}, "and the 6 experts of {path}; sizes that do: 1, 2."),
         (6, {"ep_size": 4, "ep_num_redundant_experts": 2}, None),
+        (8, {"ep_size": 16, "moe_a2a_backend": "deepep"}, None),
         (0, {"ep_size": 2}, "--sglang-ep-size 2: {path} has no experts; leave it out."),
     ],
 )
 def test_experts_are_shared_by_sizes_that_divide_ranks_and_experts(
-    tmp_path: Path, experts: int, settings: dict[str, int], sentence: str | None
+    tmp_path: Path, experts: int, settings: dict[str, Any], sentence: str | None
 ) -> None:
     config = QWEN3_06B | ({"num_experts": experts, "moe_intermediate_size": 64} if experts else {})
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -16,7 +16,6 @@ from slime.backends.megatron_utils.arguments import (
     model_args_from_hf,
     model_shape,
 )
-from slime.utils.arguments.file_values import FlagReader, read_flag
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import SLIME_DEFAULTS, make_args
@@ -173,8 +172,6 @@ BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
         ("--distribute-saved-activations", "--distribute-saved-activations has no effect without --recompute-gran"),
         ("--distribute-checkpointed-activations", "--distribute-saved-activations has no effect without --recom"),
         (f"{FULL} --distribute-saved-activations", "activations has no effect with --tensor-model-parallel-size 1"),
-        (f"{FULL} --recompute-activations", "--recompute-activations and --recompute-granularity full exclude each"),
-        (f"--recompute-activations {FULL}", "--recompute-activations and --recompute-granularity full exclude each"),
         ("--recompute-method uniform", "without --recompute-granularity full"),
         ("--recompute-activations --recompute-num-layers 1", "without --recompute-granularity full"),
         ("--recompute-granularity selective --recompute-modules core mlp", "--recompute-modules core: choose from"),
@@ -240,18 +237,6 @@ def test_flags_that_contradict_each_other_are_wrong(flags, named):
     problems = problems_of(flags)
     assert len(problems.all()) == 1, problems
     assert named in problems.wrong[0]
-
-
-@pytest.mark.parametrize(
-    "flags", ["--recompute-activations", "--recompute-activations --recompute-granularity selective"]
-)
-def test_the_short_form_asks_for_selective_recomputation(flags):
-    assert parse(flags).recompute_granularity == "selective"
-    assert problems_of(flags).all() == []
-    found = FlagReader(add_megatron_arguments(argparse.ArgumentParser())._option_string_actions).find(
-        "recompute_activations"
-    )
-    assert read_flag(found, True)["recompute_granularity"] == "selective", "in a file, too"
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def parse(flags: str, *, gpus: int = 8, **values):
         (
             8,
             f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-            "--moe-aux-loss-coeff 0.1 has no effect with --moe-router-load-balancing-type none; leave one out.",
+            "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none; leave it out.",
         ),
         (8, f"{EXPERTS} --expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0 must be at least 1."),
         (8, f"{EXPERTS} --moe-z-loss-coeff -1", "--moe-z-loss-coeff -1.0 must be at least 0."),

@@ -95,7 +95,7 @@ CROSS_CHECKED = [
     "spec",
 ]
 
-# What a model has whose config does not speak of these at all; 1 group, or a factor of 1, is none.
+# What a model has whose config does not speak of these at all.
 LEFT_OUT: dict[str, Any] = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
@@ -105,6 +105,7 @@ LEFT_OUT: dict[str, Any] = {
     "q_lora_rank": None,
     "softmax_scale": None,
 }
+ONE_IS_NONE = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor")
 
 
 def flag_of(attribute: str) -> str:
@@ -174,7 +175,7 @@ def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[st
         for name in names
         if name in expected
         and given[name] != expected[name]
-        and not (name in LEFT_OUT and {given[name], expected[name]} <= {None, 1})
+        and not (name in ONE_IS_NONE and {given[name], expected[name]} <= {None, 1})
         and (given["num_moe_experts"] or not name.startswith("moe_router_"))  # nothing routes: said elsewhere
     ]
 

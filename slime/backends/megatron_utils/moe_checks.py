@@ -65,11 +65,6 @@ def _check_losses(args: argparse.Namespace) -> Iterator[str]:
         )
     else:
         for kind, weight in zip(kinds, weights, strict=True):
-            if weight and kind == "none":
-                yield (
-                    f"--moe-aux-loss-coeff {weight} has no effect with --moe-router-load-balancing-type none; leave "
-                    "one out."
-                )
             if weight and kind in ("seq_aux_loss", "global_aux_loss"):
                 yield (
                     f"--moe-router-load-balancing-type {kind} with --moe-aux-loss-coeff {weight}: micro-batches have "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterator
 
+from slime.utils.pipeline_layout import stages_of_text
 from slime.utils.plan.layout import ParallelLayout
 
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
@@ -44,7 +45,10 @@ def check_offloaded_layers(args: argparse.Namespace) -> Iterator[str]:
     if not (args.cpu_offloading or args.fine_grained_activation_offloading):
         return
     layout = ParallelLayout.of(args, args.num_layers)
-    most = max(-(len(layers) // -layout.vpp) for layers in layout.stage_layers) - 1
+    if text := args.pipeline_model_parallel_layout:
+        most = max(stage.count("t") for stage in stages_of_text(text)) - 1
+    else:
+        most = max(-(len(layers) // -layout.vpp) for layers in layout.stage_layers) - 1
     name = "--cpu-offloading" if args.cpu_offloading else "--fine-grained-activation-offloading"
     if most < 1:
         yield (

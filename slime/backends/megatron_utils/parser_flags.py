@@ -28,7 +28,6 @@ class Row(NamedTuple):
         dest: attribute, where it is not the first name's.
         choices, nargs: as for argparse.
         const: a switch that sets another option's attribute (`dest`) to this value.
-        action: a switch of its own kind.
     """
 
     names: str
@@ -39,16 +38,13 @@ class Row(NamedTuple):
     choices: tuple[Any, ...] | None = None
     nargs: str | None = None
     const: Any = None
-    action: type[argparse.Action] | None = None
 
     def add_to(self, flags: FlagAdder) -> None:
         """Add it, unless the parser has it."""
         options: dict[str, Any] = {"help": self.help}
         if self.dest is not None:
             options["dest"] = self.dest
-        if self.action is not None:
-            options["action"] = self.action
-        elif self.const is not None:
+        if self.const is not None:
             options |= {"action": "store_const", "const": self.const, "default": self.default}
         elif self.type is bool:
             options |= {"action": "store_false" if self.default else "store_true"}

@@ -5,24 +5,7 @@ Precision, optimizer, schedule, checkpoints, logs, data. Declarations only, in t
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
 from slime.backends.megatron_utils.parser_flags import Row
-
-
-class RecomputeActivations(argparse.Action):
-    """Sets --recompute-granularity selective, unless that is given, and remembers so for check_recompute."""
-
-    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, **{**kwargs, "nargs": 0, "default": False})
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Set both attributes."""
-        setattr(namespace, self.dest, True)
-        if vars(namespace).get("recompute_granularity") is None:
-            namespace.recompute_granularity = "selective"
-
 
 PRECISION: tuple[Row, ...] = (
     Row("--bf16", "train in bfloat16 (the default on CUDA)"),
@@ -105,7 +88,12 @@ OPTIMIZER: tuple[Row, ...] = (
 )
 
 TRAINING: tuple[Row, ...] = (
-    Row("--recompute-activations", "the same as --recompute-granularity selective", action=RecomputeActivations),
+    Row(
+        "--recompute-activations",
+        "the same as --recompute-granularity selective",
+        dest="recompute_granularity",
+        const="selective",
+    ),
     Row("--train-iters", "train steps of the run", int),
     Row("--train-samples", "samples of the run", int),
     Row("--skip-train", "evaluate only"),

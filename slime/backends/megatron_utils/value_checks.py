@@ -134,6 +134,11 @@ EFFECTS: tuple[Effect, ...] = (
         "without --num-experts",
     ),
     Effect(
+        "moe_aux_loss_coeff",
+        lambda a: a.moe_router_load_balancing_type != "none" or not a.num_moe_experts,
+        "with --moe-router-load-balancing-type none",
+    ),
+    Effect(
         "moe_router_bias_update_rate",
         lambda a: a.moe_router_enable_expert_bias or not a.num_moe_experts,
         "without --moe-router-enable-expert-bias",
@@ -266,8 +271,6 @@ def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Itera
 def check_recompute(args: argparse.Namespace) -> Iterator[str]:
     """Recomputation says which layers or modules, and gathers overlap where reductions do."""
     kind = args.recompute_granularity
-    if args.recompute_activations and kind != "selective":
-        yield f"--recompute-activations and --recompute-granularity {kind} exclude each other; give one."
     needed = ("recompute_method", "recompute_num_layers")
     if kind == "full" and (missing := [option_of(name) for name in needed if not vars(args)[name]]):
         yield f"--recompute-granularity full needs {' and '.join(missing)}."

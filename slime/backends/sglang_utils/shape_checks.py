@@ -54,12 +54,14 @@ def _problems_of(model: ModelPlan, group: EngineGroupPlan, config: Mapping[str, 
 
 
 def _expert_problem(path: str | None, config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -> str | None:
-    """Why `tp` ranks cannot share experts as ep_size says."""
+    """Why `tp` ranks cannot share experts as ep_size says; with a backend of its own for them, SGLang sets it."""
     ep = int(settings.get("ep_size") or 1)
-    if ep <= 1:
+    if ep <= 1 or settings.get("moe_a2a_backend") not in (None, "none"):
         return None
     experts = next((int(config[name]) for name in NUM_EXPERTS if config.get(name)), 0)
     if not experts:
+        if any("expert" in name for name in config):
+            return None  # by another name
         return f"--sglang-ep-size {ep}: {path} has no experts; leave it out."
     held = experts + int(settings.get("ep_num_redundant_experts") or 0)
     if tp % ep or held % ep:

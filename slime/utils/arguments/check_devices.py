@@ -34,9 +34,13 @@ def check_backend(args: argparse.Namespace) -> Iterable[str]:
 
 
 def check_nodes(args: argparse.Namespace, explicit: Collection[str]) -> Iterable[str]:
-    """A node gives the trainer no more GPUs than it has, where that is said; slots of one machine have no bound."""
+    """A node gives the trainer no more GPUs than it has, where that is said of nodes that engines share with it.
+
+    Elsewhere it may be said of the engines' nodes alone, and slots of one machine have no bound.
+    """
     each, per_node = args.actor_num_gpus_per_node, args.num_gpus_per_node
-    if args.accelerator == "cpu" or "num_gpus_per_node" not in explicit or not 0 < per_node < each:
+    is_said = args.colocate and args.accelerator != "cpu" and "num_gpus_per_node" in explicit
+    if not is_said or not 0 < per_node < each:
         return
     nodes, rest = divmod(args.actor_num_nodes * each, per_node)
     fewer = f"--actor-num-gpus-per-node {per_node}" + (f" with --actor-num-nodes {nodes}" if not rest else "")

@@ -331,7 +331,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     if not args.debug_rollout_only:  # V16: no trainers
         of_actor = megatron_problems(args.replace(load=given_load), hf_config, explicit)
         problems.extend(of_actor)
-        if critic := critic_entry(args.replace(load=given_load), by_role, explicit):
+        if critic := critic_entry(args.replace(load=given_load), by_role):
             critic_args, critic_explicit = critic
             of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
             problems.extend(of_critic.beside(of_actor, f"{ROLES_FLAG}, the critic's entry"))

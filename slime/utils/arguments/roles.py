@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,20 +181,18 @@ def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> d
     return {"actor": dict(actor), "critic": {**before, **critic, **CRITIC_FORCED}}
 
 
-def critic_entry(
-    args: Args, roles: Mapping[Role, FileValues], explicit: Collection[str]
-) -> tuple[Args, frozenset[str]] | None:
-    """The args of a critic whose entry sets something, to be checked as the actor's are, and which flags it was given.
+def critic_entry(args: Args, roles: Mapping[Role, FileValues]) -> tuple[Args, frozenset[str]] | None:
+    """The args of a critic whose entry sets something, to be checked as the actor's are, and what the entry gives.
 
     None where nothing is set, or where what is wrong is known already. Without what every critic has
-    (`CRITIC_FORCED`), which contradicts flags of the actor's on purpose.
+    (`CRITIC_FORCED`), which contradicts flags of the actor's on purpose. Flags of the command line are the actor's:
+    one that has no effect beside the entry is no mistake.
     """
     entry = roles.get("critic", FileValues())
     if not (entry.known and args.use_critic) or entry.problems:
         return None
     values = {name: value for name, value in args.megatron_role_values["critic"].items() if name not in CRITIC_FORCED}
-    undone = roles["actor"].known.keys() - set(SHARED + CHECKPOINTS) if "actor" in roles else set()
-    return args.replace(**values), frozenset((set(explicit) - undone) | entry.known.keys())
+    return args.replace(**values), frozenset(entry.known)
 
 
 def parse_megatron_role_args(args: Args, role: Role) -> Args:
