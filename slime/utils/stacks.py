@@ -103,11 +103,14 @@ def _stack(pid: int) -> str:
 
 
 def _own() -> str:
-    """This process's stacks. faulthandler reads frames while other threads change them, and can end the process."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    """This process's stacks, the main thread's first: what is too long is cut at the end.
+
+    faulthandler reads frames while other threads change them, and can end the process.
+    """
+    names, main = {thread.ident: thread.name for thread in threading.enumerate()}, threading.main_thread().ident
     return "\n".join(
         f"Thread {ident} ({names.get(ident, '?')}):\n{''.join(traceback.format_stack(frame)).rstrip()}"
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in sorted(sys._current_frames().items(), key=lambda found: found[0] != main)
     )
 
 
