@@ -164,9 +164,8 @@ def _num_micro_batches(args: argparse.Namespace, layout: ParallelLayout, lengths
     else:
         size = args.micro_batch_size
     count = math.ceil(math.ceil(per_step / size) / layout.dp)
-    return (
-        _round_up(count, layout.group_size) if layout.vpp > 1 else count
-    )  # interleaved stages take so many at a time
+    # interleaved stages take so many at a time
+    return _round_up(count, layout.group_size) if layout.vpp > 1 else count
 
 
 def _round_up(value: int, multiple: int) -> int:
