@@ -47,7 +47,9 @@ def write_files(directory: Path) -> None:
     (hf / "tokenizer.json").write_text("{}")
     (hf / "model.safetensors").write_bytes(b"")
     (directory / "data.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{"input": "2+2=", "label": "4"}\n')
-    (directory / "hooks.py").write_text("NUMBER = 3\nasync def reward(args, sample, **kwargs):\n    return 1.0\n")
+    (directory / "hooks.py").write_text(
+        "NUMBER = 3\nasync def reward(args, sample, **kwargs):\n    return 1.0\ndef one(args):\n    return None\n"
+    )
     (directory / "eval.yaml").write_text("eval:\n  datasets:\n    - {name: add, path: data.jsonl, label_key: label}\n")
     (directory / "roles.yaml").write_text("megatron:\n  - {name: a, role: actor, overrides: {lr: 1e-5}}\n")
     (directory / "engines.yaml").write_text(

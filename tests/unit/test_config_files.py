@@ -1,0 +1,109 @@
+"""Files that stand for flags, through `parse_args`: --custom-config-path, --megatron-config-path and --eval-config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.utils.arguments import CommandLine, parse_args, parse_megatron_role_args
+from slime.utils.errors import UsageError
+from tests.unit.argument_lines import base, errors, line
+
+__all__ = ["base"]  # a fixture
+
+
+def test_files_stand_for_flags_before_anything_is_derived(
+    base: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("conf.yaml").write_text("n_samples_per_prompt: 4\nlr: 1e-4\nmy_threshold: 0.5\nprompt_key: text\n")
+    Path("data.jsonl").write_text('{"text": "1+1=", "label": "2"}\n' * 4)
+    Path("roles.yaml").write_text("megatron: [{role: actor, overrides: {lr: 1e-3, seed: '7'}}]\n")
+    args = parse_args(argv=line(base, "--lr 1e-5 --custom-config-path conf.yaml --megatron-config-path roles.yaml"))
+    assert args.global_batch_size == args.rollout_batch_size * 4
+    assert (args.input_key, args.lr, args.seed, args.my_threshold) == ("text", 1e-3, 7, 0.5)
+    assert "conf.yaml:2: lr 0.0001 replaces 1e-05 of the command line." in caplog.text
+    assert "roles.yaml:1: lr 0.001 replaces 0.0001 of" in caplog.text
+    critic = parse_megatron_role_args(args, "critic")
+    assert (critic.lr, critic.seed, critic.untie_embeddings_and_output_weights) == (1e-4, 1234, True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "message"),
+    [
+        ("custom", "lr: -1", "--lr -1.0 must be at least 0"),
+        ("custom", "wandb_team: x", "--wandb-team has no effect without --use-wandb"),
+        ("custom", "global_dataset: 1\nworld_size: 3", "conf.yaml:2: world_size: is set by slime"),
+        (
+            "custom",
+            "output_dirs: 1\nsglang_tp_size: 3",
+            "--sglang-tp-size is set by slime: use --rollout-num-gpus-per-",
+        ),
+        ("custom", "eval_datasets2: 1\nrouter_overrides: {}", "conf.yaml:2: router_overrides: "),
+        ("custom", "rollout_global_dataset: 1", "conf.yaml:1: rollout_global_dataset: "),
+        ("megatron", "megatron: [{role: critic}]", "the critic has no effect without --advantage-estimator ppo"),
+        ("megatron", "megatron: [{role: actor, args: {hidden_siz: 1}}]", "did you mean hidden_size"),
+        ("megatron", "megatron: [{role: actor, args: {hidden_size: 65}}]", "--hidden-size: the flags say 65"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_found_like_on_the_command_line(
+    base: dict[str, list[str]], flag: str, text: str, message: str
+) -> None:
+    Path("conf.yaml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        parse_args(argv=line(base, f"--{flag}-config-path conf.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("recompute_granularity: full", "the critic's entry: --recompute-granularity full needs --recompute-method"),
+        ("num_layers: 3", "the critic's entry: --num-layers: the flags say 3, the HF config says 2"),
+        ("recompute_modules: [mlp]", "the critic's entry: --recompute-modules has no effect without"),
+        ("moe_router_topk: 9", "the critic's entry: --moe-router-topk has no effect without --num-experts"),
+        ("num_virtual_stages_per_pipeline_rank: 2", "actor and critic have it in common"),
+    ],
+)
+def test_a_critics_entry_is_checked_like_the_actors_flags(
+    base: dict[str, list[str]], overrides: str, message: str
+) -> None:
+    Path("roles.yaml").write_text(f"megatron: [{{role: critic, overrides: {{{overrides}}}}}]\n")
+    (sentence,) = errors(line(base, "--advantage-estimator ppo --megatron-config-path roles.yaml"))
+    assert message in sentence
+
+
+def test_what_only_the_actor_was_given_is_no_contradiction_of_the_critic(base: dict[str, list[str]]) -> None:
+    entries = (
+        "{role: actor, overrides: {optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5}}",
+        "{role: critic, overrides: {lr: 1e-3}}",
+    )
+    Path("roles.yaml").write_text(f"megatron: [{', '.join(entries)}]\n")
+    args = parse_args(argv=line(base, "--advantage-estimator ppo --megatron-config-path roles.yaml"))
+    critic = parse_megatron_role_args(args, "critic")
+    assert (args.optimizer_cpu_offload, critic.optimizer_cpu_offload, critic.lr) == (True, False, 1e-3)
+
+
+def test_flags_of_the_actor_may_be_without_effect_beside_the_critics_entry(base: dict[str, list[str]]) -> None:
+    entry = (
+        "{role: critic, overrides: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}}"
+    )
+    Path("roles.yaml").write_text(f"megatron: [{entry}]\n")
+    flags = "--recompute-activations --recompute-modules mlp --advantage-estimator ppo"
+    args = parse_args(argv=line(base, f"{flags} --megatron-config-path roles.yaml"))
+    critic = parse_megatron_role_args(args, "critic")
+    assert (args.recompute_granularity, critic.recompute_granularity) == ("selective", "full")
+
+
+def test_a_file_that_is_not_there_does_not_stop_a_plan(base: dict[str, list[str]]) -> None:
+    files = "--custom-config-path a.yaml --megatron-config-path b.yaml --eval-config c.yaml --eval-interval 1"
+    problems = CommandLine().check(line(base, files)).problems
+    assert problems.wrong == [] and len(problems.environment) == 3
+    assert all("there is no such file" in sentence for sentence in problems.environment)
+
+
+def test_eval_settings_that_are_not_built_refuse_a_run_but_not_a_plan(base: dict[str, list[str]]) -> None:
+    Path("eval.yaml").write_text("datasets: {a: {path: data.jsonl, reward_model: x}}")
+    checked = CommandLine().check(line(base, "--eval-config eval.yaml --eval-interval 1"))
+    (sentence,) = checked.problems.all()
+    assert checked.problems.unsupported == [sentence] and "datasets.a.reward_model: is not supported yet" in sentence
+    assert [dataset.name for dataset in checked.args.eval_datasets] == ["a"]
