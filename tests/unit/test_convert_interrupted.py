@@ -133,6 +133,37 @@ def test_what_was_killed_after_it_got_its_name_is_ended_by_the_same_command(tmp_
     assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "out"]
 
 
+def no_room_for_values() -> None:
+    """As of a disk that fills while torch.save hands over the values of a tensor."""
+    real = torch_dist_writer.HashedStream.write
+
+    def write(stream: Any, data: Any) -> int:
+        if memoryview(data).nbytes > 1000:
+            no_room()
+        return real(stream, data)
+
+    torch_dist_writer.HashedStream.write = write
+
+
+def no_room_for_the_common_state() -> None:
+    real = Path.open
+
+    def open_file(path: Path, *how: Any, **more: Any) -> Any:
+        if path.name == "common.pt":
+            no_room()
+        return real(path, *how, **more)
+
+    Path.open = open_file
+
+
+@pytest.mark.parametrize("full", [no_room_for_values, no_room_for_the_common_state])
+def test_a_disk_that_is_full_while_torch_writes_is_named(tmp_path, capfd, inputs, full):
+    one = WAYS["hf to torch_dist"]
+    assert run_apart(one, one.command(inputs, tmp_path / "out"), full) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if "rror" in line]
+    assert len(said) == 1 and "is full; make room and run the same command again" in said[0], said
+
+
 def test_parts_that_are_cut_take_no_room_when_it_is_looked_at(tmp_path, inputs, whole):
     one, seen = WAYS["hf to torch_dist"], tmp_path / "seen"
     command = one.command(inputs, tmp_path / "out")

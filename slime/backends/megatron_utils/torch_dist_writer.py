@@ -185,6 +185,10 @@ def write_release(
                 (final / beside_it.name).unlink()
     except OSError as error:
         raise said_of_disk(error, partial) from error
+    except RuntimeError as error:  # torch.save ends its archive after a write that failed, and complains of that
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise said_of_disk(error.__context__, partial) from error
     finally:
         torch.serialization.set_crc32_options(computes_crc)
     return final
@@ -360,7 +364,8 @@ def _write_rest(
             where[MetadataIndex(one.unique_key)] = _StorageInfo(path.name, start, stream.tell() - start)
     (partial / ".metadata").write_bytes(pickle.dumps(Metadata(described, None, where)))
     common = {"iteration": "release", "has_rng": False}
-    torch.save(common, partial / "common.pt")
+    with (partial / "common.pt").open("wb") as stream:  # torch's own does not say that a disk is full
+        torch.save(common, stream)
     (partial / "metadata.json").write_text(json.dumps(_BACKENDS))
     (partial / MODEL_SHAPE_FILE).write_text(json.dumps(shape, indent=2) + "\n")
     for file in (*partial.iterdir(), partial):
