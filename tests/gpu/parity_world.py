@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slime.utils.misc import listen_anywhere
 from tests.training.parallel import hf_parity
 
 Look = Callable[[argparse.Namespace, set[str]], None]
@@ -31,18 +32,22 @@ def of_gpus(args: argparse.Namespace, num_gpus: int, out: Path, look: Look | Non
         out: a file to write to.
         look: is called in each process with `args` and the names of the classes of all modules that ran.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (num_gpus, port, args, out, look), nprocs=num_gpus)
+    with listen_anywhere("127.0.0.1") as listener:
+        torch.multiprocessing.spawn(_rank, (num_gpus, listener, args, out, look), nprocs=num_gpus)
     found: hf_parity.Parity = torch.load(out)
     return found
 
 
-def _rank(rank: int, num_gpus: int, port: int, args: argparse.Namespace, out: Path, look: Look | None) -> None:
+def _rank(
+    rank: int, num_gpus: int, listener: socket.socket, args: argparse.Namespace, out: Path, look: Look | None
+) -> None:
     from slime.backends.megatron_utils import initialize
 
-    initialize.init(args, rank=rank, world_size=num_gpus, local_rank=rank, master_addr="127.0.0.1", master_port=port)
+    port = listener.getsockname()[1]
+    if rank != 0:
+        listener.close()
+    where = {"master_addr": "127.0.0.1", "master_port": listener if rank == 0 else port}
+    initialize.init(args, rank=rank, world_size=num_gpus, local_rank=rank, **where)
     ran: set[str] = set()
     torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: ran.add(type(module).__name__))
     found = hf_parity.of_layout(args)
