@@ -276,7 +276,8 @@ class CustomAdvantage(Protocol):
 class TisFunction(Protocol):
     """--custom-tis-function-path: correct the policy loss for the difference between engine and trainer.
 
-    Called: for each micro-batch with --use-tis or --get-mismatch-metrics. Lists are per sample, of response length.
+    Called: for each micro-batch with --use-tis or --get-mismatch-metrics. Lists are per sample, of response length;
+        masked tokens have log-probs of 0.
     Returns: (the loss, loss masks for all losses, name -> per-token metric, averaged over all trained tokens).
     """
 

@@ -10,7 +10,7 @@ from slime.utils.ppo_utils.gae import (
     get_token_rewards,
     vanilla_gae,
 )
-from slime.utils.ppo_utils.kl import KlController, compute_approx_kl
+from slime.utils.ppo_utils.kl import KlController, clamp_log_ratio, compute_approx_kl
 from slime.utils.ppo_utils.log_probs import calculate_log_probs_and_entropy
 from slime.utils.ppo_utils.policy_loss import (
     compute_cispo_loss,
@@ -33,6 +33,7 @@ __all__ = [
     "calculate_log_probs_and_entropy",
     "chunked_discounted_returns",
     "chunked_gae",
+    "clamp_log_ratio",
     "compute_approx_kl",
     "compute_cispo_loss",
     "compute_gspo_kl",

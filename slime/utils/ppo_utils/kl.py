@@ -10,8 +10,18 @@ from dataclasses import dataclass
 import torch
 
 KL_CLAMP = 10.0
+MAX_LOG_RATIO = 20.0
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl", "abs", "mse")
 MAX_RELATIVE_ERROR = 0.2
+
+
+def clamp_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Clamp to [-20, 20], as verl does, before a ratio of probabilities is made of it.
+
+    exp overflows at 89 nats, and a token whose ratio is inf has the gradient 0 * inf = nan wherever a clip or a mask
+    leaves it out of the loss. Beyond the bounds the gradient is 0.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def compute_approx_kl(
@@ -22,8 +32,8 @@ def compute_approx_kl(
 ) -> torch.Tensor:
     """KL of each token, shape of the inputs; with lr = log_probs - log_probs_base:
 
-    k1 = lr (unbiased, may be negative); k2 = mse = lr^2 / 2; k3 = exp(-lr) - 1 + lr (unbiased, never negative);
-    low_var_kl = k3 clamped to [-10, 10]; abs = |lr|.
+    k1 = lr (unbiased, may be negative); k2 = mse = lr^2 / 2; k3 = exp(-lr) - 1 + lr (unbiased, never negative) with lr
+    clamped to [-20, 20]; low_var_kl = k3 clamped to [-10, 10]; abs = |lr|.
 
     Args:
         log_probs: of the policy.
@@ -44,6 +54,7 @@ def compute_approx_kl(
     elif kl_loss_type == "abs":
         kl = log_ratio.abs()
     elif kl_loss_type in ("k3", "low_var_kl"):
+        log_ratio = clamp_log_ratio(log_ratio)
         kl = torch.expm1(-log_ratio) + log_ratio
     else:
         known = ", ".join(KL_LOSS_TYPES)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from slime.utils.ppo_utils.kl import clamp_log_ratio
+
 
 def compute_policy_loss(
     ppo_kl: torch.Tensor,
@@ -22,7 +24,7 @@ def compute_policy_loss(
     """Loss and clip indicator of each token.
 
     Args:
-        ppo_kl: old minus new log-probability of the sampled token; the ratio is exp(-ppo_kl).
+        ppo_kl: old minus new log-probability of the sampled token; the ratio is exp(-ppo_kl), of at most 20 nats.
         advantages: advantage of each token, same shape.
         eps_clip: the ratio is not followed below 1 - eps_clip (for negative advantages),
         eps_clip_high: nor above 1 + eps_clip_high (for positive ones).
@@ -34,7 +36,7 @@ def compute_policy_loss(
     Raises:
         ValueError: `eps_clip_c` is not above 1.
     """
-    ratio = torch.exp(-ppo_kl)
+    ratio = torch.exp(clamp_log_ratio(-ppo_kl))
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
     pg_losses = torch.maximum(unclipped, clipped)
@@ -63,7 +65,7 @@ def compute_cispo_loss(
     Returns:
         pg_losses and clipfrac (1.0 where the clip changed the ratio), same shape.
     """
-    ratio = torch.exp(-ppo_kl.detach())
+    ratio = torch.exp(clamp_log_ratio(-ppo_kl.detach()))
     weight = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -weight * advantages * log_probs, (weight != ratio).float()
 

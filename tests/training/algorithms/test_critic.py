@@ -197,6 +197,7 @@ def value_loss(
     *,
     loss_agg_mode: str = "seq-mean-token-mean",
     value_clip: float = 0.2,
+    masked: float = FAR,
 ) -> tuple[float, dict[str, float], torch.Tensor]:
     """Loss, metrics and gradient of the values of the samples of loss_world; masked tokens hold far numbers."""
     from slime.backends.megatron_utils.loss import value_loss_function
@@ -204,7 +205,8 @@ def value_loss(
 
     is_masked = torch.tensor([not m for mask in MASKS for m in mask])
     values, before, returns = (
-        torch.where(is_masked, far, column) for column, far in ((values, FAR), (before, -FAR), (returns, 2 * FAR))
+        torch.where(is_masked, far, column)
+        for column, far in ((values, FAR), (before, -masked), (returns, 2 * masked))
     )
     rows = torch.arange(sum(LENGTHS)) + 2
     logits = torch.zeros(1, sum(LENGTHS) + 2, 1).double()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from slime.backends.megatron_utils.loss.aggregation import zero_masked
 from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_advantages
 from slime.utils.misc import load_function
 from slime.utils.ppo_utils import (
@@ -39,7 +40,8 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_c
     log_probs, ref_log_probs = rollout_data.get("log_probs"), rollout_data.get("ref_log_probs")
     lengths = [len(mask) for mask in masks]
     if log_probs is not None and ref_log_probs is not None:
-        kl = compute_approx_kl(torch.cat(log_probs), torch.cat(ref_log_probs), args.kl_loss_type)
+        new, base = (zero_masked(rollout_data, torch.cat(column)) for column in (log_probs, ref_log_probs))
+        kl = compute_approx_kl(new, base, args.kl_loss_type)
     else:
         kl = torch.zeros(sum(lengths), device=masks[0].device)
     rollout_data["kl"] = list(kl.split(lengths))

@@ -27,6 +27,15 @@ Reducer = Callable[[torch.Tensor], torch.Tensor]
 Masks = Sequence[torch.Tensor]
 
 
+def zero_masked(batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
+    """Put 0 in place of what masked tokens hold of values [sum of R].
+
+    A reducer leaves masked tokens out of the sum, but the backward pass still multiplies their gradient of 0 by what
+    they hold: an inf there makes a nan.
+    """
+    return torch.where(torch.cat(list(batch["loss_masks"])).bool(), values, 0)
+
+
 def loss_reducer(args: Any, batch: dict[str, Any], loss_masks: Masks) -> Reducer:
     """[sum of R] -> scalar, by --loss-agg-mode.
 

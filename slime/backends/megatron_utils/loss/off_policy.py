@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slime.utils.misc import load_function
+from slime.utils.ppo_utils.kl import clamp_log_ratio
 
 Corrected = tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]
 
@@ -87,7 +88,8 @@ def correct(
 
 
 def _ratio(train_log_probs: Sequence[torch.Tensor], rollout_log_probs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.exp(torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).detach()
+    log_ratio = torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))
+    return clamp_log_ratio(log_ratio).exp().detach()
 
 
 def _metrics(ratio: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:

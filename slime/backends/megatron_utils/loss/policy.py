@@ -19,11 +19,25 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.loss.aggregation import Reducer, loss_reducer, metric_reducer, pg_loss_reducer
+from slime.backends.megatron_utils.loss.aggregation import (
+    Reducer,
+    loss_reducer,
+    metric_reducer,
+    pg_loss_reducer,
+    zero_masked,
+)
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_token_columns
 from slime.backends.megatron_utils.loss.off_policy import correct
-from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, compute_gspo_kl, compute_opsm_mask
+from slime.utils.ppo_utils import (
+    ESTIMATORS,
+    clamp_log_ratio,
+    compute_approx_kl,
+    compute_gspo_kl,
+    compute_opsm_mask,
+)
+
+COLUMNS = ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs")
 
 
 def policy_loss_function(
@@ -39,7 +53,9 @@ def policy_loss_function(
         sum_of_sample_mean: [sum of R] -> scalar, of --loss-agg-mode; what is only reported is always a mean.
     """
     columns = get_token_columns(args, batch, logits, with_entropy=True, with_entropy_grad=args.entropy_coef != 0)
-    log_probs, entropy = columns["log_probs"], columns["entropy"]
+    log_probs, entropy = zero_masked(batch, columns["log_probs"]), columns["entropy"]
+    # Every ratio of a masked token is then 1, for the corrections of the user's own too.
+    batch = batch | {name: _trained(batch, name) for name in COLUMNS if name in batch}
     rollout_log_probs = _flat(batch, "rollout_log_probs")
     before_update = _flat(batch, "log_probs")
     if before_update is None:
@@ -60,7 +76,7 @@ def policy_loss_function(
     elif rollout_log_probs is not None:
         of_tokens["train_rollout_logprob_abs_diff"] = (before_update - rollout_log_probs).abs()
     if args.use_kl_loss:
-        ratio = torch.exp(log_probs - old_log_probs) if args.use_unbiased_kl else None
+        ratio = clamp_log_ratio(log_probs - old_log_probs).exp() if args.use_unbiased_kl else None
         kl = compute_approx_kl(log_probs, torch.cat(batch["ref_log_probs"]), args.kl_loss_type, ratio)
         loss = loss + args.kl_loss_coef * sum_of_sample_mean(kl)
         of_tokens["kl_loss"] = kl
@@ -92,12 +108,16 @@ def _pg_losses(
         pg_losses, metrics["opsm_clipfrac"] = pg_losses * keep, 1 - keep
     if args.use_tis or args.get_mismatch_metrics:
         pg_losses, masks, of_correction = correct(args, batch, pg_losses, _per_sample(batch, before_update))
-        metrics |= {"ois": torch.exp(-ppo_kl), **of_correction}
+        metrics |= {"ois": clamp_log_ratio(-ppo_kl).exp(), **of_correction}
     return pg_losses, masks, metrics
 
 
 def _flat(batch: dict[str, Any], name: str) -> torch.Tensor | None:
     return torch.cat(batch[name]) if name in batch else None
+
+
+def _trained(batch: dict[str, Any], name: str) -> list[torch.Tensor]:
+    return _per_sample(batch, zero_masked(batch, torch.cat(batch[name])))
 
 
 def _per_sample(batch: dict[str, Any], values: torch.Tensor) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.loss.aggregation import Reducer, metric_reducer
+from slime.backends.megatron_utils.loss.aggregation import Reducer, metric_reducer, zero_masked
 from slime.backends.megatron_utils.loss.log_probs import whole_responses
 
 
@@ -41,7 +41,7 @@ def value_loss_function(
         the loss; `value_loss` and `value_clipfrac`, the share of tokens whose clipped error is the larger one.
     """
     values = get_values(args, batch, logits)
-    before, returns = torch.cat(batch["values"]), torch.cat(batch["returns"])
+    before, returns = (zero_masked(batch, torch.cat(batch[name])) for name in ("values", "returns"))
     losses, is_clipped = clipped_value_loss(values, before, returns, args.value_clip)
     loss = sum_of_sample_mean(losses)
     mean = metric_reducer(args, batch, batch["loss_masks"])
