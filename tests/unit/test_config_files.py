@@ -61,6 +61,11 @@ def test_what_is_wrong_in_a_file_is_found_like_on_the_command_line(
         ("num_layers: 3", "the critic's entry: --num-layers: the flags say 3, the HF config says 2"),
         ("recompute_modules: [mlp]", "the critic's entry: --recompute-modules has no effect without"),
         ("moe_router_topk: 9", "the critic's entry: --moe-router-topk has no effect without --num-experts"),
+        ("clip_grad: -1", "the critic's entry: --clip-grad -1.0 must be at least 0"),
+        (
+            "lr_decay_style: linear, lr_warmup_iters: 9",
+            "the critic's entry: --lr-warmup-iters 9 must be less than the 3 train steps of the run",
+        ),
         ("num_virtual_stages_per_pipeline_rank: 2", "actor and critic have it in common"),
     ],
 )
@@ -81,6 +86,34 @@ def test_what_only_the_actor_was_given_is_no_contradiction_of_the_critic(base: d
     args = parse_args(argv=line(base, "--advantage-estimator ppo --megatron-config-path roles.yaml"))
     critic = parse_megatron_role_args(args, "critic")
     assert (args.optimizer_cpu_offload, critic.optimizer_cpu_offload, critic.lr) == (True, False, 1e-3)
+
+
+def test_a_critics_schedule_is_checked_where_only_the_actor_has_an_entry(base: dict[str, list[str]]) -> None:
+    Path("roles.yaml").write_text("megatron: [{role: actor, overrides: {lr_decay_style: constant}}]\n")
+    flags = "--advantage-estimator ppo --megatron-config-path roles.yaml --lr-decay-style linear --lr-warmup-iters 9"
+    (sentence,) = errors(line(base, flags))
+    assert "--lr-warmup-iters 9 must be less than" in sentence
+
+
+@pytest.mark.parametrize(
+    ("entry", "of_actor", "of_critic"),
+    [
+        ("{role: actor, overrides: {weight_decay: 0.5}}", (0.5, 0.5, False), (0.01, 0.01, False)),
+        ("{role: critic, overrides: {weight_decay: 0.5}}", (0.01, 0.01, False), (0.5, 0.5, False)),
+        ("{role: actor, overrides: {loss_agg_mode: token-mean}}", (0.01, 0.01, True), (0.01, 0.01, False)),
+        ("{role: critic, overrides: {loss_agg_mode: token-mean}}", (0.01, 0.01, False), (0.01, 0.01, True)),
+    ],
+)
+def test_what_derives_from_a_roles_values_is_that_roles(
+    base: dict[str, list[str]], entry: str, of_actor: tuple[float, ...], of_critic: tuple[float, ...]
+) -> None:
+    Path("roles.yaml").write_text(f"megatron: [{entry}]\n")
+    args = parse_args(argv=line(base, "--advantage-estimator ppo --megatron-config-path roles.yaml"))
+    found = [
+        (role.start_weight_decay, role.end_weight_decay, role.calculate_per_token_loss)
+        for role in (parse_megatron_role_args(args, "actor"), parse_megatron_role_args(args, "critic"))
+    ]
+    assert found == [of_actor, of_critic]
 
 
 def test_flags_of_the_actor_may_be_without_effect_beside_the_critics_entry(base: dict[str, list[str]]) -> None:

@@ -36,7 +36,12 @@ def checkpoints(tmp_path: Path, family: str = "qwen3", **config: Any) -> Path:
 
 
 def asked(path: Path, flags: str = "", **choice: Any) -> argparse.Namespace:
-    others = {"megatron_deepgemm_forward_modules": None, "lr_decay_iters": 1, "global_batch_size": 8}
+    others = {
+        "megatron_deepgemm_forward_modules": None,
+        "num_rollout": None,
+        "num_epoch": None,
+        "global_batch_size": 8,
+    }
     return make_args(path, flags, **others | choice)
 
 

@@ -25,6 +25,7 @@ def make_args(**changes):
         "lr_wsd_decay_style": "exponential",
         "min_lr": 0.0,
         "n_samples_per_prompt": 2,
+        "num_epoch": 3,
         "num_rollout": 5,
         "ppo_epochs": 1,
         "rollout_batch_size": 8,
@@ -78,9 +79,47 @@ def test_linear_and_cosine_end_at_the_minimum_after_the_whole_run():
 
 
 def test_a_decay_without_a_known_end_is_refused():
-    with pytest.raises(UsageError, match="--lr-decay-iters or --num-rollout"):
+    with pytest.raises(UsageError, match="give --num-rollout or --lr-decay-iters"):
         rates(1, num_rollout=None, lr_decay_style="cosine")
     assert rates(2, num_rollout=None) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"lr_warmup_iters": 10}, "--lr-warmup-iters 10 must be less than the 10 train steps of the run"),
+        ({"lr_warmup_iters": 8, "lr_decay_iters": 4}, "8 must be less than the 4 train steps of --lr-decay-iters"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11},
+            "--lr-wsd-decay-iters 11 and a warm-up of 0 train",
+        ),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 6, "lr_warmup_fraction": 0.5},
+            "6 and a warm-up of 5 train steps are more than the 10 train steps of the run",
+        ),
+    ],
+)
+def test_a_warm_up_or_final_decay_that_the_decay_has_no_room_for_is_refused(changes, problem):
+    with pytest.raises(UsageError, match=problem):
+        rates(1, **{"lr_decay_style": "cosine"} | changes)
+
+
+def test_a_constant_rate_may_warm_up_for_longer_than_the_run():
+    # a run of 10 steps whose warm-up would take 20: it ends halfway
+    assert rates(11, lr_warmup_iters=20) == pytest.approx([step / 20 for step in range(11)])
+
+
+def test_weight_decay_rises_over_the_whole_run_however_long_the_rate_decays():
+    optimizer = SimpleNamespace(param_groups=[{"wd_mult": 1.0}])
+    rising = {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
+    scheduler = make_scheduler(make_args(lr_decay_style="linear", lr_decay_iters=4, **rising), optimizer)
+    found = []
+    for _ in range(11):
+        found.append(optimizer.param_groups[0]["weight_decay"])
+        scheduler.step(increment=8)
+    assert found == pytest.approx([0.1 * step / 10 for step in range(11)])
+    with pytest.raises(UsageError, match="--weight-decay-incr-style linear needs the number .* give --num-rollout."):
+        make_scheduler(make_args(num_rollout=None, lr_decay_iters=4, **rising), optimizer)
 
 
 def test_a_resumed_run_may_be_longer_than_planned():

@@ -165,7 +165,10 @@ BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
         ("--lr-decay-iters 5", "no effect with --lr-decay-style constant"),
         ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
         ("--lr-wsd-decay-iters 5", "without --lr-decay-style WSD"),
-        ("--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-decay-iters 4", "is more than --lr-decay-iters 4"),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 --lr-decay-iters 5",
+            "no effect with --lr-decay-style constant",
+        ),
         ("--recompute-granularity full", "full needs --recompute-method and --recompute-num-layers."),
         ("--recompute-granularity full --recompute-method uniform", "full needs --recompute-num-layers."),
         ("--recompute-granularity full --recompute-num-layers 1", "full needs --recompute-method."),

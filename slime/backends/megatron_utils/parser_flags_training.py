@@ -44,7 +44,13 @@ OPTIMIZER: tuple[Row, ...] = (
     ),
     Row("--start-weight-decay", "weight decay at the first step (default: --weight-decay)", float),
     Row("--end-weight-decay", "weight decay at the last step (default: --weight-decay)", float),
-    Row("--weight-decay-incr-style", "between the two", str, "constant", choices=("constant", "linear", "cosine")),
+    Row(
+        "--weight-decay-incr-style",
+        "how it rises from the first step of the run to the last",
+        str,
+        "constant",
+        choices=("constant", "linear", "cosine"),
+    ),
     Row(
         "--no-weight-decay-cond-type",
         "which parameters have no weight decay",
@@ -69,7 +75,7 @@ OPTIMIZER: tuple[Row, ...] = (
     ),
     Row("--lr-wsd-decay-iters", "with --lr-decay-style WSD: train steps of that decay", int),
     Row("--lr-wsd-decay-samples", "samples of that decay", int),
-    Row("--lr-warmup-iters", "train steps of linear warm-up", int, 0),
+    Row("--lr-warmup-iters", "train steps of linear warm-up, fewer than those of a decay", int, 0),
     Row("--lr-warmup-samples", "samples of it", int, 0),
     Row("--lr-warmup-fraction", "warm-up as a share of the decay steps, instead of a number", float),
     Row("--lr-warmup-init", "learning rate at which warm-up starts", float, 0.0),

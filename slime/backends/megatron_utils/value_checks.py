@@ -175,11 +175,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect("min_lr", lambda a: a.lr_decay_style != "constant", "with --lr-decay-style constant"),
     Effect(
         "lr_decay_iters",
-        lambda a: (
-            a.lr_decay_style != "constant"
-            or a.weight_decay_incr_style != "constant"
-            or a.lr_warmup_fraction is not None
-        ),
+        lambda a: a.lr_decay_style != "constant" or a.lr_warmup_fraction is not None,
         "with --lr-decay-style constant",
     ),
     Effect(
@@ -250,8 +246,6 @@ def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Itera
         yield f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}."
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the train steps of its decay."
-    if None not in (args.lr_wsd_decay_iters, args.lr_decay_iters) and args.lr_wsd_decay_iters > args.lr_decay_iters:
-        yield f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} is more than --lr-decay-iters {args.lr_decay_iters}."
     first, last = args.start_weight_decay, args.end_weight_decay
     first, last = (args.weight_decay if end is None else end for end in (first, last))
     style = args.weight_decay_incr_style

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+from slime.utils.train_steps import decay_steps, warmup_steps
+
 
 def check_required(args: argparse.Namespace) -> Iterable[str]:
     """What no run can do without (V22)."""
@@ -36,17 +38,42 @@ def check_length_of_run(args: argparse.Namespace) -> Iterable[str]:
 
 def check_schedule_length(args: argparse.Namespace) -> Iterable[str]:
     """What changes over the whole run needs to know how long that is."""
-    if args.lr_decay_iters is not None or args.num_rollout is not None or args.num_epoch is None:
+    if args.num_rollout is not None or args.num_epoch is None:
         return
+    has_decay = args.lr_decay_iters is not None
     schedules = {
-        f"--lr-decay-style {args.lr_decay_style}": args.lr_decay_style != "constant",
-        f"--lr-warmup-fraction {args.lr_warmup_fraction}": args.lr_warmup_fraction is not None,
+        f"--lr-decay-style {args.lr_decay_style}": args.lr_decay_style != "constant" and not has_decay,
+        f"--lr-warmup-fraction {args.lr_warmup_fraction}": args.lr_warmup_fraction is not None and not has_decay,
         f"--weight-decay-incr-style {args.weight_decay_incr_style}": args.weight_decay_incr_style != "constant",
     }
     for option in (option for option, is_used in schedules.items() if is_used):
+        other = "" if option.startswith("--weight-decay") else " or --lr-decay-iters"
         yield (
             f"{option} needs the number of train steps, which does not follow from --num-epoch {args.num_epoch} here "
-            "(it does where every row of a readable --prompt-data is used); give --num-rollout or --lr-decay-iters."
+            f"(it does where every row of a readable --prompt-data is used); give --num-rollout{other}."
+        )
+
+
+def check_warmup(args: argparse.Namespace) -> Iterable[str]:
+    """Warm-up and final decay fit into the decay of the learning rate.
+
+    Otherwise Megatron would go from the warm-up straight to --min-lr, or begin in the middle of the final decay.
+    """
+    if args.lr_decay_style == "constant" or (args.rollout_batch_size or 0) < 1 or args.global_batch_size < 1:
+        return
+    steps, warmup = decay_steps(args), warmup_steps(args)
+    if not steps:  # evaluation only, or as many as the data source will say
+        return
+    length = f"the {steps} train steps of " + ("--lr-decay-iters" if args.lr_decay_iters else "the run")
+    if warmup >= steps:
+        yield (
+            f"--lr-warmup-iters {args.lr_warmup_iters} must be less than {length}, over which --lr-decay-style "
+            f"{args.lr_decay_style} decays; lower it."
+        )
+    elif args.lr_decay_style == "WSD" and (args.lr_wsd_decay_iters or 0) > steps - warmup:
+        yield (
+            f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} and a warm-up of {warmup:g} train steps are more than "
+            f"{length}; lower one of them."
         )
 
 
@@ -164,6 +191,7 @@ CHECKS = (
     check_required,
     check_length_of_run,
     check_schedule_length,
+    check_warmup,
     check_batch,
     check_micro_batches,
     check_lengths,

@@ -334,7 +334,8 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
         if critic := critic_entry(args.replace(load=given_load), by_role):
             critic_args, critic_explicit = critic
             of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
-            problems.extend(of_critic.beside(of_actor, f"{ROLES_FLAG}, the critic's entry"))
+            of_critic.extend(validate.collect(critic_args, set(critic_explicit), fields))
+            problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
         problems.wrong += teacher_problems(args)
         problems.extend(kernel_problems(args, hf_config))
     if not args.debug_train_only:

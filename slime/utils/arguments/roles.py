@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.custom_config import FileValues, read_known
+from slime.utils.arguments.derive import first, losses
 from slime.utils.arguments.file_values import FlagReader
 from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
 from slime.utils.errors import UsageError
@@ -175,23 +176,34 @@ def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> d
     """
     actor = roles["actor"].known if "actor" in roles else {}
     critic = roles["critic"].known if "critic" in roles else {}
-    before = {name: vars(args)[name] for name in actor if name not in SHARED + CHECKPOINTS}
-    if "weight_decay" in critic:  # what derives from it
-        before |= {"start_weight_decay": critic["weight_decay"], "end_weight_decay": critic["weight_decay"]}
-    return {"actor": dict(actor), "critic": {**before, **critic, **CRITIC_FORCED}}
+    own = {name: vars(args)[name] for name in actor if name not in SHARED + CHECKPOINTS} | critic
+    return {"actor": dict(actor), "critic": {**_with_derived(args, own), **CRITIC_FORCED}}
+
+
+def _with_derived(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
+    """A critic's values with those that derive from them, which are else the actor's."""
+    ends, aggregation = ("start_weight_decay", "end_weight_decay"), ("calculate_per_token_loss", "loss_agg_mode")
+    derived: dict[str, Any] = {}
+    if own.keys() & {"weight_decay", *ends}:
+        values = {**vars(args), **own}
+        derived |= {name: first(values[name], values["weight_decay"]) for name in ends}
+    if own.keys() & set(aggregation):
+        of_losses = losses(argparse.Namespace(**{**vars(args), **own}))
+        derived |= {name: of_losses[name] for name in aggregation}
+    return {**own, **derived}
 
 
 def critic_entry(args: Args, roles: Mapping[Role, FileValues]) -> tuple[Args, frozenset[str]] | None:
     """The args of a critic whose entry sets something, to be checked as the actor's are, and what the entry gives.
 
-    None where nothing is set, or where what is wrong is known already. Without what every critic has
+    None where they are the actor's, or where what is wrong is known already. Without what every critic has
     (`CRITIC_FORCED`), which contradicts flags of the actor's on purpose. Flags of the command line are the actor's:
     one that has no effect beside the entry is no mistake.
     """
     entry = roles.get("critic", FileValues())
-    if not (entry.known and args.use_critic) or entry.problems:
-        return None
     values = {name: value for name, value in args.megatron_role_values["critic"].items() if name not in CRITIC_FORCED}
+    if not (values and args.use_critic) or entry.problems:
+        return None
     return args.replace(**values), frozenset(entry.known)
 
 

@@ -12,15 +12,9 @@ from typing import Any
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime.utils.arguments.check_batch import check_schedule_length, check_warmup
 from slime.utils.errors import UsageError
-
-
-def total_train_steps(args: Any) -> int | None:
-    """Train steps of the whole run; None with an --num-epoch that only the data source can turn into a number."""
-    if args.num_rollout is None:
-        return None
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    return args.num_rollout * max(samples // args.global_batch_size, 1) * args.ppo_epochs
+from slime.utils.train_steps import decay_steps, total_train_steps, warmup_steps
 
 
 def make_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -30,32 +24,25 @@ def make_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamSch
     --use-checkpoint-opt-param-scheduler is set. So a run may be resumed to go further than it was first asked to.
 
     Raises:
-        UsageError: a decay whose length is unknown.
+        UsageError: a decay whose length is unknown, or into which the warm-up does not fit.
     """
-    decay_steps = args.lr_decay_iters or total_train_steps(args)
-    changes = {args.lr_decay_style, args.weight_decay_incr_style} != {"constant"}
-    if decay_steps is None and (changes or args.lr_warmup_fraction is not None):
-        raise UsageError(  # arguments.check_batch says so before anything starts
-            f"--lr-decay-style {args.lr_decay_style}, --lr-warmup-fraction {args.lr_warmup_fraction} and "
-            f"--weight-decay-incr-style {args.weight_decay_incr_style} need to know how long the run lasts; give "
-            "--lr-decay-iters or --num-rollout"
-        )
-    warmup_steps = args.lr_warmup_iters
-    if args.lr_warmup_fraction is not None and decay_steps is not None:
-        warmup_steps = args.lr_warmup_fraction * decay_steps
-    # Megatron refuses a warm-up that is not shorter than the decay, also where nothing decays
-    decay_steps = max(decay_steps or 1, int(warmup_steps) + 1)
+    # A command line is refused for the same before anything starts, its actor's flags and a critic's entry.
+    if problems := [*check_schedule_length(args), *check_warmup(args)]:
+        raise UsageError(problems)
+    total, decay, warmup = total_train_steps(args), decay_steps(args), warmup_steps(args)
+    # Megatron asserts that a warm-up is shorter than the decay, also where nothing decays
+    decay = max(decay or 1, int(warmup) + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup_steps * args.global_batch_size,
-        lr_decay_steps=decay_steps * args.global_batch_size,
+        lr_warmup_steps=warmup * args.global_batch_size,
+        lr_decay_steps=decay * args.global_batch_size,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=decay_steps * args.global_batch_size,
+        wd_incr_steps=(total or 1) * args.global_batch_size,
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=not args.use_checkpoint_opt_param_scheduler,
