@@ -37,6 +37,7 @@ from slime.ray.run_parts import WORK_DEADLINE_S, RunParts, try_to_end
 from slime.ray.start import START_DEADLINE_S
 from slime.ray.utils import ActorFailure, ActorLost, get
 from slime.rollout.weight_versions import SyncSchedule
+from slime.utils.arguments.check_losses import check_critic_only_steps
 from slime.utils.arguments.derive import keeps_requests_in_flight
 from slime.utils.arguments.roles import Role
 from slime.utils.checkpoint_paths import latest_iteration
@@ -400,6 +401,8 @@ class TrainingRun:
             first = int(started["start_rollout_id"] if given is None else given)
         num_rollout = self.args.num_rollout
         self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
+        if problems := list(check_critic_only_steps(self.args, self.plan.num_rollout)):
+            raise UsageError(problems)  # where --num-epoch could not be counted before
         self._warn_of_no_profile(range(first, self.plan.num_rollout))
         if first > 0 and not self.args.eval_only:
             get(

@@ -119,6 +119,37 @@ def test_token_mean_and_the_per_token_loss_are_one_thing(check: Check) -> None:
     for changes in ("--calculate-per-token-loss", "--loss-agg-mode token-mean"):
         args = check(changes).args
         assert (args.calculate_per_token_loss, args.loss_agg_mode) == (True, "token-mean")
+    assert check("--calculate-per-token-loss --loss-agg-mode token-mean").problems == Problems()
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum"])
+def test_a_per_token_loss_contradicts_any_other_aggregation(check: Check, mode: str) -> None:
+    (wrong,) = check(f"--calculate-per-token-loss --loss-agg-mode {mode}").problems.wrong
+    assert wrong.startswith("--calculate-per-token-loss is --loss-agg-mode token-mean and contradicts --loss-agg-mode")
+
+
+def test_some_rollout_is_left_to_the_actor(check: Check) -> None:
+    ppo = "--advantage-estimator ppo --num-rollout 4 --num-critic-only-steps"
+    has(
+        check(f"{ppo} 4").problems.wrong,
+        "--num-critic-only-steps 4 leaves none of the 4 rollouts of the run to the actor",
+    )
+    assert check(f"{ppo} 3").problems == Problems()
+
+
+def test_what_an_adam_without_moments_cannot_do_is_a_warning(check: Check) -> None:
+    stateless = "--use-stateless-adam --no-save-optim --save ckpt"
+    given = check(f"{stateless} --reset-optimizer-states --adam-beta1 0.8 --adam-beta2 0.9")
+    assert given.problems == Problems()
+    has(given.warnings(), "--use-stateless-adam keeps no moments, so these flags have no effect: --reset-optimizer-")
+    has(given.warnings(), "--reset-optimizer-states --adam-beta1 --adam-beta2.")
+    assert not any("keeps no moments" in warning for warning in check(stateless).warnings())
+
+
+def test_opsm_without_anything_that_is_old_is_a_warning(check: Check) -> None:
+    has(check("--use-opsm").warnings(), "--use-opsm has no effect with one train step per rollout")
+    for changes in ("--ppo-epochs 2", "--num-steps-per-rollout 2", "--use-rollout-logprobs"):
+        assert not any("--use-opsm" in warning for warning in check(f"--use-opsm {changes}").warnings())
 
 
 def test_an_evaluation_set_that_compares_has_a_label(check: Check) -> None:

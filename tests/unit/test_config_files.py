@@ -61,6 +61,10 @@ def test_what_is_wrong_in_a_file_is_found_like_on_the_command_line(
         ("num_layers: 3", "the critic's entry: --num-layers: the flags say 3, the HF config says 2"),
         ("recompute_modules: [mlp]", "the critic's entry: --recompute-modules has no effect without"),
         ("moe_router_topk: 9", "the critic's entry: --moe-router-topk has no effect without --num-experts"),
+        (
+            "calculate_per_token_loss: true, loss_agg_mode: seq-mean-token-sum",
+            "the critic's entry: --calculate-per-token-loss is --loss-agg-mode token-mean and contradicts",
+        ),
         ("clip_grad: -1", "the critic's entry: --clip-grad -1.0 must be at least 0"),
         (
             "lr_decay_style: linear, lr_warmup_iters: 9",

@@ -144,9 +144,9 @@ def test_top_p_cuts_the_log_probs_not_the_entropy_and_reports_what_is_kept():
         assert "train_rollout_logprob_abs_diff" not in metrics, "the engine's are of the whole distribution"
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_sft_is_minus_the_mean_log_prob_of_the_whole_distribution(top_p):
-    args, logits = make_args(loss_type="sft_loss", rollout_top_p=top_p), make_logits()
+@pytest.mark.parametrize("sampling", [{}, {"rollout_top_p": 0.5}, {"rollout_temperature": 0.5}])
+def test_sft_is_minus_the_mean_log_prob_of_the_models_own_distribution(sampling):
+    args, logits = make_args(loss_type="sft_loss", **sampling), make_logits()
     now = picked(logits).tolist()
     loss, num_tokens, metrics = run(args, make_batch(args), logits)
     assert metrics == {"loss": pytest.approx(-(now[0] + now[1]) / 2 - now[2], rel=1e-5)}

@@ -215,6 +215,10 @@ BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
             "--use-precision-aware-optimizer --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32",
             "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other",
         ),
+        (
+            "--weight-decay 0.2 --start-weight-decay 0.1 --end-weight-decay 0.1",
+            "--weight-decay 0.2 has no effect with --start-weight-decay 0.1 and --end-weight-decay 0.1",
+        ),
         ("--weight-decay-incr-style linear", "--start-weight-decay"),
         ("--start-weight-decay 0.01 --end-weight-decay 0.1", "need --weight-decay-incr-style"),
         ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0", "only raises it"),

@@ -11,6 +11,7 @@ import pytest
 from slime.ray import driver
 from slime.ray import run as run_module
 from slime.ray.run import RunPlan, TrainingRun
+from slime.utils.errors import UsageError
 from tests.unit.argument_mutations import base_lines, write_files
 
 
@@ -32,6 +33,8 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, **flags: object) -> tuple[RunPlan, 
         "start_rollout_id": None,
         "num_rollout": 9,
         "num_epoch": None,
+        "use_critic": False,
+        "num_critic_only_steps": 0,
         "eval_only": False,
         "debug_train_only": True,
         "debug_rollout_only": False,
@@ -65,6 +68,15 @@ def test_a_run_begins_where_its_checkpoint_ends_unless_told_otherwise(monkeypatc
 def test_a_run_ends_after_its_rollouts_or_its_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of(monkeypatch)[0].num_rollout == 9
     assert plan_of(monkeypatch, num_rollout=None, num_epoch=5)[0].num_rollout == 5 * 4
+
+
+def test_epochs_that_leave_the_actor_no_rollout_are_refused_once_they_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    epochs = {"num_rollout": None, "num_epoch": 5, "use_critic": True}
+    assert plan_of(monkeypatch, num_critic_only_steps=19, **epochs)[0].num_rollout == 20
+    with pytest.raises(UsageError, match="--num-critic-only-steps 20 leaves none of the 20 rollouts"):
+        plan_of(monkeypatch, num_critic_only_steps=20, **epochs)
 
 
 def test_a_dry_run_plans_and_trains_nothing(

@@ -256,6 +256,11 @@ def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Itera
             f"--start-weight-decay {first} and --end-weight-decay {last} need --weight-decay-incr-style linear or "
             "cosine."
         )
+    if "weight_decay" in explicit and args.weight_decay not in (first, last):
+        yield (
+            f"--weight-decay {args.weight_decay} has no effect with --start-weight-decay {first} and "
+            f"--end-weight-decay {last}; leave it out."
+        )
     if last < first:
         yield f"--end-weight-decay {last} is below --start-weight-decay {first}; Megatron only raises it."
     if "override_opt_param_scheduler" in explicit and args.use_checkpoint_opt_param_scheduler:

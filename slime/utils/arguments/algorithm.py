@@ -111,7 +111,7 @@ class AlgorithmFlags:
     )
     kl_horizon: int | None = flag(None, "samples over which it does", needs="kl_ctrl=adaptive", at_least=1)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", at_least=0)
-    calculate_per_token_loss: bool = flag(False, "mean over the tokens of a step instead of over its samples")
+    calculate_per_token_loss: bool = flag(False, "the same as --loss-agg-mode token-mean")
     loss_agg_mode: str = flag(
         "seq-mean-token-mean",
         "how the losses of tokens become one number",
@@ -136,7 +136,10 @@ class AlgorithmFlags:
         needs="advantage_estimator=ppo",
     )
     num_critic_only_steps: int = flag(
-        0, "first rollouts that train only the critic", at_least=0, needs="advantage_estimator=ppo"
+        0,
+        "first rollouts that train only the critic, fewer than the run has",
+        at_least=0,
+        needs="advantage_estimator=ppo",
     )
     normalize_advantages: bool = flag(False, "whiten the advantages over the trained tokens of all ranks")
     ppo_epochs: int = flag(1, "passes over one rollout", at_least=1)

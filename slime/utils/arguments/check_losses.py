@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from slime.utils.arguments.algorithm import KL_IN_REWARDS
 
@@ -38,10 +38,25 @@ def check_loss(args: argparse.Namespace) -> Iterable[str]:
         )
     if args.loss_agg_mode == "seq-mean-token-sum-norm" and args.rollout_max_response_len is None:
         yield "--loss-agg-mode seq-mean-token-sum-norm needs --rollout-max-response-len, which it divides by."
+    if args.calculate_per_token_loss != (args.loss_agg_mode == "token-mean"):
+        yield (
+            f"--calculate-per-token-loss is --loss-agg-mode token-mean and contradicts --loss-agg-mode "
+            f"{args.loss_agg_mode}; leave one of the two out."
+        )
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c} must be > 1."
     if args.use_stateless_adam and not (args.optimizer == "adam" and args.no_save_optim):
         yield "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam and --no-save-optim."
+
+
+def check_critic_only_steps(args: argparse.Namespace, num_rollout: int | None = None) -> Iterable[str]:
+    """After the rollouts that train only the critic there are others; `num_rollout` is the run's if args lack it."""
+    rollouts = args.num_rollout or num_rollout
+    if args.use_critic and rollouts and args.num_critic_only_steps >= rollouts:
+        yield (
+            f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of the {rollouts} rollouts of the run "
+            "to the actor, which would never be trained; lower it."
+        )
 
 
 def check_passes(args: argparse.Namespace) -> Iterable[str]:
@@ -184,6 +199,7 @@ def check_routing_replay(args: argparse.Namespace) -> Iterable[str]:
 CHECKS = (
     check_sampling,
     check_loss,
+    check_critic_only_steps,
     check_passes,
     check_advantages,
     check_mismatch,
@@ -193,6 +209,21 @@ CHECKS = (
     check_trained_parameters,
     check_routing_replay,
 )
+
+
+def without_effect(args: argparse.Namespace, explicit: Collection[str]) -> Iterable[str]:
+    """What a loss or an optimizer leaves without effect: one sentence for each, naming the given flags."""
+    of_moments = ("reset_optimizer_states", "adam_beta1", "adam_beta2", "exp_avg_dtype", "exp_avg_sq_dtype")
+    if args.use_stateless_adam and (names := [name for name in of_moments if name in explicit and vars(args)[name]]):
+        options = " ".join("--" + name.replace("_", "-") for name in names)
+        yield f"--use-stateless-adam keeps no moments, so these flags have no effect: {options}."
+    samples = (args.rollout_batch_size or 0) * args.n_samples_per_prompt
+    is_one_step = args.ppo_epochs == 1 and samples < 2 * args.global_batch_size
+    if args.use_opsm and is_one_step and not (args.use_rollout_logprobs or args.keep_old_actor):
+        yield (
+            "--use-opsm has no effect with one train step per rollout, whose old log-probs are of the weights that "
+            "are trained; give --use-rollout-logprobs, to compare with the engine's."
+        )
 
 
 # ---- what works later

@@ -7,7 +7,7 @@ check_* modules say why it is wrong. The numbers V1-V29 are those of the contrac
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 GPUS_OF_A_ROLLOUT_ONLY_NODE = 8
@@ -39,7 +39,7 @@ def derive_flags(
             start_rollout_id=args.start_rollout_id,
         ),
         **batches(args),
-        **losses(args),
+        **losses(args, explicit),
         **dump_templates(args.dump_details, rollout=args.save_debug_rollout_data, train=args.save_debug_train_data),
         "log_probs_max_tokens_per_gpu": first(args.log_probs_max_tokens_per_gpu, args.max_tokens_per_gpu),
         **checkpoint_contents(args.checkpoint_contents, no_save_optim=args.no_save_optim),
@@ -269,15 +269,25 @@ def longest_prompt(given: int | None, *, context: int | None) -> int | None:
 # ---- losses and data sets
 
 
-def losses(args: argparse.Namespace) -> dict[str, Any]:
+def losses(args: argparse.Namespace, explicit: Collection[str]) -> dict[str, Any]:
     """Parameters of losses that follow from others (V11, V23)."""
-    per_token = args.calculate_per_token_loss or args.loss_agg_mode == "token-mean"  # two names of one thing
     return {
         "eps_clip_high": first(args.eps_clip_high, args.eps_clip),
-        "calculate_per_token_loss": per_token,
-        "loss_agg_mode": "token-mean" if per_token else args.loss_agg_mode,
         "use_routing_replay": args.use_routing_replay or args.use_rollout_routing_replay,
+        **aggregation(
+            per_token=args.calculate_per_token_loss,
+            mode=args.loss_agg_mode,
+            are_both_given={"calculate_per_token_loss", "loss_agg_mode"} <= set(explicit),
+        ),
     }
+
+
+def aggregation(*, per_token: bool, mode: str, are_both_given: bool) -> dict[str, Any]:
+    """How tokens become one number; --calculate-per-token-loss is another name of --loss-agg-mode token-mean."""
+    if not are_both_given:
+        per_token = per_token or mode == "token-mean"
+        mode = "token-mean" if per_token else mode
+    return {"calculate_per_token_loss": per_token, "loss_agg_mode": mode}
 
 
 def raw_eval_datasets(eval_prompt_data: list[str] | None) -> list[dict[str, Any]]:

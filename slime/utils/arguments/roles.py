@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.custom_config import FileValues, read_known
-from slime.utils.arguments.derive import first, losses
+from slime.utils.arguments.derive import aggregation, first
 from slime.utils.arguments.file_values import FlagReader
 from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
 from slime.utils.errors import UsageError
@@ -177,20 +177,27 @@ def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> d
     actor = roles["actor"].known if "actor" in roles else {}
     critic = roles["critic"].known if "critic" in roles else {}
     own = {name: vars(args)[name] for name in actor if name not in SHARED + CHECKPOINTS} | critic
-    return {"actor": dict(actor), "critic": {**_with_derived(args, own), **CRITIC_FORCED}}
+    return {"actor": dict(actor), "critic": {**own, **_derived(args, own, critic), **CRITIC_FORCED}}
 
 
-def _with_derived(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
-    """A critic's values with those that derive from them, which are else the actor's."""
-    ends, aggregation = ("start_weight_decay", "end_weight_decay"), ("calculate_per_token_loss", "loss_agg_mode")
-    derived: dict[str, Any] = {}
+def _derived(args: argparse.Namespace, own: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from a critic's own values and would else be the actor's.
+
+    Args:
+        args: the parsed flags without any role's values.
+        own: the critic's values.
+        entry: those of them that its entry gives.
+    """
+    values, derived = {**vars(args), **own}, dict[str, Any]()
+    ends, pair = ("start_weight_decay", "end_weight_decay"), ("calculate_per_token_loss", "loss_agg_mode")
     if own.keys() & {"weight_decay", *ends}:
-        values = {**vars(args), **own}
         derived |= {name: first(values[name], values["weight_decay"]) for name in ends}
-    if own.keys() & set(aggregation):
-        of_losses = losses(argparse.Namespace(**{**vars(args), **own}))
-        derived |= {name: of_losses[name] for name in aggregation}
-    return {**own, **derived}
+    if own.keys() & set(pair):
+        # An entry's mode replaces the switch of the command line.
+        per_token = values[pair[0]] and (pair[0] in entry or pair[1] not in entry)
+        are_both_given = entry.keys() >= set(pair)
+        derived |= aggregation(per_token=per_token, mode=values[pair[1]], are_both_given=are_both_given)
+    return derived
 
 
 def critic_entry(args: Args, roles: Mapping[Role, FileValues]) -> tuple[Args, frozenset[str]] | None:

@@ -19,7 +19,9 @@ class RolloutFlags:
     model_name: str | None = flag(
         None, "weight-conversion family, or the path of your own as module:NAME (default: from the HF config)"
     )
-    rollout_temperature: float = flag(1.0, "sampling temperature; the trainer divides its logits by it too")
+    rollout_temperature: float = flag(
+        1.0, "sampling temperature; the trainer divides its logits by it too, except in sft_loss"
+    )
     rollout_top_p: float = flag(1.0, "top-p; the trainer's log-probs are then of the nucleus too")
     rollout_top_k: int = flag(-1, "top-k; only -1 together with the policy loss")
     rollout_max_response_len: int | None = flag(None, "most tokens of a response", at_least=1)

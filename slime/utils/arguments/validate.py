@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from slime.utils.arguments import (
     check_async,
@@ -73,7 +73,7 @@ def check_range(args: argparse.Namespace, explicit: set[str], fields: Fields) ->
             yield f"{option_name(field)} {value} must be at most {most}."
 
 
-def warnings(args: argparse.Namespace, explicit: Iterable[str], *, given_load: str | None) -> Iterable[str]:
+def warnings(args: argparse.Namespace, explicit: Collection[str], *, given_load: str | None) -> Iterable[str]:
     """What works but is seldom meant.
 
     Args:
@@ -81,6 +81,7 @@ def warnings(args: argparse.Namespace, explicit: Iterable[str], *, given_load: s
         given_load: --load before derivation.
     """
     yield from without_effect(args, explicit)
+    yield from check_losses.without_effect(args, explicit)
     yield from check_async.in_flight_warnings(args)
     if given_load not in (None, args.load, args.save):
         yield f"--load {given_load} has no checkpoint: training starts from {args.load}."

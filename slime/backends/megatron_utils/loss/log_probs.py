@@ -50,8 +50,9 @@ def get_token_columns(
     with_entropy_grad: bool = True,
 ) -> dict[str, torch.Tensor]:
     """As `get_log_probs_and_entropy`, by name; with --rollout-top-p also `num_kept`, the size of each nucleus."""
-    # A supervised loss is of tokens that nobody sampled.
-    top_p = 1.0 if args.loss_type == "sft_loss" else args.rollout_top_p
+    # A supervised loss is of tokens that nobody sampled: of the model's own distribution.
+    is_sampled = args.loss_type != "sft_loss"
+    top_p, temperature = (args.rollout_top_p, args.rollout_temperature) if is_sampled else (1.0, 1.0)
     names = ["log_probs", *["entropy"] * with_entropy, *["num_kept"] * (top_p != 1.0)]
 
     def of_rows(
@@ -65,7 +66,7 @@ def get_token_columns(
             with_entropy,
             args.log_probs_chunk_size,
             with_entropy_grad=with_entropy_grad,
-            temperature=args.rollout_temperature,
+            temperature=temperature,
             vocab_size=args.vocab_size,
             rows=rows,
             top_p=top_p,
