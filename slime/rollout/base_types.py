@@ -278,7 +278,8 @@ class TisFunction(Protocol):
 
     Called: for each micro-batch with --use-tis or --get-mismatch-metrics. Lists are per sample, of response length;
         masked tokens have log-probs of 0.
-    Returns: (the loss, loss masks for all losses, name -> per-token metric, averaged over all trained tokens).
+    Returns: (the loss, loss masks for all losses, name -> per-token metric, whose mean over a rollout's trained
+        tokens, then over rollouts, is logged; with --loss-agg-mode token-mean over all tokens).
     """
 
     def __call__(

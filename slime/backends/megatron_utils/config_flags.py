@@ -54,7 +54,7 @@ ON_BY_DEFAULT = {
 }
 # field -> default here, where it is not the dataclass's: as Megatron-LM's parser has it, or as our model needs it
 DEFAULTS: dict[str, Any] = {
-    "attention_dropout": 0.0,  # 0.1 in Megatron; old log-probs under another dropout mask would be another policy's
+    "attention_dropout": 0.0,  # old log-probs under another dropout mask would be another policy's
     "hidden_dropout": 0.0,
     "kv_lora_rank": 32,
     "min_lr": 0.0,
@@ -62,7 +62,13 @@ DEFAULTS: dict[str, Any] = {
     "optimizer_offload_fraction": 1.0,
     "q_lora_rank": None,
     "rotary_scaling_factor": 1.0,
-    "transformer_impl": "local",  # transformer_engine in Megatron; here it is used where it is asked for
+    "transformer_impl": "local",  # TransformerEngine is used where it is asked for
+}
+# field -> default of Megatron-LM's parser, and so of upstream, where it is another than here; --help names both
+UPSTREAM_DEFAULTS: dict[str, Any] = {
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "transformer_impl": "transformer_engine",
 }
 # field -> why it is no option of its own
 NO_OPTION = {
@@ -148,7 +154,10 @@ def _add_all_fields(parser: argparse.ArgumentParser) -> None:
                 options, names = flag_of_field(field, hints[field.name])
             except TypeError:
                 continue  # declared in parser_flags.py; a test compares
-            adder.add(*names, dest=field.name, help=docs.get(field.name, "").replace("%", "%%"), **options)
+            text = docs.get(field.name, "").replace("%", "%%")
+            if field.name in UPSTREAM_DEFAULTS:
+                text += f" (default: {options['default']}; upstream's: {UPSTREAM_DEFAULTS[field.name]})"
+            adder.add(*names, dest=field.name, help=text, **options)
 
 
 def flag_of_field(field: dataclasses.Field[Any], hint: Any) -> tuple[dict[str, Any], list[str]]:

@@ -123,7 +123,7 @@ MODEL: tuple[Row, ...] = (
     Row("--max-position-embeddings", "positions of the model (default: --seq-length)", int),
     Row(
         "--position-embedding-type",
-        "how positions enter the model",
+        "how positions enter the model (default: rope; upstream's: learned_absolute)",
         str,
         "rope",
         choices=("rope", "mrope", "learned_absolute", "relative", "none"),

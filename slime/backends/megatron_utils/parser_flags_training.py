@@ -59,7 +59,7 @@ OPTIMIZER: tuple[Row, ...] = (
     ),
     Row(
         "--lr-decay-style",
-        "after warm-up (Megatron-LM's own default is linear)",
+        "how the learning rate falls after warm-up (default: constant; upstream's: linear)",
         str,
         "constant",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),

@@ -107,7 +107,7 @@ class AlgorithmFlags:
         needs="kl_coef",
     )
     kl_target: float | None = flag(
-        None, "mean KL per trained token that --kl-ctrl adaptive steers to, > 0", needs="kl_ctrl=adaptive"
+        None, "the KL (rollout/kl) that --kl-ctrl adaptive steers to, > 0", needs="kl_ctrl=adaptive"
     )
     kl_horizon: int | None = flag(None, "samples over which it does", needs="kl_ctrl=adaptive", at_least=1)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", at_least=0)

@@ -23,7 +23,10 @@ class RolloutFlags:
         1.0, "sampling temperature; the trainer divides its logits by it too, except in sft_loss"
     )
     rollout_top_p: float = flag(1.0, "top-p; the trainer's log-probs are then of the nucleus too")
-    rollout_top_k: int = flag(-1, "top-k; only -1 together with the policy loss")
+    rollout_top_k: int = flag(
+        -1,
+        "top-k; only -1 with the policy loss, whose trainer could not replay another (upstream accepts it)",
+    )
     rollout_max_response_len: int | None = flag(None, "most tokens of a response", at_least=1)
     rollout_min_new_tokens: int = flag(
         0, "fewest tokens of a response: before, the end token is not sampled", at_least=0

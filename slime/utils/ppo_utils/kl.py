@@ -78,7 +78,7 @@ class KlController:
     """Samples over which an error of 1 would double the weight; the clip lets it grow by a fifth."""
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Take in the mean KL per trained token of a rollout of so many samples."""
+        """Take in the KL of a rollout of so many samples: the mean over samples of each one's mean over its tokens."""
         if self.target is None:
             return
         error = min(max(kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
