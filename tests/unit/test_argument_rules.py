@@ -122,6 +122,12 @@ def test_v5_only_a_megatron_checkpoint_under_load_is_resumed(check: Check) -> No
     assert loads(check("--load absent --save absent --ref-load out").args) == ("out", *fresh)
     assert loads(check("--start-rollout-id 2").args) == ("hf", True, True, True, 2)
     assert check("--ref-load out --ref-ckpt-step 4").args.ckpt_step == 4
+    both = check("--ref-load out --ref-ckpt-step 4 --ckpt-step 3").args
+    assert (both.ckpt_step, both.ref_ckpt_step) == (3, 4), "what training starts from, and the reference"
+    has(
+        check("--ckpt-step 3").warnings(), "--ckpt-step 3 has no effect: what is loaded, hf, is no Megatron checkpoint"
+    )
+    assert check("--load out --save out --ckpt-step 4").warnings() == []
 
 
 def test_a_run_goes_on_from_what_it_saved_or_begins_as_resume_says(check: Check) -> None:

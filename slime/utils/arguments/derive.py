@@ -34,7 +34,8 @@ def derive_flags(
         **checkpoint_source(
             load_kind=kind_of(args.load),
             ref_load=args.ref_load,
-            ref_ckpt_step=args.ref_ckpt_step,
+            # --ckpt-step is of what training starts from, also where that is --ref-load
+            ref_ckpt_step=first(args.ckpt_step, args.ref_ckpt_step),
             hf_checkpoint=args.hf_checkpoint,
             start_rollout_id=args.start_rollout_id,
         ),

@@ -26,6 +26,7 @@ from slime.utils.arguments.check_effect import Fields, check_needs, check_pointl
 from slime.utils.arguments.check_trainer import TRAINER_CHECKS
 from slime.utils.arguments.flags import option_name
 from slime.utils.arguments.problems import Problems
+from slime.utils.checkpoint_paths import classify_checkpoint
 
 Check = Callable[[argparse.Namespace], Iterable[str]]
 
@@ -85,6 +86,11 @@ def warnings(args: argparse.Namespace, explicit: Collection[str], *, given_load:
     yield from check_async.in_flight_warnings(args)
     if given_load not in (None, args.load, args.save):
         yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
+    if "ckpt_step" in explicit and classify_checkpoint(args.load) != "megatron":
+        yield (
+            f"--ckpt-step {args.ckpt_step} has no effect: what is loaded, {args.load}, is no Megatron checkpoint with "
+            "iterations."
+        )
     trains_policy = args.loss_type == "policy_loss" and not args.debug_train_only and not args.eval_only
     of_group = args.rewards_normalization and args.advantage_estimator not in (*WITHOUT_REWARD_BASELINE, "remax")
     if args.n_samples_per_prompt == 1 and of_group and trains_policy:
