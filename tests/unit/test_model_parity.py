@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -26,6 +28,16 @@ YARN_ROPE = {
     "original_max_position_embeddings": 32,
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
+}
+YARN_WITHOUT_MSCALE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 2.0,
+    "attention_factor": 0.1 * math.log(4.0) + 1,  # what follows from the factor
+    "truncate": True,
 }
 KIMI_ROPE = {
     "rope_type": "yarn",
@@ -78,6 +90,7 @@ def check_logits(args, ids, expected):
         ("llama", True, "", {"rope_parameters": LLAMA3_ROPE}),
         ("llama", False, "--tensor-model-parallel-size 2 --sequence-parallel", {"rope_theta": 500000.0}),
         ("llama", True, "", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+        ("llama", False, "", {"rope_parameters": LLAMA3_ROPE, "original_max_position_embeddings": 16}),
         ("glm4", False, "", {}),
         ("glm4", True, TP2, {"attention_bias": False, "partial_rotary_factor": 0.25}),
         ("mimo", False, TP2, {}),
@@ -110,6 +123,7 @@ def check_logits(args, ids, expected):
         ("kimi_k2", False, "--expert-model-parallel-size 2", {"rope_parameters": KIMI_ROPE}),
         ("deepseek_v3", False, "", {}),
         ("deepseek_v3", False, "", {"q_lora_rank": None, "n_group": 1, "rope_parameters": YARN_ROPE}),
+        ("deepseek_v3", False, "", {"rope_parameters": YARN_WITHOUT_MSCALE}),
         ("deepseek_v3", True, f"{TP2} --expert-tensor-parallel-size 1", {"num_experts_per_tok": 4, "topk_group": 2}),
     ],
 )

@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.hf_defaults import (
     WITH_SHARED_EXPERTS,
     WITHOUT_FP8,
 )
+from slime.backends.megatron_utils.hf_rope import missing_rope_features, rope_args, rope_numbers, rope_of
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import text_config
 from slime.utils.int4_format import quantization_config_of
@@ -42,12 +43,7 @@ _DELTA_NET_SIZES = (
     "linear_num_value_heads",
 )
 _WITH_SHARED_GATE = ("qwen2_moe", "qwen3_next", *QWEN3_5_MOE)
-_PARTLY_ROTATED = ("glm4", "glm4_moe", "minimax_m2", *DELTA_NET)
-_ROPE_THETA = {"minimax_m2": 5e6}
-"""What transformers takes where the config does not say, if it is not 10000."""
 _OTHER_NUMBERS = ("num_key_value_heads", "head_dim", "rotary_dim", "max_position_embeddings", "rms_norm_eps")
-_YARN_ROPE = ("factor", "original_max_position_embeddings")
-_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def moe_layer_pattern(moe_layer_freq: int | list[int], num_layers: int) -> list[int]:
@@ -102,7 +98,7 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if model_type == "minimax_m2":
         values["spec"] = ["slime_plugins.models.minimax_m2", "get_minimax_m2_spec"]
-    return values | _rope_args(hf) | _latent_args(hf) | _variant_args(hf) | _moe_args(hf)
+    return values | rope_args(hf) | _latent_args(hf) | _variant_args(hf) | _moe_args(hf)
 
 
 def _has_qkv_bias(hf: Mapping[str, Any]) -> bool:
@@ -141,15 +137,12 @@ def _number_problems(hf: Mapping[str, Any]) -> list[str]:
     ]
     if not all(isinstance(hf.get(name) or {}, Mapping) for name in ("rope_scaling", "rope_parameters")):
         return [*problems, "the HF config has rope_parameters or rope_scaling that are no mapping."]
-    others = {name: hf.get(name) for name in _OTHER_NUMBERS} | _rope_of(hf)
     problems += [
         f"the HF config says {name} = {value!r}, which is no number above 0."
-        for name, value in others.items()
-        if name in (*_OTHER_NUMBERS, "rope_theta", "partial_rotary_factor", *_LLAMA3_ROPE)
-        and value is not None
-        and not (isinstance(value, int | float) and value > 0)
+        for name in _OTHER_NUMBERS
+        if (value := hf.get(name)) is not None and not (isinstance(value, int | float) and value > 0)
     ]
-    return problems
+    return problems + rope_numbers(hf)
 
 
 def _num_experts(hf: Mapping[str, Any]) -> Any:
@@ -158,44 +151,11 @@ def _num_experts(hf: Mapping[str, Any]) -> Any:
     return hf.get("num_local_experts", hf[name])
 
 
-def _rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, as transformers >= 5 writes them (`rope_parameters`) or as older versions did."""
-    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
-    some, head = hf.get("rotary_dim"), hf.get("head_dim")
-    rotated = some / head if isinstance(some, int) and isinstance(head, int) and head > 0 else 1.0
-    theta = _ROPE_THETA.get(hf["model_type"], 10000.0)
-    for name, default in (("rope_theta", theta), ("partial_rotary_factor", rotated)):
-        if rope.get(name) is None:
-            rope[name] = default if hf.get(name) is None else hf[name]
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    return rope
-
-
-def _rope_args(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rope = _rope_of(hf)
-    base = float(rope["rope_theta"])
-    values: dict[str, Any] = {
-        "rotary_base": int(base) if base.is_integer() else base,
-        "rotary_percent": float(rope["partial_rotary_factor"]),
-        # GLM rotates channels 2i and 2i + 1 together; the others rotate i and i + half.
-        "rotary_interleaved": hf["model_type"] == "glm4",
-        "use_rope_scaling": rope["rope_type"] == "llama3",
-        "rotary_seq_len_interpolation_factor": int(rope["factor"]) if rope["rope_type"] == "linear" else None,
-    }
-    if values["use_rope_scaling"]:
-        values["rope_scaling_factor"] = float(rope["factor"])
-        values["rope_scaling_low_freq_factor"] = float(rope["low_freq_factor"])
-        values["rope_scaling_high_freq_factor"] = float(rope["high_freq_factor"])
-        values["rope_scaling_original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
-    return values
-
-
 def _latent_args(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Attention over a compressed key and value (arXiv:2405.04434)."""
     if hf["model_type"] not in LATENT:
         return {}
-    rope = _rope_of(hf)
-    values = {
+    return {
         "multi_latent_attention": True,
         "num_query_groups": hf["num_attention_heads"],
         "kv_channels": hf["v_head_dim"],
@@ -204,18 +164,7 @@ def _latent_args(hf: Mapping[str, Any]) -> dict[str, Any]:
         "qk_head_dim": hf["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
         "v_head_dim": hf["v_head_dim"],
-        "rope_type": "yarn" if rope["rope_type"] == "yarn" else "rope",
     }
-    if values["rope_type"] == "yarn":
-        values |= {
-            "rotary_scaling_factor": float(rope["factor"]),
-            "original_max_position_embeddings": rope["original_max_position_embeddings"],
-            "beta_fast": float(rope.get("beta_fast") or 32),
-            "beta_slow": float(rope.get("beta_slow") or 1),
-            "mscale": float(rope.get("mscale") or 1),
-            "mscale_all_dim": float(rope.get("mscale_all_dim") or 0),
-        }
-    return values
 
 
 def _variant_args(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,24 +279,22 @@ def _num_dense_layers(hf: Mapping[str, Any]) -> int:
 
 def _underivable_features(hf: Mapping[str, Any]) -> list[str]:
     """One sentence for each feature that no Megatron flag expresses."""
-    rope, model_type = _rope_of(hf), hf["model_type"]
-    partial, kind = rope["partial_rotary_factor"], rope["rope_type"]
-    needed = {"llama3": _LLAMA3_ROPE, "yarn": _YARN_ROPE, "linear": ("factor",)}.get(kind, ())
-    missing = [name for name in needed if rope.get(name) is None]
-    known = ("default", "yarn") if model_type in LATENT else ("default", "llama3", "linear")
-    factor = rope.get("factor") if kind == "linear" else None
+    model_type = hf["model_type"]
     found = {
-        f"rotary embedding of type {kind!r}": kind not in known,
-        f"rotary embedding of type {kind!r} without {', '.join(missing)}": bool(missing),
-        f"rotary embedding of type 'linear' with the factor {factor}": factor is not None and int(factor) != factor,
-        f"partial_rotary_factor {partial}": partial != 1.0 and model_type not in _PARTLY_ROTATED,
+        **dict.fromkeys(missing_rope_features(hf), True),
         f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
         # Where transformers reads it, but for GLM, the output projection has a bias, too. MiMo says what Qwen2 is.
         "attention_bias": bool(hf.get("attention_bias")) and model_type not in ("glm4", "glm4_moe", "mimo"),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "use_sliding_window": bool(hf.get("use_sliding_window")),
+        # transformers does not read it, engines do
+        "dual_chunk_attention_config": bool(hf.get("dual_chunk_attention_config")),
+        # The weight of the chosen expert, divided by itself: always 1, and the router is never trained.
+        "num_experts_per_tok 1 with norm_topk_prob": hf.get("num_experts_per_tok") == 1
+        and (model_type == "minimax_m2" or bool(hf.get("norm_topk_prob"))),
     }
     if model_type == "minimax_m2":
+        partial = rope_of(hf)["partial_rotary_factor"]
         head = hf["head_dim"] or hf["hidden_size"] // hf["num_attention_heads"]
         whole = hf.get("rotary_dim") is None or hf["rotary_dim"] == partial * head
         found |= {
