@@ -187,6 +187,11 @@ BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
             "the model has none; choose from core_attn, layernorm",
         ),
         ("--recompute-modules mlp", "without --recompute-granularity selective"),
+        (
+            "--recompute-activations --recompute-modules layernorm",
+            "add --transformer-impl transformer_engine, or leave",
+        ),
+        (f"{FULL[:-1]}9", "--recompute-num-layers 9 with --recompute-method uniform does not divide the 2 layers"),
         ("--moe-grouped-gemm", "without --num-experts"),
         ("--moe-router-enable-expert-bias", "--moe-router-enable-expert-bias has no effect without --num-experts"),
         ("--moe-router-num-groups 3 --moe-router-group-topk 1", "have no effect without --num-experts; leave it out"),
@@ -197,6 +202,11 @@ BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
         ("--cpu-offloading --cpu-offloading-num-layers 2", "at most 1: the last of a stage's 2 layers goes backward"),
         ("--cpu-offloading-num-layers 1", "has no effect without --cpu-offloading"),
         (f"{BY_LAYER} --recompute-activations", "--cpu-offloading and --recompute-granularity selective exclude"),
+        (f"{BY_LAYER} --overlap-grad-reduce", "--cpu-offloading with --overlap-grad-reduce needs --no-gradient-accum"),
+        (
+            f"{BY_MODULE} qkv_linear --overlap-grad-reduce",
+            "with --overlap-grad-reduce needs --no-gradient-accumulation",
+        ),
         (f"{BY_LAYER} {BY_MODULE} core_attn", "exclude each other; give one"),
         (f"{BY_LAYER} --min-offloaded-tensor-size 0", "--min-offloaded-tensor-size 0 must be at least 1"),
         ("--min-offloaded-tensor-size 8", "has no effect without --cpu-offloading or"),
@@ -227,6 +237,8 @@ BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
         ("--ddp-bucket-size 8", "--ddp-bucket-size has no effect without --overlap-grad-reduce"),
         ("--ddp-num-buckets 8", "--ddp-num-buckets has no effect without --overlap-grad-reduce"),
         ("--ddp-num-buckets 8 --ddp-bucket-size 8 --overlap-grad-reduce", "exclude each other; give one"),
+        ("--ddp-average-in-collective --calculate-per-token-loss", "leave --ddp-average-in-collective out"),
+        ("--ddp-average-in-collective --ddp-reduce-scatter-with-fp32-accumulation", "which sums; leave one out"),
         ("--hysteresis 3", "no effect but with --fp16"),
         ("--decoupled-min-lr 0.1", "without --decoupled-lr"),
         ("--rope-scaling-factor 4", "without --use-rope-scaling"),
@@ -244,6 +256,19 @@ def test_flags_that_contradict_each_other_are_wrong(flags, named):
     problems = problems_of(flags)
     assert len(problems.all()) == 1, problems
     assert named in problems.wrong[0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{BY_LAYER} --overlap-grad-reduce --no-gradient-accumulation-fusion",
+        f"{BY_MODULE} attn_norm core_attn mlp_norm --overlap-grad-reduce",  # nothing of these has a fused gradient
+        f"{FULL[:-1]}2",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 9",
+    ],
+)
+def test_what_goes_together_is_taken(flags):
+    assert problems_of(flags).all() == []
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,11 @@ from slime.backends.megatron_utils.hf_config_check import config_differences, co
 from slime.backends.megatron_utils.kernel_checks import kernel_problems
 from slime.backends.megatron_utils.layout_checks import layout_problems
 from slime.backends.megatron_utils.moe_checks import check_moe
-from slime.backends.megatron_utils.offload_checks import check_offloaded_layers, check_offloading
+from slime.backends.megatron_utils.offload_checks import (
+    check_offloaded_layers,
+    check_offloading,
+    check_recomputed_layers,
+)
 from slime.backends.megatron_utils.parser_flags import add_parser_flags
 from slime.utils.arguments.problems import Problems
 from slime.utils.checkpoint_metadata import check_names
@@ -167,6 +171,7 @@ def _described_model(
     problems.wrong += layout_problems(args, hf_config, explicit) or [
         *check_indexer_stages(args, hf_config),
         *check_offloaded_layers(args),
+        *check_recomputed_layers(args),
     ]
     problems.unsupported += value_checks.check_built_models(args)
     if hf_config is not None:

@@ -1,4 +1,4 @@
-"""What contradicts what among the flags that keep activations or optimizer state in host memory.
+"""What contradicts what among the flags that keep activations or optimizer state in host memory, or recompute layers.
 
 It reads flags and returns sentences; it offloads nothing.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterator
 
+from slime.backends.megatron_utils.layout import nearest_divisor
 from slime.utils.pipeline_layout import stages_of_text
 from slime.utils.plan.layout import ParallelLayout
 
@@ -38,6 +39,13 @@ def _check_activations(args: argparse.Namespace) -> Iterator[str]:
         yield f"--min-offloaded-tensor-size {args.min_offloaded_tensor_size} must be at least 1."
     if by_module:
         yield from _check_modules(args.offload_modules)
+    has_weights = by_layer or (by_module and set(args.offload_modules) & {"qkv_linear", "attn_proj"})
+    if has_weights and args.overlap_grad_reduce and args.gradient_accumulation_fusion:
+        # autograd's hooks hand a weight back as another object, which does not say that its gradient is added already
+        yield (
+            f"{name} with --overlap-grad-reduce needs --no-gradient-accumulation-fusion: Megatron would not see when "
+            "gradients of offloaded layers are there; add it, or leave --overlap-grad-reduce out."
+        )
 
 
 def check_offloaded_layers(args: argparse.Namespace) -> Iterator[str]:
@@ -45,10 +53,7 @@ def check_offloaded_layers(args: argparse.Namespace) -> Iterator[str]:
     if not (args.cpu_offloading or args.fine_grained_activation_offloading):
         return
     layout = ParallelLayout.of(args, args.num_layers)
-    if text := args.pipeline_model_parallel_layout:
-        most = max(stage.count("t") for stage in stages_of_text(text)) - 1
-    else:
-        most = max(-(len(layers) // -layout.vpp) for layers in layout.stage_layers) - 1
+    most = max(layers_of_chunks(args)) - 1
     name = "--cpu-offloading" if args.cpu_offloading else "--fine-grained-activation-offloading"
     if most < 1:
         yield (
@@ -59,6 +64,29 @@ def check_offloaded_layers(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers} with --cpu-offloading must be at most "
             f"{most}: the last of a stage's {most + 1} layers goes backward at once."
+        )
+
+
+def layers_of_chunks(args: argparse.Namespace) -> list[int]:
+    """The different numbers of layers of virtual pipeline stages; the layout works."""
+    if text := args.pipeline_model_parallel_layout:
+        return sorted({stage.count("t") for stage in stages_of_text(text)})
+    layout = ParallelLayout.of(args, args.num_layers)
+    # where the embedding or the loss counts as a layer, one virtual stage has a layer less than the others
+    return sorted(
+        {(len(layers) + extra) // layout.vpp for layers in layout.stage_layers for extra in (0, layout.vpp - 1)}
+    )
+
+
+def check_recomputed_layers(args: argparse.Namespace) -> Iterator[str]:
+    """Layers that are recomputed together divide those of every stage: Megatron counts on behind the last one."""
+    if args.recompute_granularity != "full" or args.recompute_method != "uniform" or not args.recompute_num_layers:
+        return
+    together, numbers = args.recompute_num_layers, layers_of_chunks(args)
+    if bad := [number for number in numbers if number % together]:
+        yield (
+            f"--recompute-num-layers {together} with --recompute-method uniform does not divide the {bad[-1]} layers "
+            f"of a pipeline stage; the nearest that works is {nearest_divisor(together, numbers)}."
         )
 
 

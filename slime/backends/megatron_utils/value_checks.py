@@ -205,9 +205,19 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def check_buckets(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
-    """The size of gradient buckets is given once."""
+    """The size of gradient buckets is given once, and gradients can be averaged while they are reduced."""
     if {"ddp_num_buckets", "bucket_size"} <= set(explicit):
         yield "--ddp-num-buckets and --ddp-bucket-size exclude each other; give one."
+    if args.average_in_collective and args.calculate_per_token_loss:
+        yield (
+            "--ddp-average-in-collective does not go with --calculate-per-token-loss (--loss-agg-mode token-mean): "
+            "gradients are summed over ranks and divided by the tokens of all; leave --ddp-average-in-collective out."
+        )
+    if args.average_in_collective and args.reduce_scatter_with_fp32_accumulation:
+        yield (
+            "--ddp-average-in-collective does not go with --ddp-reduce-scatter-with-fp32-accumulation, which sums; "
+            "leave one out."
+        )
 
 
 def check_precision(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
@@ -296,7 +306,12 @@ def check_recomputed_modules(args: argparse.Namespace) -> Iterator[str]:
     possible = [name for name in RECOMPUTED if has.get(name, True)]
     if lacking := [name for name in args.recompute_modules if name in RECOMPUTED and name not in possible]:
         yield f"--recompute-modules {' '.join(lacking)}: the model has none; choose from {', '.join(possible)}."
-    elif "moe_act" in args.recompute_modules and not args.moe_grouped_gemm:
+    if "layernorm" in args.recompute_modules and args.transformer_impl != "transformer_engine":
+        yield (
+            "--recompute-modules layernorm: Megatron recomputes norms with functions of TransformerEngine; add "
+            "--transformer-impl transformer_engine, or leave layernorm out."
+        )
+    if "moe_act" in args.recompute_modules and has_experts and not args.moe_grouped_gemm:
         yield "--recompute-modules moe_act recomputes the activations of grouped experts; add --moe-grouped-gemm."
 
 

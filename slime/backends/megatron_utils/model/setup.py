@@ -57,7 +57,8 @@ def setup_model_and_optimizer(args: Any) -> TrainState:
     bare = [build_model(args, stage) for stage in stages]
     freeze_parameters(bare, only=args.only_train_params_name_list, frozen=args.freeze_params_name_list)
     compute_in_fp8(bare, Fp8Choice.of(args))
-    model = [wrap_model(args, module, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
+    ddp_config = gradient_buckets(args, bare[0])
+    model = [wrap_model(module, ddp_config, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
     optimizer = _make_optimizer(args, model)
     if args.use_stateless_adam:
         keep_no_moments(optimizer)
@@ -108,17 +109,28 @@ def build_model(args: Any, vp_stage: int | None = None) -> torch.nn.Module:
     return model
 
 
-def wrap_model(args: Any, model: torch.nn.Module, *, is_first: bool = True) -> DistributedDataParallel:
-    """Megatron's data-parallel wrapper, which also holds parameters and gradients in contiguous buffers.
+def gradient_buckets(args: Any, first: torch.nn.Module) -> DistributedDataParallelConfig:
+    """Megatron's config of the data-parallel wrapper, one for all chunks of a rank: its optimizer insists on that.
 
-    Chunks behind the first reduce their gradients in one piece: other chunks compute meanwhile.
+    Args:
+        args: the flags.
+        first: the chunk whose gradients --ddp-num-buckets divides; those behind it have one bucket.
     """
     fields = config_kwargs(DistributedDataParallelConfig, args)
     if args.ddp_num_buckets is not None:
         # Megatron closes a bucket when it is full, with whole parameters: there may be fewer.
-        fields["bucket_size"] = -(-sum(p.numel() for p in model.parameters()) // args.ddp_num_buckets)
-    ddp_config = DistributedDataParallelConfig(**fields)
-    return DistributedDataParallel(get_model_config(model), ddp_config, model, disable_bucketing=not is_first)
+        fields["bucket_size"] = -(-sum(p.numel() for p in first.parameters()) // args.ddp_num_buckets)
+    return DistributedDataParallelConfig(**fields)
+
+
+def wrap_model(
+    model: torch.nn.Module, config: DistributedDataParallelConfig, *, is_first: bool = True
+) -> DistributedDataParallel:
+    """Megatron's data-parallel wrapper, which also holds parameters and gradients in contiguous buffers.
+
+    Chunks behind the first reduce their gradients in one piece: other chunks compute meanwhile.
+    """
+    return DistributedDataParallel(get_model_config(model), config, model, disable_bucketing=not is_first)
 
 
 def connect(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
