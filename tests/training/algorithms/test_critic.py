@@ -22,6 +22,8 @@ from tests.unit.megatron_fakes import make_hf_model, run_world
 
 FAR = 1e9
 """Of masked tokens, which must not show anywhere."""
+UNPADDED = {"data_pad_size_multiplier": 1}
+"""Rows that are trained lie on every rank: those of padding would fill the second one of sequence parallelism."""
 
 
 @pytest.fixture(autouse=True)
@@ -183,9 +185,6 @@ def test_a_value_that_moves_further_than_the_clip_is_not_followed():
     assert gradient.any() and metrics["value_clipfrac"] == 0
 
 
-FAR = 1e9
-
-
 def ragged(values: list[float]) -> list[list[float]]:
     return [row.tolist() for row in torch.tensor(values, dtype=torch.float64).split(LENGTHS)]
 
@@ -275,9 +274,25 @@ def test_the_first_rollouts_train_only_the_critic(hf_path: Path, tmp_path: Path)
     assert not same and [m["train/step"] for m in records if "train/pg_loss" in m] == [1]
 
 
-def test_two_ranks_do_what_one_does(hf_path: Path, tmp_path: Path):
-    one, _ = turns(ppo_args(hf_path), tmp_path / "one")
-    two, _ = turns(ppo_args(hf_path, dp_size=2), tmp_path / "two")
+@pytest.fixture(scope="module")
+def of_one_rank(hf_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    return turns(ppo_args(hf_path, **UNPADDED), tmp_path_factory.mktemp("one") / "one")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dp"),
+    [
+        ("", 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 1),
+        ("--context-parallel-size 2", 1),
+        ("--pipeline-model-parallel-size 2", 1),
+    ],
+)
+def test_two_ranks_do_what_one_does(
+    hf_path: Path, tmp_path: Path, of_one_rank: list[dict[str, float]], flags: str, dp: int
+):
+    """Gradient norms show a gradient that is summed too often or too seldom; Adam's updates would not."""
+    one, (two, _) = of_one_rank, turns(ppo_args(hf_path, flags, dp_size=dp, **UNPADDED), tmp_path / "two")
     for name in ("rollout/values", "rollout/returns", "train/critic-value_loss", "train/critic-grad_norm"):
         assert column(one, name) == pytest.approx(column(two, name), rel=1e-4), name
     assert column(one, "rollout/values")[0] == 0 != column(one, "rollout/values")[1]

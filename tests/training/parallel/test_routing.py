@@ -115,6 +115,11 @@ def save_metrics(actor: Any, records: list[Any], path: Any) -> None:
     torch.save((steps, hf_tensors(actor.args, actor.state.model)), path)
 
 
+def save_first_steps(actor: Any, records: list[Any], path: Any) -> None:
+    if torch.distributed.get_rank() == 0:
+        torch.save([record for record, axis in records if axis == "train/step"], path)
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_load_balancing_loss_adds_its_gradient_to_the_routers_and_is_reported(hf, tmp_path, per_token):
     """At these sizes the policy's gradient of the routers is small: a large coefficient must dominate them."""
@@ -137,7 +142,7 @@ def test_the_load_balancing_loss_adds_its_gradient_to_the_routers_and_is_reporte
 
 def test_the_weight_of_the_balancing_loss_does_not_depend_on_how_losses_are_averaged(hf, tmp_path):
     """One micro-batch, a policy loss of zero: the gradient is the balancing loss's alone, per token or per sample."""
-    norms = []
+    steps = []
     for per_token in (False, True):
         data = make_train_data()
         data["rewards"] = [0.0] * NUM_SAMPLES
@@ -145,9 +150,21 @@ def test_the_weight_of_the_balancing_loss_does_not_depend_on_how_losses_are_aver
         args = trainer_args(hf, calculate_per_token_loss=per_token, clip_grad=0.0, **balanced)
         with mock.patch("tests.integration.trainer_world.make_train_data", lambda data=data: data):
             train(args, save_metrics, tmp_path / "out")
-        norms.append(torch.load(tmp_path / "out")[0][0]["train/grad_norm"])
-    assert norms[0] > 0.01
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+        steps.append(torch.load(tmp_path / "out")[0][0])
+    assert steps[0]["train/grad_norm"] > 0.01
+    for name in ("train/grad_norm", "train/load_balancing_loss", "train/z_loss"):
+        assert steps[1][name] == pytest.approx(steps[0][name], rel=1e-4), name
+
+
+def test_the_balancing_losses_of_two_ranks_are_means_and_no_sums(hf, tmp_path):
+    found = []
+    for dp_size in (1, 2):
+        args = trainer_args(hf, dp_size=dp_size, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1)
+        train(args, save_first_steps, tmp_path / "out", dp_size=dp_size)
+        found.append(torch.load(tmp_path / "out")[0])
+    for name in ("train/load_balancing_loss", "train/z_loss"):
+        # half of the samples are balanced a little differently from all of them
+        assert found[1][name] == pytest.approx(found[0][name], rel=0.2), name
 
 
 def test_biases_move_against_the_load_of_the_tokens_and_go_to_the_engine(tmp_path):
