@@ -21,7 +21,7 @@ class Record(Message):
     """POST /buffer/write: one finished response.
 
     Attributes:
-        instance_id: the prompt; the records of one make a group.
+        instance_id: the prompt's, as it was sent; the records of one make a group.
         uid: the response; a second record with the same one is dropped (a request that was repeated).
         messages: the conversation. The client tokenises it; its log-probs are unknown then.
         sample: instead of it, what `Sample.to_dict` has of the response: tokens, log-probs, mask.
@@ -59,7 +59,7 @@ class Prompt(Message):
     """One prompt that the client wants completed.
 
     Attributes:
-        instance_id: to be given back in the records.
+        instance_id: to be given back in the records; it says in which round the prompt was sent.
         prompt: as in the data: a text or a list of messages.
         input_ids: a text's tokens.
         label, metadata: of the sample.

@@ -4,8 +4,10 @@
     --rollout-buffer-url http://host:8889 --rollout-task-type arithmetic
 
 The data source's prompts travel to the generator with the request, and those that come back without a complete group
-return to the data source: none is lost. A generator that reads prompts itself (--prompt-data names the file in the
-request) is understood as well: its groups take the numbers of the prompts that were drawn.
+return to the data source: none is lost. Each request is a round with an id of its own, which is part of every
+instance_id: groups of an earlier round, and those of prompts that were not sent, are refused and counted. A generator
+that reads prompts itself (--prompt-data names the file in the request) is sent none with
+--disable-rollout-global-dataset: then any group is taken, and gets the number of a prompt and nothing else of it.
 
 Waits: for groups of the server, asked for every half second, until the batch is full, or a share of it
 (--min-batch-collection-ratio) with nothing new, or --fetch-trajectory-retry-times empty answers in a row, or nothing
@@ -71,7 +73,7 @@ class BufferClient(metaclass=SingletonMeta):
 
     def __init__(self, args: Namespace) -> None:
         self.url = args.rollout_buffer_url.rstrip("/")
-        self._is_fresh = self._goes_on = False
+        self._is_fresh = self._goes_on = self._has_refused = False
 
     async def begin(self) -> None:
         """Before the first rollout: end and forget what an earlier run left on the server."""
@@ -83,6 +85,17 @@ class BufferClient(metaclass=SingletonMeta):
         """Start a generator; False when one runs already."""
         return bool((await post(f"{self.url}/start_rollout", data))["started"])
 
+    def note_refused(self, instance_id: str, name: str) -> None:
+        """Say once that groups are refused; each rollout counts them."""
+        if self._has_refused:
+            return
+        self._has_refused = True
+        logger.warning(
+            "a group of %s is refused, and so are others like it: its instance_id %r is of no prompt that this round "
+            "asked for (metric rollout_buffer/refused_groups)",
+            *(name, instance_id),
+        )
+
     async def fetch(self, max_groups: int) -> dict[str, Any]:
         """Take complete groups; a repeated request gets the same ones."""
         return await post(f"{self.url}/get_rollout_data", {"max_groups": max_groups, "request_id": uuid.uuid4().hex})
@@ -93,14 +106,22 @@ class BufferClient(metaclass=SingletonMeta):
         Raises:
             WaitTimeout: it did not within a minute.
         """
+        if (await post(f"{self.url}/stop_rollout", {"clear": False}, max_retries=3))["running"]:
+            await self.wait_until_idle(STOP_S)
+        if clear:
+            await post(f"{self.url}/stop_rollout", {"clear": True}, max_retries=3)
+
+    async def wait_until_idle(self, deadline_s: float) -> None:
+        """Wait until the generator that runs has ended.
+
+        Raises:
+            WaitTimeout: it has not.
+        """
 
         async def is_idle() -> bool:
             return not (await get(f"{self.url}/status", max_retries=3))["running"]
 
-        if (await post(f"{self.url}/stop_rollout", {"clear": False}, max_retries=3))["running"]:
-            await wait_async(f"the generator of {self.url} to stop", STOP_S, is_idle, interval_s=0.1)
-        if clear:
-            await post(f"{self.url}/stop_rollout", {"clear": True}, max_retries=3)
+        await wait_async(f"the generator of {self.url} to stop", deadline_s, is_idle, interval_s=0.1)
 
     async def pause(self) -> None:
         """`stop` between two rollouts; a generator that goes on all the same is left running from then on."""
@@ -126,7 +147,9 @@ class _Rollout:
         self.client, self.state = BufferClient(args), GenerateState(args)
         self.collector = Collector(args, rollout_id)
         self._infos: dict[str, tuple[float, int]] = {}
+        self._num_refused, self._refused_id = 0, ""
         self.drawn: dict[str, Group] = {}
+        self._sends_prompts = True
 
     async def run(self) -> RolloutFnTrainOutput:
         set_current_rollout_id(self.rollout_id)
@@ -138,7 +161,7 @@ class _Rollout:
                 if self._num_accepted() + len(self.collector.dropped) == before:
                     raise RuntimeError(
                         f"{self.name} at {self.client.url} ended without a single complete group of "
-                        f"{self.args.n_samples_per_prompt} records; see the log of the server"
+                        f"{self.args.n_samples_per_prompt} records{self._refusals()}; see the log of the server"
                     )
             self._keep_whole_steps()
         finally:
@@ -149,15 +172,16 @@ class _Rollout:
 
     async def _round(self) -> None:
         """Have as many prompts generated as groups are missing, and collect what comes of them."""
-        missing = self.args.rollout_batch_size - self._num_accepted()
-        for group in self.source.get_samples(missing):
-            if all(sample.status in _FINISHED for sample in group):
-                self._offer(group)  # more than the rollout before it could use
-            else:
-                self.drawn[str(group[0].group_index)] = [fresh_copy(sample) for sample in group]
+        groups = self.source.get_samples(self._num_missing())
+        finished = [group for group in groups if _is_finished(group)]  # more than the rollout before it could use
+        begun = [[fresh_copy(sample) for sample in group] for group in groups if not _is_finished(group)]
+        self.drawn = _by_instance_id([*self.drawn.values(), *begun])
+        self._sends_prompts = any(_has_prompt(group[0]) for group in self.drawn.values())
+        for group in finished:
+            self._offer(group)
         if not self.drawn:
             return
-        await self.client.start(self._start_data())
+        await self._start()
         try:
             await self._collect()
         except BaseException:
@@ -165,42 +189,58 @@ class _Rollout:
                 await self.client.pause()
             raise
         await self.client.pause()
+        if self.drawn and self._num_missing():
+            await self._fetch()  # what was finished while the generator stopped
 
     async def _collect(self) -> None:
         num_empty, news = 0, time.monotonic()
         allowed, deadline_s = self.args.fetch_trajectory_retry_times, self.args.sglang_router_request_timeout_secs
-        while self.drawn and self._num_accepted() < self.args.rollout_batch_size:
-            answer = await self.client.fetch(self.args.rollout_batch_size - self._num_accepted())
-            await self._take(answer["data"])
-            if answer["data"]["data"]:
+        while self.drawn and self._num_missing():
+            answer, num_taken = await self._fetch()
+            if num_taken:
                 num_empty, news = 0, time.monotonic()
                 continue
-            status = answer["status"]
-            if status["error"]:
+            is_empty, status = not answer["data"]["data"], answer["status"]  # else every group was refused
+            if is_empty and status["error"]:
                 raise RuntimeError(f"the generator for task {status['task_type']} failed: {status['error']}")
-            if not status["running"] or self._is_enough(self._num_accepted()):
+            if is_empty and (not status["running"] or self._is_enough(self._num_accepted())):
                 return
-            num_empty += 1
+            num_empty += is_empty
             if 0 <= allowed < num_empty or time.monotonic() - news > deadline_s:
                 limit = f"{num_empty} empty answers (--fetch-trajectory-retry-times {allowed})"
                 raise WaitTimeout(
                     f"waited {time.monotonic() - news:.0f} s, {limit}, for a group of {self.client.url}; "
-                    f"{self._num_accepted()} of {self.args.rollout_batch_size} are there: {status}"
+                    f"{self._num_accepted()} of {self.args.rollout_batch_size} are there{self._refusals()}: {status}"
                 )
-            await asyncio.sleep(POLL_S)
+            if is_empty:
+                await asyncio.sleep(POLL_S)
 
-    async def _take(self, data: dict[str, Any]) -> None:
-        """Turn the records of complete groups into samples, and offer them."""
+    async def _start(self) -> None:
+        """Start the generator; one that still runs has the prompts of an earlier round and is waited for first."""
+        data = self._start_data()
+        while not await self.client.start(data) and data["prompts"]:
+            await self.client.wait_until_idle(self.args.sglang_router_request_timeout_secs)
+
+    async def _fetch(self) -> tuple[dict[str, Any], int]:
+        """(an answer of the server, how many groups of it were taken)."""
+        answer = await self.client.fetch(min(self._num_missing(), len(self.drawn)))
+        return answer, await self._take(answer["data"])
+
+    async def _take(self, data: dict[str, Any]) -> int:
+        """Turn the records of complete groups into samples, and offer them; returns how many groups were taken."""
         by_instance: dict[str, list[Record]] = {}
         for item in data["data"]:
             record = Record.model_validate(item)
             by_instance.setdefault(record.instance_id, []).append(record)
         self._note(data["meta_info"], len(by_instance))
+        num_taken = 0
         for instance_id, records in by_instance.items():
-            if not self.drawn:
-                return
-            # A generator that reads prompts itself names them otherwise: then any drawn group gives its numbers.
-            known = instance_id if instance_id in self.drawn else next(iter(self.drawn))
+            # A generator that was sent no prompts names its own: any drawn group gives its numbers, it has no more.
+            known = instance_id if self._sends_prompts else next(iter(self.drawn), None)
+            if known not in self.drawn:
+                self._refuse(instance_id)
+                continue
+            num_taken += 1
             group = self._group(self.drawn[known], records)
             group = await apply_rollout_sample_hooks(self.args, group, evaluation=False)
             if self.args.group_rm:
@@ -209,6 +249,20 @@ class _Rollout:
                 await score_each(self.args, group, evaluation=False)
             del self.drawn[known]
             self._offer(group)
+        return num_taken
+
+    def _refuse(self, instance_id: str) -> None:
+        self._num_refused, self._refused_id = self._num_refused + 1, self._refused_id or instance_id
+        self.client.note_refused(instance_id, self.name)
+
+    def _refusals(self) -> str:
+        """For an error: which groups were refused, and what may be done about it."""
+        if not self._num_refused:
+            return ""
+        return (
+            f" ({self._num_refused} groups were refused: instance_id {self._refused_id!r} is of no prompt that was "
+            "sent; a generator that reads prompts itself needs --disable-rollout-global-dataset)"
+        )
 
     def _note(self, info: dict[str, Any], num_groups: int) -> None:
         """Add up what the generator says of its groups; means are weighted by the number of groups."""
@@ -220,7 +274,8 @@ class _Rollout:
 
     def _metrics(self) -> dict[str, float]:
         infos = self._infos.items()
-        return {f"rollout_buffer/{k}": total / n if k.startswith("avg_") else total for k, (total, n) in infos}
+        metrics = {f"rollout_buffer/{k}": total / n if k.startswith("avg_") else total for k, (total, n) in infos}
+        return metrics | {"rollout_buffer/refused_groups": float(self._num_refused)}
 
     def _group(self, origins: Group, records: list[Record]) -> Group:
         if len(records) < len(origins):
@@ -260,6 +315,9 @@ class _Rollout:
     def _num_accepted(self) -> int:
         return len(self.collector.accepted)
 
+    def _num_missing(self) -> int:
+        return self.args.rollout_batch_size - self._num_accepted()
+
     def _is_enough(self, num_groups: int) -> bool:
         return num_groups >= least_groups(self.args)
 
@@ -291,6 +349,7 @@ class _Rollout:
                 "metadata": group[0].metadata,
             }
             for instance_id, group in self.drawn.items()
+            if self._sends_prompts
         ]
         return {
             "task_type": args.rollout_task_type,
@@ -306,6 +365,21 @@ class _Rollout:
             "remote_buffer_url": self.client.url,
             "request_timeout_s": float(args.sglang_router_request_timeout_secs),
         }
+
+
+def _by_instance_id(groups: list[Group]) -> dict[str, Group]:
+    """Each group under a name that no other round gives: its number, the round's id, its place in the round."""
+    round_id = uuid.uuid4().hex[:12]
+    return {f"{group[0].group_index}-{round_id}-{place}": group for place, group in enumerate(groups)}
+
+
+def _has_prompt(sample: Sample) -> bool:
+    """Whether a sample is more than its numbers, which is all that --disable-rollout-global-dataset gives."""
+    return sample != Sample(group_index=sample.group_index, index=sample.index)
+
+
+def _is_finished(group: Group) -> bool:
+    return all(sample.status in _FINISHED for sample in group)
 
 
 def least_groups(args: Namespace) -> int:

@@ -56,6 +56,11 @@ def test_a_coefficient_of_zero_asks_for_nothing(check: Check) -> None:
     assert check("--kl-loss-coef 0 --kl-coef 0.00 --entropy-coef 0").problems == Problems()
 
 
+def test_the_prompt_file_of_a_generator_that_reads_it_itself_has_an_effect(check: Check) -> None:
+    buffer = "--rollout-function-path slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout"
+    accept(check(f"--disable-rollout-global-dataset --rollout-buffer-url http://b {buffer}"))
+
+
 def test_what_a_flag_needs_exists(command_line: CommandLine) -> None:
     attributes = {action.dest for action in command_line.parser.options().values()}
     for field in (field for flags_class in FLAG_CLASSES for field in dataclasses.fields(flags_class)):

@@ -60,6 +60,38 @@ def run_rollout(data):
             body = {"instance_id": f"row-{number}", "messages": messages, "reward": 0.5, "extra_info": {"row": number}}
             requests.post(data["remote_buffer_url"] + "/buffer/write", json=body).raise_for_status()
 '''
+LATE = '''
+import requests
+
+TASK_TYPE = "late"
+late = []
+
+def run_rollout(data):
+    """Completes every other prompt; the rest comes late, while the next request is served."""
+    global late
+    prompts = data["prompts"]
+    for prompt in late + prompts[::2]:
+        for _ in range(data["num_repeat_per_sample"]):
+            sample = {"tokens": prompt["input_ids"] + [7], "response_length": 1, "rollout_log_probs": [-0.5]}
+            body = {"instance_id": prompt["instance_id"], "sample": sample, "reward": 1.0}
+            requests.post(data["remote_buffer_url"] + "/buffer/write", json=body).raise_for_status()
+    late = prompts[1::2]
+'''
+DEAF = '''
+import time
+import requests
+
+TASK_TYPE = "deaf"
+
+def run_rollout(data):
+    """Answers its first prompt, and goes on for a while although it is told to stop."""
+    prompt = data["prompts"][0]
+    for _ in range(data["num_repeat_per_sample"]):
+        sample = {"tokens": prompt["input_ids"] + [7], "response_length": 1, "rollout_log_probs": [-0.5]}
+        body = {"instance_id": prompt["instance_id"], "sample": sample, "reward": 1.0}
+        requests.post(data["remote_buffer_url"] + "/buffer/write", json=body).raise_for_status()
+    time.sleep(0.4)
+'''
 BROKEN = """
 TASK_TYPE = "broken"
 
@@ -109,6 +141,7 @@ def server(tmp_path_factory):
     """The address of a real server, with the generators of this file."""
     folder: Path = tmp_path_factory.mktemp("generators")
     files = {"letters": GENERATORS, "foreign": FOREIGN, "broken": BROKEN, "short": SHORT, "bad_sample": BAD_SAMPLE}
+    files |= {"late": LATE, "deaf": DEAF}
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     app = create_app(find_generators([folder]), RolloutBuffer())
@@ -174,6 +207,7 @@ def test_a_dynamic_filter_and_a_reward_of_slime_work_as_in_the_default_rollout(m
     args, source = make(
         "bcde",
         rollout_task_type="foreign",
+        rollout_global_dataset=False,
         custom_rm_path=f"{__file__}:never_called",
         dynamic_sampling_filter_path=f"{__file__}:keep_even_groups",
         rollout_batch_size=2,
@@ -194,14 +228,52 @@ async def never_called(args, sample, **kwargs):
 
 
 def test_a_generator_that_knows_nothing_of_slime_sends_conversations(make):
-    args, source = make("bc", rollout_task_type="foreign")
+    args, source = make("bc", rollout_task_type="foreign", rollout_global_dataset=False)
     output = generate_rollout(args, 0, source)
     sample = output.samples[0][1]
-    assert sample.metadata["row"] == 0 and sample.reward == 0.5
+    assert sample.metadata["row"] == 0 and sample.reward == 0.5 and sample.label is None
     assert (sample.group_index, sample.index) == (0, 1)
     trained = [token for token, kept in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True)]
     assert "aa" in LetterTokenizer().decode(trained) and sum(sample.loss_mask) > 0
     assert sample.rollout_log_probs is None
+
+
+def test_records_of_an_earlier_round_are_never_trained_under_another_prompts_label(make, caplog):
+    args, source = make("bcdefghi", rollout_batch_size=4, rollout_task_type="late", min_batch_collection_ratio=0.5)
+    trained, refused = [], 0.0
+    for rollout_id in range(6):
+        output = generate_rollout(args, rollout_id, source)
+        trained += [sample for group in output.samples for sample in group]
+        refused += output.metrics.get("rollout_buffer/refused_groups", 0)
+    # Half of 4 prompts x 2 responses are trained each time; the 2 other prompts of a round come in the next one.
+    assert len(trained) == 6 * 2 * 2
+    assert {sample.label: chr(sample.tokens[1]) for sample in trained} == {s.label: s.label for s in trained}
+    assert refused == 5 * 2
+    assert caplog.text.count("is refused") == 1, "logged once"
+    seen = {group[0].prompt for group in source.buffer} | {sample.prompt for sample in trained}
+    assert seen >= {f"p{letter}" for letter in "bcdefghi"}, "a prompt whose records came late is asked for again"
+
+
+def test_a_generator_that_does_not_stop_is_waited_for_before_it_gets_the_next_prompts(make, monkeypatch):
+    monkeypatch.setattr(example, "STOP_S", 0.05)
+    args, source = make("bc", rollout_batch_size=1, rollout_task_type="deaf", global_batch_size=2)
+    assert [prompts(generate_rollout(args, number, source).samples) for number in range(2)] == [["pb"], ["pc"]]
+
+
+def test_prompts_whose_data_source_gives_them_no_numbers_are_told_apart(make):
+    args, source = make("bcde")
+    groups = source.get_samples(2)
+    for sample in (sample for group in groups for sample in group):
+        sample.group_index = None
+    source.add_samples(groups)
+    assert sorted(prompts(generate_rollout(args, 0, source).samples)) == ["pb", "pc"]
+
+
+def test_a_generator_that_ignores_the_prompts_it_is_sent_is_named_with_the_flag_it_needs(make):
+    args, source = make("bc", rollout_task_type="foreign")
+    with pytest.raises(RuntimeError, match=r"refused.*instance_id 'row-0'.*--disable-rollout-global-dataset"):
+        generate_rollout(args, 0, source)
+    assert prompts(source.buffer) == ["pb", "pc"]
 
 
 def test_a_group_that_fails_is_replaced_and_its_prompt_is_not_lost(make):

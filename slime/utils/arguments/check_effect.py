@@ -98,7 +98,12 @@ POINTLESS = (
     Mode(
         "--disable-rollout-global-dataset",
         lambda args: not args.rollout_global_dataset,
-        ("prompt_data", "rollout_shuffle", "rollout_max_prompt_len"),
+        ("rollout_shuffle", "rollout_max_prompt_len"),
+    ),
+    Mode(
+        "--disable-rollout-global-dataset",
+        lambda args: not args.rollout_global_dataset and not args.rollout_buffer_url,  # its generator reads the file
+        ("prompt_data",),
     ),
 )
 
