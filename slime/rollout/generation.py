@@ -26,7 +26,16 @@ from slime.observability.trace_utils import (
 from slime.rollout.base_types import flatten
 from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload
 from slime.rollout.model_urls import router_url
-from slime.rollout.sample_errors import SampleError, blame, check_completed, describe, generate_name
+from slime.rollout.sample_errors import (
+    SampleError,
+    blame,
+    check_completed,
+    check_distinct,
+    check_sample,
+    describe,
+    generate_name,
+    hook_name,
+)
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.scoring import score_each, score_group
 from slime.rollout.weight_versions import WeightClock, note_begin
@@ -250,6 +259,8 @@ async def generate_and_rm(
         SampleError: the generate function, a hook or the reward failed, or returned what cannot be used.
     """
     state = GenerateState(args)
+    if sample.response_length:  # of an earlier rollout, perhaps of an earlier run
+        check_sample(args, f"--data-source-path {hook_name(args.data_source_path)}", sample, evaluation=evaluation)
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
         sample.loss_mask = [0] * sample.response_length  # older weights wrote it
     if sample.status in _FINISHED:
@@ -293,7 +304,7 @@ async def _call_generate(
             completed: Sample | list[Sample] = await result
         else:
             completed = await generate(args, sample, sampling_params, evaluation)
-    check_completed(name, before, completed)
+    check_completed(args, name, before, completed, evaluation=evaluation)
     return completed
 
 
@@ -347,6 +358,7 @@ async def generate_and_rm_group(
     results = await gather_or_cancel(calls)
     baseline = results.pop() if needs_baseline else None
     completed = flatten(results)
+    check_distinct(generate_name(args, group[0]), completed)
     if baseline is not None:
         for sample in completed:
             sample.metadata[GREEDY_REWARD] = baseline

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from slime.rollout.hook_signatures import missing_methods
-from slime.rollout.sample_errors import hook_name
+from slime.rollout.sample_errors import SampleError, check_distinct, check_reward, describe, hook_name
+from slime.rollout.sample_values import LOG_PROBS, to_lists, train_problem, values_problem
 from slime.rollout.train_data import mask_sums
 from slime.utils.misc import kind_of
 from slime.utils.types import Sample
@@ -122,12 +123,37 @@ def check_rewards(path: str, returned: Any, num_samples: int) -> tuple[list[floa
     return [float(value) for value in raw], [float(value) for value in rewards]
 
 
-def check_train_data(path: str, columns: Any) -> dict[str, Any]:
+def check_trainable(args: Namespace, name: str, samples: list[Sample]) -> None:
+    """Every sample of a rollout can be trained on, wherever it comes from: the last check before the trainer.
+
+    Args:
+        args: `vocab_size`, `reward_key` and what slime.rollout.sample_values reads.
+        name: where the samples come from.
+        samples: of the whole rollout; arrays and tensors in them become lists.
+
+    Raises:
+        SampleError: one cannot, or two are one object.
+    """
+    check_distinct(name, samples)
+    for position, sample in enumerate(samples):
+        to_lists(sample)
+        if problem := train_problem(args, sample):
+            raise SampleError(
+                f"{name} returned {describe(sample)}, number {position} of the rollout, with {problem} (or a hook "
+                "changed the sample after that)"
+            )
+        if sample.reward is not None and not args.custom_reward_post_process_path:
+            check_reward(name, sample, sample.reward, key=args.reward_key)
+
+
+def check_train_data(args: Namespace, columns: Any) -> dict[str, Any]:
     """The columns that a converter made, with `rollout_mask_sums` filled in where it has none.
 
     Raises:
-        HookReturnError: it is no dict, a column that training reads is missing, or columns differ in length.
+        HookReturnError: it is no dict, a column that training reads is missing, columns differ in length, or a sample
+            cannot be trained on.
     """
+    path = args.custom_convert_samples_to_train_data_path
     name = f"--custom-convert-samples-to-train-data-path {hook_name(path)}"
     if not isinstance(columns, dict):
         raise HookReturnError(f"{name} returned {kind_of(columns)}; it must return a dict of columns")
@@ -136,15 +162,33 @@ def check_train_data(path: str, columns: Any) -> dict[str, Any]:
             f"{name} returned no {', '.join(missing)}; it must return the columns {', '.join(TRAIN_COLUMNS)}"
         )
     num_samples = len(columns["tokens"])
-    for column in TRAIN_COLUMNS:
+    for column in (*TRAIN_COLUMNS, *(name for name in LOG_PROBS if name in columns)):
         if len(columns[column]) != num_samples:
             raise HookReturnError(
                 f"{name} returned {len(columns[column])} {column} for {num_samples} samples of tokens; "
                 "each column must have one entry for each sample"
             )
+    for position in range(num_samples):
+        if problem := _column_problem(args, columns, position):
+            raise HookReturnError(f"{name} returned sample {position} with {problem}")
     if "rollout_mask_sums" in columns:
         return columns
     return {**columns, "rollout_mask_sums": mask_sums(columns["rollout_ids"], columns["loss_masks"])}
+
+
+def _column_problem(args: Namespace, columns: dict[str, Any], position: int) -> str | None:
+    """What keeps a converted sample from being trained on."""
+    tokens, length = columns["tokens"][position], columns["response_lengths"][position]
+    if not 0 <= length < len(tokens):
+        return f"{len(tokens)} tokens and response_length {length}; it must be from 0 to {len(tokens) - 1}"
+    log_probs = {column: columns[column][position] for column in LOG_PROBS if column in columns}
+    mask = columns["loss_masks"][position]
+    if missing := [column for column, values in {"loss_masks": mask, **log_probs}.items() if values is None]:
+        return f"None in {missing[0]}; it must be a list with one entry for each response token"
+    if problem := values_problem(tokens, length, mask, log_probs, vocab_size=args.vocab_size):
+        return problem
+    wrong = (column for column in ("rewards", "raw_reward") if not _is_number(columns[column][position]))
+    return next((f"{columns[column][position]!r} in {column}; it must be a finite number" for column in wrong), None)
 
 
 def _groups_problem(groups: Any) -> str | None:
@@ -158,7 +202,8 @@ def _groups_problem(groups: Any) -> str | None:
         for sample in group:
             if not isinstance(sample, Sample):
                 return f"a group with {kind_of(sample)} in it"
-    return None
+    ids = [id(sample) for group in groups for sample in group]
+    return "one Sample object twice" if len(set(ids)) < len(ids) else None
 
 
 def _is_number(value: Any) -> bool:

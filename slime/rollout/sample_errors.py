@@ -1,8 +1,9 @@
 """What can be wrong with one sample, and the error that says so: hook, sample index, head of the prompt.
 
 `blame` turns whatever a generate function, a hook or a reward raised into a `SampleError`; the `check_*` functions
-find returns that would only fail much later, in the trainer. What is done about it (--on-sample-error) is decided
-by the rollout (slime.rollout.collector) and by the evaluation (slime.rollout.eval).
+find returns that would only fail much later, in the trainer (slime.rollout.sample_values says which). What is done
+about it (--on-sample-error) is decided by the rollout (slime.rollout.collector) and by the evaluation
+(slime.rollout.eval).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slime.rollout.base_types import flatten
+from slime.rollout.sample_values import sample_problem, to_lists
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
 
@@ -85,13 +87,15 @@ def blame(name: str, sample: Sample) -> Iterator[None]:
         raise SampleError(text, is_final=refused) from error
 
 
-def check_completed(name: str, before: Sample, completed: Any) -> None:
-    """A generate function returned a sample, or a list of them, whose parallel lists fit together.
+def check_completed(args: Namespace, name: str, before: Sample, completed: Any, *, evaluation: bool = False) -> None:
+    """A generate function returned a sample, or a list of them, that can be trained on (or evaluated).
 
     Args:
+        args: as for `check_sample`.
         name: the function, for the error.
         before: the sample as the function got it; tokens of a partial sample must have been gone on from.
         completed: what it returned.
+        evaluation: nothing is trained.
 
     Raises:
         SampleError: it did not.
@@ -103,31 +107,56 @@ def check_completed(name: str, before: Sample, completed: Any) -> None:
     if not samples:
         found = "an empty list" if completed == [] else f"{str(completed)[:80]!r} ({type(completed).__name__})"
         raise SampleError(f"{name} returned {found} for {describe(before)}; it must return a Sample or a list of them")
+    check_distinct(name, samples)
     for sample in samples:
+        to_lists(sample)
         if before.response_length and not _goes_on(before, sample):
             raise SampleError(
                 f"{name} did not go on from the {before.response_length} response tokens that {describe(before)} "
                 "had from an earlier rollout; append to sample.tokens, or leave --partial-rollout out"
             )
-        if problem := _length_problem(sample):
-            raise SampleError(f"{name} returned {describe(sample)} with {problem}")
+        check_sample(args, name, sample, evaluation=evaluation)
+
+
+def check_sample(args: Namespace, name: str, sample: Sample, *, evaluation: bool = False) -> None:
+    """A sample's values can be trained on; arrays and tensors become lists.
+
+    Args:
+        args: `vocab_size`, `debug_rollout_only`.
+        name: where it comes from, for the error.
+        sample: with or without a response.
+        evaluation: nothing is trained.
+
+    Raises:
+        SampleError: they cannot (slime.rollout.sample_values).
+    """
+    to_lists(sample)
+    if problem := sample_problem(args, sample, evaluation=evaluation):
+        raise SampleError(f"{name} returned {describe(sample)} with {problem}")
+
+
+def check_distinct(name: str, samples: list[Sample]) -> None:
+    """No two of the samples are one object.
+
+    Raises:
+        SampleError: two are, so one would overwrite the other's response, reward and numbers.
+    """
+    seen: set[int] = set()
+    for sample in samples:
+        if id(sample) in seen:
+            raise SampleError(
+                f"{name} returned one Sample object twice: {describe(sample)}; return a copy for each response "
+                "(dataclasses.replace, copy.deepcopy)"
+            )
+        seen.add(id(sample))
 
 
 def _goes_on(before: Sample, sample: Sample) -> bool:
     """Whether a sample still has the prompt and the response tokens that it had; else it would train nonsense."""
+    if not isinstance(sample.tokens, list):
+        return True  # `check_sample` says what it is
     same_prompt = len(sample.tokens) - sample.response_length == len(before.tokens) - before.response_length
     return same_prompt and sample.tokens[: len(before.tokens)] == before.tokens
-
-
-def _length_problem(sample: Sample) -> str | None:
-    length = sample.response_length
-    if length > len(sample.tokens) and sample.tokens:
-        return f"response_length {length} but only {len(sample.tokens)} tokens"
-    for field in ("loss_mask", "rollout_log_probs"):
-        values = vars(sample)[field]
-        if values is not None and len(values) != length:
-            return f"a {field} of {len(values)} entries for response_length {length}; they must be equal"
-    return None
 
 
 def check_reward(name: str, sample: Sample, reward: Any, *, key: str | None) -> None:

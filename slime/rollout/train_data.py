@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from slime.utils.data import get_source
 from slime.utils.train_data import TrainData
 from slime.utils.types import Sample
@@ -97,8 +99,6 @@ def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:
         data["round_number"] = [int(sample.metadata.get("round_number", 1)) for sample in samples]
     if any(sample.train_metadata is not None for sample in samples):
         data["metadata"] = [sample.train_metadata for sample in samples]
-    if any(sample.multimodal_train_inputs is not None for sample in samples):
-        data["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
     sources = [get_source(sample) for sample in samples]
     if any(source != "unknown" for source in sources):
         data["source_names"] = sources
@@ -125,4 +125,7 @@ def _log_probs(sample: Sample, mask: list[int], field: str) -> list[float]:
         return [0.0] * len(mask)  # neutral: nothing of this sample is trained
     if len(log_probs) != len(mask):
         raise ValueError(f"sample {sample.index} has {len(log_probs)} {field} for {len(mask)} tokens")
-    return list(log_probs)
+    is_number = np.isfinite(np.asarray(log_probs, float))  # None is not; slime.rollout.sample_values: it is masked
+    if is_number.all():
+        return list(log_probs)
+    return [value if usable else 0.0 for value, usable in zip(log_probs, is_number, strict=True)]

@@ -296,7 +296,7 @@ class _Rollout:
             if record.reward is not None:
                 sample.reward = record.reward
                 check_reward(self.name, sample, record.reward, key=self.args.reward_key)
-            check_completed(self.name, origin, sample)
+            check_completed(self.args, self.name, origin, sample)
         return sample
 
     def _tokenize(self, sample: Sample, messages: list[dict[str, Any]]) -> None:

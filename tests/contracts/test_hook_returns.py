@@ -38,6 +38,23 @@ OF_A_ROLLOUT = [
         "generate_short_mask",
         " returned SAMPLE with a loss_mask of 1 entries for response_length 2; they must be equal",
     ),
+    (
+        "custom_generate_function_path",
+        "generate_negative_token",
+        " returned SAMPLE with -1 as token 3 of 4; token ids are whole numbers from 0",
+    ),
+    ("rollout_function_path", "rollout_twice", " returned one Sample object twice: SAMPLE; return a copy"),
+    (
+        "rollout_function_path",
+        "rollout_null_log_prob",
+        " returned SAMPLE, number 1 of the rollout, with None in rollout_log_probs at response token 0, which is",
+    ),
+    (
+        "rollout_function_path",
+        "rollout_images",
+        " returned SAMPLE, number 0 of the rollout, with multimodal_train_inputs: images cannot be trained on yet",
+    ),
+    ("rollout_function_path", "rollout_nan_reward", " returned 'nan' for SAMPLE; it must be a finite number"),
     ("custom_generate_function_path", "generate_error", " failed on SAMPLE: KeyError: 'search'"),
     (
         "custom_generate_function_path",
@@ -60,6 +77,11 @@ OF_A_ROLLOUT = [
         " failed on SAMPLE: TypeError: it returned a tuple; a filter must return a DynamicFilterOutput or a bool",
     ),
     ("custom_reward_post_process_path", "post_one_list", f" returned a list; {PAIR}"),
+    (
+        "custom_reward_post_process_path",
+        "post_nan_teacher",
+        " returned SAMPLE, number 0 of the rollout, with nan in teacher_log_probs at response token 0, which is",
+    ),
     ("custom_reward_post_process_path", "post_none", f" returned None; {PAIR}"),
     ("custom_reward_post_process_path", "post_short", f" returned 1 raw and 1 rewards for 4 samples; {PAIR}"),
     ("custom_reward_post_process_path", "post_none_inside", f" returned 'None' for sample 0 of the rollout; {PAIR}"),
@@ -73,6 +95,16 @@ OF_A_ROLLOUT = [
         "custom_convert_samples_to_train_data_path",
         "convert_uneven",
         " returned 1 loss_masks for 4 samples of tokens; each column must have one entry for each sample",
+    ),
+    (
+        "custom_convert_samples_to_train_data_path",
+        "convert_mask",
+        " returned sample 0 with 7 in the loss_mask at response token 0; a mask has only zeros and ones",
+    ),
+    (
+        "data_source_path",
+        "GivesOneTwice",
+        ": get_samples returned one Sample object twice; it must return a list of groups, each a list of Samples",
     ),
     (
         "data_source_path",

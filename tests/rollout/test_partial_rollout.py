@@ -146,6 +146,16 @@ def test_a_generate_function_that_does_not_go_on_is_named_instead_of_training_no
         generate_rollout(args, 1, source)
 
 
+def test_a_begun_sample_that_cannot_be_trained_on_names_the_data_source_that_gave_it(make, engine):
+    args, source = make("bcz", **PARTIAL)
+    engine.held, engine.partial = {ord("z")}, 3
+    generate_rollout(args, 0, source)
+    source.buffer[0][1].rollout_log_probs[2] = float("nan")
+    engine.held, args.over_sampling_batch_size = set(), 2
+    with pytest.raises(SampleError, match=r"--data-source-path .*WithBuffer returned sample 5 .*nan in .* token 2, "):
+        generate_rollout(args, 1, source)
+
+
 async def in_two(args, sample, sampling_params):
     first = await generate(args, sample, sampling_params)
     return [first, copy.deepcopy(first)]

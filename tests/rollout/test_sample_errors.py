@@ -10,6 +10,7 @@ import pytest
 from slime.rollout.generation import generate
 from slime.rollout.sample_errors import SampleError, hook_name
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 Status = Sample.Status
@@ -46,6 +47,29 @@ async def long_log_probs(args, sample, sampling_params):
 async def too_long(args, sample, sampling_params):
     await generate(args, sample, sampling_params)
     return dataclasses.replace(sample, response_length=99, loss_mask=None, rollout_log_probs=None)
+
+
+async def nan_log_prob(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    return dataclasses.replace(sample, rollout_log_probs=[-0.5, float("nan"), -0.5])
+
+
+async def unknown_token(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    return dataclasses.replace(sample, tokens=[*sample.tokens[:-1], 5000])
+
+
+SHARED: list[Sample] = []  # of the module as the hook path loads it
+
+
+async def one_for_all(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    SHARED.append(sample)
+    return SHARED[0]
+
+
+def hook_masks_by_half(args, sample):
+    sample.loss_mask = [0.5] * sample.response_length
 
 
 async def raises(args, sample, sampling_params):
@@ -96,6 +120,10 @@ WRONG = [
     (GENERATE, "short_mask", r"with a loss_mask of 1 entries for response_length 3"),
     (GENERATE, "long_log_probs", r"with a rollout_log_probs of 9 entries for response_length 3"),
     (GENERATE, "too_long", r"with response_length 99 but only 5 tokens"),
+    (GENERATE, "nan_log_prob", r"with nan in rollout_log_probs at response token 1, which is trained"),
+    (GENERATE, "unknown_token", r"with 5000 as token 4 of 5; token ids are whole numbers from 0 to 4999"),
+    (GENERATE, "one_for_all", r"returned one Sample object twice"),
+    (HOOK, "hook_masks_by_half", r"with 0\.5 in the loss_mask at response token 0"),
     (GENERATE, "raises", r"failed on .*KeyError: 'no such tool'"),
     (HOOK, "hook_raises", r"failed on .*ZeroDivisionError: by zero"),
     (HOOK, "hook_returns_text", r"returned str for .*must return a Sample or None"),
@@ -110,7 +138,7 @@ WRONG = [
 @pytest.mark.parametrize(("flag", "function", "message"), WRONG)
 def test_what_went_wrong_names_the_hook_the_sample_and_its_prompt(make, flag, function, message):
     path = f"{HERE}:{function}"
-    args, source = make("d", **ONE, **{flag: [path] if flag == HOOK else path})
+    args, source = make("d", vocab_size=5000, **ONE, **{flag: [path] if flag == HOOK else path})
     with pytest.raises(SampleError, match=message) as caught:
         generate_rollout(args, 0, source)
     text = str(caught.value)
@@ -169,6 +197,25 @@ def test_a_group_is_tried_again_from_its_prompt_and_then_completes(make):
     output = generate_rollout(args, 0, source)
     assert output.metrics == {"rollout/sample_errors/retried_groups": 2.0}
     assert [(s.index, s.response_length, s.metadata) for s in output.samples[0]] == [(0, 3, {}), (1, 3, {})]
+
+
+BAD: list[int] = []  # of the module as the hook path loads it
+
+
+async def bad_once(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    BAD.append(1)
+    return await nan_log_prob(args, sample, sampling_params) if len(BAD) == 1 else sample
+
+
+@pytest.mark.parametrize("policy", ["retry", "drop"])
+def test_a_sample_that_cannot_be_trained_on_follows_the_policy(make, policy):
+    load_function(f"{HERE}:BAD").clear()
+    args, source = make("dd", on_sample_error=policy, **ONE, custom_generate_function_path=f"{HERE}:bad_once")
+    output = generate_rollout(args, 0, source)
+    counted = {"retry": "retried_groups", "drop": "dropped_groups"}[policy]
+    assert output.metrics == {f"rollout/sample_errors/{counted}": 1.0}
+    assert [s.rollout_log_probs for s in output.samples[0]] == [[-0.5, -1.5, -2.5]] * 2
 
 
 TRIES: list[int] = []  # of the module as the hook path loads it

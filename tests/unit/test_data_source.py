@@ -88,12 +88,12 @@ def pop_last(args, rollout_id, buffer, num_samples):
 
 
 def too_many(args, rollout_id, buffer, num_samples):
-    return buffer + buffer
+    return list(buffer)
 
 
 def test_a_buffer_filter_that_returns_too_much_is_refused(make):
     source = make(n_samples_per_prompt=1, buffer_filter_path=f"{__file__}:too_many")
-    source.add_samples(source.get_samples(1))
+    source.add_samples(source.get_samples(2))
     with pytest.raises(ValueError, match="returned 2 groups; at most 1"):
         source.get_samples(1)
 

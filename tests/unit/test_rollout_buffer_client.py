@@ -110,18 +110,20 @@ def run_rollout(data):
     body = {"instance_id": data["prompts"][0]["instance_id"], "messages": [{"role": "assistant", "content": "a"}]}
     requests.post(data["remote_buffer_url"] + "/buffer/write", json=body).raise_for_status()
 """
-BAD_SAMPLE = """
+BAD_SAMPLE = '''
 import requests
 
 TASK_TYPE = "bad sample"
 
 def run_rollout(data):
+    """What is wrong with a sample is the prompt."""
+    wrong = {"pb": {"rollout_log_probs": [0.0, 0.0]}, "pc": {"tokens": [1, -2]}, "pd": {"rollout_log_probs": [None]}}
     for prompt in data["prompts"]:
         for _ in range(data["num_repeat_per_sample"]):
-            sample = {"tokens": [1, 2], "response_length": 1, "rollout_log_probs": [0.0, 0.0]}
+            sample = {"tokens": [1, 2], "response_length": 1, "rollout_log_probs": [0.0], **wrong[prompt["prompt"]]}
             body = {"instance_id": prompt["instance_id"], "sample": sample, "reward": 1.0}
             requests.post(data["remote_buffer_url"] + "/buffer/write", json=body).raise_for_status()
-"""
+'''
 
 
 @pytest.fixture(autouse=True)
@@ -333,16 +335,18 @@ def test_without_a_number_the_wait_ends_when_a_request_would_have(make, engine):
 
 
 @pytest.mark.parametrize(
-    ("task_type", "error", "said"),
+    ("task_type", "letters", "error", "said"),
     [
-        ("broken", RuntimeError, "task broken failed: RuntimeError: the disk is full"),
-        ("short", SampleError, "made a group of 1 records for sample 0 .*; --n-samples-per-prompt is 2"),
-        ("bad sample", SampleError, "a rollout_log_probs of 2 entries for response_length 1"),
-        ("leters", HttpError, "no generator for task 'leters'; did you mean letters?"),
+        ("broken", "bc", RuntimeError, "task broken failed: RuntimeError: the disk is full"),
+        ("short", "bc", SampleError, "made a group of 1 records for sample 0 .*; --n-samples-per-prompt is 2"),
+        ("bad sample", "bb", SampleError, "a rollout_log_probs of 2 entries for response_length 1"),
+        ("bad sample", "cc", SampleError, "task-type bad sample returned sample 0 .* with -2 as token 1 of 2"),
+        ("bad sample", "dd", SampleError, "None in rollout_log_probs at response token 0, which is trained"),
+        ("leters", "bc", HttpError, "no generator for task 'leters'; did you mean letters?"),
     ],
 )
-def test_what_is_wrong_with_a_generator_is_said(make, task_type, error, said):
-    args, source = make("bc", rollout_task_type=task_type)
+def test_what_is_wrong_with_a_generator_is_said(make, task_type, letters, error, said):
+    args, source = make(letters, rollout_task_type=task_type)
     with pytest.raises(error, match=said):
         generate_rollout(args, 0, source)
 

@@ -14,6 +14,7 @@ from slime.observability import logging_utils
 from slime.ray.rollout import manager as manager_module
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, _draws_prompts
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.sample_errors import SampleError
 from slime.rollout.weight_versions import SyncSchedule, WeightClock
 from slime.utils.columns import PER_TOKEN, FlatColumn, restore_columns
 from slime.utils.dumps import load_dump
@@ -94,6 +95,8 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         load_debug_rollout_data=None,
         load_debug_rollout_data_subsample=None,
         debug_rollout_only=False,
+        vocab_size=None,
+        use_rollout_routing_replay=False,
         dump_details=None,
         custom_convert_samples_to_train_data_path=None,
         custom_reward_post_process_path=None,
@@ -241,6 +244,19 @@ def test_a_dump_is_replayed_as_it_was_generated_without_a_rollout_function(manag
     assert metrics["rollout/response_len/mean"] == 1 and "rollout/mine" not in metrics
     with pytest.raises(UsageError, match=r"--load-debug-rollout-data: there is no file .*8\.pt; dump it with"):
         whole(manager, 8)
+
+
+def test_a_dump_whose_samples_cannot_be_trained_on_is_named_and_a_live_one_is_dumped_first(manager, tmp_path):
+    manager.args.save_debug_rollout_data = template = str(tmp_path / "{rollout_id}.pt")
+    bad = make_samples()
+    bad[1][0].tokens[0] = -1
+    manager._generate = lambda *args, **kwargs: RolloutFnTrainOutput(bad)
+    place = r"returned sample 2 \(prompt 1: ''\), number 2 of the rollout, with -1 as token 0"
+    with pytest.raises(SampleError, match=f"--rollout-function-path .*{place}"):
+        whole(manager, 7)
+    manager.args.load_debug_rollout_data = template
+    with pytest.raises(SampleError, match=rf"--load-debug-rollout-data .*7\.pt {place}"):
+        whole(manager, 7)
 
 
 def test_a_share_of_a_replayed_rollout_is_half_from_each_end(manager, tmp_path):

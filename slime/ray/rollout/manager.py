@@ -38,9 +38,10 @@ from slime.ray.rollout.share_transport import put_share
 from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.fully_async_rollout import save_data_source, settle_worker, stop_worker
-from slime.rollout.hook_returns import check_data_source, check_train_data
+from slime.rollout.hook_returns import check_data_source, check_train_data, check_trainable
 from slime.rollout.policy_filtration import filter_train_data
 from slime.rollout.rewards import post_process_rewards
+from slime.rollout.sample_errors import hook_name
 from slime.rollout.train_data import samples_to_train_data
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
 from slime.utils import stacks
@@ -245,6 +246,8 @@ class RolloutManager(RayActor):
         begun: int | None,
     ) -> tuple[list[Box], list[MetricRecord]]:
         self._dump(samples, str(rollout_id))
+        if not self.args.debug_rollout_only:
+            check_trainable(self.args, self._source_name(rollout_id), samples)
         self._check_staleness(samples, rollout_id)
         self._log_rollout(rollout_id, samples, metrics, rollout_time_s)
         if self.args.debug_rollout_only:
@@ -358,10 +361,18 @@ class RolloutManager(RayActor):
         samples = load_samples(template.format(rollout_id=rollout_id), option="--load-debug-rollout-data")
         return subsample(samples, self.args.load_debug_rollout_data_subsample), None
 
+    def _source_name(self, rollout_id: int) -> str:
+        """Where the samples come from, for an error."""
+        if template := self.args.load_debug_rollout_data:
+            return f"--load-debug-rollout-data {template.format(rollout_id=rollout_id)}"
+        return f"--rollout-function-path {hook_name(self.args.rollout_function_path)}"
+
     def _convert(self, samples: list[Sample]) -> dict[str, Any]:
         if path := self.args.custom_convert_samples_to_train_data_path:
-            return check_train_data(path, load_function(path)(self.args, samples))
+            return check_train_data(self.args, load_function(path)(self.args, samples))
         raw_rewards, rewards = post_process_rewards(self.args, samples)
+        if path := self.args.custom_reward_post_process_path:  # it may have put teacher log-probs on the samples
+            check_trainable(self.args, f"--custom-reward-post-process-path {hook_name(path)}", samples)
         data = dict(samples_to_train_data(samples, raw_rewards, rewards))
         return filter_train_data(self.args, data, samples) if self.args.pf_ppo_reweight else data
 

@@ -23,6 +23,29 @@ def rollout_nothing(args, rollout_id, data_source, evaluation=False):
     return []
 
 
+def rollout_twice(args, rollout_id, data_source, evaluation=False):
+    groups = completed_groups(args, data_source)
+    return [[group[0]] * len(group) for group in groups]
+
+
+def rollout_null_log_prob(args, rollout_id, data_source, evaluation=False):
+    groups = completed_groups(args, data_source)
+    groups[0][1].rollout_log_probs = [None] * groups[0][1].response_length
+    return groups
+
+
+def rollout_images(args, rollout_id, data_source, evaluation=False):
+    groups = completed_groups(args, data_source)
+    groups[0][0].multimodal_train_inputs = {"pixel_values": [1.0]}
+    return groups
+
+
+def rollout_nan_reward(args, rollout_id, data_source, evaluation=False):
+    groups = completed_groups(args, data_source)
+    groups[0][0].reward = float("nan")
+    return groups
+
+
 def eval_list(args, rollout_id, data_source, evaluation=False):
     return completed_groups(args, data_source)
 
@@ -45,6 +68,11 @@ async def generate_no_sample(args, sample, sampling_params):
 
 async def generate_short_mask(args, sample, sampling_params):
     complete(sample).loss_mask = [1]
+    return sample
+
+
+async def generate_negative_token(args, sample, sampling_params):
+    complete(sample).tokens[-1] = -1
     return sample
 
 
@@ -132,6 +160,12 @@ def post_one_list(args, samples):
     return [sample.reward for sample in samples]
 
 
+def post_nan_teacher(args, samples):
+    for sample in samples:
+        sample.teacher_log_probs = [float("nan")] * sample.response_length
+    return [0.0] * len(samples), [0.0] * len(samples)
+
+
 def post_none(args, samples):
     return None
 
@@ -157,6 +191,19 @@ def convert_uneven(args, samples):
     from user_package.hooks import convert
 
     return {**convert(args, samples), "loss_masks": [[1]]}
+
+
+def convert_mask(args, samples):
+    from user_package.hooks import convert
+
+    columns = convert(args, samples)
+    return {**columns, "loss_masks": [[7] * length for length in columns["response_lengths"]]}
+
+
+class GivesOneTwice(Numbers):
+    def get_samples(self, num_samples):
+        groups = super().get_samples(num_samples)
+        return [[group[0]] * len(group) for group in groups]
 
 
 class GivesNothing(Numbers):
