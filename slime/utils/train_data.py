@@ -57,8 +57,6 @@ class TrainData(TypedDict):
     """[S] turns of a multi-turn sample (metadata["round_number"]); logged."""
     metadata: NotRequired[list[dict[str, Any] | None]]
     """[S] Sample.train_metadata; read by custom losses."""
-    multimodal_train_inputs: NotRequired[list[dict[str, Any] | None]]
-    """[S] what the checkpoint's processor made of the images; None for a sample without."""
     source_names: NotRequired[list[str]]
     """[S] data set of the prompt; logged."""
     weight_version: NotRequired[int]

@@ -68,6 +68,14 @@ def test_images_need_a_checkpoint_that_sees_them(check: Check) -> None:
     has(check('--multimodal-keys {"video":"v"}').problems.unsupported, "--multimodal-keys video is not supported yet")
 
 
+def test_images_are_generated_for_and_evaluated_but_not_trained_on(check: Check) -> None:
+    line = '--multimodal-keys {"image":"pictures"}'
+    reason = "--multimodal-keys image is not supported yet in training (model families): the trainer reads no images"
+    has(check(line).problems.unsupported, reason)
+    for generates in ("--debug-rollout-only", "--eval-only"):
+        assert not check(f"{line} {generates}").problems.unsupported
+
+
 def test_the_first_file_of_a_replay_exists(check: Check) -> None:
     line = f"{FORGE} --load-forge-rollout-data d/{{rollout_id}}.pt"
     has(check(line).problems.environment, "there is no file d/0.pt; dump it with --save-debug-rollout-data")

@@ -65,10 +65,17 @@ def check_multimodal(args: argparse.Namespace) -> Iterable[str]:
 
 
 def unsupported_multimodal(args: argparse.Namespace) -> Iterable[str]:
-    """Only images reach an engine."""
+    """Only images reach an engine, and nothing but text the trainer."""
+    trains = not args.debug_rollout_only and not args.eval_only
     for kind in args.multimodal_keys or {}:
         if kind in _KINDS and kind != "image":
             yield f"--multimodal-keys {kind} is not supported yet (model families); use image."
+        elif kind in _KINDS and trains:
+            yield (
+                f"--multimodal-keys {kind} is not supported yet in training (model families): the trainer reads no "
+                "images, so it would train the model on the tokens that stand for them; leave it out, or generate "
+                "only (--debug-rollout-only, --eval-only)."
+            )
 
 
 def check_forge(args: argparse.Namespace) -> Iterable[str]:

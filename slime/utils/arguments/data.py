@@ -59,7 +59,10 @@ class DataFlags:
         option="--disable-rollout-global-dataset",
     )
     multimodal_keys: dict[str, str] | None = flag(
-        None, "JSON: modality (image, video, audio) -> field of a data row", is_json=True
+        None,
+        "JSON: modality (image) -> field of a data row; only with --debug-rollout-only or --eval-only, since nothing "
+        "but text can be trained on",
+        is_json=True,
     )
     balance_by_flops: bool = flag(
         False,
