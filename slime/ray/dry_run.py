@@ -162,7 +162,10 @@ def hook_report(flag: str, path: str, protocol: type) -> HookReport:
     """Load one hook and say where it is."""
     try:
         found = load_function(path)
-    except Exception as error:  # the user's module is code like any other: what it raises is what we report
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's module is code like any other: what it raises is what we report
         return HookReport(flag, path, None, f"{type(error).__name__}: {error}")
     problem = signature_problem(found, protocol)
     return HookReport(flag, path, None if problem else _place(found), problem)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.hook_errors import blame_hook
 from slime.utils.misc import function_name, kind_of
 from slime.utils.types import Sample
 
@@ -356,10 +357,13 @@ def call_rollout_fn(fn: RolloutFn, *args: Any, evaluation: bool, **kwargs: Any) 
     """Call a rollout function and bring legacy returns into RolloutFnTrainOutput / RolloutFnEvalOutput.
 
     Raises:
+        HookError: it raised SystemExit or the like; other errors pass.
         TypeError: it returned something else.
         ValueError: it returned no sample, or an evaluation without rewards.
     """
-    output = fn(*args, evaluation=evaluation, **kwargs)
+    option = "--eval-function-path" if evaluation else "--rollout-function-path"
+    with blame_hook(f"{option} {function_name(fn)}", only_exits=True):
+        output = fn(*args, evaluation=evaluation, **kwargs)
     return _as_eval_output(fn, output) if evaluation else _as_train_output(fn, output)
 
 

@@ -20,7 +20,7 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.generation import GREEDY_REWARD, START, GenerateState, is_unfinished
 from slime.rollout.rm_hub import take_reward_failures
-from slime.rollout.sample_errors import SampleError, blame, hook_name
+from slime.rollout.sample_errors import SampleError, blame, hook_name, stray_cancellation
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -67,6 +67,8 @@ class Collector:
         untouched = state.pendings.pop(task)
         is_full = len(self.accepted) >= self.args.rollout_batch_size
         try:
+            if task.cancelled():
+                raise stray_cancellation(untouched)
             group = task.result()
             if is_full:
                 self.unused.append(self.give_back(group, untouched))

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from typing import Any
 
+from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_picked
 from slime.rollout.weight_versions import WeightClock, of_earlier_run
 from slime.utils.checkpoint_paths import manifest_of_state, state_path
@@ -225,7 +226,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups from the buffer, as the buffer filter picks them, filled up with new prompts."""
         groups: list[Group] = []
         if self.buffer and num_samples:
-            picked = self._pick(self.args, None, self.buffer, num_samples)
+            path = self.args.buffer_filter_path or "slime.rollout.data_source.pop_first"
+            with blame_hook(f"--buffer-filter-path {hook_name(path)}"):
+                picked = self._pick(self.args, None, self.buffer, num_samples)
             groups = list(check_picked(self.args, picked, self.buffer, num_samples))
         return groups + super().get_samples(num_samples - len(groups))
 

@@ -43,8 +43,8 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
 from slime.rollout.eval import eval_rollout
 from slime.rollout.generation import GenerateState, generate_and_rm_group, is_unfinished, restarted
-from slime.rollout.hook_returns import check_drawn
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hook_returns import draw_groups, return_groups
+from slime.rollout.sample_errors import SampleError, stray_cancellation
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import finish_rollout, restart_stale
 from slime.rollout.weight_versions import WeightClock, is_too_old, oldest_version
@@ -236,13 +236,13 @@ class AsyncRolloutWorker:
     def give_back_stale(self, flight: Flight) -> None:
         """Return a group whose tokens are too old to the data source, afresh."""
         self._counts["stale_groups"] += 1
-        self.data_buffer.add_samples([[restarted(sample) for sample in flight.untouched]])
+        return_groups(self.args, self.data_buffer, [[restarted(sample) for sample in flight.untouched]])
 
     def fill(self) -> None:
         """Begin groups as long as there is room (see the module's docstring)."""
         try:
             while self._is_running and self._error is None and self._has_room():
-                groups = check_drawn(self.args, self.data_buffer.get_samples(1))
+                groups = draw_groups(self.args, self.data_buffer, 1)
                 for group in restart_stale(self.args, self._landing(), groups):
                     self._begin(group)
         except Exception as error:  # noqa: BLE001 - a user's data source; the rollout that waits raises it
@@ -294,10 +294,10 @@ class AsyncRolloutWorker:
 
     def _on_done(self, task: asyncio.Task[Group]) -> None:
         flight = self._flying.pop(task)
-        if task.cancelled():
+        if task.cancelled() and not self._is_running:
             return
         try:
-            error = task.exception()
+            error = stray_cancellation(flight.untouched) if task.cancelled() else task.exception()
             if error is not None:
                 self._take_crashed(flight, error)
             elif is_unfinished(self.args, task.result()):
@@ -306,7 +306,7 @@ class AsyncRolloutWorker:
                 flight.group = task.result()
                 self._finished.append(flight)
                 self._aborts.pop(flight.untouched[0].index, None)
-        except Exception as failure:  # noqa: BLE001 - raised by the rollout that waits
+        except BaseException as failure:  # raised by the rollout that waits
             self._fail(failure)
         self.fill()
         self._news.set()
@@ -341,7 +341,8 @@ class AsyncRolloutWorker:
         if self._is_ordered and self._is_running:
             self._begin(flight.untouched, again=flight, num_crashes=flight.num_crashes)
             return
-        self.data_buffer.add_samples([Collector(self.args, self._rollout_id).give_back(group, flight.untouched)])
+        returned = Collector(self.args, self._rollout_id).give_back(group, flight.untouched)
+        return_groups(self.args, self.data_buffer, [returned])
 
     def _has_next(self) -> bool:
         """Whether a group can be taken: in order, only the first of all that were begun."""

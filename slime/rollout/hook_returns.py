@@ -7,16 +7,16 @@ of rollout functions in slime.rollout.base_types. Nothing here calls a hook.
 from __future__ import annotations
 
 import logging
-import math
 from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+from slime.rollout.hook_errors import HookError, blame_hook, hook_name
 from slime.rollout.hook_signatures import missing_methods
-from slime.rollout.sample_errors import SampleError, check_distinct, check_reward, describe, hook_name
+from slime.rollout.sample_errors import SampleError, check_distinct, check_reward, describe
 from slime.rollout.sample_values import LOG_PROBS, to_lists, train_problem, values_problem
 from slime.rollout.train_data import mask_sums
-from slime.utils.misc import kind_of
+from slime.utils.misc import is_finite_number, kind_of, shown
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ TRAIN_COLUMNS = (
 )
 
 
-class HookReturnError(ValueError):
+class HookReturnError(HookError, ValueError):
     """A hook returned what cannot be used."""
 
 
@@ -48,12 +48,15 @@ def check_data_source(path: str, source: Any) -> Any:
     return source
 
 
-def check_drawn(args: Namespace, groups: Any) -> list[Group]:
-    """The groups that a data source gave.
+def draw_groups(args: Namespace, source: Any, num_groups: int) -> list[Group]:
+    """Draw groups from a data source and check them.
 
     Raises:
+        HookError: the data source failed.
         HookReturnError: they are no list of groups of samples, or none at all, which would be asked for for ever.
     """
+    with blame_hook(f"--data-source-path {hook_name(args.data_source_path)}: get_samples"):
+        groups = source.get_samples(num_groups)
     if problem := _groups_problem(groups):
         raise HookReturnError(
             f"--data-source-path {hook_name(args.data_source_path)}: get_samples returned {problem}; "
@@ -65,6 +68,16 @@ def check_drawn(args: Namespace, groups: Any) -> list[Group]:
             "needs more; begin the next epoch when the prompts are used up"
         )
     return groups
+
+
+def return_groups(args: Namespace, source: Any, groups: list[Group]) -> None:
+    """Give groups back to a data source.
+
+    Raises:
+        HookError: the data source failed.
+    """
+    with blame_hook(f"--data-source-path {hook_name(args.data_source_path)}: add_samples"):
+        source.add_samples(groups)
 
 
 def check_picked(args: Namespace, picked: Any, buffer: list[Group], num_samples: int) -> list[Group]:
@@ -116,9 +129,9 @@ def check_rewards(path: str, returned: Any, num_samples: int) -> tuple[list[floa
         found = f"{len(raw)} raw and {len(rewards)} rewards for {num_samples} samples"
         raise HookReturnError(f"{name} returned {found}; {wanted}")
     for position, value in enumerate(raw + rewards):
-        if not _is_number(value):
+        if not is_finite_number(value):
             raise HookReturnError(
-                f"{name} returned {str(value)[:80]!r} for sample {position % num_samples} of the rollout; {wanted}"
+                f"{name} returned {shown(value)!r} for sample {position % num_samples} of the rollout; {wanted}"
             )
     return [float(value) for value in raw], [float(value) for value in rewards]
 
@@ -187,8 +200,10 @@ def _column_problem(args: Namespace, columns: dict[str, Any], position: int) -> 
         return f"None in {missing[0]}; it must be a list with one entry for each response token"
     if problem := values_problem(tokens, length, mask, log_probs, vocab_size=args.vocab_size):
         return problem
-    wrong = (column for column in ("rewards", "raw_reward") if not _is_number(columns[column][position]))
-    return next((f"{columns[column][position]!r} in {column}; it must be a finite number" for column in wrong), None)
+    wrong = (column for column in ("rewards", "raw_reward") if not is_finite_number(columns[column][position]))
+    return next(
+        (f"{shown(columns[column][position])!r} in {column}; it must be a finite number" for column in wrong), None
+    )
 
 
 def _groups_problem(groups: Any) -> str | None:
@@ -204,10 +219,3 @@ def _groups_problem(groups: Any) -> str | None:
                 return f"a group with {kind_of(sample)} in it"
     ids = [id(sample) for group in groups for sample in group]
     return "one Sample object twice" if len(set(ids)) < len(ids) else None
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, str | None) and math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False

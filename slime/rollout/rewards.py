@@ -12,8 +12,9 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 
+from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_rewards
-from slime.utils.misc import group_by, load_function
+from slime.utils.misc import group_by, is_finite_number, load_function, shown
 from slime.utils.overlong import overlong_penalties
 from slime.utils.reward_baselines import GREEDY_REWARD, Baseline, group_mean
 from slime.utils.types import Sample
@@ -35,7 +36,9 @@ def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[f
     """
     if args.custom_reward_post_process_path:
         path = args.custom_reward_post_process_path
-        return check_rewards(path, load_function(path)(args, samples), len(samples))
+        with blame_hook(f"--custom-reward-post-process-path {hook_name(path)}"):
+            returned = load_function(path)(args, samples)
+        return check_rewards(path, returned, len(samples))
     from slime.utils.ppo_utils.estimators import ESTIMATORS  # torch: not needed by whoever only generates
 
     raw = [raw_reward(args, sample) for sample in samples]
@@ -64,12 +67,13 @@ def raw_reward(args: Namespace, sample: Sample) -> float:
     """A sample's reward as a number.
 
     Raises:
-        ValueError: it has none, or a dict without --reward-key.
+        ValueError: it has none, or a dict without --reward-key, or something else that is no finite number.
     """
     value = sample.get_reward_value(args)
-    if value is None or isinstance(value, dict):
-        found = "no reward" if value is None else f"the reward {value!r}; name its number with --reward-key"
-        raise ValueError(f"sample {sample.index} (status {sample.status.value}) has {found}")
+    if not is_finite_number(value):
+        found = "no reward" if value is None else f"the reward {shown(value)}"
+        remedy = "; name its number with --reward-key" if isinstance(value, dict) else ""
+        raise ValueError(f"sample {sample.index} (status {sample.status.value}) has {found}{remedy}")
     return float(value)
 
 

@@ -8,21 +8,22 @@ about it (--on-sample-error) is decided by the rollout (slime.rollout.collector)
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from slime.rollout.base_types import flatten
+from slime.rollout.hook_errors import HookError, hook_name, must_pass
 from slime.rollout.sample_values import sample_problem, to_lists
 from slime.utils.http_utils import HttpError
+from slime.utils.misc import is_finite_number, shown
 from slime.utils.types import Sample
 
 _HEAD = 60
 
 
-class SampleError(RuntimeError):
+class SampleError(HookError):
     """Generating or scoring one sample failed.
 
     Attributes:
@@ -39,14 +40,6 @@ class SampleError(RuntimeError):
 
 def _rebuild(message: str, is_final: bool) -> SampleError:
     return SampleError(message, is_final=is_final)
-
-
-def hook_name(path: str) -> str:
-    """A hook path as module:function, whichever way it was written."""
-    module, colon, attribute = path.rpartition(":")
-    if not colon:
-        module, _, attribute = path.rpartition(".")
-    return f"{module}:{attribute}"
 
 
 def generate_name(args: Namespace, sample: Sample) -> str:
@@ -81,10 +74,17 @@ def blame(name: str, sample: Sample) -> Iterator[None]:
         yield
     except SampleError:
         raise
-    except Exception as error:  # a user's function may raise anything
+    except BaseException as error:  # a user's function may raise anything, SystemExit too
+        if must_pass(error):
+            raise
         refused = isinstance(error, HttpError) and error.status is not None and error.status < 500
         text = f"{name} failed on {describe(sample)}: {type(error).__name__}: {error}"
         raise SampleError(text, is_final=refused) from error
+
+
+def stray_cancellation(group: list[Sample]) -> SampleError:
+    """The error of a group whose task was cancelled by something other than slime: user code can reach its task."""
+    return SampleError(f"the task of {describe(group[0])} was cancelled by user code; slime did not cancel it")
 
 
 def check_completed(args: Namespace, name: str, before: Sample, completed: Any, *, evaluation: bool = False) -> None:
@@ -171,15 +171,9 @@ def check_reward(name: str, sample: Sample, reward: Any, *, key: str | None) -> 
             return  # read by a post-processing hook, or refused with the flag that is missing
         if key not in reward:
             raise SampleError(
-                f"{name} returned {reward!r} for {describe(sample)}, which has no {key!r} (--reward-key)"
+                f"{name} returned {shown(reward)} for {describe(sample)}, which has no {key!r} (--reward-key)"
             )
         value = reward[key]
-    try:
-        is_number = not isinstance(value, str | None) and math.isfinite(float(value))
-    except (TypeError, ValueError):
-        is_number = False
-    if not is_number:
+    if not is_finite_number(value):
         kind = "" if isinstance(value, float) else f" ({type(value).__name__})"
-        raise SampleError(
-            f"{name} returned {str(value)[:80]!r}{kind} for {describe(sample)}; it must be a finite number"
-        )
+        raise SampleError(f"{name} returned {shown(value)!r}{kind} for {describe(sample)}; it must be a finite number")

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.observability.trace_utils import span_if_traced
 from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.sample_errors import SampleError, blame, check_reward, describe, reward_name
+from slime.rollout.sample_errors import SampleError, blame, check_reward, describe, generate_name, reward_name
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.types import Sample
 
@@ -21,6 +21,7 @@ async def score_each(args: Namespace, samples: list[Sample], *, evaluation: bool
     Raises:
         SampleError: the reward function failed, or returned no finite number.
     """
+    _check_given(args, samples, evaluation=evaluation)
     unscored = [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
     rewards = await gather_or_cancel(_score(args, sample, evaluation) for sample in unscored)
     for sample, reward in zip(unscored, rewards, strict=True):
@@ -41,6 +42,7 @@ async def score_group(args: Namespace, group: list[Sample]) -> None:
     Raises:
         SampleError: the reward function failed, or returned another number of rewards than samples.
     """
+    _check_given(args, group, evaluation=False)
     if not group or all(sample.reward is not None for sample in group):
         return
     name = reward_name(args, group[0])
@@ -54,6 +56,14 @@ async def score_group(args: Namespace, group: list[Sample]) -> None:
         if sample.reward is None:
             _check(args, name, sample, reward, evaluation=False)
             sample.reward = reward
+
+
+def _check_given(args: Namespace, samples: list[Sample], *, evaluation: bool) -> None:
+    """Check the rewards that samples came with: such a sample is not scored again."""
+    by_hook = " or a --rollout-sample-hook-path" if args.rollout_sample_hook_path else ""
+    for sample in samples:
+        if sample.reward is not None and sample.status is not Sample.Status.ABORTED:
+            _check(args, generate_name(args, sample) + by_hook, sample, sample.reward, evaluation=evaluation)
 
 
 def _check(args: Namespace, name: str, sample: Sample, reward: Any, *, evaluation: bool) -> None:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.hook_returns import check_drawn
+from slime.rollout.hook_returns import draw_groups
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import SingletonMeta
@@ -43,7 +43,7 @@ def generate_rollout(
     if args.n_samples_per_prompt != 1:
         raise UsageError(f"--n-samples-per-prompt {args.n_samples_per_prompt}: sft_rollout needs 1")
     generator = _MaskGenerator(args).masks
-    groups = check_drawn(args, data_buffer.get_samples(args.rollout_batch_size))
+    groups = draw_groups(args, data_buffer, args.rollout_batch_size)
     for group in groups:
         for sample in group:
             tokenize_conversation(generator, sample)

@@ -31,7 +31,8 @@ from slime.rollout.generation import (
     generate_and_rm_group,
     restarted,
 )
-from slime.rollout.hook_returns import check_drawn, warn_if_ignored
+from slime.rollout.hook_errors import blame_hook, hook_name
+from slime.rollout.hook_returns import draw_groups, return_groups, warn_if_ignored
 from slime.rollout.model_urls import get_model_url, router_url
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.weight_versions import WeightClock, is_too_old
@@ -73,7 +74,7 @@ def generate_rollout(
         return async_utils.run(eval_rollout(args, rollout_id))
     output, unused = async_utils.run(generate_rollout_async(args, rollout_id, data_source))
     if unused:
-        data_source.add_samples(unused)
+        return_groups(args, data_source, unused)
     return output
 
 
@@ -101,7 +102,7 @@ async def generate_rollout_async(
         with progress_bar(args.rollout_batch_size, f"rollout {rollout_id}") as bar:
             while len(collector.accepted) < args.rollout_batch_size:
                 while state.remaining_batch_size < args.rollout_batch_size:
-                    groups = check_drawn(args, data_source.get_samples(args.over_sampling_batch_size))
+                    groups = draw_groups(args, data_source, args.over_sampling_batch_size)
                     state.submit_generate_tasks(restart_stale(args, rollout_id, groups))
                 bar.update(collector.take(state, await state.finished.get()))
         while not state.finished.empty():  # finished in the same instant
@@ -176,12 +177,14 @@ async def _cancel_all(state: GenerateState) -> None:
 def finish_rollout(args: Namespace, collector: Collector, data_source: Any) -> RolloutFnTrainOutput:
     """Order the groups and run the two hooks at the end of a rollout."""
     data = sorted(collector.accepted, key=_first_index)
-    if args.rollout_sample_filter_path:
-        returned = load_function(args.rollout_sample_filter_path)(args, data)
-        warn_if_ignored(args.rollout_sample_filter_path, returned)
-    if args.rollout_all_samples_process_path:
+    if path := args.rollout_sample_filter_path:
+        with blame_hook(f"--rollout-sample-filter-path {hook_name(path)}"):
+            returned = load_function(path)(args, data)
+        warn_if_ignored(path, returned)
+    if path := args.rollout_all_samples_process_path:
         every = sorted(data + collector.dropped, key=_first_index)
-        load_function(args.rollout_all_samples_process_path)(args, every, data_source)
+        with blame_hook(f"--rollout-all-samples-process-path {hook_name(path)}"):
+            load_function(path)(args, every, data_source)
     return RolloutFnTrainOutput(samples=data, metrics=collector.metrics())
 
 

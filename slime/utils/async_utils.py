@@ -6,6 +6,7 @@ It does not know what the coroutines do. Inside a coroutine use `await`, never `
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures as cf
 import logging
 import threading
 from collections.abc import Awaitable, Coroutine, Iterable
@@ -25,20 +26,59 @@ class AsyncLoop(metaclass=SingletonMeta):
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="slime-async", daemon=True)
+        self._ended: cf.Future[Any] = cf.Future()
+        self._thread = threading.Thread(target=self._serve, name="slime-async", daemon=True)
         self._thread.start()
 
+    def _serve(self) -> None:
+        """Run the loop, and again where user code stopped it: the requests of everybody else are in it."""
+        try:
+            while not self.loop.is_closed():
+                try:
+                    self.loop.run_forever()
+                    logger.error("user code stopped the event loop; it goes on")
+                except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them out of a task; its waiter gets it
+                    logger.error("a task raised %s(%s); the event loop goes on", type(error).__name__, error)
+        except BaseException as error:  # whoever waits in `run` raises it
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, wait, return its result or raise its exception; an interrupt cancels it."""
+        """Run a coroutine on the loop, wait, return its result or raise its exception; an interrupt cancels it.
+
+        Raises:
+            RuntimeError: the loop has ended, or a task raised SystemExit, KeyboardInterrupt or CancelledError, which
+                would end this thread, too, or look as if somebody had cancelled it.
+        """
         if threading.current_thread() is self._thread:
             coro.close()
             raise RuntimeError("async_utils.run was called on the loop's own thread; use await")
-        future = asyncio.run_coroutine_threadsafe(coro, self.loop)
+        if self._ended.done():
+            coro.close()
+            raise self._end_of(coro)
+        future, ended = asyncio.run_coroutine_threadsafe(coro, self.loop), self._ended
         try:
-            return future.result()
+            cf.wait([future, ended], return_when=cf.FIRST_COMPLETED)
         except BaseException:
             future.cancel()
             raise
+        if not future.done():
+            raise self._end_of(coro)
+        try:
+            return future.result()
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError, cf.CancelledError) as error:
+            raise RuntimeError(f"{_name(coro)} was ended by {type(error).__name__}: {error}") from error
+
+    def _end_of(self, coro: Coroutine[Any, Any, Any]) -> RuntimeError:
+        cause = self._ended.exception(timeout=0)
+        error = RuntimeError(f"the event loop of {_name(coro)} has ended: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
+
+
+def _name(coro: Coroutine[Any, Any, Any]) -> str:
+    return getattr(coro, "__name__", repr(coro))
 
 
 def get_async_loop() -> AsyncLoop:
@@ -49,6 +89,20 @@ def get_async_loop() -> AsyncLoop:
 def run(coro: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the process's background loop and return its result."""
     return get_async_loop().run(coro)
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Whether an error tells the running task that it is cancelled, or closed, and has to reach whoever did that.
+
+    A CancelledError that nobody sent to this task (code raised it, or awaited what somebody else cancelled) is none.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no loop runs in this thread
+            return False
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T] | Awaitable[T]]) -> list[T]:

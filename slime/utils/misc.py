@@ -27,6 +27,7 @@ from slime.utils.network import given_address
 
 logger = logging.getLogger(__name__)
 _FILE_MODULE = "slime_hook_"
+_SHOWN_CHARS = 80
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
@@ -97,6 +98,24 @@ def function_name(fn: Any) -> str:
 def kind_of(value: Any) -> str:
     """What a value is, for an error sentence: None, or "a str"."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def shown(value: Any) -> str:
+    """The head of a value's text, for an error sentence; Python shows no int of more than 4300 digits."""
+    try:
+        return str(value)[:_SHOWN_CHARS]
+    except Exception as error:  # noqa: BLE001 - the value is a user's: its own `__str__` may raise anything
+        return f"a value that cannot be shown: {error}"[:_SHOWN_CHARS]
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether `float` makes a finite number of a value that is no text: of tensors and arrays of one element, too."""
+    if isinstance(value, str | bytes | bytearray | memoryview | None):
+        return False  # float(b"1") is 1.0, and fails later where the value is added to a number
+    try:
+        return math.isfinite(float(value))
+    except Exception:  # noqa: BLE001 - the value is a user's: its own `__float__` may raise anything
+        return False
 
 
 class SingletonMeta(type):

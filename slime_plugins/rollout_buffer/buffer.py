@@ -71,7 +71,7 @@ class GeneratorRun:
     def _run(self, generator: Generator, data: dict[str, Any]) -> None:
         try:
             generator.run_rollout(data)
-        except Exception as error:  # a thread's end: the client reads it from /status
+        except BaseException as error:  # a thread's end: the client reads it from /status, SystemExit too
             logger.exception("the generator of task %s failed", generator.task_type)
             self.error = f"{type(error).__name__}: {error}"[:2000]
 

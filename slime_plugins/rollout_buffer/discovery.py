@@ -64,7 +64,10 @@ def _load(path: Path) -> Generator | None:
     try:
         task_type = load_function(f"{path}:TASK_TYPE")
         run_rollout = load_function(f"{path}:run_rollout")
-    except Exception as error:  # the user's module is code like any other: what it raises is bad input here
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's module is code like any other: what it raises is bad input here
         raise UsageError(f"{path} is no generator: {type(error).__name__}: {error}") from error
     if not isinstance(task_type, str) or not task_type:
         raise UsageError(f"{path}: TASK_TYPE is {task_type!r}; it must be a name")

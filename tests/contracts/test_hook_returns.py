@@ -10,6 +10,7 @@ import re
 import pytest
 
 from slime.rollout.fully_async_rollout import stop_worker
+from slime.rollout.hook_errors import HookError
 from slime.rollout.hook_returns import HookReturnError
 from slime.rollout.sample_errors import SampleError
 from tests.contracts.conftest import PATH_FORMS
@@ -141,6 +142,31 @@ def test_a_wrong_return_is_named_with_its_flag_and_function(world: World, flag: 
     path = f"user_package.wrong.{function}"
     with pytest.raises((SampleError, HookReturnError, TypeError, ValueError), match=pattern(flag, function, sentence)):
         rollout(world.manager(**{flag: [path] if flag == "rollout_sample_hook_path" else path}), 0)
+
+
+HOOKS_OF_THE_MANAGER = [
+    "custom_reward_post_process_path",
+    "custom_convert_samples_to_train_data_path",
+    "custom_rollout_log_function_path",
+    "custom_eval_rollout_log_function_path",
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "error"), [("exits", "SystemExit: 3"), ("divides_by_zero", "ZeroDivisionError:")]
+)
+@pytest.mark.parametrize("flag", HOOKS_OF_THE_MANAGER)
+def test_an_error_or_exit_in_a_hook_between_rollout_and_trainer_names_it(world: World, flag, function, error):
+    manager = world.manager(eval_datasets=[world.data_set("e", "b")], **{flag: f"user_package.wrong.{function}"})
+    with pytest.raises(HookError, match=pattern(flag, function, f" failed: {error}")):
+        manager.eval(0, step=1) if "eval" in flag else rollout(manager, 0)
+
+
+@pytest.mark.parametrize("flag", ["rollout_function_path", "eval_function_path", "data_source_path"])
+def test_an_exit_in_a_rollout_function_or_data_source_names_it(world: World, flag):
+    with pytest.raises(HookError, match=pattern(flag, "exits", " failed: SystemExit: 3")):
+        manager = world.manager(**{flag: "user_package.wrong.exits"})
+        manager.eval(0, step=1) if "eval" in flag else rollout(manager, 0)
 
 
 def test_a_data_source_that_gives_nothing_ends_the_fully_async_rollout_too(world: World):

@@ -38,10 +38,10 @@ from slime.ray.rollout.share_transport import put_share
 from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.fully_async_rollout import save_data_source, settle_worker, stop_worker
+from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_data_source, check_train_data, check_trainable
 from slime.rollout.policy_filtration import filter_train_data
 from slime.rollout.rewards import post_process_rewards
-from slime.rollout.sample_errors import hook_name
 from slime.rollout.train_data import samples_to_train_data
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
 from slime.utils import stacks
@@ -121,7 +121,9 @@ class RolloutManager(RayActor):
 
     def _open_data_source(self, args: Any) -> None:
         path = args.data_source_path
-        self._data_source = check_data_source(path, load_function(path)(args))
+        with blame_hook(f"--data-source-path {hook_name(path)}", only_exits=True):
+            source = load_function(path)(args)
+        self._data_source = check_data_source(path, source)
 
     def _start_servers(self) -> None:
         self._servers = start_rollout_servers(self.args, slots=self._slots)
@@ -271,8 +273,7 @@ class RolloutManager(RayActor):
         output = call_rollout_fn(self._evaluate, self.args, rollout_id, self._data_source, evaluation=True)
         self._dump([s for result in output.data.values() for s in result.get("samples") or []], f"eval_{rollout_id}")
         extra = dict(output.metrics or {})
-        hook = self.args.custom_eval_rollout_log_function_path
-        if not (hook and load_function(hook)(rollout_id, self.args, output.data, extra)):
+        if not self._is_logged("custom_eval_rollout_log_function_path", rollout_id, self.args, output.data, extra):
             metrics = compute_eval_metrics(self.args, output.data) | extra
             logging_utils.log(self.args, {**metrics, "eval/step": step}, "eval/step")
         return logging_utils.take_pending(), pick_eval_samples(output.data, self.args.log_eval_samples)
@@ -310,7 +311,8 @@ class RolloutManager(RayActor):
         if self._data_source is None:  # a replay has none
             return None
         try:
-            save_data_source(self._data_source, rollout_id)
+            with blame_hook(f"--data-source-path {hook_name(self.args.data_source_path)}: save", only_exits=True):
+                save_data_source(self._data_source, rollout_id)
         except (OSError, RuntimeError) as error:  # torch's serializer makes the one of the other
             if (problem := line_of_full_disk(error)) is None:
                 raise
@@ -338,7 +340,8 @@ class RolloutManager(RayActor):
     def load(self, rollout_id: int) -> None:
         """Read the data source's state of `rollout_id`."""
         if self._data_source is not None:
-            self._data_source.load(rollout_id)
+            with blame_hook(f"--data-source-path {hook_name(self.args.data_source_path)}: load", only_exits=True):
+                self._data_source.load(rollout_id)
 
     @ray.method(concurrency_group="control")
     def dispose(self) -> None:
@@ -369,7 +372,9 @@ class RolloutManager(RayActor):
 
     def _convert(self, samples: list[Sample]) -> dict[str, Any]:
         if path := self.args.custom_convert_samples_to_train_data_path:
-            return check_train_data(self.args, load_function(path)(self.args, samples))
+            with blame_hook(f"--custom-convert-samples-to-train-data-path {hook_name(path)}"):
+                columns = load_function(path)(self.args, samples)
+            return check_train_data(self.args, columns)
         raw_rewards, rewards = post_process_rewards(self.args, samples)
         if path := self.args.custom_reward_post_process_path:  # it may have put teacher log-probs on the samples
             check_trainable(self.args, f"--custom-reward-post-process-path {hook_name(path)}", samples)
@@ -379,12 +384,19 @@ class RolloutManager(RayActor):
     def _log_rollout(
         self, rollout_id: int, samples: list[Sample], extra: dict[str, float] | None, rollout_time_s: float
     ) -> None:
-        hook = self.args.custom_rollout_log_function_path
-        if hook and load_function(hook)(rollout_id, self.args, samples, dict(extra or {}), rollout_time_s):
+        given = (rollout_id, self.args, samples, dict(extra or {}), rollout_time_s)
+        if self._is_logged("custom_rollout_log_function_path", *given):
             return
         metrics = compute_rollout_metrics(self.args, samples, rollout_time_s) | (extra or {})
         metrics |= staleness_metrics(samples, WeightClock().trained_at(rollout_id)) | self._server_metrics()
         logging_utils.log(self.args, {**metrics, "rollout/step": rollout_id}, "rollout/step")
+
+    def _is_logged(self, attribute: str, *given: Any) -> bool:
+        """Whether the user's log function, if there is one, has logged all that is to be logged."""
+        if not (path := vars(self.args)[attribute]):
+            return False
+        with blame_hook(f"--{attribute.replace('_', '-')} {hook_name(path)}"):
+            return bool(load_function(path)(*given))
 
     def _server_metrics(self) -> dict[str, float]:
         found = self._replacements.metrics() if self._replacements else {}

@@ -47,7 +47,10 @@ def check_hook(option: str, path: str, protocol: type, signature_problem: Signat
     except ImportError as error:
         yield f"{option}: {error}."
         return
-    except Exception as error:  # the user's module is code like any other: what it raises is bad input here
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's module is code like any other: what it raises is bad input here
         yield f"{option} {path}: loading it raised {type(error).__name__}: {error}."
         return
     if problem := signature_problem(function, protocol):
@@ -66,7 +69,7 @@ def check_settings(values: dict[str, Any], hooks: Iterable[str]) -> Iterator[str
         for each in path if isinstance(path, list) else [path] if path else []:
             try:
                 check_args = getattr(load_function(each), "check_args", None)
-            except Exception:  # check_hook says so
+            except (Exception, SystemExit):  # check_hook says so
                 continue
             if check_args is not None:
                 yield from check_args(Namespace(**values))

@@ -28,7 +28,7 @@ import uuid
 from typing import Any
 
 from slime.utils.api_keys import protect
-from slime.utils.async_utils import cancel_all, gather_or_cancel
+from slime.utils.async_utils import cancel_all, gather_or_cancel, is_cancellation
 from slime.utils.http_utils import HttpError, close_http_client, get, post
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.protocol import Prompt, Record, StartRollout
@@ -127,7 +127,9 @@ class BaseGenerator:
                     raise RuntimeError("the engine aborted it")
                 reward = await self.reward(prompt, sample)
                 await self._write(record_of(prompt, sample, reward))
-            except Exception as error:  # one response of many: its group stays incomplete and is asked for again
+            except BaseException as error:  # one response of many: its group stays incomplete and is asked for again
+                if is_cancellation(error):
+                    raise
                 self.num_failed += 1
                 logger.warning(
                     "response %d to prompt %s failed: %s: %s", number, prompt.instance_id, type(error).__name__, error

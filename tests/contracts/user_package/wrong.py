@@ -231,3 +231,11 @@ class OnlyGives:
 
 def make_nothing(args):
     return None
+
+
+def exits(*args, **kwargs):
+    raise SystemExit(3)
+
+
+def divides_by_zero(*args, **kwargs):
+    return 1 / 0
