@@ -12,7 +12,7 @@ import inspect
 import logging
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ from slime.rollout.sample_errors import (
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.scoring import score_each, score_group
 from slime.rollout.weight_versions import WeightClock, note_begin
-from slime.utils.async_utils import gather_or_cancel
+from slime.utils.async_utils import gather_or_cancel, is_cancellation
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta, load_function, stable_hash
 from slime.utils.processing_utils import build_processor_kwargs, encode_text, load_processor, load_tokenizer
@@ -70,7 +70,7 @@ class GenerateState(metaclass=SingletonMeta):
 
     `remaining_batch_size` counts the groups that are accepted or in flight. `pendings` holds each task in flight with
     its prompt as it was, `finished` receives the task when it is done. `aborted` tells generate functions of several
-    turns to stop.
+    turns to stop. `scorings` holds what waits for rewards of a training rollout.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -122,6 +122,27 @@ class GenerateState(metaclass=SingletonMeta):
         self.remaining_batch_size = 0
         self.pendings: dict[asyncio.Task[Group], Group] = {}
         self.finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
+        self.scorings: set[asyncio.Task[None]] = set()
+
+    async def score_until_aborted(self, scoring: Coroutine[Any, Any, None]) -> None:
+        """Wait for rewards; when the rollout ends first, return without: they are asked for again in a later one."""
+        if self.aborted:
+            scoring.close()
+            return
+        task = asyncio.create_task(scoring)
+        self.scorings.add(task)
+        try:
+            await task
+        except asyncio.CancelledError as error:
+            if is_cancellation(error) or not self.aborted:
+                raise
+        finally:
+            self.scorings.discard(task)
+
+    def stop_scoring(self) -> None:
+        """End what `score_until_aborted` waits for."""
+        for task in self.scorings:
+            task.cancel()
 
     def submit_generate_tasks(self, groups: list[Group]) -> None:
         """Start one task per group; each group is kept as it was, to be returned if its result is not used."""
@@ -250,7 +271,8 @@ async def generate_and_rm(
     """Complete one sample, run the sample hooks, score it.
 
     A sample that is already finished is only scored. With --group-rm (training) scoring is left to the group. Samples
-    that were aborted or already have a reward are not scored.
+    that were aborted or already have a reward are not scored. A rollout that ends meanwhile leaves a finished sample
+    without a reward.
 
     Returns:
         The sample, or the list that a custom generate function made of it (they share a rollout_id).
@@ -277,8 +299,10 @@ async def generate_and_rm(
     samples = flatten(completed)
     if isinstance(completed, list):
         _share_rollout_id(sample, samples)
-    if not args.group_rm or evaluation:
-        await score_each(args, samples, evaluation=evaluation)
+    if evaluation:
+        await score_each(args, samples, evaluation=True)
+    elif not args.group_rm:
+        await state.score_until_aborted(score_each(args, samples, evaluation=False))
     went_on("samples", len(samples))
     return samples if isinstance(completed, list) else completed
 
@@ -363,7 +387,7 @@ async def generate_and_rm_group(
         for sample in completed:
             sample.metadata[GREEDY_REWARD] = baseline
     if args.group_rm and not evaluation and not any(s.status is Status.ABORTED for s in completed):
-        await score_group(args, completed)
+        await state.score_until_aborted(score_group(args, completed))
     return completed
 
 
@@ -377,12 +401,12 @@ def _lacks_baseline(args: Namespace, group: Group) -> bool:
 
 
 async def _greedy_reward(args: Namespace, sample: Sample, params: dict[str, Any]) -> float | None:
-    """The reward of the prompt's greedy response; None when it was aborted."""
+    """The reward of the prompt's greedy response; None when the rollout ended first."""
     twin = fresh_copy(sample)
     twin.session_id = uuid.uuid4().hex
     completed = flatten(await generate_and_rm(args, twin, {**params, "temperature": 0.0}))
     if completed[-1].status is Status.ABORTED:
         return None
     if args.group_rm:
-        await score_group(args, completed[-1:])
-    return float(completed[-1].get_reward_value(args))
+        await GenerateState(args).score_until_aborted(score_group(args, completed[-1:]))
+    return None if completed[-1].reward is None else float(completed[-1].get_reward_value(args))

@@ -1,11 +1,12 @@
 """The default rollout function: groups generated concurrently until enough were accepted, the rest aborted.
 
-Departs from upstream in four points:
+Departs from upstream in five points:
 1. Prompts of aborted and surplus groups go back to the data source, so that no prompt is lost; with --partial-rollout
    they take along what was generated for them.
-2. A group that an engine aborted by itself is generated again instead of being trained on.
-3. Endless filtering ends with an error that names the filter (--max-dynamic-sampling-rounds).
-4. A sample whose generation or scoring fails is named, and --on-sample-error says what becomes of its group.
+2. A rollout that ends waits for no reward: with --partial-rollout finished responses are scored in a later rollout.
+3. A group that an engine aborted by itself is generated again instead of being trained on.
+4. Endless filtering ends with an error that names the filter (--max-dynamic-sampling-rounds).
+5. A sample whose generation or scoring fails is named, and --on-sample-error says what becomes of its group.
 
 What one sample goes through is in slime.rollout.generation, what becomes of a finished group in
 slime.rollout.collector, evaluation in slime.rollout.eval.
@@ -129,9 +130,10 @@ async def abort(args: Namespace, rollout_id: int) -> list[Group]:
 
 async def _abort(args: Namespace, rollout_id: int, collector: Collector) -> list[Group]:
     state = GenerateState(args)
-    state.aborted = True
+    state.aborted = True  # from here on no scoring begins
     returned = []
     deadline = time.monotonic() + _ABORT_DEADLINE_S
+    state.stop_scoring()
     while state.pendings:
         await _abort_engines(args)
         # Asked again every second: a request may have been on its way, a multi-turn function may start another turn.

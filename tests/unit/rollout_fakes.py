@@ -93,10 +93,10 @@ class FakeEngine:
 
 
 @contextmanager
-def serve(app: web.Application) -> Iterator[int]:
+def serve(app: web.Application, **settings: Any) -> Iterator[int]:
     """Run an aiohttp application in a thread; yields its port."""
     loop = asyncio.new_event_loop()
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, **settings)
     listener = socket.create_server(("127.0.0.1", 0))
 
     async def start() -> None:
