@@ -21,6 +21,7 @@ from slime.rollout.filter_hub.base_types import (
 from slime.rollout.generation import GREEDY_REWARD, START, GenerateState, is_unfinished
 from slime.rollout.rm_hub import take_reward_failures
 from slime.rollout.sample_errors import SampleError, blame, hook_name, stray_cancellation
+from slime.rollout.tool_calls import take_tool_timeouts
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -181,6 +182,8 @@ class Collector:
         metrics |= {f"rollout/sample_errors/{name}": float(count) for name, count in self._failures.items()}
         if lost := take_reward_failures():
             metrics["rollout/reward_failures"] = float(lost)
+        if late := take_tool_timeouts():
+            metrics["rollout/tool_timeouts"] = float(late)
         samples = [sample for group in self.accepted for sample in group]
         if self.args.partial_rollout:
             resumed = sum(sample.metadata.get(START, self.rollout_id) != self.rollout_id for sample in samples)

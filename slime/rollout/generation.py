@@ -45,6 +45,7 @@ from slime.utils.misc import SingletonMeta, load_function, stable_hash
 from slime.utils.processing_utils import build_processor_kwargs, encode_text, load_processor, load_tokenizer
 from slime.utils.progress_counts import went_on
 from slime.utils.reward_baselines import GREEDY_REWARD
+from slime.utils.threads import DaemonThreads
 from slime.utils.types import Sample
 
 __all__ = [
@@ -62,6 +63,7 @@ logger = logging.getLogger(__name__)
 Group = list[Sample]
 Status = Sample.Status
 _FINISHED = (Status.COMPLETED, Status.TRUNCATED)
+_processor_threads = DaemonThreads("processor", 8)
 START = "start_rollout_id"
 
 
@@ -230,7 +232,7 @@ async def tokenize_prompt(state: GenerateState, sample: Sample) -> None:
         sample.tokens = list(state.encode(sample.prompt))
         return
     keywords = build_processor_kwargs(sample.multimodal_inputs)
-    outputs = await asyncio.to_thread(state.processor, text=sample.prompt, **keywords)
+    outputs = await _processor_threads.run(functools.partial(state.processor, text=sample.prompt, **keywords))
     sample.tokens = [int(token) for token in outputs["input_ids"][0]]
     rest = {key: value for key, value in outputs.items() if key not in ("input_ids", "attention_mask")}
     sample.multimodal_train_inputs = rest or None

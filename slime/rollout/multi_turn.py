@@ -8,8 +8,9 @@ What a conversation has come to is kept in `sample.metadata`, so an aborted samp
 after the prompt), "round_number", "tool_calls", "tool_errors", "template_drift", and "turn_start" while a turn is
 unfinished. docs/multi_turn.md has an example. It does not know what tools do, or what a good answer is.
 
-Wait graph: a turn waits for the router's /generate (its own deadline), then for the tool (`tool_timeout_s`); both
-inside the semaphore of generate_and_rm, which no tool function may take again.
+Wait graph: a turn waits for the router's /generate (its own deadline), then for one of --tool-concurrency threads,
+which each call holds for `tool_timeout_s` at most, and for the tool (`tool_timeout_s`); all inside the semaphore of
+generate_and_rm, which no tool function may take again.
 """
 
 from __future__ import annotations

@@ -9,21 +9,27 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import re
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from slime.utils.async_utils import cancel_all, is_cancellation
+from slime.utils.misc import SingletonMeta
+from slime.utils.threads import CallTimeout, DaemonThreads
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ToolFn(Protocol):
     """`tool_function_path` in the file of --custom-config-path: make one call; return text, or what JSON can show.
 
-    A coroutine function, or a plain one, which runs in a thread. `ToolError` is for calls that the model got wrong.
+    A coroutine function, or a plain one, which runs in one of --tool-concurrency threads. `ToolError` is for calls
+    that the model got wrong.
     """
 
     def __call__(self, args: Namespace, sample: Sample, name: str, arguments: dict[str, Any]) -> Any: ...
@@ -73,6 +79,21 @@ def tool_names(tools: list[dict[str, Any]] | None) -> list[str]:
     return [str(function["name"]) for function in functions if "name" in function]
 
 
+class ToolThreads(metaclass=SingletonMeta):
+    """The threads of this process's plain tool functions, apart from those of graders; and the count of time-outs."""
+
+    num_timeouts = 0  # on the class: coroutine functions time out without an instance
+
+    def __init__(self, args: Namespace) -> None:
+        self.threads = DaemonThreads("tool", args.tool_concurrency, kills_processes=True)
+
+
+def take_tool_timeouts() -> int:
+    """Tool calls that took too long since the last call, in training and evaluation."""
+    count, ToolThreads.num_timeouts = ToolThreads.num_timeouts, 0
+    return count
+
+
 async def call_tool(
     function: ToolFn,
     args: Namespace,
@@ -86,26 +107,35 @@ async def call_tool(
 
     Args:
         known: names that may be called; empty = any.
-        timeout_s: longest wait for the tool. A plain function that takes longer goes on in its thread, unheard.
+        timeout_s: longest time of the tool, from the moment at which its function begins. A plain function that takes
+            longer loses the processes that it has started, and goes on in its thread, unheard.
 
     Returns:
         (text for the model, whether the call succeeded).
 
     Raises:
-        RuntimeError: the tool function raised something other than `ToolError`.
+        RuntimeError: the tool function raised something other than `ToolError`; or as many calls as there are threads
+            were given up and still hang.
     """
     if call.problem:
         return f"error: {call.problem}", False
     if known and call.name not in known:
         return f"error: no tool {call.name}; there is {', '.join(known)}", False
+    if not inspect.iscoroutinefunction(function):
+        _check_threads(args, timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            result = await _run(function, args, sample, call)
+        result = await _run(function, args, sample, call, timeout_s)
     except ToolError as error:
         return f"error: {error}", False
-    except TimeoutError:
+    except CallTimeout:
+        ToolThreads.num_timeouts += 1
+        logger.warning("tool %s took more than %g s and was given up", call.name, timeout_s)
         return f"error: {call.name} took more than {timeout_s:g} s", False
-    except Exception as error:
+    except TimeoutError:  # of what the tool itself waited for
+        return f"error: {call.name} timed out", False
+    except BaseException as error:
+        if is_cancellation(error):
+            raise
         raise RuntimeError(
             f"tool {call.name} with {json.dumps(call.arguments)[:200]} raised {type(error).__name__}: {error}; raise "
             "slime.rollout.multi_turn.ToolError where the model is at fault"
@@ -113,8 +143,31 @@ async def call_tool(
     return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), True
 
 
-async def _run(function: ToolFn, args: Namespace, sample: Sample, call: ToolCall) -> Any:
+def _check_threads(args: Namespace, timeout_s: float) -> None:
+    threads = ToolThreads(args).threads
+    if threads.num_lost >= threads.limit:
+        raise RuntimeError(
+            f"{threads.num_lost} tool calls that took more than {timeout_s:g} s still hang in their threads, as many "
+            "as --tool-concurrency allows; give what the tool waits for a deadline, or run it as a process"
+        )
+
+
+async def _run(function: ToolFn, args: Namespace, sample: Sample, call: ToolCall, timeout_s: float) -> Any:
+    given = (args, sample, call.name, call.arguments)
     if inspect.iscoroutinefunction(function):
-        return await function(args, sample, call.name, call.arguments)
-    result = await asyncio.to_thread(function, args, sample, call.name, call.arguments)
-    return await result if inspect.isawaitable(result) else result
+        return await _in_time(function(*given), timeout_s)
+    result = await ToolThreads(args).threads.run(function, *given, timeout_s=timeout_s)
+    return await _in_time(result, timeout_s) if inspect.isawaitable(result) else result
+
+
+async def _in_time(work: Awaitable[Any], timeout_s: float) -> Any:
+    """What a coroutine returns; one that takes too long is cancelled, and left alone where it ignores that."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            raise CallTimeout
+        return task.result()
+    finally:
+        if not task.done():
+            await cancel_all([task])

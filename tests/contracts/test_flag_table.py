@@ -60,6 +60,7 @@ OURS = {
     "--max-dynamic-sampling-rounds": "a filter that rejects everything is noticed",
     "--max-group-retries": "crashed groups",
     "--max-turns": "multi-turn",
+    "--tool-concurrency": "multi-turn",
     "--max-weight-staleness": "asynchronous training",
     "--model-args-from-hf": "model flags from the HF config",
     "--on-sample-error": "what an exception in a hook does",

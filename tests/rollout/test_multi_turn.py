@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from types import SimpleNamespace
 
@@ -11,10 +13,12 @@ from aiohttp import web
 
 from slime.observability.rollout_metrics import multi_turn_metrics
 from slime.rollout import generation
+from slime.rollout.collector import Collector
 from slime.rollout.generation import GenerateState, generate_and_rm
 from slime.rollout.multi_turn import ToolError, final_answer, generate, generate_turns
+from slime.rollout.rm_hub import async_rm
 from slime.rollout.sample_errors import SampleError
-from slime.rollout.tool_calls import ToolCall, parse_tool_calls
+from slime.rollout.tool_calls import ToolCall, ToolThreads, parse_tool_calls, take_tool_timeouts
 from slime.utils import async_utils
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
@@ -66,6 +70,22 @@ async def add(args, sample, name, arguments):
 def slow(args, sample, name, arguments):
     time.sleep(0.2)
     return "late"
+
+
+HANGING = threading.Event()
+EXIT: type[BaseException] = SystemExit
+
+
+def exits(args, sample, name, arguments):
+    raise EXIT(3)
+
+
+async def exits_in_a_coroutine(args, sample, name, arguments):
+    raise EXIT(3)
+
+
+def times_out(args, sample, name, arguments):
+    raise TimeoutError
 
 
 @pytest.fixture
@@ -166,6 +186,70 @@ def test_a_tool_may_be_a_plain_function_and_has_a_deadline(run):
     sample, model = run([call(a=1, b=2), "3"], tool_function_path=path, tool_timeout_s=0.05)
     assert "error: add took more than 0.05 s" in model.seen(1)
     assert sample.metadata["tool_errors"] == 1
+
+
+@pytest.fixture
+def hang():
+    """Lets the tools that hang go, at the end of a test; the process's tool threads are new."""
+    ToolThreads.clear_instances()
+    take_tool_timeouts()
+    HANGING.clear()
+    yield
+    HANGING.set()
+    ToolThreads.clear_instances()
+
+
+def hangs(args, sample, name, arguments):
+    if arguments.get("a") == 1:
+        HANGING.wait(30)
+    return "done"
+
+
+async def ignores_its_end(args, sample, name, arguments):
+    while not HANGING.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.01)
+
+
+def test_tools_that_hang_are_counted_and_hold_up_neither_other_tools_nor_graders(run, hang):
+    path = "tests.rollout.test_multi_turn:hangs"
+    replies = [call(a=1) + call(a=1) + call(a=2), "3"]
+    sample, model = run(replies, tool_function_path=path, tool_timeout_s=0.01, tool_concurrency=3)
+    answers = [m["content"] for m in sample.metadata["messages"] if m["role"] == "tool"]
+    assert answers == ["error: add took more than 0.01 s"] * 2 + ["done"]
+    boxed = Sample(label="3", response="\\boxed{3}")
+    assert async_utils.run(async_rm(rollout_args(custom_rm_path=None, rm_type="math"), boxed)) == 1
+    metrics = Collector(rollout_args(), 0).metrics()
+    assert metrics["rollout/tool_timeouts"] == 2.0
+    assert "rollout/tool_timeouts" not in Collector(rollout_args(), 1).metrics()
+
+
+def test_tool_concurrency_bounds_plain_tools_and_the_calls_of_them_that_hang(run, hang):
+    path = "tests.rollout.test_multi_turn:hangs"
+    with pytest.raises(RuntimeError, match=r"2 tool calls that took more than 0.01 s still hang .*--tool-concurrency"):
+        run([call(a=1) * 3], tool_function_path=path, tool_timeout_s=0.01, tool_concurrency=2)
+
+
+def test_a_coroutine_tool_that_ignores_its_end_is_left_alone(run, hang, monkeypatch):
+    monkeypatch.setattr(async_utils, "CANCEL_S", 0.01)
+    path = "tests.rollout.test_multi_turn:ignores_its_end"
+    sample, _ = run([call(a=1), "3"], tool_function_path=path, tool_timeout_s=0.01)
+    assert sample.metadata["messages"][1]["content"] == "error: add took more than 0.01 s"
+    assert take_tool_timeouts() == 1
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, KeyboardInterrupt])
+@pytest.mark.parametrize("function", ["exits", "exits_in_a_coroutine"])
+def test_a_tool_that_exits_is_named(run, monkeypatch, kind, function):
+    monkeypatch.setattr("tests.rollout.test_multi_turn.EXIT", kind)
+    with pytest.raises(RuntimeError, match=rf"tool add with \{{.*\}} raised {kind.__name__}: 3; raise"):
+        run([call(a=1)], tool_function_path=f"tests.rollout.test_multi_turn:{function}")
+
+
+def test_a_time_out_inside_a_tool_is_answered_but_is_not_the_tools_own(run):
+    sample, _ = run([call(a=1), "3"], tool_function_path="tests.rollout.test_multi_turn:times_out")
+    assert sample.metadata["messages"][1]["content"] == "error: add timed out"
+    assert take_tool_timeouts() == 0
 
 
 def test_turns_end_at_max_turns_and_a_last_call_is_no_answer(run):

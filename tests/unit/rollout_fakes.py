@@ -166,6 +166,7 @@ def rollout_args(**changes: Any) -> Namespace:
         "rollout_max_response_len": 20,
         "rollout_max_context_len": None,
         "max_turns": None,
+        "tool_concurrency": 64,
         "eval_max_context_len": None,
         "rollout_max_prompt_len": None,
         "rollout_min_new_tokens": 0,

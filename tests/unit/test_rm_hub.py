@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 import time
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm, bounded_sympy, rm_n
 from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
 from slime.utils.types import Sample
+from tests.unit.rollout_fakes import rollout_args
 
 TABLE = [
     ("math", "so \\boxed{42}", "42", {}, 1),
@@ -265,3 +268,22 @@ def test_custom_rewards_by_sample_by_flag_and_in_a_batch(tmp_path):
     by_name = Namespace(custom_rm_path=None, rm_type="f1")
     samples = [Sample(response="fox", label="fox"), Sample(response="dog", label="fox")]
     assert asyncio.run(batched_async_rm(by_name, samples)) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler"])
+def test_graders_do_not_wait_for_threads_that_user_code_keeps(rm_type):
+    """Every thread of asyncio.to_thread hangs, as in a user's hook that calls a dead service."""
+    release = threading.Event()
+    sample = Sample(label="3", response="</think>\\boxed{3}")
+
+    async def grade():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        hanging = loop.run_in_executor(None, release.wait, 30)
+        try:
+            return await async_rm(rollout_args(custom_rm_path=None, rm_type=rm_type), sample)
+        finally:
+            release.set()
+            await hanging
+
+    assert asyncio.run(asyncio.wait_for(grade(), 20)) == 1

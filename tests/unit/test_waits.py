@@ -86,6 +86,8 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/rollout/collector.py", "Collector.take", "task.result"): FINISHED,
     ("slime/rollout/fully_async_rollout.py", "AsyncRolloutWorker._on_done", "task.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "_result_of", "task.result"): FINISHED,
+    ("slime/rollout/tool_calls.py", "_in_time", "task.result"): FINISHED,
+    ("slime/utils/threads.py", "DaemonThreads.run", "call.result.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "generate_rollout_async", "state.finished.get"): BOUNDED,
     ("slime/rollout/sample_hooks.py", "apply_rollout_sample_hooks", "_rollout_id.get"): "a context variable",
     ("slime/utils/arguments/parse.py", "build_parser", "tables.result"): "of capture_elsewhere, which has a deadline",

@@ -6,7 +6,6 @@ The table `RM_TYPES` is the whole list of built-in names. It does not know group
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import random
 from argparse import Namespace
@@ -25,6 +24,7 @@ from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.rm_hub.service import RewardError, take_reward_failures
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.misc import load_function
+from slime.utils.threads import DaemonThreads
 from slime.utils.types import Sample
 
 __all__ = [
@@ -46,15 +46,16 @@ __all__ = [
 Reward = float | dict[str, Any]
 Grader = Callable[[Namespace, str, Sample], Awaitable[Reward]]
 BOXED_PREFIX = "boxed_"
+_threads = DaemonThreads("grader", 32)
 
 
 async def _math(args: Namespace, response: str, sample: Sample) -> Reward:
     # In a thread: sympy may take its two seconds, and the event loop feeds the engines meanwhile.
-    return int(await asyncio.to_thread(grade_answer_verl, response, sample.label))
+    return int(await _threads.run(grade_answer_verl, response, sample.label))
 
 
 async def _deepscaler(args: Namespace, response: str, sample: Sample) -> Reward:
-    return await asyncio.to_thread(get_deepscaler_rule_based_reward, response, sample.label)
+    return await _threads.run(get_deepscaler_rule_based_reward, response, sample.label)
 
 
 async def _dapo(args: Namespace, response: str, sample: Sample) -> Reward:

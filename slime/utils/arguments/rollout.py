@@ -103,6 +103,12 @@ class RolloutFlags:
     max_turns: int | None = flag(
         None, "most turns that a multi-turn generate function lets the model write (its default: 8)", at_least=1
     )
+    tool_concurrency: int = flag(
+        64,
+        "calls of a plain (not async) tool function of slime.rollout.multi_turn at a time, each in a thread",
+        at_least=1,
+        needs="custom_config_path",
+    )
     max_dynamic_sampling_rounds: int = flag(
         100,
         "give up when the filter has dropped this many batches of groups in one rollout",

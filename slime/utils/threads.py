@@ -1,0 +1,167 @@
+"""Blocking functions in daemon threads, each kind with threads of its own, so that one that hangs holds up no other.
+
+`asyncio.to_thread` puts everything into one pool, whose threads the interpreter waits for when it ends.
+
+Wait graph: `run` waits for a thread, as long as calls that came before take, then for the function, for `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_IDLE_S = 60.0
+
+
+class CallTimeout(Exception):
+    """A function took longer than it may. (Not a TimeoutError, which the function itself may raise.)"""
+
+
+class DaemonThreads:
+    """Runs functions in daemon threads, at most `limit` at a time, first come first served.
+
+    A call that is given up, because it takes too long or its task is cancelled, frees its place. A thread cannot be
+    ended: it goes on for as long as the function does.
+
+    Args:
+        name: of the threads.
+        limit: how many.
+        kills_processes: when a call is given up, kill the processes that it has started and their descendants. Not
+            for functions that start a process for others, too.
+    """
+
+    def __init__(self, name: str, limit: int, *, kills_processes: bool = False) -> None:
+        self.name, self.limit, self.kills_processes = name, limit, kills_processes
+        self.num_lost = 0
+        """Calls that were given up and have not come back."""
+        self._num_threads = self._num_idle = 0
+        self._waiting: deque[_Call] = deque()
+        self._changed = threading.Condition()
+
+    async def run(self, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
+        """Wait for a thread, call the function in it, and return its result or raise its exception.
+
+        Args:
+            timeout_s: longest time from the moment at which the function begins.
+
+        Raises:
+            CallTimeout: it took longer.
+        """
+        call = _Call(function, args)
+        self._submit(call)
+        try:
+            await call.begun
+            await asyncio.wait([call.result], timeout=timeout_s)
+        finally:
+            if not call.result.done():
+                self._give_up(call)
+        if not call.result.done():
+            raise CallTimeout(f"it took more than {timeout_s:g} s")
+        result: T = call.result.result()
+        return result
+
+    def _submit(self, call: _Call) -> None:
+        with self._changed:
+            self._waiting.append(call)
+            self._changed.notify()
+            self._start_threads()
+
+    def _start_threads(self) -> None:
+        if len(self._waiting) > self._num_idle and self._num_threads < self.limit:
+            self._num_threads += 1
+            threading.Thread(target=self._work, name=self.name, daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            call.run()
+            with self._changed:
+                call.is_done = True
+                if call.is_lost:  # another thread has its place
+                    self.num_lost -= 1
+                    return
+
+    def _next(self) -> _Call | None:
+        with self._changed:
+            while True:
+                while not self._waiting:
+                    self._num_idle += 1
+                    was_notified = self._changed.wait(_IDLE_S)
+                    self._num_idle -= 1
+                    if not was_notified and not self._waiting:
+                        self._num_threads -= 1
+                        return None
+                if not (call := self._waiting.popleft()).is_lost:
+                    break
+            call.thread_id = threading.get_native_id()
+            call.children_before = _children(call.thread_id) if self.kills_processes else set()
+            return call
+
+    def _give_up(self, call: _Call) -> None:
+        with self._changed:
+            call.is_lost = not call.is_done
+            if call.is_done or not call.thread_id:  # it ended just now, or has not begun and is left out
+                return
+            self.num_lost += 1
+            self._num_threads -= 1
+            self._start_threads()
+            left = _children(call.thread_id) - call.children_before if self.kills_processes else set()
+        for pid in left:
+            _kill_tree(pid)
+
+
+class _Call:
+    """One call of a function, made by a task of the running loop."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = self._loop.create_future()
+        self.result: asyncio.Future[Any] = self._loop.create_future()
+        self._function, self._args, self._context = function, args, contextvars.copy_context()
+        self.thread_id = 0
+        self.children_before: set[int] = set()
+        self.is_done = self.is_lost = False
+
+    def run(self) -> None:
+        """Call the function, in a thread of its own, and tell the loop when it begins and ends."""
+        self._tell(self.begun.set_result, None)
+        try:
+            self._tell(self.result.set_result, self._context.run(self._function, *self._args))
+        except StopIteration as error:  # no future takes it
+            self._tell(self.result.set_exception, RuntimeError(f"it raised StopIteration: {error}"))
+        except BaseException as error:  # whoever waits for the call raises it
+            self._tell(self.result.set_exception, error)
+
+    def _tell(self, setter: Callable[[Any], None], value: Any) -> None:
+        def set_unless_cancelled() -> None:
+            with contextlib.suppress(asyncio.InvalidStateError):
+                if not self.is_lost:  # nobody would ask for its exception
+                    setter(value)
+
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(set_unless_cancelled)
+
+
+def _children(thread_id: int, pid: int | str = "self") -> set[int]:
+    """The child processes that one thread has started; none where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return {int(child) for child in Path(f"/proc/{pid}/task/{thread_id}/children").read_text().split()}
+    return set()
+
+
+def _kill_tree(pid: int) -> None:
+    threads = Path(f"/proc/{pid}/task")
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)  # it starts no more children
+        children = {child for thread in threads.iterdir() for child in _children(int(thread.name), pid)}
+        os.kill(pid, signal.SIGKILL)
+        for child in children:
+            _kill_tree(child)
