@@ -200,10 +200,10 @@ def _column_problem(args: Namespace, columns: dict[str, Any], position: int) -> 
         return f"None in {missing[0]}; it must be a list with one entry for each response token"
     if problem := values_problem(tokens, length, mask, log_probs, vocab_size=args.vocab_size):
         return problem
-    wrong = (column for column in ("rewards", "raw_reward") if not is_finite_number(columns[column][position]))
-    return next(
-        (f"{shown(columns[column][position])!r} in {column}; it must be a finite number" for column in wrong), None
-    )
+    for column in ("rewards", "raw_reward"):
+        if not is_finite_number(value := columns[column][position]):
+            return f"{shown(value)!r} in {column}; it must be a finite number"
+    return None
 
 
 def _groups_problem(groups: Any) -> str | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from slime.rollout.hook_returns import HookReturnError, check_drawn, check_train_data, check_trainable
+from slime.rollout.hook_returns import HookReturnError, check_train_data, check_trainable, draw_groups
 from slime.rollout.sample_errors import SampleError, check_completed
 from slime.rollout.sample_values import sample_problem, to_lists, train_problem
 from slime.rollout.train_data import samples_to_train_data
@@ -170,7 +171,7 @@ def test_one_object_in_two_places_is_named():
         ):
             check()
     with pytest.raises(HookReturnError, match="get_samples returned one Sample object twice"):
-        check_drawn(rollout_args(), [[twice, twice]])
+        draw_groups(rollout_args(), Namespace(get_samples=lambda num_groups: [[twice, twice]]), 1)
 
 
 def test_the_last_check_names_the_source_the_sample_and_its_place_in_the_rollout():
