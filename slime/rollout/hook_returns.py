@@ -202,7 +202,7 @@ def _column_problem(args: Namespace, columns: dict[str, Any], position: int) -> 
         return problem
     for column in ("rewards", "raw_reward"):
         if not is_finite_number(value := columns[column][position]):
-            return f"{shown(value)!r} in {column}; it must be a finite number"
+            return f"{shown(value)} in {column}; it must be a finite number"
     return None
 
 
