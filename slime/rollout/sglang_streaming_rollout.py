@@ -25,6 +25,8 @@ from slime.rollout.generation import GenerateState, tokenize_prompt
 from slime.rollout.model_urls import router_url
 from slime.utils.errors import HttpError
 from slime.utils.http_stream import stream_events
+from slime.utils.http_utils import is_new_incident, is_refused
+from slime.utils.outages import OUTAGES
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -58,14 +60,16 @@ async def generate_streaming(
         except HttpError as error:
             is_one_call = False
             num_breaks = 1 if sample.response_length > before else num_breaks + 1
-            is_refused = error.status is not None and error.status < 500
-            if is_refused or num_breaks > _MOST_BREAKS_IN_A_ROW:
+            if OUTAGES.may_end(router_url(args)):  # the next call waits for its end
+                num_breaks = 1
+            if is_refused(error) or num_breaks > _MOST_BREAKS_IN_A_ROW:
                 raise
             if state.aborted and not evaluation:
                 sample.status = Sample.Status.ABORTED
                 return sample
             kept = sample.response_length - before
-            logger.warning("a stream broke off, its %d new tokens are kept and it goes on: %s", kept, error)
+            if is_new_incident(router_url(args)):
+                logger.warning("a stream broke off, its %d new tokens are kept and it goes on: %s", kept, error)
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (num_breaks - 1), _LONGEST_PAUSE_S))
     if not is_one_call:  # a character may be split between two calls
         response = sample.tokens[len(sample.tokens) - sample.response_length :]

@@ -7,8 +7,12 @@ one of the generations that it is to end has ended.
     4xx                                            fails at once with its body: asking again cannot help
     5xx, a lost or refused connection, half a JSON tried again with back-off, for `retry_window_s`
     no complete answer in time                     fails: whoever was asked may still be working on it
+    a server with an outage (slime.utils.outages)  waits for its end, and is then sent as if for the first time
 
-Wait graph: a request waits for a connection of its pool and for the answer, for `timeout_s` in all; nothing else.
+Failures of a server that follow each other closely are one incident, of which one warning is logged.
+
+Wait graph: a request without a `timeout_s` waits for the end of an outage; each waits for a connection of its pool and
+for the answer, for `timeout_s` in all.
 It does not know what is sent: endpoints of an engine are in slime.backends.sglang_utils.server_control.
 """
 
@@ -36,6 +40,7 @@ from slime.utils.api_keys import headers_for
 from slime.utils.errors import HttpError
 from slime.utils.http_connection import exchange
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
+from slime.utils.outages import OUTAGES, origin
 from slime.utils.progress_counts import went_on
 
 __all__ = [
@@ -49,7 +54,9 @@ __all__ = [
     "get_rollout_num_engines",
     "get_sync",
     "init_http_client",
+    "is_new_incident",
     "is_port_available",
+    "is_refused",
     "post",
     "post_body",
     "post_sync",
@@ -79,6 +86,8 @@ PostTransport = Callable[[str, bytes, "dict[str, str] | None", int], Awaitable[A
 _Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, aiohttp.ClientSession]]
 _REASON_CHARS = 2000
 _LOGGED_CHARS = 300
+_INCIDENT_GAP_S = 30.0
+"""Without a failure, after which the next one is a new incident."""
 
 
 class _Client:
@@ -87,6 +96,7 @@ class _Client:
     def __init__(self) -> None:
         self.limits = HttpLimits()
         self.transport: PostTransport | None = None
+        self._failed_at: dict[str, float] = {}
         self._sessions: _Sessions = weakref.WeakKeyDictionary()
 
     def session(self, *, is_control: bool = False) -> aiohttp.ClientSession:
@@ -103,6 +113,13 @@ class _Client:
     def timeout(self, timeout_s: float | None) -> aiohttp.ClientTimeout:
         total = self.limits.request_timeout_s if timeout_s is None else timeout_s
         return aiohttp.ClientTimeout(total=total, sock_connect=self.limits.connect_timeout_s)
+
+    def is_new_incident(self, url: str) -> bool:
+        """Whether a failure is the first of its server for a while."""
+        now = time.monotonic()
+        last = self._failed_at.get(origin(url))
+        self._failed_at[origin(url)] = now
+        return last is None or now - last > _INCIDENT_GAP_S
 
     async def close(self) -> None:
         for session in self._sessions.pop(asyncio.get_running_loop(), {}).values():
@@ -165,9 +182,26 @@ async def post(
     """
     body = orjson.dumps({} if payload is None else payload, option=orjson.OPT_SERIALIZE_NUMPY)
     headers = {**headers_for(url), **(headers or {})} or None
-    if timeout_s is None and _client.transport is not None:
-        return await _client.transport(url, body, headers, max_retries)
-    return await post_body(url, body, headers, max_retries, timeout_s=timeout_s)
+    if timeout_s is not None:
+        return await post_body(url, body, headers, max_retries, timeout_s=timeout_s)
+    send = _client.transport or post_body
+    return await _outside_outages(url, lambda: send(url, body, headers, max_retries))
+
+
+async def _outside_outages(url: str, send: Callable[[], Awaitable[Any]]) -> Any:
+    """Send a request when its server has no outage, and again where one began meanwhile."""
+    while True:
+        await OUTAGES.over(url)
+        try:
+            return await send()
+        except HttpError as error:
+            if is_refused(error) or not OUTAGES.may_end(url):
+                raise
+
+
+def is_refused(error: HttpError) -> bool:
+    """Whether a server has answered that it will not do this, whenever it is asked."""
+    return error.status is not None and error.status < 500
 
 
 async def post_body(
@@ -175,7 +209,8 @@ async def post_body(
 ) -> Any:
     """`post` from this process, whatever the transport, of a payload that is JSON already."""
     headers = {"Content-Type": "application/json", **(headers or {})}
-    return await _request(_Attempts("POST", url, max_retries), timeout_s, data=body, headers=headers)
+    attempts = _Attempts("POST", url, max_retries, waits_for_outages=timeout_s is None)
+    return await _request(attempts, timeout_s, data=body, headers=headers)
 
 
 def set_post_transport(transport: PostTransport | None) -> None:
@@ -185,7 +220,12 @@ def set_post_transport(transport: PostTransport | None) -> None:
 
 async def get(url: str, max_retries: int = 60, *, timeout_s: float | None = None) -> Any:
     """GET an address; arguments, answers and errors as in `post`."""
-    return await _request(_Attempts("GET", url, max_retries), timeout_s, headers=headers_for(url))
+
+    async def send() -> Any:
+        attempts = _Attempts("GET", url, max_retries, waits_for_outages=timeout_s is None)
+        return await _request(attempts, timeout_s, headers=headers_for(url))
+
+    return await (send() if timeout_s is not None else _outside_outages(url, send))
 
 
 async def _request(attempts: _Attempts, timeout_s: float | None, **content: Any) -> Any:
@@ -241,9 +281,9 @@ class _TryAgain(Exception):
 class _Attempts:
     """One request: what an answer to it is worth, and after a failure whether to wait and how long."""
 
-    def __init__(self, method: str, url: str, max_retries: int) -> None:
+    def __init__(self, method: str, url: str, max_retries: int, *, waits_for_outages: bool = False) -> None:
         self.method, self.url, self.name = method, url, f"{method} {url}"
-        self.max_retries = max_retries
+        self.max_retries, self.waits_for_outages = max_retries, waits_for_outages
         self.failures = 0
         self.first_failure = 0.0
 
@@ -268,6 +308,7 @@ class _Attempts:
 
     def next_delay(self, error: Exception, *, late_s: float | None) -> float:
         """Seconds to wait before the next attempt; `late_s` is the deadline of an attempt that missed it."""
+        OUTAGES.suspect(self.url)
         if late_s is not None:
             raise HttpError(f"{self.name} was not answered within {late_s:g} s") from error
         status, reason = None, f"{type(error).__name__}: {error}"
@@ -277,15 +318,25 @@ class _Attempts:
         self.failures += 1
         self.first_failure = self.first_failure or now
         spent = now - self.first_failure
-        if self.failures > self.max_retries or spent > limits.retry_window_s:
+        if self.failures > self.max_retries or spent > limits.retry_window_s or self._is_useless():
             raise HttpError(
                 f"{self.name} failed {self.failures} times in {spent:.0f} s, the last time with {reason}",
                 status=status,
             ) from error
         delay = min(0.1 * 2 ** min(self.failures, 10), limits.max_backoff_s) * random.uniform(0.75, 1.25)
-        what = (self.name, reason[:_LOGGED_CHARS], self.failures + 1, delay)
-        logger.warning("%s failed (%s); attempt %d in %.1f s", *what)
+        if _client.is_new_incident(self.url):
+            what = (self.name, reason[:_LOGGED_CHARS], limits.retry_window_s)
+            logger.warning("%s failed (%s); it is sent again, as others that fail there, for up to %.0f s", *what)
         return delay
+
+    def _is_useless(self) -> bool:
+        """Whether the request will be sent again anyway, when the outage of its server is over."""
+        return self.waits_for_outages and OUTAGES.is_on(self.url)
+
+
+def is_new_incident(url: str) -> bool:
+    """Whether a failure, which happens now, is the first of its server for a while: then it is worth a line."""
+    return _client.is_new_incident(url)
 
 
 def get_host_info() -> tuple[str, str]:

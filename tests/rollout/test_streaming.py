@@ -15,9 +15,11 @@ from aiohttp import web
 
 from slime.rollout import sglang_streaming_rollout
 from slime.rollout.generation import GenerateState
+from slime.rollout.model_urls import router_url
 from slime.rollout.sglang_streaming_rollout import generate_streaming
-from slime.utils import async_utils
+from slime.utils import async_utils, http_stream
 from slime.utils.errors import HttpError
+from slime.utils.outages import Outages
 from slime.utils.types import Sample
 from slime.utils.wait import wait_async
 from tests.unit.rollout_fakes import rollout_args, serve
@@ -176,6 +178,33 @@ def test_breaks_without_one_new_token_are_given_up():
 def test_breaks_that_each_bring_a_token_are_not():
     server = Server(*[(1, "break")] * 12, (1, "stop"))
     assert_counted(run(server, limit=20), 13)
+
+
+@pytest.mark.parametrize("comes_another", [True, False])
+def test_a_stream_that_breaks_with_the_last_engine_waits_for_another(comes_another, monkeypatch):
+    """As long as it takes: with the pauses of a server that only stumbles, breaks would be given up."""
+    outages, asked = Outages(), list[int]()
+    outages.listen(lambda url: outages.begin(url))
+    for module in (sglang_streaming_rollout, http_stream):
+        monkeypatch.setattr(module, "OUTAGES", outages)
+    server = Server((3, "break"), (2, "stop"))
+
+    async def call(args: Any, sample: Sample, params: dict[str, Any]) -> None:
+        task = asyncio.create_task(generate_streaming(args, sample, params))
+        url = router_url(args)
+        while not outages.is_on(url):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        asked.append(len(server.requests))
+        outages.end(url) if comes_another else outages.give_up(url, "no more may be started")
+        await task
+
+    if comes_another:
+        assert_counted(run(server, call=call), 5)
+    else:
+        with pytest.raises(HttpError, match="no more may be started"):
+            run(server, call=call)
+    assert asked == [1]
 
 
 def test_it_is_a_generate_function_of_the_rollout(tmp_path):
