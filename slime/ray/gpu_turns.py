@@ -7,9 +7,9 @@
 
 The driver says what is to come next; here it is known who is where, so only what has to move is moved. Where nobody
 has to leave (GPUs of their own, the CPU, --no-offload-*) every verb does nothing. Each verb waits until memory is free
-before it is taken by the next: a failure on the way, such as an engine that died while it had no memory, ends the run
-with its error. How memory is released is the actors' business; with
---release-train trainers end in place of sleeping.
+before it is taken by the next: a failure on the way ends the run with its error. (With --use-fault-tolerance the
+rollout manager does without an engine that died while it had no memory.) How memory is released is the actors'
+business; with --release-train trainers end in place of sleeping.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from slime.ray.rollout.servers import MEMORY_DEADLINE_S
 from slime.ray.utils import get
 
 logger = logging.getLogger(__name__)
+
+MOVE_DEADLINE_S = MEMORY_DEADLINE_S + 600.0  # engines that do not answer in time are ended then
 
 
 class GpuTurns:
@@ -105,7 +107,7 @@ class GpuTurns:
     def _engines_out(self) -> None:
         if self.engines_leave and "kv" in self._engines_have:
             start = time.monotonic()
-            get(self._manager.offload.remote(), "the engines to release their GPU memory", MEMORY_DEADLINE_S)
+            get(self._manager.offload.remote(), "the engines to release their GPU memory", MOVE_DEADLINE_S)
             self._engines_have.clear()
             self._add("perf/engine_release_time", time.monotonic() - start)
 
@@ -113,7 +115,7 @@ class GpuTurns:
         if self.engines_leave and kind not in self._engines_have:
             start = time.monotonic()
             onload = {"weights": self._manager.onload_weights, "kv": self._manager.onload_kv}[kind]
-            get(onload.remote(), f"the engines to take GPU memory for {kind}", MEMORY_DEADLINE_S)
+            get(onload.remote(), f"the engines to take GPU memory for {kind}", MOVE_DEADLINE_S)
             self._engines_have.add(kind)
             self._add("perf/engine_resume_time", time.monotonic() - start)
 

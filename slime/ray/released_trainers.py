@@ -32,6 +32,7 @@ class ReleasedTrainGroup(RayTrainGroup):
     def __init__(self, args: Args, placement: Placement, *, actor_cls: type = TrainRayActor) -> None:
         super().__init__(args, placement, actor_cls=actor_cls)
         self._is_awake = False
+        self._is_connected = False
         self._engines: tuple[list[Any], list[int]] | None = None
         self._weight_version = 0
 
@@ -54,11 +55,14 @@ class ReleasedTrainGroup(RayTrainGroup):
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
         """As of `RayTrainGroup`; the next trainers get the same engines."""
-        self._engines, self._weight_version = (engines, engine_sizes), max(weight_version, self._weight_version)
+        self._engines, self._weight_version = (engines, engine_sizes), weight_version
+        self._is_connected = True
         super().connect_rollout_engines(engines, engine_sizes, weight_version=weight_version)
 
     def update_weights(self) -> dict[str, float]:
         """As of `RayTrainGroup`."""
+        if not self._is_connected and self._engines is not None:  # not before: they may be others by now
+            self.connect_rollout_engines(*self._engines, weight_version=self._weight_version)
         metrics = super().update_weights()
         self._weight_version += 1
         return metrics
@@ -76,8 +80,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         start = time.monotonic()
         self.start()
         self.wait_started()
-        if self._engines is not None:
-            self.connect_rollout_engines(*self._engines, weight_version=self._weight_version)
+        self._is_connected = False
         return {"perf/wake_up_time": time.monotonic() - start}
 
     def shutdown(self, *, graceful: bool = True) -> None:

@@ -27,6 +27,7 @@ from slime.observability.step_times import StepTimes
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.attempts import Attempt, attempts
 from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
+from slime.ray.engine_upkeep import EngineUpkeep
 from slime.ray.exit_request import ExitRequest
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.peer_copies import PeerCopies
@@ -34,8 +35,7 @@ from slime.ray.peer_state import owners_of
 from slime.ray.rollout.manager import ray_progress_bar
 from slime.ray.run_guard import RunGuard
 from slime.ray.run_parts import WORK_DEADLINE_S, RunParts, try_to_end
-from slime.ray.start import START_DEADLINE_S
-from slime.ray.utils import ActorFailure, ActorLost, get
+from slime.ray.utils import ActorFailure, get
 from slime.rollout.weight_versions import SyncSchedule
 from slime.utils.arguments.check_losses import check_critic_only_steps
 from slime.utils.arguments.derive import keeps_requests_in_flight
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
 GENERATION = "the generation of a rollout"
-REPLACE_DEADLINE_S = START_DEADLINE_S + 600.0
-"""Behind the deadlines of the manager: of the engines' start, their slots, and the end of those that do not start."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,9 @@ class TrainingRun:
     def __init__(self, args: Any, *, sync_interval: int = 1) -> None:
         self._parts = RunParts(args)
         self._sync_interval = sync_interval
-        self._weight_version = 0
         self._first_version = 1
-        self._engine_count = 0
         self._has_engines = not args.debug_train_only
         self._has_trainers = not args.debug_rollout_only
-        self._syncs_weights = False
         self._rollout_id = 0
         self._evaluation: _Evaluation | None = None
         self._trained = range(0)
@@ -113,6 +108,7 @@ class TrainingRun:
         self._copies = PeerCopies(args.peer_checkpoint_interval)
         self._guard: RunGuard | None = None
         self.phases = Phases()
+        self._upkeep = EngineUpkeep(self._parts, self.phases, is_on=args.use_fault_tolerance and self._has_engines)
         self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
         self._ends_after: int | None = None
 
@@ -153,15 +149,15 @@ class TrainingRun:
     def may_start(self, rollout_id: int) -> bool:
         """Whether a rollout begun now will be fresh enough when it is trained (--max-weight-staleness), and the one
         that a resumed run begins (--deterministic)."""
-        if not self._syncs_weights:
+        if not self._upkeep.sends_weights:
             return True
-        return self._schedule.may_begin(rollout_id, self._weight_version, self.args.max_weight_staleness)
+        return self._schedule.may_begin(rollout_id, self._upkeep.version, self.args.max_weight_staleness)
 
     @phase("generate")
     def wait_generated(self, pending: PendingRollout) -> PendingRollout:
         """Wait for the samples of a rollout, which `train_step` then takes."""
         start = time.monotonic()
-        get(pending.samples, GENERATION, WORK_DEADLINE_S)
+        self._upkeep.wait(pending.samples, GENERATION)
         self._times.waited(time.monotonic() - start)
         return pending
 
@@ -175,7 +171,7 @@ class TrainingRun:
         if pending is not None:
             start = time.monotonic()
             with suppress(ActorFailure, UsageError):  # whoever waits for its samples hears of that
-                get(pending.samples, GENERATION, WORK_DEADLINE_S)
+                self._upkeep.wait(pending.samples, GENERATION)
             self._times.waited(time.monotonic() - start)
 
     @phase("train")
@@ -187,11 +183,7 @@ class TrainingRun:
         rollouts the actor makes returns, and updates nothing.)
         """
         self._rollout_id = rollout_id
-        if self.args.use_fault_tolerance and self._has_engines:
-            replaced = self._manager.replace_engines.remote()
-            get(replaced, "engines in place of lost ones", REPLACE_DEADLINE_S)
-            if not self._syncs_weights:  # they have the weights that they are to have
-                get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
+        self._upkeep.replace()
         if first := self._parts.critic or self._parts.actor:
             self.turns.to_trainer(first)  # meanwhile the manager makes the training data of the samples
         data, records = get(rollout.train_data, GENERATION, WORK_DEADLINE_S)
@@ -244,60 +236,25 @@ class TrainingRun:
     def sync_weights(self) -> None:
         """Send the trainer's weights to the engines, tell the manager their version, and let the engines generate."""
         told = None
-        if self._syncs_weights:
+        if self._upkeep.sends_weights:
             self._settle_groups()
-            self.turns.to_weight_sync(self.trainers)
-            self._log_rollout_record(self._send_weights())
-            self._weight_version += 1
-            told = self._manager.set_weight_version.remote(self._weight_version)
+            self._log_rollout_record(self._upkeep.send_weights(self._upkeep.version + 1))
+            told = self._manager.set_weight_version.remote(self._upkeep.version)
         if self._has_trainers:
             self.turns.to_engines()
             if metrics := self.turns.take_metrics():
                 self._log_rollout_record(metrics)
         if told is not None:
             get(told, "the rollout manager to hear of the weight sync", STATE_DEADLINE_S)
-        if self._syncs_weights and self.args.use_fault_tolerance:
-            get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
+        if self._upkeep.sends_weights:
+            self._upkeep.register()
 
     def _settle_groups(self) -> None:
         """With --deterministic wait for the groups of a fully async rollout, so that each is of one version."""
         if self.args.deterministic and keeps_requests_in_flight(self.args.rollout_function_path):
             start = time.monotonic()
-            get(self._manager.settle.remote(), "the groups that were begun", WORK_DEADLINE_S)
+            self._upkeep.wait(self._manager.settle.remote(), "the groups that were begun")
             self._times.waited(time.monotonic() - start)
-
-    def _send_weights(self) -> dict[str, float]:
-        """Send the trainer's weights to the engines that are there; once more where one is lost meanwhile
-        (--use-fault-tolerance), for until then the others wait, paused, with a part of the new weights."""
-        count = self._pause_watch()
-        try:
-            self._follow_engines(count)
-            return self.trainers.update_weights()
-        except ActorLost:
-            raise
-        except ActorFailure as error:
-            if (count_now := self._pause_watch()) == count:
-                raise
-            logger.warning("the weights are sent again, without engines that were lost meanwhile: %s", error)
-        self._follow_engines(count_now)
-        return self.trainers.update_weights()
-
-    def _pause_watch(self) -> int:
-        """Look at the engines a last time before a sync; returns a number that changes with every loss."""
-        if not self.args.use_fault_tolerance:
-            return self._engine_count
-        count: int = get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
-        return count
-
-    def _follow_engines(self, count: int) -> None:
-        """Have the trainer send to the engines that are there, where some were lost or replaced."""
-        if count == self._engine_count:
-            return
-        engines, sizes = get(self._manager.get_updatable_engines.remote(), "the engine handles", STATE_DEADLINE_S)
-        if not engines:
-            raise ActorFailure("every engine of the trained model is lost; their logs say why")
-        self.trainers.connect_rollout_engines(engines, sizes)
-        self._engine_count = count
 
     def eval_if_due(self, rollout_id: int) -> None:
         """Evaluate every `--eval-interval` rollouts and at epoch ends."""
@@ -314,7 +271,7 @@ class TrainingRun:
         """Wait for the evaluation that runs in the background, if one does, and log it at its own step."""
         if self._evaluation is not None:
             begun, self._evaluation = self._evaluation, None
-            records, shown = get(begun.pending, "the evaluation", WORK_DEADLINE_S)
+            records, shown = self._upkeep.wait(begun.pending, "the evaluation")
             self._log(records)
             logging_utils.log_eval_samples(shown, begun.step)
 
@@ -411,15 +368,9 @@ class TrainingRun:
                 STATE_DEADLINE_S,
             )
         if self._has_engines and self._has_trainers:  # without trainers the weights stay those that engines start with
-            self._first_version = self._weight_version + 1
+            self._first_version = self._upkeep.version + 1
             get(self._manager.set_sync_schedule.remote(self._schedule), "the rollout manager", STATE_DEADLINE_S)
-            updatable = self._manager.get_updatable_engines.remote()
-            engines, engine_sizes = get(updatable, "the engine handles", STATE_DEADLINE_S)
-            self._syncs_weights = bool(engines)
-            if engines:
-                version = self._weight_version
-                self.trainers.connect_rollout_engines(engines, engine_sizes, weight_version=version)
-            else:
+            if not self._upkeep.connect():
                 logger.warning("no engine takes the trainer's weights: what is trained is not what generates")
             self._rollout_id = first
             self.sync_weights()

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,17 @@ REPO_ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class ActorFailure(RuntimeError):
-    """An actor failed or died; the message is one line for the user, `details` the remote traceback for a file."""
+    """An actor failed or died.
 
-    def __init__(self, message: str, details: str = "") -> None:
+    Args:
+        message: one line for the user.
+        details: the remote traceback, for a file.
+        cause: what the actor raised.
+    """
+
+    def __init__(self, message: str, details: str = "", cause: BaseException | None = None) -> None:
         self.details = details
+        self.cause = cause
         super().__init__(message)
 
 
@@ -67,6 +74,7 @@ def get(
     deadline_s: float,
     *,
     beside: Mapping[ray.ObjectRef, str] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Any:
     """Wait for one reference or all of several.
 
@@ -76,6 +84,7 @@ def get(
         deadline_s: seconds after which the wait is given up.
         beside: what else is under way, with what it is called. It is not waited for, but when it fails before the end
             of this wait, that is raised.
+        meanwhile: called about once a second until the end; what it raises ends the wait.
 
     Raises:
         UsageError: raised by the actor: passed on as it is.
@@ -96,6 +105,8 @@ def get(
         for ref in done:
             fetch(ref, others.pop(ref, what))
         pending = [ref for ref in pending if ref not in done]
+        if meanwhile is not None and not done:
+            meanwhile()
     return [fetch(ref, what) for ref in refs] if several else fetch(refs, what)
 
 
@@ -109,7 +120,7 @@ def fetch(ref: ray.ObjectRef, what: str) -> Any:
         cause = error.cause
         if isinstance(cause, UsageError):
             raise UsageError(cause.messages) from None
-        raise ActorFailure(f"{what} failed: {type(cause).__name__}: {cause}", str(error)) from None
+        raise ActorFailure(f"{what} failed: {type(cause).__name__}: {cause}", str(error), cause) from None
     except RayActorError as error:
         raise ActorLost(f"{what} failed: {_who_died(error)} died ({_first_line(error)})", str(error)) from None
     except RayError as error:

@@ -456,10 +456,9 @@ class Asked(FileEngine):
         super().__init__()
         self.is_there = is_there
 
-    def get_weight_version(self) -> str:
+    def check_scheduler(self) -> None:
         if not self.is_there:
             raise ConnectionError("refused")
-        return self.version
 
 
 class BrokenLink(base.WeightUpdater):

@@ -34,7 +34,7 @@ class FakeRun(TrainingRun):
             start_rollout_id=self.args.first, num_rollout=self.args.num_rollout, num_rollout_per_epoch=9
         )
         self.calls = self.args.calls
-        self._weight_version, self._syncs_weights = 1, True
+        self._upkeep.version, self._upkeep.sends_weights = 1, True
 
     def finish(self, *, failed=False):
         self.calls.append("finish")
@@ -60,7 +60,7 @@ class FakeRun(TrainingRun):
             self.calls.append(f"save {rollout_id}")
 
     def sync_weights(self):
-        self._weight_version += 1
+        self._upkeep.version += 1
         self.calls.append("sync")
 
     def _start_eval(self, rollout_id, *, step):
@@ -101,6 +101,7 @@ def run_args(**changes):
         "colocate": False,
         "release_train": False,
         "max_restarts": 0,
+        "use_fault_tolerance": False,
         "deterministic": False,
         "peer_checkpoint_interval": None,
         **NO_EXIT,

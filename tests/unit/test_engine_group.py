@@ -163,7 +163,7 @@ def test_engines_that_come_later_and_have_no_link_get_files_too(
     args = SimpleNamespace(update_weight_disk_dir="/shared/w")
     before = Linkless(args, [])
     before.weight_version = 7
-    how: dict[str, Any] = {"engine_sizes": [1], "colocated": False, "weight_version": 0, "updater": before}
+    how: dict[str, Any] = {"engine_sizes": [1], "colocated": False, "weight_version": 7, "updater": before}
     made = update_weight.connected_weight_updater(args, [], ["late"], **how)
     assert isinstance(made, Files) and (made.engines, made.weight_version) == (["late"], 7)
     assert "as files in --update-weight-disk-dir /shared/w" in caplog.text
@@ -191,6 +191,7 @@ def test_an_engine_that_has_refused_a_bucket_is_not_asked_to_take_the_next() -> 
 def test_what_cannot_be_formed_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     updater = base.WeightUpdater.__new__(from_disk.DiskWeightUpdater)
     assert updater._together(lambda: 3) == 3
-    monkeypatch.setattr(base, "gathered", lambda told: [told, "rank 1 has no link"])
-    with pytest.raises(NoLinkError, match="rank 1 has no link"):
+    monkeypatch.setattr(base, "gathered", lambda told: [told, ("rank 1 has no link", (4,))])
+    with pytest.raises(NoLinkError, match="rank 1 has no link") as failed:
         updater._together(lambda: 3)
+    assert failed.value.silent == (4,)

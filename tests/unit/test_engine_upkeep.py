@@ -1,94 +1,235 @@
-"""A weight sync that fails: what the driver does where an engine was lost meanwhile, and where none was."""
+"""What the driver does about engines that are lost: in a weight sync, before it, and while a rollout waits for one."""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.ray import run as run_module
-from slime.ray.run import TrainingRun
+from slime.backends.megatron_utils.update_weight.engines import WeightSyncError
+from slime.observability.phases import Phases
+from slime.ray import engine_upkeep as module
+from slime.ray.engine_upkeep import EngineUpkeep
 from slime.ray.utils import ActorFailure, ActorLost
-from tests.unit.test_drivers import run_args
 
 METRICS = {"perf/update_weights_time": 1.0}
 
 
 class World:
-    """A manager whose engines die when the trainers first send, and trainers that fail then; no process is needed to
-    see what the driver asks of whom."""
+    """A manager, trainers and turns that note what the driver asks of whom; no process is needed to see that.
 
-    def __init__(self, error: Exception, *, dies: bool = True, at_connect: bool = False) -> None:
+    Engines are names. One that is in `hangs` fails the next send, whose error names it; `budget` engines may be
+    started in place of lost ones.
+    """
+
+    def __init__(self, *engines: str, budget: int = 10) -> None:
         self.calls: list[str] = []
-        self.engines = ["a", "b"]
-        self.error: Exception | None = error
-        self.dies, self.at_connect = dies, at_connect
-        self.pause_watch = SimpleNamespace(remote=lambda: 2 - len(self.engines) + at_connect)
-        self.get_updatable_engines = SimpleNamespace(remote=lambda: (list(self.engines), [1] * len(self.engines)))
+        self.engines = list(engines)
+        self.connected = list(engines)
+        self.hangs: set[str] = set()
+        self.budget = budget
+        self.count = 0
+        self.waiting: list[str] = []
+        self.places = len(engines)
+        self.error: Exception | None = None
 
-    def connect_rollout_engines(self, engines: list[str], sizes: list[int]) -> None:
-        self.calls.append(f"connect {' '.join(engines)}")
-        if self.at_connect:
-            self._fail()
+    def __getattr__(self, verb: str) -> Any:  # of the manager
+        return SimpleNamespace(remote=lambda *values: getattr(self, f"do_{verb}")(*values))
+
+    def lose(self, *names: str) -> None:
+        self.engines = [name for name in self.engines if name not in names]
+        self.count += 1
+
+    def do_pause_watch(self) -> int:
+        return self.count
+
+    def do_engines_failed(self, numbers: tuple[int, ...], why: str) -> int:
+        if lost := [self.connected[number] for number in numbers]:
+            self.lose(*lost)
+        return self.count
+
+    def do_get_updatable_engines(self) -> tuple[list[str], list[int]]:
+        return list(self.engines), [1] * len(self.engines)
+
+    def do_lacks_engines(self) -> bool:
+        return not [engine for engine in self.engines if engine not in self.waiting]
+
+    def do_hold_requests(self) -> None:
+        self.calls.append("hold")
+
+    def do_replace_engines(self) -> None:
+        while len(self.engines) < self.places and self.budget:
+            self.budget, self.count = self.budget - 1, self.count + 1
+            self.engines.append(f"new{self.count}")
+            self.waiting.append(self.engines[-1])
+        if not self.engines:
+            raise ActorFailure("no engine of model default is left (--max-engine-restarts-per-hour)")
+        self.calls.append(f"start {' '.join(self.engines)}")
+
+    def do_register_engines(self) -> None:
+        self.waiting.clear()
+        self.calls.append("register")
+
+    # of the trainers
+
+    def connect_rollout_engines(self, engines: list[str], sizes: list[int], *, weight_version: int) -> None:
+        self.calls.append(f"connect {' '.join(engines)} at {weight_version}")
+        self.connected = engines
 
     def update_weights(self) -> dict[str, float]:
         self.calls.append("send")
-        self._fail()
-        return METRICS
-
-    def _fail(self) -> None:
         if self.error is not None:
             error, self.error = self.error, None
-            if self.dies:
-                self.engines.pop()
             raise error
+        if silent := [number for number, engine in enumerate(self.connected) if engine in self.hangs]:
+            cause = WeightSyncError("flush_cache was not answered within 60 s", silent=silent)
+            raise ActorFailure(f"the weight sync failed: {cause}", "", cause)
+        return METRICS
 
 
-def run_of(world: World, monkeypatch: pytest.MonkeyPatch, *, use_fault_tolerance: bool = True) -> TrainingRun:
-    monkeypatch.setattr(run_module, "get", lambda value, *_: value)
-    run = TrainingRun(run_args(use_fault_tolerance=use_fault_tolerance))
-    run._parts.manager, run._parts.actor = world, world  # type: ignore[assignment]
-    return run
+@pytest.fixture
+def upkeep_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineUpkeep]:
+    def make(world: World, *, is_on: bool = True) -> EngineUpkeep:
+        monkeypatch.setattr(module, "get", lambda value, *_, **__: value)
+        turns = SimpleNamespace(
+            to_engines=lambda: world.calls.append("engines' turn"),
+            to_weight_sync=lambda _: world.calls.append("sync's turn"),
+            to_trainer=lambda _: world.calls.append("trainer's turn"),
+        )
+        parts: Any = SimpleNamespace(manager=world, actor=world, turns=turns)
+        upkeep = EngineUpkeep(parts, Phases(), is_on=is_on)
+        upkeep.version, upkeep.sends_weights = 4, True
+        return upkeep
+
+    return make
 
 
-@pytest.mark.parametrize(
-    ("at_connect", "calls"),
-    [(False, ["send", "connect a", "send"]), (True, ["connect a b", "connect a", "send"])],
-)
-def test_a_sync_in_which_an_engine_dies_is_done_again_with_the_others(
-    monkeypatch: pytest.MonkeyPatch, at_connect: bool, calls: list[str]
+def test_an_engine_that_a_failed_sync_names_is_lost_and_the_others_get_the_weights(
+    upkeep_of: Callable[..., EngineUpkeep],
 ) -> None:
-    world = World(ActorFailure("the weight sync failed: engine b is gone"), at_connect=at_connect)
-    assert run_of(world, monkeypatch)._send_weights() == METRICS
-    assert world.calls == calls
+    world = World("a", "b")
+    world.hangs = {"b"}
+    upkeep = upkeep_of(world)
+    assert upkeep.send_weights(5) == METRICS and upkeep.version == 5
+    assert world.calls == ["sync's turn", "send", "sync's turn", "connect a at 4", "send"]
+
+
+def test_the_only_engine_that_hangs_in_a_sync_is_replaced_and_the_new_one_gets_the_weights(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    world = World("a")
+    world.hangs = {"a"}
+    assert upkeep_of(world).send_weights(5) == METRICS
+    assert world.calls == [
+        *["sync's turn", "send", "sync's turn"],
+        *["engines' turn", "start new2"],  # an engine takes all of its memory when it starts
+        *["sync's turn", "connect new2 at 4", "send"],
+    ]
+
+
+def test_engines_that_hang_one_after_the_other_end_the_run_when_no_more_may_be_started(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    world = World("a", budget=3)
+    world.hangs = {"a", *(f"new{number}" for number in range(20))}
+    with pytest.raises(ActorFailure, match="no engine of model default is left"):
+        upkeep_of(world).send_weights(5)
+    assert world.calls.count("send") == 1 + 3
 
 
 @pytest.mark.parametrize(
-    "world",
+    ("error", "is_on"),
     [
-        World(ActorFailure("the weights do not match"), dies=False),  # it would fail again
-        World(ActorLost("rank 0 is lost")),  # there is nobody to send
+        (ActorFailure("the weights do not match"), True),  # it would fail again
+        (ActorLost("rank 0 is lost"), True),  # there is nobody to send
+        (ActorFailure("gone", "", WeightSyncError("gone", silent=[1])), False),  # without --use-fault-tolerance
     ],
 )
-def test_any_other_failure_of_a_sync_is_the_runs(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    assert world.error is not None
-    with pytest.raises(type(world.error)):
-        run_of(world, monkeypatch)._send_weights()
-    assert world.calls == ["send"]
+def test_any_other_failure_of_a_sync_is_the_runs(
+    upkeep_of: Callable[..., EngineUpkeep], error: ActorFailure, is_on: bool
+) -> None:
+    world = World("a", "b")
+    world.error = error
+    upkeep = upkeep_of(world, is_on=is_on)
+    with pytest.raises(type(error)) as failed:
+        upkeep.send_weights(5)
+    assert failed.value is error and upkeep.version == 4
+    assert world.calls == ["sync's turn", "send"]
 
 
-def test_without_fault_tolerance_no_engine_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(ActorFailure("engine b is gone"))
-    with pytest.raises(ActorFailure, match="engine b is gone"):
-        run_of(world, monkeypatch, use_fault_tolerance=False)._send_weights()
-    assert world.calls == ["send"]
+def test_a_rollout_that_has_lost_its_last_engine_gets_another_with_the_same_weights(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    world = World("a")
+    upkeep = upkeep_of(world)
+    upkeep.serve_all()
+    assert world.calls == [], "nothing is done while an engine serves"
+    world.lose("a")
+    upkeep.serve_all()
+    assert world.calls == [
+        *["engines' turn", "start new2"],
+        "hold",  # the requests of other models, whose engines release memory for the trainer, too
+        *["sync's turn", "connect new2 at 3", "send", "engines' turn", "register"],
+    ]
+    assert upkeep.version == 4, "no rollout becomes older by it"
+    del world.calls[:]
+    upkeep.serve_all()
+    assert world.calls == []
 
 
-def test_the_last_engine_of_the_model_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    world: Any = World(ActorFailure("engine a is gone"))
-    world.engines = ["a"]
-    run = run_of(world, monkeypatch)
-    run._engine_count = 1
-    with pytest.raises(ActorFailure, match="every engine of the trained model is lost"):
-        run._send_weights()
+def test_an_engine_that_was_started_but_has_no_weights_yet_gets_them_when_a_rollout_waits_for_it(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    """train_async.py with --update-weights-interval 2: the next sync may be rollouts away."""
+    world = World("a")
+    world.lose("a")
+    upkeep = upkeep_of(world)
+    upkeep.replace()
+    assert world.calls == ["start new2"]
+    upkeep.serve_all()
+    assert world.calls[-2:] == ["engines' turn", "register"] and world.calls.count("send") == 1
+
+
+def test_a_rollout_ends_with_one_error_when_no_engine_may_be_started(upkeep_of: Callable[..., EngineUpkeep]) -> None:
+    world = World("a", budget=0)
+    world.lose("a")
+    with pytest.raises(ActorFailure, match="no engine of model default is left"):
+        upkeep_of(world).serve_all()
+
+
+def test_new_trainers_find_an_engine_where_the_last_was_lost_with_the_old_ones(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    """Without one the run would go on, and never send weights again."""
+    world = World("a")
+    world.lose("a")
+    upkeep = upkeep_of(world)
+    assert upkeep.connect() and upkeep.sends_weights
+    assert world.calls == ["engines' turn", "start new2", "trainer's turn", "connect new2 at 4"]
+
+
+def test_engines_without_trainers_serve_as_soon_as_they_are_there(upkeep_of: Callable[..., EngineUpkeep]) -> None:
+    """--debug-rollout-only: they have the weights that they are to have."""
+    world = World("a")
+    world.lose("a")
+    upkeep = upkeep_of(world)
+    upkeep.sends_weights = False
+    upkeep.serve_all()
+    assert "send" not in world.calls and world.calls[-1] == "register"
+
+
+def test_a_wait_looks_at_the_engines_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    for is_on in (True, False):
+        upkeep = EngineUpkeep(SimpleNamespace(), Phases(), is_on=is_on)  # type: ignore[arg-type]
+        monkeypatch.setattr(module, "get", lambda ref, *_, meanwhile: given.append(meanwhile))
+        upkeep.wait("a rollout", "it")  # type: ignore[arg-type]
+        assert given[-1] == (upkeep.serve_all if is_on else None)
+
+
+def test_an_error_of_a_sync_keeps_the_engines_that_it_names_when_it_travels() -> None:
+    copy = pickle.loads(pickle.dumps(WeightSyncError("it hangs", is_final=True, silent=[1, 2])))
+    assert (str(copy), copy.is_final, copy.silent) == ("it hangs", True, (1, 2))

@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.server_control import Probe
+from slime.ray.rollout import engine_state as engine_state_module
+from slime.ray.rollout.engine_state import engine_state
 from slime.ray.rollout.engine_watch import EngineWatch
 from slime.utils.wait import wait
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Probe]]:
     """What was asked; the engine at "dead" never answers. No server: only who is asked and when counts here."""
-    found: list[tuple[str, bool]] = []
+    found: list[tuple[str, Probe]] = []
 
-    def answer(url: str, *, timeout_s: float, generates: bool) -> str | None:
-        found.append((url, generates))
+    def answer(url: str, *, timeout_s: float, probe: Probe) -> str | None:
+        found.append((url, probe))
         return "connection refused" if url == "dead" else None
 
     monkeypatch.setattr(server_control, "why_unhealthy_sync", answer)
@@ -38,19 +41,19 @@ def watch(lost: list[tuple[int, str]], *urls: str, interval_s: float = 0.02, fir
     return EngineWatch(lambda: dict(there), lose, interval_s=interval_s, timeout_s=1.0, first_wait_s=first_wait_s)
 
 
-def test_an_engine_that_does_not_answer_is_lost_once(asked: list[tuple[str, bool]]) -> None:
+def test_an_engine_that_does_not_answer_is_lost_once(asked: list[tuple[str, Probe]]) -> None:
     """It is asked every --rollout-health-check-interval seconds until then."""
     lost: list[tuple[int, str]] = []
     one = watch(lost, "fine", "dead")
     one.start()
-    wait("three looks", 60, lambda: asked.count(("fine", True)) > 2, interval_s=0.01)
+    wait("three looks", 60, lambda: asked.count(("fine", Probe.GENERATES)) > 2, interval_s=0.01)
     one.stop()
     assert lost == [(1, "connection refused")]
-    assert asked.count(("dead", True)) == 1
+    assert asked.count(("dead", Probe.GENERATES)) == 1
 
 
 def test_nobody_is_asked_while_the_watch_is_paused(
-    asked: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+    asked: list[tuple[str, Probe]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor in the --rollout-health-check-first-wait after that."""
     times, answer = list[float](), server_control.why_unhealthy_sync
@@ -65,8 +68,8 @@ def test_nobody_is_asked_while_the_watch_is_paused(
     one.start()
     time.sleep(0.45)  # it would have looked three times
     assert not asked
-    one.look(generates=False)
-    assert asked == [("fine", False)], "unless it is told to"
+    one.look(Probe.SCHEDULES)
+    assert asked == [("fine", Probe.SCHEDULES)], "unless it is told to"
     resumed = time.monotonic()
     one.resume()
     wait("three looks", 60, lambda: len(asked) > 3, interval_s=0.01)
@@ -74,7 +77,7 @@ def test_nobody_is_asked_while_the_watch_is_paused(
     assert times[1] - resumed >= 0.1 + 0.1, "not before the first wait and an interval are over"
 
 
-def test_a_look_that_is_due_just_when_the_watch_goes_on_waits_first_as_well(asked: list[tuple[str, bool]]) -> None:
+def test_a_look_that_is_due_just_when_the_watch_goes_on_waits_first_as_well(asked: list[tuple[str, Probe]]) -> None:
     one = watch([], "fine")
     one.pause()
 
@@ -91,6 +94,62 @@ def test_a_look_that_is_due_just_when_the_watch_goes_on_waits_first_as_well(aske
     one._changed = DueJustThen()
     one._run()
     assert not asked
+
+
+def test_a_failed_request_has_the_engines_looked_at_without_waiting_for_the_interval(
+    asked: list[tuple[str, Probe]],
+) -> None:
+    lost: list[tuple[int, str]] = []
+    one = watch(lost, "dead", interval_s=3600.0)
+    one.start()
+    for _ in range(100):  # requests that fail together ask for one look
+        one.suspect()
+    wait("a look", 60, lambda: bool(lost), interval_s=0.01)
+    one.stop()
+    assert asked == [("dead", Probe.GENERATES)]
+
+
+def test_a_failed_request_has_nothing_looked_at_that_is_not_to_be_looked_at_yet(
+    asked: list[tuple[str, Probe]],
+) -> None:
+    """In the --rollout-health-check-first-wait an engine may be slow, and while the watch is paused silent."""
+    one = watch([], "fine", interval_s=3600.0, first_wait_s=3600.0)
+    one.start()
+    one.suspect()
+    assert not one._changed.is_set()
+    other = watch([], "fine", interval_s=3600.0)
+    other.pause()
+    other.suspect()
+    assert not other._changed.is_set() and not asked
+    one.stop()
+
+
+class _Hung(http.server.BaseHTTPRequestHandler):
+    """A server whose scheduler is stopped: what its HTTP process knows by itself is answered, as SGLang 0.5 does."""
+
+    def do_GET(self) -> None:  # noqa: N802
+        if self.path not in ("/health", "/v1/loads?include=core", "/model_info"):
+            time.sleep(0.4)
+        with suppress(OSError):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"loads": [{"num_running_reqs": 3}]}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_whose_scheduler_hangs_listens_but_does_not_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hung) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        found = {probe: server_control.why_unhealthy_sync(url, timeout_s=0.2, probe=probe) for probe in Probe}
+        monkeypatch.setattr(engine_state_module, "ASK_S", 0.2)
+        state = engine_state([], [url])[f"engine {url}"]
+        server.shutdown()
+    assert found[Probe.LISTENS] is None
+    assert state.startswith("its scheduler does not answer"), "the stall report says so, too"
+    assert "not answered within" in (found[Probe.SCHEDULES] or "") and "not answered" in (found[Probe.GENERATES] or "")
 
 
 class _Slow(http.server.BaseHTTPRequestHandler):
@@ -112,7 +171,7 @@ def test_an_answer_that_comes_too_late_is_none() -> None:
         assert server_control.why_unhealthy_sync(url, timeout_s=5.0) is None
         late = server_control.why_unhealthy_sync(url, timeout_s=0.1)
         assert late is not None and "health_generate" in late
-        refused = server_control.why_unhealthy_sync(url, timeout_s=5.0, generates=False)
+        refused = server_control.why_unhealthy_sync(url, timeout_s=5.0, probe=Probe.LISTENS)
         assert refused is not None and "404" in refused
         server.shutdown()
 
@@ -121,7 +180,7 @@ def test_engines_that_end_during_a_look_after_the_watch_are_not_lost(monkeypatch
     """A run that is over ends its engines while one of them is being asked."""
     is_asked, has_ended = threading.Event(), threading.Event()
 
-    def answer(url: str, *, timeout_s: float, generates: bool) -> str:
+    def answer(url: str, *, timeout_s: float, probe: Probe) -> str:
         is_asked.set()
         has_ended.wait(10)
         return "connection reset by peer"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import train
-from slime.ray import actor_group, checkpoints, gpu_turns, run_parts
+from slime.ray import actor_group, checkpoints, engine_upkeep, gpu_turns, run_parts
 from slime.ray import run as run_module
 from slime.ray import start as start_module
 from slime.ray.released_trainers import ReleasedTrainGroup
@@ -63,7 +63,7 @@ ON |= {"verify_checkpoint": "none", "use_fault_tolerance": False, "save": "somew
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gpu_turns, "get", lambda value, *_: value)
-    for module in (run_module, run_parts, checkpoints):
+    for module in (run_module, run_parts, checkpoints, engine_upkeep):
         monkeypatch.setattr(module, "get", lambda value, *_, **__: value)
     return []
 
@@ -78,7 +78,7 @@ def run_of(calls: list[str], *, critic: bool = False, dies_at: str = "", **flags
     run._parts.actor = Group("actor", calls)  # type: ignore[assignment]
     run._parts.critic = Group("critic", calls) if critic else None  # type: ignore[assignment]
     run.plan = RunPlan(start_rollout_id=0, num_rollout=1, num_rollout_per_epoch=9)
-    run._syncs_weights = True
+    run._upkeep.sends_weights = True
     run.turns.start_trainers(run._parts.groups)
     return run
 
@@ -213,7 +213,7 @@ def test_engines_on_gpus_of_their_own_never_leave_and_the_actor_stays_unless_the
 
 def test_engines_that_take_no_weights_come_back_all_the_same(calls: list[str]) -> None:
     run = run_of(calls)
-    run._syncs_weights = False
+    run._upkeep.sends_weights = False
     calls.clear()
     run.sync_weights()
     assert calls == ["actor sleep", "engines onload_weights", "engines onload_kv"]
@@ -313,14 +313,17 @@ def test_released_trainers_begin_again_from_the_last_save_with_the_version_of_th
     group.update_weights()
     group.sleep()
     group.wake_up()
+    group.connect_rollout_engines(["in place of a lost one"], [1], weight_version=2)
+    group.update_weights()
     first, second, third = group.made
     connected = ("connect_rollout_engines", ["engine"], [1])
     assert first == [("hf", True), "start", (*connected, 0), ("update_weights",), "end"]
     assert second == [
-        *[("hf", True), "load", "start", (*connected, 1)],
-        *[("save_model", 0), ("update_weights",), "end"],
+        *[("hf", True), "load", "start", ("save_model", 0)],
+        *[(*connected, 1), ("update_weights",), "end"],
     ], "nothing was saved yet"
-    assert third == [("out", False), "load", "start", (*connected, 2)]
+    replaced = ("connect_rollout_engines", ["in place of a lost one"], [1])
+    assert third == [("out", False), "load", "start", (*replaced, 2), ("update_weights",)], "a lost one is not asked"
 
 
 def test_a_checkpoint_that_does_not_fit_is_said_and_the_run_goes_on_unless_it_was_the_last(

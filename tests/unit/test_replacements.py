@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -16,6 +17,10 @@ from slime.ray.rollout import hourly
 from slime.ray.rollout import replacements as module
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.utils import ActorFailure, ActorLost
+from slime.utils.errors import HttpError
+from slime.utils.outages import Outages
+
+ROUTER = "http://127.0.0.1:1"
 
 
 class Model:
@@ -24,8 +29,8 @@ class Model:
     def __init__(self, num_engines: int, *, external: int = 0, router_is_ours: bool = True) -> None:
         self.calls: list[str] = []
         self.lost: set[Any] = set()
-        self.router = SimpleNamespace(is_ours=router_is_ours)
-        self.plan = SimpleNamespace(update_weights=True)
+        self.router = SimpleNamespace(is_ours=router_is_ours, address=SimpleNamespace(url=ROUTER))
+        self.plan = SimpleNamespace(update_weights=True, name="default")
         engines = [Handle(f"ours{n}") for n in range(num_engines)]
         self.without_slots: set[int] = set()
         self.failures: dict[int, Exception] = {}
@@ -75,6 +80,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Addresses of external engines that answer."""
     found: set[str] = set()
     monkeypatch.setattr(module, "get", value_of)
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    monkeypatch.setattr(module, "OUTAGES", Outages())
     monkeypatch.setattr(
         server_control, "why_unhealthy_sync", lambda url, **_: None if url in found else "connection refused"
     )
@@ -198,8 +205,111 @@ def test_a_model_without_any_engine_ends_the_run_when_none_starts() -> None:
     model.without_slots, model.failures = {0, 1}, {n: ActorFailure("no memory") for n in range(2)}
     one.lose(0, "it died")
     one.lose(1, "it died")
-    with pytest.raises(ActorFailure, match="no memory"):
+    with pytest.raises(ActorFailure, match=r"no engine of model default is left.*per-hour 10.*no memory"):
         one.replace()
+    assert sum(call.startswith("start") for call in model.calls) == 10, "each try counts, and all are made"
+
+
+def failed_requests(url: str) -> str:
+    """How a request to a router fails now; empty while it waits or is sent."""
+
+    async def ask() -> None:
+        await asyncio.wait_for(module.OUTAGES.over(url), 0.01)
+
+    try:
+        asyncio.run(ask())
+    except HttpError as error:
+        return str(error)
+    except TimeoutError:
+        return ""
+    return ""
+
+
+def test_requests_wait_for_the_only_engine_until_another_has_its_weights(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(1)
+    one = replacements_of(model)
+    model.failures = {0: ActorFailure("the GPU's memory is not free yet")}
+    one.lose(0, "it died")
+    assert "the others" not in caplog.text and "the last of model default" in caplog.text
+    assert module.OUTAGES.is_on(f"{ROUTER}/generate") and one.without_engine() == [model]
+    start, tries = model.replace, []
+
+    def succeed_at_third_try(number: int) -> Worker | Exception:
+        tries.append(number)
+        if len(tries) == 3:
+            model.failures = {}
+        return start(number)
+
+    model.groups[0][1].replace = succeed_at_third_try
+    assert one.replace() == 1 and len(tries) == 3
+    assert one.without_engine() == [model] and module.OUTAGES.is_on(ROUTER), "it has no weights yet"
+    one.register()
+    assert not module.OUTAGES.is_on(ROUTER) and one.without_engine() == []
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_requests_fail_at_once_when_no_engine_may_be_started_any_more(most: int) -> None:
+    model = Model(1)
+    model.failures = {0: ActorFailure("no memory")}
+    one = replacements_of(model, most=most)
+    one.lose(0, "it died")
+    with pytest.raises(ActorFailure, match=f"no engine of model default is left.*per-hour {most}"):
+        one.replace()
+    assert "no engine of model default is left" in failed_requests(f"{ROUTER}/generate")
+    assert model.calls.count("start 0") == most
+
+
+def test_the_place_of_the_only_engine_is_filled_before_that_of_another() -> None:
+    many, lone = Model(2), Model(1)
+    args = SimpleNamespace(accelerator="cpu", rollout_health_check_timeout=1.0, max_engine_restarts_per_hour=1)
+    one = Replacements(SimpleNamespace(models=[many, lone]), args)  # type: ignore[arg-type]
+    one.lose(0, "it died")
+    one.lose(2, "it died")
+    assert one.replace() == 1 and lone.calls[-1] == "start 0" and "start 0" not in many.calls
+
+
+def test_an_external_engine_that_is_the_only_one_is_given_time_to_answer(
+    monkeypatch: pytest.MonkeyPatch, answers: set[str]
+) -> None:
+    monkeypatch.setattr(module, "EXTERNAL_S", 0.0)
+    model = Model(0, external=1)
+    one = replacements_of(model)
+    one.lose(0, "it does not answer")
+    with pytest.raises(ActorFailure, match="no engine of model default is left: none has answered"):
+        one.replace()
+    answers.add("external0")
+    assert one.replace() == 1
+
+
+def test_an_engine_that_its_router_does_not_take_is_lost_and_ends_nothing() -> None:
+    model = Model(2)
+    one = replacements_of(model)
+    one.lose(1, "it died")
+    one.replace()
+
+    def refuse(worker: Worker) -> None:
+        raise HttpError("connection refused")
+
+    model.put_behind_router = refuse  # type: ignore[method-assign]
+    one.register()
+    assert one.urls() == {0: "ours0"} and one.lost == 2
+
+
+def test_an_engine_is_lost_by_its_handle_and_one_that_cannot_be_replaced_is_not_known() -> None:
+    model = Model(2)
+    one = replacements_of(model)
+    assert one.lose_engine(model.groups[0][1].engines[1], "it released no memory")
+    assert one.urls() == {0: "ours0"}
+    assert not one.lose_engine(Handle("prefill"), "it released no memory")
+
+
+def test_requests_of_every_model_wait_while_memory_changes_hands() -> None:
+    model = Model(1)
+    one = replacements_of(model)
+    one.hold_requests()
+    assert module.OUTAGES.is_on(ROUTER)
+    one.register()
+    assert not module.OUTAGES.is_on(ROUTER)
 
 
 def test_an_engine_whose_node_dies_before_it_is_there_is_waited_for_no_longer_than_for_slots(

@@ -16,6 +16,7 @@ from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
 from slime.ray.rollout import servers as module
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.servers import ModelServers, RolloutServers
+from slime.ray.utils import ActorFailure
 
 
 class FakeRouter:
@@ -107,7 +108,7 @@ def test_memory_is_released_by_the_engines_on_the_trainers_gpus_only(events: lis
             self.name = name
 
         def __getattr__(self, method: str) -> Any:
-            return SimpleNamespace(remote=lambda *values: events.append(f"{self.name} {method} {values}"))
+            return SimpleNamespace(remote=lambda *values: events.append(f"{self.name} {method} {values}") or [])
 
     policy = model(events, 1, "policy", ("encoder", ["v"], 1), ("prefill", ["p0", "p1"], 2), ("decode", ["d"], 4))
     judge = model(events, 2, "reward", ("regular", ["r"], 1), update=False)
@@ -118,11 +119,32 @@ def test_memory_is_released_by_the_engines_on_the_trainers_gpus_only(events: lis
     for changes, asked in (({}, ["p0", "p1", "d"]), ({"colocate": False}, []), ({"offload_rollout": False}, [])):
         events.clear()
         servers = RolloutServers(Namespace(**(vars(run_args()) | shared | changes)), [policy, judge])
-        servers.release_memory()
-        servers.resume_memory(["weights"])
+        assert servers.release_memory() == servers.resume_memory(["weights"]) == []
         assert events == [f"{name} release_memory_occupation ()" for name in asked] + [
             f"{name} resume_memory_occupation (['weights'],)" for name in asked
         ]
+
+
+def test_the_others_move_their_memory_where_an_engine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = ActorFailure("connection refused")
+
+    def value_of(answer: Any, *_: Any) -> None:  # in the place of a wait
+        if isinstance(answer, Exception):
+            raise answer
+
+    monkeypatch.setattr(module, "get", value_of)
+    events: list[str] = []
+    policy = model(events, 1, "policy", ("regular", ["a", "b", "c"], 1))
+    group = policy.groups[0][1]
+
+    class Engine:  # in the place of a Ray actor
+        def __init__(self, answer: Any) -> None:
+            self.release_memory_occupation = SimpleNamespace(remote=lambda: answer)
+
+    group.engines = [Engine(None), Engine(gone), Engine(None)]
+    shared = {"offload_rollout": True, "colocate": True, "rollout_num_gpus": 3}
+    servers = RolloutServers(Namespace(**(vars(run_args()) | shared)), [policy])
+    assert servers.release_memory() == [(group.engines[1], gone)]
 
 
 def test_prefill_and_decode_engines_are_registered_as_what_they_are(events: list[str]) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.observability.step_times import StepTimes
+from slime.ray import engine_upkeep
 from slime.ray import run as run_module
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.run import PendingRollout, TrainingRun
@@ -71,7 +72,8 @@ def test_a_rollout_without_times_counts_as_long_as_it_was_waited_for():
 def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.MonkeyPatch):
     logged: list[dict[str, float]] = []
     answers = {"samples": None, "data": ([], [({"perf/rollout_time": 0.0}, "rollout/step")])}
-    monkeypatch.setattr(run_module, "get", lambda pending, *_: answers[pending])
+    for module in (run_module, engine_upkeep):
+        monkeypatch.setattr(module, "get", lambda pending, *_, **__: answers[pending])
     monkeypatch.setattr(run_module.logging_utils, "log", lambda args, metrics, key: logged.append(metrics))
     flags = (
         "debug_train_only",

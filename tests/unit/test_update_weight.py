@@ -21,7 +21,9 @@ from slime.backends.megatron_utils.update_weight.engines import EngineFleet
 from slime.backends.megatron_utils.update_weight.spot_check import choose
 from slime.backends.sglang_utils.weight_samples import agrees, describe, on_host, sample
 from slime.utils.arguments.check_files import check_weight_update_equal
+from slime.utils.errors import HttpError
 from slime.utils.expected_names import expected_hf_names
+from slime.utils.wait import WaitTimeout
 
 TENSORS = {f"layer.{i}.weight": torch.full((4,), float(i)) for i in range(3)}
 
@@ -189,6 +191,40 @@ def test_every_rank_hears_of_an_engine_that_dies_before_the_weights_or_behind_th
     with pytest.raises(WeightSyncError, match="engine 0 .* it is gone"):
         updater.update()
     assert isinstance(told[-1], WeightSyncError)
+
+
+def late() -> HttpError:
+    """What a request says that was not answered in time."""
+    error = HttpError("POST http://engine/flush_cache was not answered within 60 s")
+    error.__cause__ = TimeoutError()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "silent", "attempts"),
+    [
+        (late(), (1,), 1),  # a second attempt would wait as long
+        (WaitTimeout("waited 60 s for engine 1 to flush its prefix cache"), (1,), 1),
+        (HttpError("connection refused"), (1,), 2),
+        (HttpError("HTTP 503", status=503), (1,), 2),
+        (HttpError("HTTP 404", status=404), (), 2),  # it has answered
+        (RuntimeError("engine 1 refused it: the shapes differ"), (), 2),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_sync_names_the_engine_that_has_not_answered(checkpoint, buckets, error, silent, attempts):
+    engines = [FakeEngine(), FakeEngine()]
+    loads = []
+
+    def fail(bucket, version):
+        loads.append(version)
+        raise error
+
+    engines[1].load = fail
+    with pytest.raises(WeightSyncError, match="failed on engine 1") as failed:
+        make_updater(checkpoint, engines).update()
+    assert failed.value.silent == silent
+    assert loads.count("1.0") == attempts
 
 
 def test_an_incomplete_sync_gets_no_version(checkpoint, buckets):

@@ -114,6 +114,14 @@ class EngineClient:
         payload = {"tags": list(tags)}
         http_utils.post_sync(f"{self.url}/resume_memory_occupation", payload, timeout_s=MEMORY_TIMEOUT_S)
 
+    def check_scheduler(self) -> None:
+        """Ask the server something that its scheduler answers, also while it is paused.
+
+        Raises:
+            HttpError: it did not.
+        """
+        server_control.server_info_sync(self.url)
+
     def get_weight_version(self) -> str:
         """The version given with the last weight update, or by `set_weight_version` since."""
         return server_control.weight_version_sync(self.url)

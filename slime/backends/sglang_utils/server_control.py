@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from slime.utils import http_utils
@@ -244,12 +245,25 @@ def is_healthy_sync(worker_url: str, *, timeout_s: float = 2.0) -> bool:
     return True
 
 
-def why_unhealthy_sync(worker_url: str, *, timeout_s: float, generates: bool = True) -> str | None:
-    """Why a server does not generate (GET /health_generate: one token, or one of a request that runs), or does not
-    even answer (GET /health); None if it does."""
-    path = "health_generate" if generates else "health"
+class Probe(StrEnum):
+    """How much of a server a question about its health is about."""
+
+    GENERATES = "generates"
+    """All of its processes: it makes one token, or goes on with those of its requests."""
+    SCHEDULES = "schedules"
+    """Its HTTP server and its scheduler, which answers without memory, too, and while generation is paused."""
+    LISTENS = "listens"
+    """Its HTTP server alone: a scheduler that takes part in a collective does not answer."""
+
+
+def why_unhealthy_sync(worker_url: str, *, timeout_s: float, probe: Probe = Probe.GENERATES) -> str | None:
+    """Why a server does not do what the probe is about; None if it does."""
     try:
-        http_utils.get_sync(f"{worker_url}/{path}", timeout_s=timeout_s)
+        if probe is Probe.SCHEDULES:
+            server_info_sync(worker_url, timeout_s=timeout_s)
+        else:
+            path = "health_generate" if probe is Probe.GENERATES else "health"
+            http_utils.get_sync(f"{worker_url}/{path}", timeout_s=timeout_s)
     except HttpError as error:
         return str(error)
     return None

@@ -46,7 +46,10 @@ def _load_of(url: str) -> Any:
         problem = str(error)
     else:
         kept = [{key: value for key, value in load.items() if key != "timestamp"} for load in loads]
-        return kept[0] if len(kept) == 1 else kept
+        known = kept[0] if len(kept) == 1 else kept
+        # The load is read from memory that the scheduler writes, and still there when it hangs.
+        why = server_control.why_unhealthy_sync(url, timeout_s=ASK_S, probe=server_control.Probe.SCHEDULES)
+        return known if why is None else f"its scheduler does not answer ({why}); its last load: {known}"
     with suppress(HttpError):  # an encoder knows no loads
         server_control.model_info_sync(url, timeout_s=ASK_S)
         return "answers, but tells no load"

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from slime.backends.sglang_utils.engine_client import MEMORY_TAGS
+from slime.backends.sglang_utils.server_control import Probe
 from slime.observability import logging_utils
 from slime.observability.eval_samples import EvalSample, pick_eval_samples
 from slime.observability.progress import ProgressBar, set_progress_factory
@@ -50,6 +51,7 @@ from slime.utils.dumps import load_samples, save_dump, subsample
 from slime.utils.full_disk import line_of_full_disk
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
+from slime.utils.outages import OUTAGES, origin
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -96,6 +98,7 @@ class RolloutManager(RayActor):
         self._watch: EngineWatch | None = None
         self._router_watch: RouterWatch | None = None
         self._replacements: Replacements | None = None
+        self._updatable: list[Any] = []
         self._data_source: Any = None
         self._parallel_config: dict[str, int] = {}
         self._finish: Callable[[], tuple[list[Box], list[MetricRecord]]] | None = None
@@ -145,13 +148,20 @@ class RolloutManager(RayActor):
                 first_wait_s=self.args.rollout_health_check_first_wait,
             )
             self._watch.start()
+            OUTAGES.listen(self._suspect)
+
+    def _suspect(self, url: str) -> None:
+        """Look at the engines when a request to a router of the run has failed."""
+        assert self._watch is not None and self._servers is not None
+        if origin(url) in [router.url for router in self._servers.routers.values()]:
+            self._watch.suspect()
 
     @ray.method(concurrency_group="control")
     def replace_engines(self) -> None:
         """Start engines in the places of lost ones; those of the trained model serve after `register_engines`."""
         if self._watch is None or self._replacements is None:
             return
-        self._watch.look(generates=False)
+        self._watch.look(Probe.SCHEDULES)
         if number := self._replacements.replace():
             logger.warning("%d engine(s) were started in place of lost ones", number)
 
@@ -165,8 +175,40 @@ class RolloutManager(RayActor):
         if self._watch is None or self._replacements is None:
             return 0
         self._watch.pause()
-        self._watch.look(generates=False)  # a sync fails as a whole if one of its engines is gone
+        self._watch.look(Probe.SCHEDULES)  # a sync fails as a whole if one of its engines is gone or hangs
         return self._replacements.count
+
+    @ray.method(concurrency_group="control")
+    def engines_failed(self, numbers: Sequence[int], why: str) -> int:
+        """Lose engines with which a weight sync has failed; where it named none, those that do not answer.
+
+        Args:
+            numbers: of those that it names, among the last of `get_updatable_engines`.
+            why: it failed.
+
+        Returns:
+            as `pause_watch`.
+        """
+        if self._watch is None or self._replacements is None:
+            return 0
+        before = self._replacements.count
+        for number in numbers:
+            self._replacements.lose_engine(self._updatable[number], why)
+        for probe in (Probe.LISTENS, Probe.SCHEDULES):  # a scheduler may wait in a collective with one that is gone
+            if self._replacements.count == before:
+                self._watch.look(probe)
+        return self._replacements.count
+
+    @ray.method(concurrency_group="control")
+    def lacks_engines(self) -> bool:
+        """Whether a model has lost all of its engines, and none that was started in their place serves yet."""
+        return self._replacements is not None and bool(self._replacements.without_engine())
+
+    @ray.method(concurrency_group="control")
+    def hold_requests(self) -> None:
+        """Have requests wait until `register_engines`: memory of the engines changes hands during a rollout."""
+        if self._replacements is not None:
+            self._replacements.hold_requests()
 
     @ray.method(concurrency_group="control")
     def register_engines(self) -> None:
@@ -198,6 +240,7 @@ class RolloutManager(RayActor):
     def get_updatable_engines(self) -> tuple[list[Any], list[int]]:
         """The engines that take the trainer's weights, and the GPUs of each."""
         found = self._servers.updatable if self._servers else []
+        self._updatable = [engine for engine, _ in found]
         return [engine for engine, _ in found], [num_gpus for _, num_gpus in found]
 
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
@@ -284,13 +327,19 @@ class RolloutManager(RayActor):
         if self._servers is not None:
             if self._watch is not None:
                 self._watch.pause()
-            self._servers.release_memory()
+            self._do_without(self._servers.release_memory())
 
     @ray.method(concurrency_group="memory")
     def onload(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Have them take it again: everything, or some kinds of it."""
         if self._servers is not None:
-            self._servers.resume_memory(tags)
+            self._do_without(self._servers.resume_memory(tags))
+
+    def _do_without(self, failed: list[tuple[Any, Exception]]) -> None:
+        """Lose engines that did not move their memory; raises the reason where others cannot take their places."""
+        for engine, error in failed:
+            if self._replacements is None or not self._replacements.lose_engine(engine, str(error)):
+                raise error
 
     @ray.method(concurrency_group="memory")
     def onload_weights(self) -> None:

@@ -1,11 +1,12 @@
 """Engines that were lost, and others in their place (--use-fault-tolerance).
 
 A lost engine is taken from behind its router and ended at once; the others go on, and its requests are sent again.
-When the driver says that there is room, another is started in its place, but only so many in an hour: an engine that
-is lost again and again would cost more than it gives. An external engine is not ours to end or to start: it is taken
-back when it answers again. Whoever is new has other weights than the trainer's: an engine of the trained model is put
-behind the router only when the trainer has sent it its own. Whoever holds handles of engines asks `count` whether they
-are still those.
+Where there is no other, requests to its router wait (`slime.utils.outages`) until one serves. When the driver says
+that there is room, another is started in its place, but only so many in an hour: an engine that is lost again and
+again would cost more than it gives. An external engine is not ours to end or to start: it is taken back when it
+answers again. Whoever is new has other weights than the trainer's: an engine of the trained model is put behind the
+router only when the trainer has sent it its own. Whoever holds handles of engines asks `count` whether they are still
+those.
 
 It does not know how a loss is noticed (engine_watch), nor when it is time to replace.
 """
@@ -16,17 +17,20 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.external import ExternalEngine
-from slime.backends.sglang_utils.server_control import Worker
+from slime.backends.sglang_utils.server_control import Probe, Worker
 from slime.ray.rollout.hourly import LastHour
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import ModelServers, RolloutServers
 from slime.ray.utils import ActorFailure, get
-from slime.utils.errors import UsageError
+from slime.utils.api_keys import protect_engine
+from slime.utils.errors import HttpError, UsageError
+from slime.utils.outages import OUTAGES
 from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,10 @@ WATCHED = "regular"
 
 PLACE_S = 30.0
 """For Ray to find other slots than those of a lost node, which it notices after 15 s."""
+EXTERNAL_S = 60.0
+"""For the last engine of a model to answer again where it is somebody else's."""
+RETRY_S = 5.0
+"""Between two tries to start the only engine of a model."""
 LOOK_S = 5.0
 START_MARGIN_S = 60.0
 
@@ -80,10 +88,12 @@ class Replacements:
         self._waiting: list[_Seat] = []
         self._started = LastHour()
         self._is_spent = False
+        self._last_failure = ""
         self.count = 0
         """How often an engine was lost or replaced."""
         self.lost = 0
         self.replaced = 0
+        self._models = servers.models
         for model in servers.models:
             for kind, group in model.groups:
                 takes_weights = model.plan.update_weights and kind.takes_weights
@@ -110,7 +120,32 @@ class Replacements:
 
     def lose(self, number: int, why: str) -> None:
         """Do without an engine from now on."""
-        seat = self._seats[number]
+        self._lose(self._seats[number], why)
+
+    def lose_engine(self, engine: Any, why: str) -> bool:
+        """As `lose`, of an engine by its handle; returns whether it is one that can be replaced."""
+        seats = [seat for seat in self._seats if seat.engine is engine]
+        for seat in seats:
+            self._lose(seat, why)
+        return bool(seats)
+
+    def without_engine(self) -> list[ModelServers]:
+        """The models of which no engine serves any more."""
+        models = {id(seat.model): seat.model for seat in self._seats}.values()
+        return [model for model in models if not any(self._serves(seat) for seat in self._seats_of(model))]
+
+    def hold_requests(self) -> None:
+        """Have the requests of every model wait until `register`: engines are to release their memory."""
+        for model in self._models:
+            OUTAGES.begin(model.router.address.url)
+
+    def _seats_of(self, model: ModelServers) -> list[_Seat]:
+        return [seat for seat in self._seats if seat.model is model]
+
+    def _serves(self, seat: _Seat) -> bool:
+        return seat.worker is not None and not seat.is_lost and seat not in self._waiting
+
+    def _lose(self, seat: _Seat, why: str) -> None:
         with self._lock:
             if seat.is_lost or seat.worker is None:
                 return
@@ -119,7 +154,14 @@ class Replacements:
             self.lost += 1
             if seat in self._waiting:  # lost again before it served
                 self._waiting.remove(seat)
-            logger.error("engine at %s is lost, the others go on without it: %s", seat.worker.url, why)
+            if any(self._serves(other) for other in self._seats_of(seat.model)):
+                logger.error("engine at %s is lost, the others go on without it: %s", seat.worker.url, why)
+            else:
+                logger.error(
+                    "engine at %s is lost, the last of model %s, whose requests wait for another in its place: %s",
+                    seat.worker.url, seat.model.plan.name, why,
+                )  # fmt: skip
+                OUTAGES.begin(seat.model.router.address.url)
             if seat.is_behind_router:
                 seat.model.take_from_router(seat.worker.url)
             seat.model.lost.add(seat.engine)
@@ -129,38 +171,77 @@ class Replacements:
     def replace(self) -> int:
         """Start an engine in each place of a lost one, and take back external ones that answer; returns how many.
 
+        Where a model has no other engine, it is tried as often as --max-engine-restarts-per-hour allows.
+
         Raises:
-            ActorFailure, TimeoutError, UsageError: one did not start, and no other engine of its model serves.
+            ActorFailure, TimeoutError, UsageError: a model has no engine any more; its requests fail from now on.
         """
-        with self._lock:
-            lost = [seat for seat in self._seats if seat.is_lost]
-            seats = self._that_answer([seat for seat in lost if seat.external is not None])
-            seats += self._start([seat for seat in lost if seat.external is None])
-            if not seats:
-                return 0
+        replaced = 0
+        try:
+            while True:
+                with self._lock:
+                    seats = self._fill_places()
+                replaced += len(seats)
+                for seat in seats:
+                    if not seat.takes_weights:
+                        self._register(seat)
+                if not (empty := self._empty_models()):
+                    return replaced
+                self._check_another_try(empty[0])
+                time.sleep(RETRY_S)
+        except (ActorFailure, TimeoutError, UsageError) as error:
+            for model in self.without_engine():
+                OUTAGES.give_up(model.router.address.url, str(error))
+            raise
+
+    def _empty_models(self) -> list[ModelServers]:
+        """The models that have no engine, not even one that waits for weights."""
+        return [model for model in self.without_engine() if all(seat.is_lost for seat in self._seats_of(model))]
+
+    def _check_another_try(self, model: ModelServers) -> None:
+        """Raise ActorFailure where trying again gives this model no engine."""
+        name, last = model.plan.name, self._last_failure and f"; the last one did not: {self._last_failure}"
+        if all(seat.external is not None for seat in self._seats_of(model)):
+            raise ActorFailure(f"no engine of model {name} is left: none has answered for {EXTERNAL_S:.0f} s")
+        if self._is_spent:
+            raise ActorFailure(
+                f"no engine of model {name} is left, and no more may be started in place of lost ones within an hour "
+                f"(--max-engine-restarts-per-hour {self._args.max_engine_restarts_per_hour}){last}"
+            )
+
+    def _fill_places(self) -> list[_Seat]:
+        """Try once to have an engine in each place of a lost one; returns the places where one is now."""
+        lost = [seat for seat in self._seats if seat.is_lost]
+        seats = self._that_answer([seat for seat in lost if seat.external is not None])
+        seats += self._start([seat for seat in lost if seat.external is None])
+        if seats:
             self.count += 1
             self.replaced += len(seats)
             self._waiting += seats
-        for seat in seats:
-            if not seat.takes_weights:
-                self._register(seat)
-        return len(seats)
+        return seats
 
-    def _that_answer(self, seats: list[_Seat]) -> list[_Seat]:
-        """Those of external engines that answer again."""
-        back = []
-        for seat in seats:
-            assert seat.worker is not None
-            ask, timeout_s = server_control.why_unhealthy_sync, self._args.rollout_health_check_timeout
-            if ask(seat.worker.url, timeout_s=timeout_s, generates=False) is None:
-                seat.model.lost.discard(seat.engine)
-                seat.is_lost = False
-                back.append(seat)
+    def _that_answer(self, lost: list[_Seat]) -> list[_Seat]:
+        """Take back those of external engines that answer again; where a model has no other, they are waited for."""
+        if any(not self._has_others(seat) for seat in lost):
+            with suppress(WaitTimeout):
+                what = "an external engine to answer again"
+                wait(what, EXTERNAL_S, lambda: any(map(self._answers, lost)), interval_s=1.0)
+        back = [seat for seat in lost if self._answers(seat)]
+        for seat in back:
+            seat.model.lost.discard(seat.engine)
+            seat.is_lost = False
         return back
+
+    def _answers(self, seat: _Seat) -> bool:
+        assert seat.worker is not None
+        timeout_s = self._args.rollout_health_check_timeout
+        # not to generate: it may be paused, by a weight sync in which it was lost
+        why = server_control.why_unhealthy_sync(seat.worker.url, timeout_s=timeout_s, probe=Probe.SCHEDULES)
+        return why is None
 
     def _start(self, lost: list[_Seat]) -> list[_Seat]:
         """Start engines in these places, as far as that may be done in this hour; returns those where one serves."""
-        seats = self._that_have_slots(lost)
+        seats = sorted(self._that_have_slots(lost), key=self._has_others)  # first where there is none
         seats = seats[: self._may_start(len(seats))]
         deadline_s = START_DEADLINE_S[self._args.accelerator] + START_MARGIN_S
         end, begun = time.monotonic() + deadline_s, []
@@ -174,6 +255,7 @@ class Replacements:
         for seat, starting in zip(seats, begun, strict=True):
             try:
                 seat.worker = self._wait_started(seat, starting, end)
+                protect_engine(seat.worker.url)  # it is asked before its router is told of it
                 seat.model.lost.discard(seat.engine)
                 seat.is_lost = False
             except (ActorFailure, TimeoutError, UsageError) as error:
@@ -227,16 +309,22 @@ class Replacements:
         return any(other.model is seat.model and not other.is_lost for other in self._seats)
 
     def _do_without(self, failed: Sequence[tuple[_Seat, Exception]]) -> None:
-        """End engines that did not start; raises the reason where a model has no other."""
+        """End engines that did not start; raises the reason where a model has no other and it would come again."""
         for seat, error in failed:
             assert seat.group is not None and seat.worker is not None
-            if not self._has_others(seat):
+            has_others = self._has_others(seat)
+            if not (has_others or isinstance(error, ActorFailure)):
                 raise error
             seat.group.end(seat.index)
+            self._last_failure = str(error)
             logger.error(
-                "no engine takes the place of the lost one at %s, the others go on without it and it is tried again "
-                "after the next rollout: %s", seat.worker.url, error,
-            )  # fmt: skip
+                "no engine takes the place of the lost one at %s, %s: %s",
+                seat.worker.url,
+                "the others go on without it and it is tried again after the next rollout"
+                if has_others
+                else "it is tried again",
+                error,
+            )
 
     def _may_start(self, wanted: int) -> int:
         most = self._args.max_engine_restarts_per_hour
@@ -252,13 +340,22 @@ class Replacements:
         return allowed
 
     def register(self) -> None:
-        """Put new engines behind their routers: they have the trainer's weights now."""
+        """Put new engines behind their routers: they have the trainer's weights now; requests go on."""
         for seat in list(self._waiting):
             self._register(seat)
+        for model in self._models:
+            if model not in self.without_engine():
+                OUTAGES.end(model.router.address.url)
 
     def _register(self, seat: _Seat) -> None:
         self._waiting.remove(seat)
-        if seat.worker is not None and not seat.is_lost:
+        if seat.worker is None or seat.is_lost:
+            return
+        try:
             if seat.is_behind_router:
                 seat.model.put_behind_router(seat.worker)
-            logger.warning("engine at %s takes the place of a lost one", seat.worker.url)
+        except (HttpError, WaitTimeout) as error:
+            self._lose(seat, f"its router does not take it: {error}")
+            return
+        logger.warning("engine at %s takes the place of a lost one", seat.worker.url)
+        OUTAGES.end(seat.model.router.address.url)

@@ -30,7 +30,7 @@ from slime.ray.placement_group import Slot
 from slime.ray.rollout.engine_nodes import nodes_of_engine
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, threads_per_engine
-from slime.ray.utils import get, node_address
+from slime.ray.utils import ActorFailure, get, node_address
 from slime.utils.api_keys import protect_engine
 from slime.utils.arguments import publish_runtime
 from slime.utils.errors import HttpError
@@ -161,17 +161,29 @@ class RolloutServers:
         """(engine, its GPUs) of every engine that takes the trainer's weights."""
         return [entry for model in self.models for entry in model.updatable]
 
-    def release_memory(self) -> None:
-        """Have the engines on the trainer's GPUs give up their memory; it waits for their requests in flight."""
-        self._of_releasing("release_memory_occupation", "the engines to release their GPU memory")
+    def release_memory(self) -> list[tuple[Any, Exception]]:
+        """Have the engines on the trainer's GPUs give up their memory; it waits for their requests in flight.
 
-    def resume_memory(self, tags: Sequence[str]) -> None:
-        """Have them take memory of these kinds again."""
-        self._of_releasing("resume_memory_occupation", f"the engines to take GPU memory for {', '.join(tags)}", tags)
+        Returns:
+            those that did not, and why.
+        """
+        return self._of_releasing("release_memory_occupation", "an engine to release its GPU memory")
 
-    def _of_releasing(self, method: str, what: str, *values: Any) -> None:
+    def resume_memory(self, tags: Sequence[str]) -> list[tuple[Any, Exception]]:
+        """Have them take memory of these kinds again; returns as `release_memory`."""
+        what = f"an engine to take GPU memory for {', '.join(tags)}"
+        return self._of_releasing("resume_memory_occupation", what, tags)
+
+    def _of_releasing(self, method: str, what: str, *values: Any) -> list[tuple[Any, Exception]]:
         engines = [engine for model in self.models for engine in model.releasing(self._args)]
-        get([getattr(engine, method).remote(*values) for engine in engines], what, MEMORY_DEADLINE_S)
+        refs = [getattr(engine, method).remote(*values) for engine in engines]
+        end, failed = time.monotonic() + MEMORY_DEADLINE_S, list[tuple[Any, Exception]]()
+        for engine, ref in zip(engines, refs, strict=True):
+            try:
+                get(ref, what, max(0.1, end - time.monotonic()))
+            except (ActorFailure, TimeoutError) as error:
+                failed.append((engine, error))
+        return failed
 
     def publish(self) -> None:
         """Write the routers' addresses into the run's args, where generate and reward functions read them."""

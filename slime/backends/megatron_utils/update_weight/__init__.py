@@ -40,7 +40,7 @@ def connected_weight_updater(
         engines: see `WeightUpdater.connect`.
         engine_sizes: likewise.
         colocated: see `build_weight_updater`.
-        weight_version: which the engines have from this run.
+        weight_version: of the last sync; the next one sends the version after it.
         updater: the one that there is already, which gets these engines in place of others.
 
     Raises:
@@ -48,7 +48,7 @@ def connected_weight_updater(
     """
     if updater is None:
         updater = build_weight_updater(args, model, colocated=colocated)
-        updater.weight_version = weight_version
+    updater.weight_version = weight_version
     try:
         updater.connect(engines, engine_sizes=engine_sizes)
     except NoLinkError as error:

@@ -163,11 +163,11 @@ class WeightUpdater(ABC):
         }
 
     def is_answered(self) -> bool:
-        """Whether every engine's server answers, whatever its model does (collective)."""
+        """Whether every engine answers, scheduler included (collective)."""
         error = None
         if self.is_source:
             try:
-                self.fleet.call("get_weight_version", what="saying which weights they have")
+                self.fleet.call("check_scheduler", what="saying that they are there")
             except WeightSyncError as failed:
                 error = failed
         return self._from_source(error) is None
@@ -356,7 +356,8 @@ class WeightUpdater(ABC):
             return error
         return WeightSyncError(
             f"weight sync {self.weight_version} failed {MAX_ATTEMPTS} times; what it sent is not to be served, so the "
-            f"engines stay paused: {error}"
+            f"engines stay paused: {error}",
+            silent=error.silent,
         )
 
     def _by_source(self, action: Callable[[], Any]) -> None:
@@ -376,7 +377,7 @@ class WeightUpdater(ABC):
             return error
         from slime.utils.distributed_utils import get_gloo_group
 
-        told = [None if error is None else (str(error), error.is_final)]
+        told = [None if error is None else (str(error), error.is_final, error.silent)]
         try:
             dist.broadcast_object_list(told, src=0, group=get_gloo_group())
         except RuntimeError as late:
@@ -387,7 +388,10 @@ class WeightUpdater(ABC):
                 ", which hands the weights to the engines; if that takes longer, raise --distributed-timeout-minutes",
                 is_final=True,
             ) from late
-        return error or (WeightSyncError(told[0][0], is_final=told[0][1]) if told[0] else None)
+        if error is not None or told[0] is None:
+            return error
+        message, is_final, silent = told[0]
+        return WeightSyncError(message, is_final=is_final, silent=silent)
 
     def _together(self, action: Callable[[], T]) -> T:
         """Do something on every rank; where a group cannot be formed on one, every rank raises it (collective)."""
@@ -395,10 +399,10 @@ class WeightUpdater(ABC):
         try:
             result = action()
         except NoLinkError as error:
-            told = str(error)
+            told = (str(error), error.silent)
         found = next(filter(None, gathered(told)), None)
         if found is not None:
-            raise NoLinkError(found)
+            raise NoLinkError(found[0], silent=found[1])
         return cast(T, result)
 
     def _barrier(self) -> None:

@@ -18,7 +18,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.update_weight.engines import Calls, EngineFleet, NoLinkError, name_of, one_line
+from slime.backends.megatron_utils.update_weight.engines import (
+    Calls,
+    EngineFleet,
+    NoLinkError,
+    gave_no_answer,
+    name_of,
+    one_line,
+)
 from slime.backends.sglang_utils.weight_transfer import init_process_group
 from slime.utils import accelerator
 from slime.utils.distributed_utils import store_at
@@ -110,7 +117,8 @@ class _Steps:
         done, pending = cf.wait([*calls.values(), mine], timeout=left, return_when=cf.FIRST_EXCEPTION)
         for number, call in calls.items():
             if call in done and (error := call.exception()) is not None:
-                raise self._error(f"{self._name(number)} {failure}", one_line(error)) from error
+                mute = [number] if gave_no_answer(error) else []
+                raise self._error(f"{self._name(number)} {failure}", one_line(error), silent=mute) from error
         if mine in done and (error := mine.exception()) is not None:
             raise self._error(f"an engine {failure}", one_line(error)) from error
         if pending:
@@ -123,11 +131,13 @@ class _Steps:
     def _name(self, number: int) -> str:
         return name_of(self._fleet.engines[number], number)
 
-    def _error(self, what: str, why: str) -> NoLinkError:
+    def _error(self, what: str, why: str, *, silent: Sequence[int] = ()) -> NoLinkError:
+        # Of those that are silent when the time is over, some only wait for the one that hangs: none is named.
         return NoLinkError(
             f"{what} at {self._place}: {why}. Let the hosts reach each other (GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME choose an interface), or give --update-weight-disk-dir, a directory that trainer and "
-            "engines share."
+            "engines share.",
+            silent=silent,
         )
 
 

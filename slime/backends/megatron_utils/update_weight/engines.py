@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from slime.backends.sglang_utils.weight_transfer import DirectEngine, EngineContact
+from slime.utils.errors import HttpError
 
 Calls = dict[int, "cf.Future[Any]"]
 """Calls that were begun, by the number of the engine."""
@@ -22,18 +23,20 @@ class WeightSyncError(RuntimeError):
 
     Attributes:
         is_final: sending everything again cannot help.
+        silent: numbers of the engines that have not answered.
     """
 
-    def __init__(self, message: str, *, is_final: bool = False) -> None:
+    def __init__(self, message: str, *, is_final: bool = False, silent: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.is_final = is_final
+        self.silent = tuple(silent)
 
 
 class NoLinkError(WeightSyncError):
     """Engines and trainer cannot form a group; sending again over it cannot help, another way can."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, is_final=True)
+    def __init__(self, message: str, *, silent: Sequence[int] = ()) -> None:
+        super().__init__(message, is_final=True, silent=silent)
 
 
 def reach(engines: Sequence[Any], *, deadline_s: float) -> list[Any]:
@@ -43,7 +46,7 @@ def reach(engines: Sequence[Any], *, deadline_s: float) -> list[Any]:
         WeightSyncError: an actor does not say where its engine is.
     """
     asked = {i: engine.contact.remote().future() for i, engine in enumerate(engines) if _is_remote(engine)}
-    contacts = _results(asked, "asking where the engines are", deadline_s, engines)
+    contacts = _results(asked, "asking where the engines are", deadline_s, engines, is_silent=lambda error: True)
     found = dict(zip(asked, contacts, strict=True))
     return [DirectEngine(found[i]) if i in found else engine for i, engine in enumerate(engines)]
 
@@ -138,16 +141,40 @@ def _is_remote(engine: Any) -> bool:
     return hasattr(getattr(engine, "contact", None), "remote")
 
 
-def _results(calls: Calls, what: str, deadline_s: float, engines: Any) -> list[Any]:
+def gave_no_answer(error: BaseException) -> bool:
+    """Whether an engine that was asked has not answered: it is gone, or hangs. One that refuses has."""
+    if isinstance(error, HttpError):
+        return error.status is None or error.status >= 500
+    return isinstance(error, TimeoutError)
+
+
+def _is_late(error: BaseException) -> bool:
+    return isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+
+
+def _results(
+    calls: Calls,
+    what: str,
+    deadline_s: float,
+    engines: Any,
+    *,
+    is_silent: Callable[[BaseException], bool] = gave_no_answer,
+) -> list[Any]:
     done, pending = cf.wait(calls.values(), timeout=deadline_s, return_when=cf.FIRST_EXCEPTION)
     for number, call in calls.items():
         if call in done and (error := call.exception()) is not None:
-            raise WeightSyncError(f"{what} failed on {name_of(engines[number], number)}: {one_line(error)}") from error
+            raise WeightSyncError(
+                f"{what} failed on {name_of(engines[number], number)}: {one_line(error)}",
+                is_final=_is_late(error),  # the next attempt would wait as long
+                silent=[number] if is_silent(error) else [],
+            ) from error
     if pending:
-        silent = [name_of(engines[number], number) for number, call in calls.items() if call in pending]
+        silent = [number for number, call in calls.items() if call in pending]
+        names = ", ".join(name_of(engines[number], number) for number in silent)
         raise WeightSyncError(
-            f"waited {deadline_s:.0f} s for {what}; {len(pending)} engine(s) are silent: {', '.join(silent)}",
+            f"waited {deadline_s:.0f} s for {what}; {len(pending)} engine(s) are silent: {names}",
             is_final=True,
+            silent=silent,
         )
     return [call.result() for call in calls.values()]
 

@@ -96,12 +96,12 @@ class DistributedWeightUpdater(WeightUpdater):
     def _of_all_senders(self, error: WeightSyncError | None) -> WeightSyncError | None:
         if self._place.num_stages == 1:
             return error
-        told = None if error is None else (str(error), error.is_final)
+        told = None if error is None else (str(error), error.is_final, error.silent)
         parts = gathered((told, self._sent, self._spot_check.taken()) if self.is_sender else None)
         if not self.is_source:
             return None
         for told, sent, samples in filter(None, parts[1:]):
-            error = error or (WeightSyncError(told[0], is_final=told[1]) if told else None)
+            error = error or (WeightSyncError(told[0], is_final=told[1], silent=told[2]) if told else None)
             self._sent.names |= sent.names
             self._sent.num_bytes += sent.num_bytes
             self._spot_check.add(samples)

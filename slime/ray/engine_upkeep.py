@@ -1,0 +1,167 @@
+"""The engines of a run as its driver keeps them: replaced where they are lost, and in step with the trainer.
+
+Where a model has lost all of its engines, its requests wait in the rollout manager. Whoever waits for what is made of
+their answers does so with `wait`, which meanwhile has others started and gives them the weights of the lost ones.
+
+Wait graph of `wait`: it waits for the rollout manager; the rollout that is waited for waits for the new engines, and
+they, for their weights, for the trainers, which do nothing else while the driver waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+
+from slime.observability.phases import Phases
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.checkpoints import STATE_DEADLINE_S
+from slime.ray.run_parts import WORK_DEADLINE_S, RunParts
+from slime.ray.utils import ActorFailure, ActorLost, get
+
+logger = logging.getLogger(__name__)
+
+REPLACE_DEADLINE_S = 24 * 3600.0
+"""Each start of an engine has a deadline of its own, and --max-engine-restarts-per-hour says how many there may be."""
+
+
+class EngineUpkeep:
+    """What the driver does about the engines of one run.
+
+    Args:
+        parts: of the run.
+        phases: of the run; while engines are started it is in phase "start".
+        is_on: lost engines are replaced (--use-fault-tolerance).
+
+    Attributes:
+        version: of the last weight sync; 0 before the first.
+        sends_weights: whether engines take the trainer's weights.
+    """
+
+    def __init__(self, parts: RunParts, phases: Phases, *, is_on: bool) -> None:
+        self._parts = parts
+        self._phases = phases
+        self._is_on = is_on
+        self._engine_count = 0
+        self.version = 0
+        self.sends_weights = False
+
+    def replace(self) -> None:
+        """Start engines in place of lost ones; those that take the trainer's weights serve after the next sync."""
+        if not self._is_on:
+            return
+        get(self._manager.replace_engines.remote(), "engines in place of lost ones", REPLACE_DEADLINE_S)
+        if not self.sends_weights:  # they have the weights that they are to have
+            self.register()
+
+    def handles(self) -> tuple[list[Any], list[int]]:
+        """The engines that take the trainer's weights, and the GPUs of each."""
+        asked = self._manager.get_updatable_engines.remote()
+        found: tuple[list[Any], list[int]] = get(asked, "the engine handles", STATE_DEADLINE_S)
+        return found
+
+    def connect(self) -> bool:
+        """Have new trainers know the engines, and send their weights there next; whether any engine takes them."""
+        if self._is_on and get(self._manager.lacks_engines.remote(), "the rollout manager", STATE_DEADLINE_S):
+            self._start_where_there_is_room()
+            self._parts.turns.to_trainer(self._trainers)
+        engines, sizes = self.handles()
+        self.sends_weights = bool(engines)
+        if engines:
+            self._trainers.connect_rollout_engines(engines, sizes, weight_version=self.version)
+        return self.sends_weights
+
+    def register(self) -> None:
+        """Let engines serve that have their weights, and watch over them."""
+        if self._is_on:
+            get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
+
+    def wait(self, ref: ray.ObjectRef, what: str) -> Any:
+        """Wait for what is made of the engines' answers; meanwhile a model that has no engine any more gets others."""
+        return get(ref, what, WORK_DEADLINE_S, meanwhile=self.serve_all if self._is_on else None)
+
+    def serve_all(self) -> None:
+        """Have every model served again that has lost all of its engines.
+
+        Raises:
+            ActorFailure: no engine can be started.
+        """
+        if not (self._is_on and get(self._manager.lacks_engines.remote(), "the rollout manager", STATE_DEADLINE_S)):
+            return
+        with self._phases.enter("start"):
+            logger.warning("a model has lost its engines: the rollout waits until others are started in their place")
+            self._start_where_there_is_room()
+            if self.sends_weights and self.version:
+                self._send_again()
+            self.register()
+
+    def _start_where_there_is_room(self) -> None:
+        self._parts.turns.to_engines()  # the new ones begin like these, which may have released their memory
+        self.replace()
+
+    def _send_again(self) -> None:
+        """Give new engines, in the middle of a rollout, the version that the lost ones had."""
+        hold = self._manager.hold_requests.remote()  # of other models, too, that release memory for the trainer
+        get(hold, "the rollout manager", STATE_DEADLINE_S)
+        self.send_weights(self.version)
+        self._parts.turns.to_engines()
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Send the trainer's weights to the engines that are there, as this version; returns its metrics.
+
+        Once more where one is lost meanwhile (--use-fault-tolerance), for until then the others wait, paused, with a
+        part of the new weights. Where none is left, to those that are started in their place.
+        """
+        while True:
+            self._parts.turns.to_weight_sync(self._trainers)
+            count = self._count()
+            try:
+                if not self._follow_engines(count, version - 1):
+                    self._start_where_there_is_room()
+                    continue
+                metrics = self._trainers.update_weights()
+            except ActorLost:
+                raise
+            except ActorFailure as error:
+                if not self._is_lost_meanwhile(error, count):
+                    raise
+                logger.warning("the weights are sent again, without engines that were lost meanwhile: %s", error)
+            else:
+                self.version = version
+                return metrics
+
+    def _count(self) -> int:
+        """Look at the engines a last time before a sync; returns a number that changes with every loss."""
+        if not self._is_on:
+            return self._engine_count
+        count: int = get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
+        return count
+
+    def _is_lost_meanwhile(self, error: ActorFailure, count: int) -> bool:
+        if not self._is_on:
+            return False
+        silent = getattr(error.cause, "silent", ())
+        failed = self._manager.engines_failed.remote(silent, str(error))
+        return bool(get(failed, "the watch over the engines", STATE_DEADLINE_S) != count)
+
+    def _follow_engines(self, count: int, version: int) -> bool:
+        """Have the trainer send to the engines that are there, where some were lost or replaced; whether there are
+        any."""
+        if count == self._engine_count:
+            return True
+        engines, sizes = self.handles()
+        if not engines:
+            return False
+        self._trainers.connect_rollout_engines(engines, sizes, weight_version=version)
+        self._engine_count = count
+        return True
+
+    @property
+    def _manager(self) -> Any:
+        return self._parts.manager
+
+    @property
+    def _trainers(self) -> RayTrainGroup:
+        assert self._parts.actor is not None, "only a run with trainers sends weights"
+        return self._parts.actor
