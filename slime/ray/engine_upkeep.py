@@ -63,7 +63,7 @@ class EngineUpkeep:
 
     def connect(self) -> bool:
         """Have new trainers know the engines, and send their weights there next; whether any engine takes them."""
-        if self._is_on and get(self._manager.lacks_engines.remote(), "the rollout manager", STATE_DEADLINE_S):
+        if self._lacks_engines():
             self._start_where_there_is_room()
             self._parts.turns.to_trainer(self._trainers)
         engines, sizes = self.handles()
@@ -81,20 +81,27 @@ class EngineUpkeep:
         """Wait for what is made of the engines' answers; meanwhile a model that has no engine any more gets others."""
         return get(ref, what, WORK_DEADLINE_S, meanwhile=self.serve_all if self._is_on else None)
 
-    def serve_all(self) -> None:
+    def serve_all(self, *, with_weights: bool = True) -> None:
         """Have every model served again that has lost all of its engines.
+
+        Args:
+            with_weights: of the trainers; not while these are lost, when what engines make is thrown away.
 
         Raises:
             ActorFailure: no engine can be started.
         """
-        if not (self._is_on and get(self._manager.lacks_engines.remote(), "the rollout manager", STATE_DEADLINE_S)):
+        if not self._lacks_engines():
             return
         with self._phases.enter("start"):
             logger.warning("a model has lost its engines: the rollout waits until others are started in their place")
             self._start_where_there_is_room()
-            if self.sends_weights and self.version:
+            if not with_weights:
+                self.register()
+            elif self.sends_weights and self._lacks_engines():  # other models' engines serve when they have started
                 self._send_again()
-            self.register()
+
+    def _lacks_engines(self) -> bool:
+        return self._is_on and get(self._manager.lacks_engines.remote(), "the rollout manager", STATE_DEADLINE_S)
 
     def _start_where_there_is_room(self) -> None:
         self._parts.turns.to_engines()  # the new ones begin like these, which may have released their memory
@@ -106,6 +113,7 @@ class EngineUpkeep:
         get(hold, "the rollout manager", STATE_DEADLINE_S)
         self.send_weights(self.version)
         self._parts.turns.to_engines()
+        self.register()
 
     def send_weights(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the engines that are there, as this version; returns its metrics.

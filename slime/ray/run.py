@@ -6,6 +6,7 @@ trainers return records, it logs them. It knows no algorithm: what a rollout or 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -325,7 +326,10 @@ class TrainingRun:
         copied = self._newest_copy(roles)
         self._checkpoints.forget_what_was_begun()
         evaluation, self._evaluation = self._evaluation, None
-        started = parts.start_again(evaluation.pending if evaluation is not None else None)
+        started = parts.start_again(
+            evaluation.pending if evaluation is not None else None,
+            meanwhile=functools.partial(self._upkeep.serve_all, with_weights=False),
+        )
         if copied is not None:
             self._copies.restore(copied, parts.groups, parts.turns)
             reopened = self._manager.begin_again.remote(self.args.save)  # its state is there, whatever trainers load

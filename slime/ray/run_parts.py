@@ -10,6 +10,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.resume_point import resumed, settle_checkpoint
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager
 from slime.ray.start import start_side_by_side
-from slime.ray.utils import ActorLost, actor_env, get, on_this_node
+from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, on_this_node
 from slime.utils.arguments import with_run_keys
+from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -145,20 +147,22 @@ class RunParts:
         """Slots of trainer ranks."""
         return len(self._trainer_placement.trainer_bundles)
 
-    def start_again(self, under_way: ray.ObjectRef | None) -> dict[str, Any]:
+    def start_again(self, under_way: ray.ObjectRef | None, *, meanwhile: Callable[[], None]) -> dict[str, Any]:
         """Start new trainers, and a new rollout manager with its engines where it is lost, too; returns as `start`.
 
         Args:
             under_way: an evaluation that was begun, which the engines end first.
+            meanwhile: called again and again while what was begun is waited for, which may wait for engines.
         """
         if self._has_manager():
             if self.args.update_weights_in_flight:
                 get(self.manager.let_go_on.remote(), "the engines to go on", STATE_DEADLINE_S)
-            if under_way is not None:
-                ray.wait([under_way], timeout=WORK_DEADLINE_S, fetch_local=False)
             self.turns.trainers_are_lost()
+            if under_way is not None:
+                with suppress(ActorFailure, UsageError):  # nobody takes its result
+                    get(under_way, "the end of an evaluation", WORK_DEADLINE_S, meanwhile=meanwhile)
             ready = self.manager.begin_again.remote(self.args.load)
-            get(ready, "the end of rollouts that were begun", WORK_DEADLINE_S)
+            get(ready, "the end of rollouts that were begun", WORK_DEADLINE_S, meanwhile=meanwhile)
         else:
             self.create_manager()
             ready = self.manager.start.remote()

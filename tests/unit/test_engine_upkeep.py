@@ -35,6 +35,8 @@ class World:
         self.waiting: list[str] = []
         self.places = len(engines)
         self.error: Exception | None = None
+        self.judges = ["judge"]
+        """Engines of a model that takes no weights."""
 
     def __getattr__(self, verb: str) -> Any:  # of the manager
         return SimpleNamespace(remote=lambda *values: getattr(self, f"do_{verb}")(*values))
@@ -55,12 +57,13 @@ class World:
         return list(self.engines), [1] * len(self.engines)
 
     def do_lacks_engines(self) -> bool:
-        return not [engine for engine in self.engines if engine not in self.waiting]
+        return not self.judges or not [engine for engine in self.engines if engine not in self.waiting]
 
     def do_hold_requests(self) -> None:
         self.calls.append("hold")
 
     def do_replace_engines(self) -> None:
+        self.judges = ["judge"]
         while len(self.engines) < self.places and self.budget:
             self.budget, self.count = self.budget - 1, self.count + 1
             self.engines.append(f"new{self.count}")
@@ -193,6 +196,17 @@ def test_an_engine_that_was_started_but_has_no_weights_yet_gets_them_when_a_roll
     assert world.calls[-2:] == ["engines' turn", "register"] and world.calls.count("send") == 1
 
 
+def test_a_reward_model_that_is_replaced_leaves_the_engines_of_the_trained_model_alone(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    """A sync would abort their requests, and what waits for its weights must not serve before the next one."""
+    world = World("a", "b")
+    world.waiting = ["b"]
+    world.judges = []
+    upkeep_of(world).serve_all()
+    assert world.calls == ["engines' turn", "start a b"] and world.waiting == ["b"]
+
+
 def test_a_rollout_ends_with_one_error_when_no_engine_may_be_started(upkeep_of: Callable[..., EngineUpkeep]) -> None:
     world = World("a", budget=0)
     world.lose("a")
@@ -209,6 +223,16 @@ def test_new_trainers_find_an_engine_where_the_last_was_lost_with_the_old_ones(
     upkeep = upkeep_of(world)
     assert upkeep.connect() and upkeep.sends_weights
     assert world.calls == ["engines' turn", "start new2", "trainer's turn", "connect new2 at 4"]
+
+
+def test_a_rollout_that_is_to_end_before_new_trainers_start_gets_an_engine_with_any_weights(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    """The trainer is lost with the last engine: what it waits for is thrown away, but it is waited for."""
+    world = World("a")
+    world.lose("a")
+    upkeep_of(world).serve_all(with_weights=False)
+    assert world.calls == ["engines' turn", "start new2", "register"]
 
 
 def test_engines_without_trainers_serve_as_soon_as_they_are_there(upkeep_of: Callable[..., EngineUpkeep]) -> None:
