@@ -192,10 +192,11 @@ async def _outside_outages(url: str, send: Callable[[], Awaitable[Any]]) -> Any:
     """Send a request when its server has no outage, and again where one began meanwhile."""
     while True:
         await OUTAGES.over(url)
+        since = time.monotonic()
         try:
             return await send()
         except HttpError as error:
-            if is_refused(error) or not OUTAGES.may_end(url):
+            if is_refused(error) or not OUTAGES.has_hit(url, since):
                 raise
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -28,6 +29,7 @@ class Outages:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ends: dict[str, Future[str | None]] = {}
+        self._ended_at: dict[str, float] = {}
         self._listener: Callable[[str], None] | None = None
 
     def begin(self, url: str) -> None:
@@ -47,8 +49,8 @@ class Outages:
     def _finish(self, url: str, why: str | None) -> None:
         with self._lock:
             end = self._ends.get(origin(url))
-            if why is None:
-                self._ends.pop(origin(url), None)
+            if why is None and self._ends.pop(origin(url), None) is not None:
+                self._ended_at[origin(url)] = time.monotonic()
         if end is not None and not end.done():
             end.set_result(why)
 
@@ -59,6 +61,10 @@ class Outages:
     def may_end(self, url: str) -> bool:
         """Whether requests to this server wait."""
         return bool(self._ends) and (end := self._ends.get(origin(url))) is not None and not end.done()
+
+    def has_hit(self, url: str, since: float) -> bool:
+        """Whether a request that was sent `since` (of `time.monotonic`) fell into an outage that will end, or has."""
+        return self.may_end(url) or self._ended_at.get(origin(url), -1.0) >= since
 
     async def over(self, url: str) -> bool:
         """Wait for the end of an outage; returns whether there was one.

@@ -12,6 +12,7 @@ import pytest
 from slime.backends.megatron_utils.update_weight.engines import WeightSyncError
 from slime.observability.phases import Phases
 from slime.ray import engine_upkeep as module
+from slime.ray import utils as ray_utils
 from slime.ray.engine_upkeep import EngineUpkeep
 from slime.ray.utils import ActorFailure, ActorLost
 
@@ -252,6 +253,25 @@ def test_a_wait_looks_at_the_engines_until_its_end(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "get", lambda ref, *_, meanwhile: given.append(meanwhile))
         upkeep.wait("a rollout", "it")  # type: ignore[arg-type]
         assert given[-1] == (upkeep.serve_all if is_on else None)
+
+
+def test_what_is_to_be_done_meanwhile_is_done_until_a_result_comes_and_its_error_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray is asked once a second; here it has nothing twice."""
+    looks = iter([[], [], ["result"]] * 2)
+    monkeypatch.setattr(ray_utils.ray, "wait", lambda refs, timeout: (next(looks), refs))
+    monkeypatch.setattr(ray_utils, "fetch", lambda ref, what: 7)
+    monkeypatch.setattr(ray_utils.ray, "ObjectRef", str)
+    done: list[int] = []
+    assert ray_utils.get("result", "a rollout", 60.0, meanwhile=lambda: done.append(len(done))) == 7  # type: ignore[arg-type]
+    assert done == [0, 1]
+
+    def fail() -> None:
+        raise ActorFailure("no engine is left")
+
+    with pytest.raises(ActorFailure, match="no engine is left"):
+        ray_utils.get("result", "a rollout", 60.0, meanwhile=fail)  # type: ignore[arg-type]
 
 
 def test_an_error_of_a_sync_keeps_the_engines_that_it_names_when_it_travels() -> None:

@@ -104,6 +104,21 @@ def test_requests_fail_at_once_with_the_reason_where_no_engine_will_come(router:
     assert handler.num_asked == 0
 
 
+def test_a_request_that_fails_just_when_the_outage_ends_is_sent_again(router: tuple[str, type[_Router]]) -> None:
+    url, handler = router
+    attempts = []
+
+    async def send() -> str:
+        attempts.append(1)
+        if len(attempts) == 1:
+            OUTAGES.begin(url)
+            OUTAGES.end(url)
+            raise HttpError("no available workers", status=503)
+        return "answer"
+
+    assert asyncio.run(http_utils._outside_outages(url, send)) == "answer"
+
+
 def test_a_cancelled_request_does_not_end_the_wait_of_the_others() -> None:
     async def main() -> list[bool]:
         OUTAGES.begin("http://nowhere:1")
