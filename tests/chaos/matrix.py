@@ -2,11 +2,13 @@
 
     python -m tests.chaos.matrix --folder outputs/chaos [--only "trainer train"] [--seconds 3000]
 
-A row is a run of train.py on CPU (a tiny model, two trainer ranks, two engines, a reward server), wounded once by
-`wounded_run`. Rows that are done are in <folder>/rows.jsonl and are not done again, so a call that was cut goes on. At
-the end the table for benchmarks/RESULTS.md is printed. What is asked of a row:
+A row is a run of train.py on CPU (a tiny model, two trainer ranks, two engines, a reward server; for "lone-engine" one
+rank and one engine in the same slot), wounded once by `wounded_run`: a whole part, or one process of an engine. Rows
+that are done are in <folder>/rows.jsonl and are not done again, so a call that was cut goes on. At the end the table
+for benchmarks/RESULTS.md is printed. What is asked of a row:
 
-- It ends: well, or with a reason that names what was wounded. A hang is a run that takes longer than `DEADLINE_S`.
+- It ends: well, or with a reason that names what was wounded; well, where that was an engine that had started. A hang
+  is a run that takes longer than `DEADLINE_S`.
 - A driver that was killed is started once more with the same line (--resume auto), and has to end well. One that was
   stopped is let go on after `ASLEEP_S` seconds.
 - A run that ends well has trained on every sample once: the ids in the dumps of its rollouts are those from 0 on.
@@ -36,20 +38,22 @@ from slime.ray.rollout.ports import reserve_block
 from slime.utils.dumps import load_samples
 from tests.integration.launch import ROOT, grpo_flags, make_model, write_prompts
 
-PARTS = ("engine", "trainer", "router", "manager", "driver", "reward")
+ENGINE_PARTS = ("engine", "lone-engine", "scheduler", "detokenizer", "engine-actor")
+"""An engine with all its processes, one of two or the only one of a colocated run; or one process of one of two."""
+PARTS = (*ENGINE_PARTS, "trainer", "router", "manager", "driver", "reward")
 PHASES = ("start", "generate", "log-probs", "train", "sync", "save", "eval")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 NUM_ROLLOUT, PROMPTS, SAMPLES = 3, 4, 4
 DEADLINE_S, ASLEEP_S = 420.0, 15.0
-STALL_S = dict.fromkeys(PARTS, 20) | {"router": 60}
-"""After which the watchdog ends a run with a part that is stopped; a router is asked for half a minute before it is
-started again. What is gone is noticed without the watchdog, which then must not take the start of a part on a slow
-machine for a stall."""
+STALL_S = dict.fromkeys(PARTS, 20) | dict.fromkeys(("router", "lone-engine", "scheduler", "engine-actor"), 120)
+"""After which the watchdog ends a run with a part that is stopped. A router is asked for half a minute before it is
+started again, a weight sync waits a minute for a scheduler, a lost engine's actor half a minute for its end. What is
+gone is noticed without the watchdog, which then must not take the start of a part on a slow machine for a stall."""
 GONE_REWARD_S = 240
 """The same where a reward server is gone: its requests are sent ten times, for more than two minutes, before the run
 ends with its name. (One that is stopped may answer for 20 minutes; nobody sees what becomes of another's server.)"""
 REASONS = {
-    "engine": r"engine|sglang",
+    **dict.fromkeys(ENGINE_PARTS, r"engine|sglang"),
     "trainer": r"rank|trainer",
     "router": r"router",
     "manager": r"rollout manager|RolloutManager",
@@ -165,7 +169,7 @@ def run_row(row: Row, folder: Path, *, model: Path, prompts: Path, script: str =
     out = folder / "out"
     out.mkdir(parents=True)
     with reward_server() as (url, pid):
-        flags = [str(flag) for flag in flags_of(out, model, prompts, url, stall_s_of(row))]
+        flags = [str(flag) for flag in flags_of(row, out, model, prompts, url)]
         command = [sys.executable, "-m", "tests.chaos.wounded_run", row.part, row.phase, row.signal, script, *flags]
         env = {**os.environ, "CHAOS_REWARD_PID": str(pid)}
         for name in ("RAY_ADDRESS", "SLIME_API_KEY"):
@@ -184,16 +188,20 @@ def run_row(row: Row, folder: Path, *, model: Path, prompts: Path, script: str =
     return judge(row, out, first, second, status)
 
 
-def flags_of(out: Path, model: Path, prompts: Path, url: str, stall_s: int) -> list[Any]:
-    """Two trainer ranks and two engines, with everything on that survives something."""
+def flags_of(row: Row, out: Path, model: Path, prompts: Path, url: str) -> list[Any]:
+    """Two trainer ranks and two engines, or one engine in the slots of one rank, with everything on that survives
+    something."""
     grpo = grpo_flags(model, prompts)
+    layout: list[Any] = ["--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2]
+    if row.part == "lone-engine":
+        layout = ["--actor-num-gpus-per-node", 1, "--colocate"]
     hook = grpo.index("--custom-rm-path")
     return [
-        *grpo[:hook], *grpo[hook + 2 :], "--output-dir", out, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2,
+        *grpo[:hook], *grpo[hook + 2 :], "--output-dir", out, *layout,
         "--num-rollout", NUM_ROLLOUT, "--rm-type", "remote_rm", "--rm-url", url,
         "--use-fault-tolerance", "--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 10,
         "--max-restarts", 1, "--save", out / "saved", "--save-interval", 1, "--resume", "auto",
-        "--stall-timeout", stall_s, "--save-debug-rollout-data", out / "rollouts" / "{rollout_id}.pt",
+        "--stall-timeout", stall_s_of(row), "--save-debug-rollout-data", out / "rollouts" / "{rollout_id}.pt",
         "--eval-prompt-data", "digits", prompts, "--eval-interval", 1, "--n-samples-per-eval-prompt", 1,
         "--skip-eval-before-train", "--distributed-timeout-minutes", 1,
         "--custom-megatron-before-log-prob-hook-path", "tests.chaos.wounded_run:wound_before_log_probs",
@@ -256,7 +264,8 @@ def judge(row: Row, out: Path, first: _Watched, second: _Watched | None, status:
     elif status == 0:
         outcome, holds = ("wrong", False) if wrong else ("resumed" if second else "recovered", True)
     else:
-        outcome, holds = "stopped", bool(reason) and bool(re.search(reason_of(row), re.sub(r"/\S+", "", reason)))
+        names_it = bool(reason) and bool(re.search(reason_of(row), re.sub(r"/\S+", "", reason)))
+        outcome, holds = "stopped", names_it and (row.part not in ENGINE_PARTS or row.phase == "start")
     return Outcome(
         **asdict(row),
         outcome=outcome,

@@ -1,8 +1,9 @@
 """A long run in which something is killed again and again, beside the same run in peace: same learning, flat memory?
 
-    python -m tests.chaos.soak --folder outputs/soak [--rollouts 2500] [--every 180] [--minutes 45]
+    python -m tests.chaos.soak --folder outputs/soak [--rollouts 2500] [--every 180] [--minutes 45] [--lone-engine]
 
-The task is the quick start's (examples/tiny_cpu), from its SFT model. Every `--every` seconds a part of the run is
+The task is the quick start's (examples/tiny_cpu), from its SFT model, with two engines, or with --lone-engine with one
+in the trainer's slot (another folder, please). Every `--every` seconds a part of the run is
 killed, each of them once in five times, in random order: an engine, a trainer rank, the router, the rollout manager or
 the driver, whose line is then given again (--resume auto). What was done is kept in the folder, so a call that was cut
 goes on, also with more rollouts. It prints the row for
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=2500)
     parser.add_argument("--every", type=float, default=180.0, help="seconds between two kills")
     parser.add_argument("--minutes", type=float, default=45.0, help="after so many nothing more is killed")
+    parser.add_argument("--lone-engine", action="store_true", help="one engine, colocated, in place of two")
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,9 +62,9 @@ def prepare(folder: Path) -> None:
         subprocess.run(["bash", "scripts/run-tiny-cpu.sh"], cwd=ROOT, env=env, check=True)
 
 
-def flags_of(folder: Path, out: Path, rollouts: int) -> list[Any]:
+def flags_of(folder: Path, out: Path, rollouts: int, *, has_lone_engine: bool) -> list[Any]:
     """The quick start's GRPO run, with everything on that survives something."""
-    quick = folder / "quick"
+    quick, layout = folder / "quick", ["--colocate"] if has_lone_engine else ["--rollout-num-gpus", 2]
     return [
         "--accelerator", "cpu", "--seed", SEED, "--rollout-seed", SEED, "--hf-checkpoint", quick / "sft" / "hf",
         "--model-args-from-hf", "--prompt-data", quick / "data" / "train.jsonl", "--input-key", "prompt",
@@ -71,10 +73,10 @@ def flags_of(folder: Path, out: Path, rollouts: int) -> list[Any]:
         "--rollout-batch-size", 16, "--n-samples-per-prompt", 8, "--global-batch-size", 128,
         "--rollout-max-response-len", 5, "--rollout-temperature", 1, "--use-dynamic-batch-size",
         "--max-tokens-per-gpu", 8192, "--lr", 1e-4, "--lr-decay-style", "constant", "--weight-decay", 0,
-        "--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 2, "--num-rollout", rollouts, "--output-dir", out,
+        "--actor-num-gpus-per-node", 1, *layout, "--num-rollout", rollouts, "--output-dir", out,
         "--save", out / "saved", "--save-interval", 5, "--keep-checkpoints", 2, "--resume", "auto",
         "--use-fault-tolerance", "--rollout-health-check-interval", 2, "--rollout-health-check-timeout", 20,
-        "--max-restarts", 1000, "--stall-timeout", 120,
+        "--max-restarts", 1000, "--max-engine-restarts-per-hour", 1000, "--stall-timeout", 120,
     ]  # fmt: skip
 
 
@@ -84,7 +86,11 @@ def run(folder: Path, name: str, options: argparse.Namespace) -> None:
     if len(rewards_of(out)) >= options.rollouts:
         return
     out.mkdir(exist_ok=True)
-    command = [sys.executable, ROOT / "train.py", *flags_of(folder, out, options.rollouts)]
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        *flags_of(folder, out, options.rollouts, has_lone_engine=options.lone_engine),
+    ]
     begin = last_kill = time.monotonic()
     while True:
         with (out / "console.log").open("a") as log:

@@ -1,4 +1,4 @@
-"""Rows of the chaos matrix (`matrix`): three by default, all under `slow`.
+"""Rows of the chaos matrix (`matrix`): four by default, all under `slow`.
 
 SLIME_CHAOS_DIR=/somewhere python -m pytest -m slow tests/chaos/test_matrix.py      goes on where a call was cut
 """
@@ -16,10 +16,11 @@ from tests.chaos.matrix import Outcome, Row, all_rows, judge, outcome_of, prepar
 pytestmark = pytest.mark.timeout(900)
 BY_DEFAULT = {
     Row("manager", "generate", "SIGKILL"): "recovered",
-    Row("engine", "sync", "SIGKILL"): "recovered",
+    Row("lone-engine", "generate", "SIGKILL"): "recovered",
+    Row("scheduler", "sync", "SIGSTOP"): "recovered",
     Row("driver", "save", "SIGKILL"): "resumed",
 }
-"""Row -> its outcome. While rollouts are made and trained on, engine, router and a trainer die in
+"""Row -> its outcome. While rollouts are made and trained on, one of two engines, the router and a trainer die in
 tests/integration/test_fault_tolerance.py."""
 
 
@@ -66,6 +67,17 @@ def test_a_row_holds_only_where_the_reason_names_what_was_wounded(
     row = Row("trainer", "train", "SIGKILL")
     found = judge(row, tmp_path, Ended(lines, []), None, status)  # type: ignore[arg-type]
     assert (found.outcome, found.holds) == (outcome, holds)
+
+
+def test_an_engine_may_end_a_run_only_while_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "wound.json").write_text(json.dumps({"time": 100.0, "pids": [1]}))
+    ended = Ended([(103.0, "error: engine 0 at http://127.0.0.1:1 did not answer")], [])
+    found = [
+        judge(Row(part, phase, "SIGKILL"), tmp_path, ended, None, 1).holds  # type: ignore[arg-type]
+        for part in ("engine", "scheduler")
+        for phase in ("start", "sync")
+    ]
+    assert found == [True, False, True, False]
 
 
 def test_a_run_that_was_not_wounded_shows_nothing(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """A driver that wounds its own run once: `python -m tests.chaos.wounded_run PART PHASE SIGNAL DRIVER FLAGS...`
 
 It is train.py or train_async.py, whose own `train` it calls; what is added sends SIGNAL to the processes of one PART
-of the run (`processes_of_part`) in PHASE of rollout 1: `DELAY_S` after the driver enters it, or, for log-probs, from a
-hook of the trainer. "start" is the first phase there is, as soon as the part has processes. The moment is noted in
-wound.json in the output directory, and where there is such a note, the run is left alone.
+of the run (`processes_of_part`: a whole part, or one process of an engine) in PHASE of rollout 1: `DELAY_S` after the
+driver enters it, a scheduler for its sync right before, or, for log-probs, from a hook of the trainer. "start" is the
+first phase there is, as soon as the part has processes. The moment is noted in wound.json in the output directory, and
+where there is such a note, the run is left alone.
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ ROLLOUT = 1
 DELAY_S = {"generate": 0.3, "train": 0.2, "save": 0.02, "sync": 0.02, "eval": 0.2, "start": 1.0}
 AFTER_TRAINING = ("save", "sync", "eval")
 START_STALLS_S = 100.0
+SERVER = ("engine_0.json",)
 IN_COMMAND_LINE = {
-    "engine": ("engine_0.json",),
+    "engine": SERVER,
+    "lone-engine": SERVER,
+    "scheduler": ("sglang::scheduler",),
+    "detokenizer": ("sglang::detokenizer",),
+    "engine-actor": ("ray::EngineActor",),
     "router": ("router.json", "sglang::router"),  # before and after it has given itself a title
     "manager": ("ray::RolloutManager",),
     "trainer": ("ray::TrainRayActor",),
 }
+AROUND_SERVER = ("engine", "lone-engine", "scheduler", "detokenizer", "engine-actor")
 
 
 def processes_of_part(part: str, run: str) -> list[psutil.Process]:
@@ -47,10 +54,22 @@ def processes_of_part(part: str, run: str) -> list[psutil.Process]:
         return [psutil.Process(int(os.environ["CHAOS_DRIVER_PID"]))]
     if part == "reward":
         return [psutil.Process(int(os.environ["CHAOS_REWARD_PID"]))]
-    found = [one for one in processes_of(run) if is_of_part(one, part)]
-    if part == "engine":
-        return [process for server in found for process in [*server.children(recursive=True), server]]
-    return found[-1:]
+    everything = processes_of(run)
+    if part in AROUND_SERVER:
+        servers = [one for one in everything if is_of_part(one, "engine")]
+        return [process for server in servers for process in _around_server(server, part)]
+    return [one for one in everything if is_of_part(one, part)][-1:]
+
+
+def _around_server(server: psutil.Process, part: str) -> list[psutil.Process]:
+    """The first engine with all that it started, or the one process of it that the part is."""
+    try:
+        started, parents = server.children(recursive=True), server.parents()
+    except psutil.NoSuchProcess:
+        return []
+    if part in ("engine", "lone-engine"):
+        return [*started, server]
+    return [one for one in [*started, *parents] if is_of_part(one, part)][:1]
 
 
 def is_of_part(process: psutil.Process, part: str) -> bool:
@@ -97,7 +116,9 @@ class Wounding(phases.Phases):
         part, phase, number, output_dir = self._row
         first = ROLLOUT + (name in AFTER_TRAINING)
         is_time = name == phase and (name == "start" or self._trained >= first)
-        if is_time and not (output_dir / "wound.json").exists():
+        if is_time and (part, name) == ("scheduler", "sync"):
+            wound(part, number, output_dir)  # behind its delay the sync of a tiny model is often over
+        elif is_time and not (output_dir / "wound.json").exists():
             threading.Thread(target=self._wait_and_wound, daemon=True).start()
         with super().enter(name):
             yield
