@@ -229,7 +229,7 @@ def test_an_external_engine_that_is_lost_gets_no_requests_until_it_is_taken_back
     ours = start_rollout_servers(args, slots=[])
     router, one = ours.routers["default"].url, Replacements(ours, args)
     assert one.urls() == {0: url} and server_control.list_workers_sync(router) == [url]
-    one.lose(0, "a test says so")
+    one.lose(0, one.urls()[0], "a test says so")
     assert ours.engines == ours.updatable == []
     wait_until(lambda: server_control.list_workers_sync(router) == [])
     assert one.replace() == 1 and [engine.url for engine, _ in ours.updatable] == [url], "it answers"

@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Probe]]:
 def watch(lost: list[tuple[int, str]], *urls: str, interval_s: float = 0.02, first_wait_s: float = 0.0) -> EngineWatch:
     there = dict(enumerate(urls))
 
-    def lose(number: int, why: str) -> None:
+    def lose(number: int, url: str, why: str) -> None:
         lost.append((number, why))
         del there[number]
 

@@ -96,7 +96,7 @@ def replacements_of(model: Model, *, most: int = 10) -> Replacements:
 def test_a_lost_engine_serves_again_when_another_has_its_weights() -> None:
     model = Model(2)
     one = replacements_of(model)
-    one.lose(1, "it died")
+    one.lose(1, one.urls()[1], "it died")
     assert model.calls == ["take ours1", "end 1"] and len(model.lost) == 1
     assert one.metrics() == {"rollout/engines": 1, "rollout/engines_lost": 1, "rollout/engines_replaced": 0}
     assert one.replace() == 1 and model.calls[2:] == ["start 1"] and not model.lost
@@ -114,7 +114,7 @@ def test_only_so_many_engines_are_started_within_an_hour(
     model = Model(3)
     one = replacements_of(model, most=2)
     for number in range(3):
-        one.lose(number, "it died")
+        one.lose(number, one.urls()[number], "it died")
     with caplog.at_level(logging.ERROR):
         assert one.replace() == 2
         assert one.replace() == 0
@@ -128,7 +128,7 @@ def test_only_so_many_engines_are_started_within_an_hour(
 def test_an_external_engine_is_taken_back_when_it_answers_and_has_the_weights(answers: set[str]) -> None:
     model = Model(1, external=1)
     one = replacements_of(model)
-    one.lose(1, "it does not answer")
+    one.lose(1, one.urls()[1], "it does not answer")
     assert model.calls == ["take external0"], "it is not ours to end"
     assert one.replace() == 0 and model.lost == {model.external[0]}
     answers.add("external0")
@@ -140,7 +140,7 @@ def test_an_external_engine_is_taken_back_when_it_answers_and_has_the_weights(an
 def test_the_router_of_somebody_else_is_told_nothing_of_engines_of_somebody_else(answers: set[str]) -> None:
     model = Model(0, external=1, router_is_ours=False)
     one, before = replacements_of(model), 0
-    one.lose(0, "it does not answer")
+    one.lose(0, one.urls()[0], "it does not answer")
     assert one.count > before, "but the trainer sends it no weights"
     answers.add("external0")
     one.replace()
@@ -155,7 +155,7 @@ def test_an_engine_whose_node_is_gone_keeps_its_place_empty_until_there_is_anoth
     model = Model(3)
     one = replacements_of(model, most=1)
     model.without_slots = {1}
-    one.lose(1, "its node died")
+    one.lose(1, one.urls()[1], "its node died")
     del model.calls[:]
     assert one.replace() == 0 and model.calls == [], "nothing is started where there is no room"
     assert "no room for 1 engine(s)" in caplog.text and "ours1" in caplog.text
@@ -171,8 +171,8 @@ def test_a_lost_place_without_slots_costs_another_nothing(monkeypatch: pytest.Mo
     model = Model(3)
     one = replacements_of(model, most=1)
     model.without_slots = {0}
-    one.lose(0, "its node died")
-    one.lose(1, "it died")
+    one.lose(0, one.urls()[0], "its node died")
+    one.lose(1, one.urls()[1], "it died")
     assert one.replace() == 1 and one.urls() == {1: "new1", 2: "ours2"}
 
 
@@ -184,8 +184,8 @@ def test_an_engine_that_does_not_start_is_tried_again_while_others_serve(
     one = replacements_of(model, most=3)
     model.failures = {0: error}
     before = one.count
-    one.lose(0, "it died")
-    one.lose(1, "it died")
+    one.lose(0, one.urls()[0], "it died")
+    one.lose(1, one.urls()[1], "it died")
     del model.calls[:]
     late = isinstance(error, TimeoutError)
     if late:  # `get` says so at each look, until the deadline
@@ -195,7 +195,7 @@ def test_an_engine_that_does_not_start_is_tried_again_while_others_serve(
     assert len(model.lost) == 1 and one.urls() == {1: "new1", 2: "ours2"} and one.count > before
     model.failures = {}
     assert one.replace() == 1 and not model.lost
-    one.lose(0, "it died again")
+    one.lose(0, one.urls()[0], "it died again")
     assert one.replace() == 0, "a start that fails counts in its hour"
 
 
@@ -203,8 +203,8 @@ def test_a_model_without_any_engine_ends_the_run_when_none_starts() -> None:
     model = Model(2)
     one = replacements_of(model)
     model.without_slots, model.failures = {0, 1}, {n: ActorFailure("no memory") for n in range(2)}
-    one.lose(0, "it died")
-    one.lose(1, "it died")
+    one.lose(0, one.urls()[0], "it died")
+    one.lose(1, one.urls()[1], "it died")
     with pytest.raises(ActorFailure, match=r"no engine of model default is left.*per-hour 10.*no memory"):
         one.replace()
     assert sum(call.startswith("start") for call in model.calls) == 10, "each try counts, and all are made"
@@ -229,7 +229,7 @@ def test_requests_wait_for_the_only_engine_until_another_has_its_weights(caplog:
     model = Model(1)
     one = replacements_of(model)
     model.failures = {0: ActorFailure("the GPU's memory is not free yet")}
-    one.lose(0, "it died")
+    one.lose(0, one.urls()[0], "it died")
     assert "the others" not in caplog.text and "the last of model default" in caplog.text
     assert module.OUTAGES.is_on(f"{ROUTER}/generate") and one.without_engine() == [model]
     start, tries = model.replace, []
@@ -252,7 +252,7 @@ def test_requests_fail_at_once_when_no_engine_may_be_started_any_more(most: int)
     model = Model(1)
     model.failures = {0: ActorFailure("no memory")}
     one = replacements_of(model, most=most)
-    one.lose(0, "it died")
+    one.lose(0, one.urls()[0], "it died")
     with pytest.raises(ActorFailure, match=f"no engine of model default is left.*per-hour {most}"):
         one.replace()
     assert "no engine of model default is left" in failed_requests(f"{ROUTER}/generate")
@@ -263,8 +263,8 @@ def test_the_place_of_the_only_engine_is_filled_before_that_of_another() -> None
     many, lone = Model(2), Model(1)
     args = SimpleNamespace(accelerator="cpu", rollout_health_check_timeout=1.0, max_engine_restarts_per_hour=1)
     one = Replacements(SimpleNamespace(models=[many, lone]), args)  # type: ignore[arg-type]
-    one.lose(0, "it died")
-    one.lose(2, "it died")
+    one.lose(0, one.urls()[0], "it died")
+    one.lose(2, one.urls()[2], "it died")
     assert one.replace() == 1 and lone.calls[-1] == "start 0" and "start 0" not in many.calls
 
 
@@ -274,7 +274,7 @@ def test_an_external_engine_that_is_the_only_one_is_given_time_to_answer(
     monkeypatch.setattr(module, "EXTERNAL_S", 0.0)
     model = Model(0, external=1)
     one = replacements_of(model)
-    one.lose(0, "it does not answer")
+    one.lose(0, one.urls()[0], "it does not answer")
     with pytest.raises(ActorFailure, match="no engine of model default is left: none has answered"):
         one.replace()
     answers.add("external0")
@@ -284,7 +284,7 @@ def test_an_external_engine_that_is_the_only_one_is_given_time_to_answer(
 def test_an_engine_that_its_router_does_not_take_is_lost_and_ends_nothing() -> None:
     model = Model(2)
     one = replacements_of(model)
-    one.lose(1, "it died")
+    one.lose(1, one.urls()[1], "it died")
     one.replace()
 
     def refuse(worker: Worker) -> None:
@@ -303,6 +303,15 @@ def test_an_engine_is_lost_by_its_handle_and_one_that_cannot_be_replaced_is_not_
     assert not one.lose_engine(Handle("prefill"), "it released no memory")
 
 
+def test_an_answer_that_was_due_of_a_lost_engine_does_not_cost_the_one_in_its_place() -> None:
+    """Two looks at once: the second hears of the loss when the first has had the engine replaced."""
+    one = replacements_of(Model(2))
+    one.lose(1, "ours1", "it died")
+    one.replace()
+    one.lose(1, "ours1", "it did not answer")
+    assert one.urls() == {0: "ours0", 1: "new1"} and one.lost == 1
+
+
 def test_requests_of_every_model_wait_while_memory_changes_hands() -> None:
     model = Model(1)
     one = replacements_of(model)
@@ -318,7 +327,7 @@ def test_an_engine_whose_node_dies_before_it_is_there_is_waited_for_no_longer_th
     monkeypatch.setattr(module, "PLACE_S", 0.2)
     model = Model(2)
     one = replacements_of(model)
-    one.lose(0, "its node does not answer")
+    one.lose(0, one.urls()[0], "its node does not answer")
 
     def never(starting: Any, what: str, deadline_s: float) -> None:
         model.without_slots = {0}  # Ray notices after a while

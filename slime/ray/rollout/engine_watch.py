@@ -32,7 +32,8 @@ class EngineWatch:
 
     Args:
         urls: at each look, number -> address of every engine to look at.
-        on_loss: called in the watch's thread with the number of one that did not answer, and what happened.
+        on_loss: called in the watch's thread with the number and the address of one that did not answer, and what
+            happened; by then another may have taken its place.
         interval_s: between two looks.
         timeout_s: for an answer.
         first_wait_s: without a look after `resume`.
@@ -41,7 +42,7 @@ class EngineWatch:
     def __init__(
         self,
         urls: Callable[[], Mapping[int, str]],
-        on_loss: Callable[[int, str], None],
+        on_loss: Callable[[int, str, str], None],
         *,
         interval_s: float,
         timeout_s: float,
@@ -99,7 +100,7 @@ class EngineWatch:
             answers = dict(zip(urls, threads.map(ask, urls.values()), strict=True))
         for number, problem in answers.items():
             if problem is not None and not self._is_over:
-                self._on_loss(number, problem)
+                self._on_loss(number, urls[number], problem)
 
     def _run(self) -> None:
         wait_s = self._first_wait_s + self._interval_s

@@ -118,9 +118,9 @@ class Replacements:
             "rollout/engines_replaced": float(self.replaced),
         }
 
-    def lose(self, number: int, why: str) -> None:
-        """Do without an engine from now on."""
-        self._lose(self._seats[number], why)
+    def lose(self, number: int, url: str, why: str) -> None:
+        """Do without an engine from now on, unless another has taken its place since it was asked at this address."""
+        self._lose(self._seats[number], why, url=url)
 
     def lose_engine(self, engine: Any, why: str) -> bool:
         """As `lose`, of an engine by its handle; returns whether it is one that can be replaced."""
@@ -145,9 +145,9 @@ class Replacements:
     def _serves(self, seat: _Seat) -> bool:
         return seat.worker is not None and not seat.is_lost and seat not in self._waiting
 
-    def _lose(self, seat: _Seat, why: str) -> None:
+    def _lose(self, seat: _Seat, why: str, *, url: str | None = None) -> None:
         with self._lock:
-            if seat.is_lost or seat.worker is None:
+            if seat.is_lost or seat.worker is None or url not in (None, seat.worker.url):
                 return
             seat.is_lost = True
             self.count += 1
