@@ -35,7 +35,9 @@ class Group:
             "save_model": None,
             "load": {f"{self.role} loads": f"the process of the {self.role}"},
         }
-        return lambda *_: self.calls.append(f"{self.role} {verb}") or answers.get(verb, {f"perf/{verb}_time": 1.0})
+        return lambda *_, **__: (
+            self.calls.append(f"{self.role} {verb}") or answers.get(verb, {f"perf/{verb}_time": 1.0})
+        )
 
 
 class Manager:
@@ -238,6 +240,36 @@ def test_an_engine_that_is_gone_while_it_has_no_memory_ends_the_run_with_its_err
     with pytest.raises(ActorFailure, match=f"{dies_at} failed.*the engine is gone"):
         train.train(SimpleNamespace(**ON, debug_train_only=False, debug_rollout_only=False))
     assert calls[-1] == "finish failed=True"
+
+
+def test_an_engine_in_place_of_the_only_one_takes_turns_with_the_trainer_in_the_middle_of_a_rollout(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(calls, use_fault_tolerance=True)
+    found = {"pause_watch": 0, "get_updatable_engines": (["new"], [1]), "engines_failed": 0}
+    lacks = iter([False, False, True, True])  # two looks of an earlier wait; lost; started, but without weights
+    say = Manager.say
+
+    def answer(manager: Manager, verb: str, *values: object) -> Any:
+        if verb == "lacks_engines":
+            return next(lacks)
+        say(manager, verb, *values)
+        found["pause_watch"] += verb == "replace_engines"
+        return found.get(verb, [])
+
+    monkeypatch.setattr(Manager, "say", answer)
+    run.sync_weights()
+    run._upkeep.serve_all()
+    run._upkeep.serve_all()
+    calls.clear()
+    run._upkeep.serve_all()
+    assert calls == [
+        "engines replace_engines",  # it takes all of its memory when it starts: the trainer sleeps
+        *["engines hold_requests", "engines offload", "actor wake_up", "engines onload_weights"],
+        *["engines pause_watch", "engines get_updatable_engines", "actor connect_rollout_engines"],
+        *["actor update_weights", "actor sleep", "engines onload_kv", "engines register_engines"],
+    ]
+    assert run._upkeep.version == 1
 
 
 def test_times_of_several_moves_add_up_and_the_critics_have_its_name(calls: list[str]) -> None:
