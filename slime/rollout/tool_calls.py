@@ -65,6 +65,8 @@ def _parse_one(text: str) -> ToolCall:
         call = json.loads(text)
     except json.JSONDecodeError as error:
         return ToolCall(problem=f"the call is no JSON: {error.msg}")
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 5,000 brackets
+        return ToolCall(problem=f"the call cannot be read: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(problem='a call is a JSON object with "name" and "arguments"')
     arguments = call.get("arguments", {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os.path
+import re
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -123,8 +124,5 @@ def turn_content(tokenizer: Any, tokens: Sequence[int], template_kwargs: dict[st
 
 
 def _unused_word(messages: Sequence[Message]) -> str:
-    said = str(messages)
-    word = "StandIn"
-    while word in said:
-        word += "X"
-    return word
+    said = re.findall("StandIn(X*)", str(messages))
+    return "StandIn" + "X" * (max(map(len, said)) + 1 if said else 0)

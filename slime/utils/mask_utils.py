@@ -9,6 +9,7 @@ It does not know about samples or training.
 from __future__ import annotations
 
 import os.path
+import re
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -58,6 +59,8 @@ class MultiTurnLossMaskGenerator:
         self.tokenizer = tokenizer
         self.tokenizer_type = tokenizer_type
         self.markers = find_turn_markers(tokenizer)
+        # One search for all: a marker that never comes is not looked for up to the end of the text at every turn.
+        self._end = re.compile("|".join(map(re.escape, sorted(self.markers.ends, key=len))))
 
     def get_loss_mask(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
@@ -136,21 +139,23 @@ class MultiTurnLossMaskGenerator:
             start = found + len(self.markers.header)
             if self.markers.prefill and text.startswith(self.markers.prefill, start):
                 start += len(self.markers.prefill)
-            found_ends = [(at, at + len(end)) for end in self.markers.ends if (at := text.find(end, start)) >= 0]
-            position = min(found_ends)[1] if found_ends else start + len(text[start:].removesuffix(self.markers.tail))
+            end = self._end.search(text, start)
+            position = end.end() if end else start + len(text[start:].removesuffix(self.markers.tail))
             spans.append((start, position))
         return spans
 
     def _assistant_token_spans(self, ids: list[int]) -> list[tuple[int, int]]:
         header, prefill = (encode_text(self.tokenizer, text) for text in (self.markers.header, self.markers.prefill))
-        ends = [encode_text(self.tokenizer, end) for end in self.markers.ends]
+        ends = sorted((encode_text(self.tokenizer, end) for end in self.markers.ends), key=len)
         spans, position = [], 0
         while (found := find_sublist(ids, header, position)) >= 0:
             start = found + len(header)
             # Only what is there of it: an empty thought joins the newlines of "<think>\n" and "\n</think>".
             start += len(os.path.commonprefix([prefill, ids[start : start + len(prefill)]]))
-            found_ends = [(at, at + len(end)) for end in ends if (at := find_sublist(ids, end, start)) >= 0]
-            position = min(found_ends)[1] if found_ends else len(ids)
+            position = next(
+                (at + len(end) for at in range(start, len(ids)) for end in ends if ids[at : at + len(end)] == end),
+                len(ids),
+            )
             spans.append((start, position))
         return spans
 

@@ -27,7 +27,8 @@ from slime.rollout.rm_hub.service import Service, ask, unusable
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.types import Sample
 
-FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+OPENING_FENCE = re.compile(r"[ \t]*```[ \t]*([\w+#-]*)")
+CLOSING_FENCE = re.compile(r"[ \t]*```[ \t]*")
 END_OF_REASONING = "</think>"
 LANGUAGES = {
     "py": "python",
@@ -70,8 +71,19 @@ def extract_code(response: str) -> tuple[str, str] | None:
         >>> extract_code("Here:\\n```python\\nprint(1)\\n```")
         ('print(1)\\n', 'python')
     """
-    blocks = FENCED.findall(response.rpartition(END_OF_REASONING)[2])
-    return (blocks[-1][1], blocks[-1][0].lower()) if blocks else None
+    # Line by line: one expression over the text would look for the end of every fence that has none.
+    closed: tuple[str, str] | None = None
+    tag: str | None = None
+    program: list[str] = []
+    for line in response.rpartition(END_OF_REASONING)[2].split("\n"):
+        if tag is None:
+            if opening := OPENING_FENCE.match(line):
+                tag, program = opening[1].lower(), []
+        elif CLOSING_FENCE.fullmatch(line):
+            closed, tag = ("".join(f"{text}\n" for text in program), tag), None
+        else:
+            program.append(line)
+    return closed
 
 
 def read_test_cases(label: Any, metadata: Mapping[str, Any]) -> list[TestCase]:

@@ -13,8 +13,9 @@ from typing import Any
 DEFAULT_LETTERS = tuple(string.ascii_uppercase[:10])
 END_OF_REASONING = "</think>"
 STATEMENTS = (
-    r"(?i:final\s+answer)\s*(?i:is)?\s*:?\s*\(?([A-Za-z])\b",
-    r"(?i:answer|option|choice)\s*(?:(?i:is)|:)\s*:?\s*\(?([A-Za-z])\b",
+    # each run of blanks can be matched in one way only: a run of 10 kB is looked at once
+    r"(?i:final\s+answer)\s*(?:(?i:is)\s*)?(?::\s*)?\(?([A-Za-z])\b",
+    r"(?i:answer|option|choice)\s*(?:(?i:is)|:)\s*(?::\s*)?\(?([A-Za-z])\b",
     r"\(?\b([A-Z])\)?\s+(?i:is\s+(?:the\s+)?correct)",
 )
 

@@ -26,6 +26,10 @@ SYMBOLS = {
     "∞": "oo",
     "√": "sqrt",
 }
+MAX_NESTED_FRACTIONS = 20
+"""Levels that are read; what is deeper stays LaTeX, which no label is."""
+FRACTION = r"\frac{"
+NEXT_CHARACTER = re.compile(r"\s*(\S?)")
 DECORATION = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\$", "$", r"^{\circ}", r"^\circ", r"\%", "%")
 
 
@@ -63,11 +67,14 @@ def to_expression(answer: str) -> str:
         >>> to_expression(r"2\\sqrt{2}"), to_expression("1,000 cm"), to_expression(r"\\frac{x+1}{2}")
         ('2sqrt(2)', '1000', '(x+1)/2')
     """
-    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{(.*?)\}", r"\1", answer.strip())
+    closed, brace, rest = answer.strip().rpartition(
+        "}"
+    )  # up to it every \text{ has an end, and none is sought in vain
+    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^}]*)\}", r"\1", closed + brace) + rest
     text = re.sub(r"\\[td]frac", r"\\frac", _remove_all(text, DECORATION))
     text = text.replace(" or ", " , ").replace(" and ", " , ")
     for word, exponent in LARGE_NUMBERS.items():
-        text = re.sub(rf"\s*\b{word}\b", f"*10^{exponent}", text)
+        text = re.sub(rf"(?<!\s)\s*\b{word}\b", f"*10^{exponent}", text)
     text = UNIT_PATTERN.sub("", text)
     text = re.sub(r"^[a-zA-Z]\s*=\s*", "", text.strip())
     for symbol, plain in SYMBOLS.items():
@@ -91,13 +98,13 @@ def split_tuple(expression: str) -> tuple[str, list[str], str]:
     if len(expression) < 3 or expression[0] not in "([" or expression[-1] not in ")]":
         return "", [expression], ""
     parts, depth, start = [], 0, 1
-    for i, character in enumerate(expression[1:-1], start=1):
-        depth += (character in "([") - (character in ")]")
+    for mark in re.finditer(r"[()\[\],]", expression[1:-1]):
+        depth += (mark[0] in "([") - (mark[0] in ")]")
         if depth < 0:
             return "", [expression], ""  # (1,2)(3,4): the outer brackets are no pair
-        if character == "," and depth == 0:
-            parts.append(expression[start:i])
-            start = i + 1
+        if mark[0] == "," and depth == 0:
+            parts.append(expression[start : mark.start() + 1])
+            start = mark.end() + 1
     if not parts:
         return "", [expression], ""
     return expression[0], [*parts, expression[start:-1]], expression[-1]
@@ -115,38 +122,46 @@ def _brace_fractions(text: str) -> str:
     return re.sub(r"(\\frac\{[^{}]*\})\s*([^{\s\\])", r"\1{\2}", text)
 
 
-def _braced(text: str, start: int) -> tuple[str, int] | None:
-    """The content of the brace pair that opens at `start` and the index after it."""
-    if start >= len(text) or text[start] != "{":
-        return None
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[start + 1 : i], i + 1
-    return None
-
-
-def _part(content: str) -> str:
-    inner = _plain_fractions(content).strip()
-    return inner if PLAIN_NUMBER.fullmatch(inner) or len(inner) == 1 else f"({inner})"
+def _closings(text: str) -> dict[int, int]:
+    """Index of each brace that is closed -> index of the brace that closes it."""
+    opened: list[int] = []
+    closings: dict[int, int] = {}
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closings[opened.pop()] = brace.start()
+    return closings
 
 
 def _plain_fractions(text: str) -> str:
-    position = text.find(r"\frac{")
-    if position < 0:
-        return text
-    numerator = _braced(text, position + len(r"\frac"))
-    denominator = _braced(text, numerator[1]) if numerator else None
-    if numerator is None or denominator is None:
-        return text
-    before, after = text[:position], text[denominator[1] :]
-    fraction = f"{_part(numerator[0])}/{_part(denominator[0])}"
-    if before.strip() and before.rstrip()[-1].isdigit():
-        fraction = f" {fraction}"  # a mixed number, as in 1\frac{1}{2}
-    elif after.strip() and after.strip()[0] not in "+-=,)]}":
-        fraction = f"({fraction})"
-    return before + fraction + _plain_fractions(after)
+    return _plain_span(text, 0, len(text), _closings(text), depth=0)
+
+
+def _plain_span(text: str, start: int, end: int, closings: dict[int, int], depth: int) -> str:
+    pieces = []
+    while depth < MAX_NESTED_FRACTIONS and (position := text.find(FRACTION, start, end)) >= 0:
+        opening = position + len(FRACTION) - 1
+        middle = closings.get(opening)
+        last = None if middle is None else closings.get(middle + 1)
+        if middle is None or last is None:
+            break
+        parts = [_plain_span(text, opening + 1, middle, closings, depth + 1)]
+        parts += [_plain_span(text, middle + 2, last, closings, depth + 1)]
+        fraction = "/".join(map(_part, parts))
+        before, following = text[start:position].rstrip(), NEXT_CHARACTER.match(text, last + 1, end)
+        if before and before[-1].isdigit():
+            fraction = f" {fraction}"  # a mixed number, as in 1\frac{1}{2}
+        elif following and following[1] and following[1] not in "+-=,)]}":
+            fraction = f"({fraction})"
+        pieces += [text[start:position], fraction]
+        start = last + 1
+    return "".join([*pieces, text[start:end]])
+
+
+def _part(content: str) -> str:
+    inner = content.strip()
+    return inner if PLAIN_NUMBER.fullmatch(inner) or len(inner) == 1 else f"({inner})"
 
 
 def _plain_roots(text: str) -> str:

@@ -6,15 +6,16 @@ Pure but for the bounded sympy check; it knows nothing of samples or flags.
 from __future__ import annotations
 
 import re
-from fractions import Fraction
+from decimal import Decimal
 
 from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
 from slime.rollout.rm_hub.latex_text import normalize_latex, split_tuple, to_expression
 
 BOXED = r"\boxed{"
+BRACE = re.compile("[{}]")
 FRACTION = re.compile(r"-?\d+/0*[1-9]\d*")
 INTEGER = re.compile(r"-?\d+")
-DECIMAL = re.compile(r"-?\d*\.?\d+")
+DECIMAL = re.compile(r"-?(?:\d+|\d*\.\d+)")
 HARD_FOR_SYMPY = re.compile(r"\^\{|\^\(|\^\d\d")
 MAX_UNKNOWN_LETTERS = 2
 
@@ -30,10 +31,10 @@ def extract_boxed_answer(text: str) -> str | None:
     if start < 0:
         return None
     depth = 0
-    for i in range(start + len(BOXED) - 1, len(text)):
-        depth += (text[i] == "{") - (text[i] == "}")
+    for brace in BRACE.finditer(text, start + len(BOXED) - 1):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start + len(BOXED) : i]
+            return text[start + len(BOXED) : brace.start()]
     return None
 
 
@@ -92,7 +93,7 @@ def _is_same_element(given: str, truth: str) -> bool:
     if bool(INTEGER.fullmatch(given)) != bool(INTEGER.fullmatch(truth)):
         return False
     if DECIMAL.fullmatch(given) and DECIMAL.fullmatch(truth):
-        return Fraction(given) == Fraction(truth)
+        return Decimal(given) == Decimal(truth)  # exact, and without the limit of 4,300 digits that int() has
     return _may_go_to_sympy(given) and _may_go_to_sympy(truth) and is_symbolically_equal(given, truth)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Any
 
 from slime.utils.types import Sample
@@ -17,7 +18,7 @@ class ArithmeticGenerator(BaseGenerator):
 
     async def reward(self, prompt: Prompt, sample: Sample) -> float:
         numbers = re.findall(r"-?\d+", sample.response)
-        return float(bool(numbers) and int(numbers[-1]) == int(prompt.label))
+        return float(bool(numbers) and Decimal(numbers[-1]) == int(prompt.label))
 
 
 def run_rollout(data: dict[str, Any]) -> None:

@@ -12,10 +12,19 @@ import re
 import string
 import unicodedata
 from collections.abc import Callable
+from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from slime.rollout.rm_hub.ifbench.text import SENTENCE_END, end_mark, lines, lower_words, plain_words, sentences
+from slime.rollout.rm_hub.ifbench.text import (
+    SENTENCE_END,
+    character_at,
+    end_mark,
+    lines,
+    lower_words,
+    plain_words,
+    sentences,
+)
 from slime.rollout.rm_hub.ifbench.word_lists import MINOR_WORDS
 
 BRACKETS = {")": "(", "]": "[", "}": "{"}
@@ -23,7 +32,9 @@ CHOICE_LIST = re.compile(r"\W*a\W*b\W*c\b", re.IGNORECASE)
 CSV_CITY = ["ID", "Country", "City", "Year", "Count"]
 CSV_PRODUCT = ["ProductID", "Category", "Brand", "Price", "Stock"]
 CSV_STUDENT = ["StudentID", "Subject", "Grade", "Semester", "Score"]
-TEMPLATE = re.compile(r"\s*My Answer:\s*\S.*My Conclusion:\s*\S.*Future Outlook:\s*\S", re.DOTALL)
+# atomic groups: the first heading of a kind serves as well as any after it, so none of them is tried
+TEMPLATE = re.compile(r"\s*My Answer:\s*\S(?>.*?My Conclusion:\s*\S)(?>.*?Future Outlook:\s*\S)", re.DOTALL)
+SPECIAL = re.compile(r"[^\w\s]")
 OPTION_LINE = re.compile(r"^\s*[(\[]?[A-Ea-e][).:\]]")
 
 
@@ -76,12 +87,13 @@ def emoji_sentences(response: str) -> bool:
     text = "".join(c for c in response.strip() if c not in "\ufe0f\u200d" and unicodedata.category(c) != "Sk")
     if not text or not (_is_emoji(text[-1]) or SENTENCE_END.search(text[-4:])):
         return False
-    ends = [(match.start(), match.end()) for match in re.finditer(r"[.!?]+[\"'”’)\]]*", text)]
-    return all(
-        _is_emoji(text[:start].rstrip()[-1:]) or _is_emoji(text[end:].lstrip()[:1])
-        for start, end in ends
-        if end == len(text) or text[end].isspace() or _is_emoji(text[end])
-    )
+    after_mark = 0
+    for mark in re.finditer(r"[.!?]+[\"'”’)\]]*", text):
+        before, after_mark = text[after_mark : mark.start()].rstrip()[-1:], mark.end()
+        is_end = after_mark == len(text) or text[after_mark].isspace() or _is_emoji(text[after_mark])
+        if is_end and not _is_emoji(before) and not _is_emoji(character_at(text, after_mark)):
+            return False
+    return True
 
 
 def _is_emoji(character: str) -> bool:
@@ -102,7 +114,7 @@ def quotes_explained(response: str) -> bool:
 
 def separator_list(response: str, *, sep: str) -> bool:
     """format:list: the separator twice or more, and no bullet points of the usual kind."""
-    bullet = re.search(r"^\s*[*•-]\s", response.replace(sep, ""), re.MULTILINE)
+    bullet = re.search(r"^[^\S\n]*[*•-]\s", response.replace(sep, ""), re.MULTILINE)
     return response.count(sep) >= 2 and bullet is None
 
 
@@ -140,12 +152,12 @@ def no_whitespace(response: str) -> bool:
 
 def multiples_of_seven(response: str) -> bool:
     """custom:multiples: those from 10 to 50."""
-    return [int(number) for number in re.findall(r"\d+", response)] == list(range(14, 51, 7))
+    return [Decimal(number) for number in re.findall(r"\d+", response)] == list(range(14, 51, 7))
 
 
 def multiple_choice_questions(response: str) -> bool:
     """custom:mcq_count_length: four blocks "Question ...", five options each, the questions ever longer."""
-    before, *blocks = re.split(r"^\W*Question\b", response, flags=re.MULTILINE)
+    before, *blocks = re.split(r"^[^\w\n]*Question\b", response, flags=re.MULTILINE)
     lengths = []
     for block in blocks:
         found = lines(block)
@@ -153,7 +165,7 @@ def multiple_choice_questions(response: str) -> bool:
         if len(options) != 5:
             return False
         lengths.append(len(" ".join(found[: options[0]])))
-    return not before.strip() and len(blocks) == 4 and all(a < b for a, b in pairwise(lengths))
+    return not re.search(r"\w", before) and len(blocks) == 4 and all(a < b for a, b in pairwise(lengths))
 
 
 def reversed_words(response: str) -> bool:
@@ -179,7 +191,8 @@ def csv_city(response: str) -> bool:
 
 def csv_special_character(response: str) -> bool:
     """custom:csv_special_character: the header, 14 rows, and a quoted field with a special character."""
-    return _is_table(response, CSV_PRODUCT, num_rows=14) and bool(re.search(r'"[^"\n]*[^\w\s"][^"\n]*"', response))
+    quoted = (text for line in response.split("\n") for text in line.split('"')[1:-1])
+    return _is_table(response, CSV_PRODUCT, num_rows=14) and any(map(SPECIAL.search, quoted))
 
 
 def csv_quotes(response: str) -> bool:
@@ -191,7 +204,10 @@ def csv_quotes(response: str) -> bool:
 
 def _is_table(response: str, header: list[str], *, num_rows: int, delimiter: str = ",") -> bool:
     text = re.sub(r"^```\w*\n|\n```$", "", response.strip())
-    rows = [[field.strip() for field in row] for row in csv.reader(text.splitlines(), delimiter=delimiter) if row]
+    try:
+        rows = [[field.strip() for field in row] for row in csv.reader(text.splitlines(), delimiter=delimiter) if row]
+    except csv.Error:  # a field of more than 128 KiB
+        return False
     return rows[:1] == [header] and len(rows) == num_rows + 1 and all(len(row) == len(header) for row in rows)
 
 

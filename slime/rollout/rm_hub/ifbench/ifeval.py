@@ -15,7 +15,7 @@ from typing import Any
 from slime.rollout.rm_hub.ifbench.text import compares, sentences, words
 
 CONSTRAINED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-POSTSCRIPTS = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
+POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 JSON_FENCE = re.compile(r"^```(?:json)?|```$", re.IGNORECASE)
 
 
@@ -89,19 +89,19 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragrap
 
 def number_placeholders(response: str, *, num_placeholders: int) -> bool:
     """detectable_content:number_placeholders: [in square brackets], at least so many."""
-    return len(re.findall(r"\[.*?\]", response)) >= num_placeholders
+    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
 
 
 def has_postscript(response: str, *, postscript_marker: str) -> bool:
     """detectable_content:postscript."""
-    pattern = POSTSCRIPTS.get(postscript_marker, rf"\s*{re.escape(postscript_marker.lower())}.*$")
-    return bool(re.search(pattern, response.lower(), re.MULTILINE))
+    pattern = POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower()))
+    return bool(re.search(pattern, response.lower()))
 
 
 def number_bullets(response: str, *, num_bullets: int) -> bool:
     """detectable_format:number_bullet_lists: lines that begin with * or -, exactly so many."""
-    stars = re.findall(r"^\s*\*[^\*].*$", response, re.MULTILINE)
-    return len(stars) + len(re.findall(r"^\s*-.*$", response, re.MULTILINE)) == num_bullets
+    stars = re.findall(r"^[^\S\n]*\*[^\*].*$", response, re.MULTILINE)
+    return len(stars) + len(re.findall(r"^[^\S\n]*-.*$", response, re.MULTILINE)) == num_bullets
 
 
 def constrained_response(response: str) -> bool:
@@ -124,14 +124,20 @@ def json_format(response: str) -> bool:
     """detectable_format:json_format: all of it JSON, a fence around it allowed."""
     try:
         json.loads(JSON_FENCE.sub("", response.strip()).strip())
-    except ValueError:
+    except (ValueError, RecursionError):  # nested too deep
         return False
     return True
 
 
 def has_title(response: str) -> bool:
     """detectable_format:title: <<so>>."""
-    return any(title.strip("<>").strip() for title in re.findall(r"<<[^\n]+>>", response))
+    return any(_title(line) for line in response.split("\n"))
+
+
+def _title(line: str) -> str:
+    """What stands between the first << and the last >> of a line."""
+    start, end = line.find("<<"), line.rfind(">>")
+    return line[start:end].strip("<>").strip() if 0 <= start < end else ""
 
 
 def two_responses(response: str) -> bool:

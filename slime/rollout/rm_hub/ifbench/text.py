@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from slime.rollout.rm_hub.ifbench.word_lists import ABBREVIATIONS, CLOSING_ABBREVIATIONS
 
-SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)")
+SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]*+(?=\s|$)")
+_NEXT_CHARACTER = re.compile(r"\s*(\S?)")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation + "“”‘’…")
 RELATIONS = ("at least", "less than")
 
@@ -34,14 +35,21 @@ def lower_words(text: str) -> list[str]:
 
 def sentences(text: str) -> list[str]:
     """The sentences in order, each with its end mark; a last piece without one counts, a line break alone does not."""
-    found, start = [], 0
+    found, start, after_mark = [], 0, 0
     for end in SENTENCE_END.finditer(text):
-        if end.group()[:2] == "." and _is_abbreviation(text[start : end.start()], text[end.end() :].lstrip()[:1]):
+        before, after_mark = text[after_mark : end.start()], end.end()
+        if end.group()[:2] == "." and _is_abbreviation(before, character_at(text, after_mark)):
             continue
         found.append(text[start : end.end()].strip())
         start = end.end()
     rest = text[start:].strip()
     return [sentence for sentence in (*found, rest) if sentence]
+
+
+def character_at(text: str, position: int) -> str:
+    """The first character from a position on that is no white space, "" at the end."""
+    following = _NEXT_CHARACTER.match(text, position)
+    return following[1] if following else ""
 
 
 def _is_abbreviation(before: str, following: str) -> bool:
