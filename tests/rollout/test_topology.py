@@ -276,12 +276,24 @@ class Witness:
         self.app = web.Application()
         self.app.router.add_post("/generate", self.answer)
         self.app.router.add_post("/never", self.never)
+        self.app.router.add_post("/deadly", self.deadly)
+        self.killed: list[int] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         assert request.transport is not None
         client_port = request.transport.get_extra_info("peername")[1]
         self.from_here.append(client_port in {c.laddr.port for c in psutil.Process().net_connections()})
         return web.json_response({"asked": await request.json(), "key": request.headers.get("X-SMG-Routing-Key")})
+
+    async def deadly(self, request: web.Request) -> web.Response:
+        """Kill the first client that asks, as a machine without memory does; answer the second."""
+        if self.killed:
+            return web.json_response("answered")
+        assert request.transport is not None
+        client_port = request.transport.get_extra_info("peername")[1]
+        self.killed += [c.pid for c in psutil.net_connections("tcp") if c.pid and c.laddr.port == client_port]
+        psutil.Process(self.killed[0]).kill()
+        return await self.never(request)
 
     async def never(self, request: web.Request) -> web.Response:
         while request.transport is not None and not request.transport.is_closing():
@@ -302,6 +314,7 @@ def test_distributed_posts_leave_from_an_actor_with_the_same_answers_and_errors(
             there = asyncio.run(ask(url))
             asyncio.run(give_up(url))
             assert witness.was_given_up.wait(20), "a request that is cancelled here goes on in the actor"
+            asyncio.run(lose_the_actor(url))
         finally:
             http_utils.set_post_transport(None)
     assert len(actors) == 1, "one node, one actor"
@@ -316,6 +329,14 @@ async def ask(url: str) -> list[Any]:
         with pytest.raises(HttpError, match=f"POST {url}/nowhere was refused") as raised:
             await http_utils.post(f"{url}/nowhere", {})
         return [answer, raised.value.status]
+    finally:
+        await http_utils.close_http_client()
+
+
+async def lose_the_actor(url: str) -> None:
+    """A request in the middle of which its actor is killed is answered all the same."""
+    try:
+        assert await http_utils.post(f"{url}/deadly", {}) == "answered"
     finally:
         await http_utils.close_http_client()
 
