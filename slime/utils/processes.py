@@ -47,6 +47,7 @@ class ProcessRegistry:
         self._lock = threading.RLock()
         self._running: dict[int, tuple[subprocess.Popen[bytes], str]] = {}
         self._spawner = _Spawner()
+        self._begin = psutil.Process().create_time()
 
     def start(
         self,
@@ -104,7 +105,7 @@ class ProcessRegistry:
 
     def _end(self, processes: list[subprocess.Popen[bytes]], grace_s: float) -> None:
         members = {member.pid: member for process in processes for member in _tree(process.pid)}
-        memory = shared_memory_of(members)  # what is killed cannot remove it
+        memory = shared_memory_of(members, since=self._begin)  # what is killed cannot remove it
         for member in members.values():
             _send(member, signal.SIGTERM)
         end = time.monotonic() + grace_s

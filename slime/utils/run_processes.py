@@ -50,16 +50,30 @@ def _is_marked(pid: int, run: str) -> bool:
         return False
 
 
-def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Files in /dev/shm that these processes have open or mapped, and those that torch named after them."""
+def shared_memory_of(pids: Iterable[int], since: float) -> set[Path]:
+    """Return the shared memory that these processes have open or mapped, and what torch named after them.
+
+    People keep models and data in /dev/shm, too, which a run reads: its own memory has no directory, and is not older
+    than the run.
+
+    Args:
+        pids: of the processes.
+        since: when the run began, in seconds since the epoch.
+    """
     wanted = set(pids)
-    found = {path for pid in wanted for path in _open_files(pid)}
+    found = {path for pid in wanted for path in _open_files(pid) if path.parent == SHARED_MEMORY}
     with contextlib.suppress(OSError):
         for path in SHARED_MEMORY.iterdir():
             named = _OF_TORCH.match(path.name)
             if named and int(named[1]) in wanted:
                 found.add(path)
-    return found
+    return {path for path in found if _changed_at(path) >= since}
+
+
+def _changed_at(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_ctime
+    return 0.0
 
 
 def left_by_engines(since: float) -> set[Path]:

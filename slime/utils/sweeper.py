@@ -7,7 +7,8 @@ shared memory is removed, and so is the directory of the Ray session that the ru
 beside the run's where it did not end well. An engine's memory that was never seen is known by its name.
 
 What the driver may say, a line each: "session PATH" (of its Ray), "well" (it ended well), "end" (it has ended, though
-its process may go on). It ends nothing without the run's mark, and knows nothing about engines or trainers.
+its process may go on). It ends nothing without the run's mark. Where the sweeper is killed as well, the next run of
+the same user on this host sweeps (`sweep_dead_runs`), by the record that the sweeper keeps (`run_records`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from slime.utils.run_processes import left_by_engines, processes_of, remove_unused, shared_memory_of
+from slime.utils.run_processes import SHARED_MEMORY, left_by_engines, processes_of, remove_unused, shared_memory_of
+from slime.utils.run_records import begin_record, dead_runs, note, remove_record
 
 POLL_S = 0.5
 LOOK_S = 5.0
@@ -43,6 +45,7 @@ class Sweeper:
     def __init__(self, run: str, output_dir: Path) -> None:
         command = [sys.executable, "-m", __name__, run, str(os.getpid()), str(output_dir)]
         root = str(Path(__file__).resolve().parent.parent.parent)
+        self._record = begin_record(run, output_dir)  # open, and with it locked, for as long as this process lives
         # A session of its own: Ctrl-C at the terminal must not end it. Nobody waits for it: it outlives the driver.
         self._process = subprocess.Popen(
             command,
@@ -50,6 +53,7 @@ class Sweeper:
             stdout=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
             start_new_session=True,
+            pass_fds=[self._record.fileno()] if self._record is not None else [],
         )
 
     def say(self, line: str) -> None:
@@ -83,9 +87,10 @@ class _Told:
 class _Seen:
     """Processes of the run and their shared memory, as far as they were seen."""
 
-    def __init__(self, run: str, ignored: set[int]) -> None:
+    def __init__(self, run: str, ignored: set[int], begin: float) -> None:
         self._run = run
         self._ignored = ignored
+        self._begin = begin
         self._processes: dict[int, psutil.Process] = {}
         self.memory: set[Path] = set()
 
@@ -95,7 +100,7 @@ class _Seen:
             if process.pid not in self._ignored:
                 self._processes[process.pid] = process
         alive = [process for process in self._processes.values() if _is_alive(process)]
-        self.memory |= shared_memory_of(self._processes)
+        self.memory |= shared_memory_of(self._processes, since=self._begin)
         return alive
 
 
@@ -109,35 +114,49 @@ def main(run: str, driver_pid: int, output_dir: Path) -> None:
     """Wait for the end of the run, then sweep."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
-    told, seen, begin = _Told(), _Seen(run, {driver_pid, os.getpid()}), psutil.Process().create_time()
+    begin = psutil.Process().create_time()
+    told, seen = _Told(), _Seen(run, {driver_pid, os.getpid()}, begin)
     with contextlib.suppress(psutil.NoSuchProcess):  # it ended before this had begun
-        _wait_for_end(psutil.Process(driver_pid), told, seen)
+        _wait_for_end(run, psutil.Process(driver_pid), told, seen)
     _end(seen)
     remove_unused(seen.memory | left_by_engines(since=begin))
     if told.session is not None:
         _remove_session(told.session, None if told.well else output_dir / "logs" / "ray")
+    remove_record(run)
 
 
-def _wait_for_end(driver: psutil.Process, told: _Told, seen: _Seen) -> None:
-    next_look = time.monotonic()
+def _wait_for_end(run: str, driver: psutil.Process, told: _Told, seen: _Seen) -> None:
+    next_look, noted = time.monotonic(), set[Path]()
     while _is_alive(driver) and not told.over.wait(POLL_S):
+        if told.session is not None and told.session not in noted:
+            noted.add(told.session)
+            note(run, "session", told.session)
         if time.monotonic() >= next_look:
             seen.look()
+            for path in seen.memory - noted:
+                note(run, "memory", path)
+            noted |= seen.memory
             next_look = time.monotonic() + LOOK_S
 
 
 def _end(seen: _Seen) -> None:
     """Let what is left of the run end by itself for a while, then kill it."""
     end = time.monotonic() + GRACE_S
-    while (alive := seen.look()) and time.monotonic() < end:
+    while seen.look() and time.monotonic() < end:
         time.sleep(0.2)
-    end = time.monotonic() + KILL_S
+    _kill(seen)
+
+
+def _kill(seen: _Seen) -> int:
+    """Kill what is left of a run; returns how many processes that were at first."""
+    end, first = time.monotonic() + KILL_S, len(alive := seen.look())
     while alive and time.monotonic() < end:
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.1)
         alive = seen.look()
+    return first
 
 
 def _remove_session(session: Path, keep_logs_at: Path | None) -> None:
@@ -152,6 +171,25 @@ def _remove_session(session: Path, keep_logs_at: Path | None) -> None:
     with contextlib.suppress(OSError):
         if latest.is_symlink() and not latest.exists():
             latest.unlink()
+
+
+def sweep_dead_runs() -> list[str]:
+    """Remove what is left of this user's runs that were killed together with their sweepers; returns a sentence for
+    each of which something was."""
+    said = []
+    for record in dead_runs():
+        here = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
+        processes = _kill(_Seen(record.run, here, begin=time.time()))
+        memory = remove_unused(record.memory)
+        session = record.session if record.session is not None and record.session.is_dir() else None
+        if session is not None:
+            _remove_session(session, None if record.output_dir is None else record.output_dir / "logs" / "ray")
+        if processes or memory or session:
+            said.append(
+                f"a run that was killed with its sweeper ({record.output_dir}) had left {processes} processes, "
+                f"{len(memory)} files in {SHARED_MEMORY} and {session or 'no session'} of Ray: they are removed"
+            )
+    return said
 
 
 if __name__ == "__main__":

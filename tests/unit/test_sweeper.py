@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.utils import run_records
 from slime.utils.run_processes import MARK, SHARED_MEMORY, processes_of, remove_unused, shared_memory_of
-from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _remove_session
+from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _remove_session, sweep_dead_runs
 
 NET_S = 60.0
 # A driver that starts a child in a session of its own, which writes over its environment and holds shared memory, and
@@ -84,21 +86,87 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
     other.wait(5)
 
 
-def test_the_logs_of_ray_go_with_a_run_that_ended_well(tmp_path: Path) -> None:
+def children_named(pid: int, word: str) -> list[psutil.Process]:
+    return [one for one in psutil.Process(pid).children() if word in one.cmdline()]
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs of this test have their records; not where this user's own are."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(run_records.tempfile, "tempdir", None)
+    return folder / f"slime-runs-{os.getuid()}"
+
+
+def test_the_logs_of_ray_and_the_record_go_with_a_run_that_ended_well(records: Path, tmp_path: Path) -> None:
     driver, run, session = start(tmp_path, "0.5", "well")
+    assert (records / f"{run}.jsonl").exists()
     assert driver.wait(20) == 0
-    until(lambda: not processes_of(run) and not session.exists())
+    until(lambda: not processes_of(run) and not session.exists() and not list(records.iterdir()))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_next_run_sweeps_what_a_run_left_that_was_killed_with_its_sweeper(records: Path, tmp_path: Path) -> None:
+    driver, run, session = start(tmp_path, "600")
+    segment, record = SHARED_MEMORY / f"slime_test_{run}", records / f"{run}.jsonl"
+    until(lambda: str(segment) in record.read_text() and str(session) in record.read_text())
+    assert sweep_dead_runs() == [] and session.exists(), "it lives"
+    sweeper = children_named(driver.pid, "slime.utils.sweeper")[0]
+    left = [one for one in processes_of(run) if one.pid not in (driver.pid, sweeper.pid)]
+    driver.send_signal(signal.SIGSTOP)  # it shall not see the end of its sweeper
+    sweeper.kill()
+    assert sweep_dead_runs() == [] and session.exists(), "its driver lives"
+    driver.kill()
+    driver.wait(5)
+    until(lambda: not sweeper.is_running() or sweeper.status() == psutil.STATUS_ZOMBIE)
+    assert segment.exists() and [one for one in left if one.is_running()], "nobody was there to sweep"
+    (said,) = sweep_dead_runs()
+    assert f"({tmp_path / 'out'}) had left" in said and "1 files in /dev/shm" in said and str(session) in said
+    assert not segment.exists() and not session.exists() and not processes_of(run)
+    assert (tmp_path / "out" / "logs" / "ray" / "raylet.err").read_text() == "why"
+    assert not list(records.iterdir()) and sweep_dead_runs() == []
+
+
+def test_records_that_others_could_have_written_are_not_believed(records: Path) -> None:
+    records.mkdir()
+    (records / "1234.jsonl").write_text("")
+    records.chmod(0o777)
+    assert list(run_records.dead_runs()) == []
+    assert run_records.begin_record("5678", Path("/out")) is None
+    records.chmod(0o700)
+    assert [record.run for record in run_records.dead_runs()] == ["1234"]
 
 
 def test_shared_memory_that_somebody_uses_stays(tmp_path: Path) -> None:
     used, unused = SHARED_MEMORY / f"slime_used_{os.getpid()}", SHARED_MEMORY / f"torch_{os.getpid()}_slime"
+    begin = time.time() - 1.0  # the clock of file systems ticks more coarsely
     with used.open("w") as _:
         unused.write_text("x")
-        assert {used, unused} <= shared_memory_of([os.getpid()])
+        assert {used, unused} <= shared_memory_of([os.getpid()], since=begin)
         assert remove_unused([used, unused, SHARED_MEMORY / "is_not_there"]) == [unused]
         assert used.exists()
     assert remove_unused([used]) == [used]
+
+
+def test_files_of_a_user_in_dev_shm_stay_when_a_process_that_reads_them_is_ended() -> None:
+    """A model is often copied there, for it then loads faster."""
+    folder, data, own = (SHARED_MEMORY / f"slime_{name}_{os.getpid()}" for name in ("model", "data.jsonl", "own"))
+    folder.mkdir()
+    files = [folder / "model.safetensors", data, own]
+    reader = "import sys, time; kept = [open(path, 'a') for path in sys.argv[1:]]; print(flush=True); time.sleep(600)"
+    for path in files[:2]:
+        path.write_text("x")
+    begin = time.time() + 0.5
+    time.sleep(0.6)
+    with subprocess.Popen([sys.executable, "-c", reader, *map(str, files)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        found = shared_memory_of([process.pid], since=begin)
+        process.kill()
+    assert remove_unused(found) == [own] and data.exists() and files[0].exists()
+    data.unlink()
+    shutil.rmtree(folder)
 
 
 def test_the_memory_of_an_engine_that_was_killed_before_the_sweeper_looked_is_removed(tmp_path: Path) -> None:

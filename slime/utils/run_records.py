@@ -1,0 +1,117 @@
+"""Records of the runs of this user on this host, for the case that a driver and its sweeper are killed together.
+
+A record is a file that names what a run holds. The driver and its sweeper keep it locked; the kernel gives the lock
+back when the last of them has ended, so whoever can take the lock knows that the run is dead. (Process numbers would
+not do: containers may share /tmp, and each has numbers of its own.) The sweeper removes the record of the run that it
+has swept; the user's next run sweeps what other records name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".jsonl"
+
+
+@dataclass
+class Record:
+    """What a record says.
+
+    Attributes:
+        run: mark of the run.
+        output_dir: of the run.
+        session: directory of the Ray session that it had started.
+        memory: its shared memory.
+    """
+
+    run: str
+    output_dir: Path | None = None
+    session: Path | None = None
+    memory: set[Path] = field(default_factory=set)
+
+
+def directory() -> Path:
+    """Return the directory of this user's records, which nobody else can write to.
+
+    Raises:
+        OSError: there is no such directory, and it cannot be made.
+    """
+    path = Path(tempfile.gettempdir()) / f"slime-runs-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{path} is not a directory of this user alone")
+    return path
+
+
+def begin_record(run: str, output_dir: Path) -> IO[str] | None:
+    """Write the record of a run that begins; the run lives for as long as a process has the file open.
+
+    Returns:
+        the locked file; None where none can be made (no room, no locks), which costs only what it is for.
+    """
+    try:
+        folder = directory()
+        file = (folder / f".{run}").open("x")  # another run must not find it before it is locked
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(folder / f".{run}", path_of(run))
+        note(run, "output_dir", output_dir)
+    except OSError as error:
+        logger.debug("there is no record of this run: %s", error)
+        return None
+    return file
+
+
+def path_of(run: str) -> Path:
+    """Return where the record of a run is."""
+    return directory() / f"{run}{_SUFFIX}"
+
+
+def note(run: str, kind: str, path: Path) -> None:
+    """Add something to the record of a run, if it has one."""
+    with contextlib.suppress(OSError), path_of(run).open("r+") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(json.dumps([kind, str(path)]) + "\n")
+
+
+def remove_record(run: str) -> None:
+    """Forget a run of which nothing is left."""
+    with contextlib.suppress(OSError):
+        path_of(run).unlink()
+
+
+def dead_runs() -> Iterator[Record]:
+    """Yield the records of runs of which neither driver nor sweeper lives, and remove each after it was handled."""
+    try:
+        paths = sorted(directory().glob(f"*{_SUFFIX}"))
+    except OSError:
+        return
+    for path in paths:
+        with contextlib.suppress(OSError), path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield _read(path.name.removesuffix(_SUFFIX), file)
+            path.unlink()
+
+
+def _read(run: str, file: IO[str]) -> Record:
+    record = Record(run)
+    for line in file:
+        with contextlib.suppress(ValueError):  # half a line: its writer was killed
+            kind, path = json.loads(line)
+            if kind == "memory":
+                record.memory.add(Path(path))
+            else:
+                setattr(record, kind, Path(path))
+    return record
