@@ -164,12 +164,14 @@ class _Watched:
         self.steps += [time.time()] * (found - len(self.steps))
 
 
-def run_row(row: Row, folder: Path, *, model: Path, prompts: Path, script: str = "train.py") -> Outcome:
-    """Do a row in an empty folder."""
+def run_row(
+    row: Row, folder: Path, *, model: Path, prompts: Path, script: str = "train.py", more: Sequence[Any] = ()
+) -> Outcome:
+    """Do a row in an empty folder; `more` are flags of its run, such as those of a GPU."""
     out = folder / "out"
     out.mkdir(parents=True)
     with reward_server() as (url, pid):
-        flags = [str(flag) for flag in flags_of(row, out, model, prompts, url)]
+        flags = [str(flag) for flag in [*flags_of(row, out, model, prompts, url), *more]]
         command = [sys.executable, "-m", "tests.chaos.wounded_run", row.part, row.phase, row.signal, script, *flags]
         env = {**os.environ, "CHAOS_REWARD_PID": str(pid)}
         for name in ("RAY_ADDRESS", "SLIME_API_KEY"):

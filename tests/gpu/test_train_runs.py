@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.chaos.matrix import Row, run_row
 from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
 from tests.integration.test_ppo import ROLES
 from tools import convert_hf_to_fp8
@@ -80,3 +81,11 @@ def test_an_fp8_engine_follows_a_bf16_trainer(model: Path, tmp_path: Path) -> No
     found = run(tmp_path, model, "--hf-checkpoint", tmp_path / "fp8", "--ref-load", model)
     gap = found.column(GAP)
     assert len(gap) == 3 and 0 < max(gap) < 0.3, f"{gap}; fp8 rounds, the trainer does not ({ROOT / 'docs/fp8.md'})"
+
+
+@pytest.mark.parametrize("phase", ["generate", "train", "sync"])
+def test_the_only_engine_of_a_gpu_is_replaced_and_the_run_goes_on(model: Path, tmp_path: Path, phase: str) -> None:
+    """In "train" the engine that is killed, and the one in its place, have released their memory to the trainer."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    found = run_row(Row("lone-engine", phase, "SIGKILL"), tmp_path / "row", model=model, prompts=prompts, more=CUDA)
+    assert found.outcome == "recovered", f"{found}; what it printed is in {tmp_path}/row/out/printed_0"
