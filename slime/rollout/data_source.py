@@ -226,10 +226,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups from the buffer, as the buffer filter picks them, filled up with new prompts."""
         groups: list[Group] = []
         if self.buffer and num_samples:
-            path = self.args.buffer_filter_path or "slime.rollout.data_source.pop_first"
-            with blame_hook(f"--buffer-filter-path {hook_name(path)}"):
-                picked = self._pick(self.args, None, self.buffer, num_samples)
-            groups = list(check_picked(self.args, picked, self.buffer, num_samples))
+            if path := self.args.buffer_filter_path:
+                with blame_hook(f"--buffer-filter-path {hook_name(path)}"):
+                    picked = self._pick(self.args, None, self.buffer, num_samples)
+                groups = list(check_picked(self.args, picked, self.buffer, num_samples))
+            else:  # the check looks through the whole buffer
+                groups = pop_first(self.args, None, self.buffer, num_samples)
         return groups + super().get_samples(num_samples - len(groups))
 
     def add_samples(self, samples: list[Group]) -> None:

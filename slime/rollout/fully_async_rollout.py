@@ -32,6 +32,7 @@ empty queue there is room for at least one.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from argparse import Namespace
 from collections import Counter
@@ -137,7 +138,10 @@ class AsyncRolloutWorker:
         self._num_begun = 0
         self._rollout_id = 0
         self._flying: dict[asyncio.Task[Group], Flight] = {}
-        self._finished: list[Flight] = []
+        self._in_flight: set[int] = set()  # the numbers of those that fly
+        self._numbers: list[int] = []  # the same as a heap, which a number that has landed leaves at its top
+        self._finished: list[tuple[tuple[int, int], int, Flight]] = []  # a heap: key, when it landed, group
+        self._num_finished = 0
         self._news = asyncio.Event()
         self._error: BaseException | None = None
         self._is_running = False
@@ -250,7 +254,8 @@ class AsyncRolloutWorker:
 
     def outstanding(self) -> list[Group]:
         """The prompts that were drawn and are in no rollout yet, as they were drawn."""
-        flights = sorted([*self._finished, *self._flying.values()], key=lambda flight: flight.age_key[1])
+        finished = [flight for _, _, flight in self._finished]
+        flights = sorted([*finished, *self._flying.values()], key=lambda flight: flight.age_key[1])
         return [[sample.snapshot() for sample in flight.untouched] for flight in flights]
 
     # ---- inside
@@ -290,10 +295,14 @@ class AsyncRolloutWorker:
         params = dict(GenerateState(self.args).sampling_params)
         task = asyncio.get_running_loop().create_task(generate_and_rm_group(self.args, group, params))
         self._flying[task] = flight
+        if self._is_ordered:
+            self._in_flight.add(number)
+            heapq.heappush(self._numbers, number)
         task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[Group]) -> None:
         flight = self._flying.pop(task)
+        self._in_flight.discard(flight.number)
         if task.cancelled() and not self._is_running:
             return
         try:
@@ -304,7 +313,7 @@ class AsyncRolloutWorker:
                 self._take_aborted(flight, task.result())
             else:
                 flight.group = task.result()
-                self._finished.append(flight)
+                self._finish(flight)
                 self._aborts.pop(flight.untouched[0].index, None)
         except BaseException as failure:  # raised by the rollout that waits
             self._fail(failure)
@@ -348,13 +357,17 @@ class AsyncRolloutWorker:
         """Whether a group can be taken: in order, only the first of all that were begun."""
         if not self._finished or not self._is_ordered:
             return bool(self._finished)
-        first = min(flight.number for flight in self._finished)
-        return all(flight.number > first for flight in self._flying.values())
+        while self._numbers and self._numbers[0] not in self._in_flight:
+            heapq.heappop(self._numbers)
+        return not self._numbers or self._numbers[0] > self._finished[0][2].number
+
+    def _finish(self, flight: Flight) -> None:
+        key = (flight.number, 0) if self._is_ordered else flight.age_key
+        heapq.heappush(self._finished, (key, self._num_finished, flight))
+        self._num_finished += 1
 
     def _pop(self) -> Flight:
-        taken = min(self._finished, key=lambda flight: flight.number if self._is_ordered else flight.age_key)
-        self._finished.remove(taken)
-        return taken
+        return heapq.heappop(self._finished)[2]
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error

@@ -2,9 +2,11 @@
 
     --custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming
 
-Each event of SGLang's stream holds everything generated so far. When the connection breaks, the engine dies or this
-task is cancelled, the sample keeps the tokens, log-probs and weight version of the last event; after a broken
-connection generating goes on from there, on whichever engine the router picks.
+Each event of SGLang's stream holds everything generated so far, so an event per token would cost the square of the
+response; the engine is asked for at most 64 events instead (`stream_interval` in the sampling parameters, unless the
+caller has set it). When the connection breaks, the engine dies or this task is cancelled, the sample keeps the tokens,
+log-probs and weight version of the last event; after a broken connection generating goes on from there, on whichever
+engine the router picks.
 
 Wait graph of `generate_streaming`:
     consumes     the sample's tokens, which an earlier rollout may have begun
@@ -31,6 +33,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 _MOST_BREAKS_IN_A_ROW = 8  # without one new token; the pauses between add up to about half a minute
+_MOST_EVENTS = 64
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 
 
@@ -87,6 +90,7 @@ async def _stream(args: Namespace, sample: Sample, params: dict[str, Any]) -> No
     url = f"{router_url(args)}/generate"
     last: dict[str, Any] | None = None
     versions: list[str] = []
+    params = {"stream_interval": -(-params["max_new_tokens"] // _MOST_EVENTS), **params}
     payload = {**engine_payload(sample, params, with_routed_experts=args.use_rollout_routing_replay), "stream": True}
     try:
         async for event in stream_events(url, payload, headers=engine_headers(args, sample)):

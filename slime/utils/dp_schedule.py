@@ -22,6 +22,7 @@ Example:
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -118,23 +119,27 @@ def group_into_steps(rollout_indices: Sequence[int], global_batch_size: int) -> 
 def first_fit_pack(lengths: Sequence[int], cap: int) -> list[list[int]]:
     """Put each item, in order, into the first bin that has room for it; one longer than `cap` gets its own bin."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    first_leaf = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [cap] * (2 * first_leaf)  # a tree: each node has the most room of the bins below it, unused ones included
     for item, length in enumerate(lengths):
-        target = next((b for b, free in enumerate(room) if length <= free), None)
-        if target is None:
-            bins.append([item])
-            room.append(cap - length)
-        else:
-            bins[target].append(item)
-            room[target] -= length
+        node = first_leaf + len(bins) if length > cap else 1
+        while node < first_leaf:
+            node = 2 * node if length <= room[2 * node] else 2 * node + 1
+        if node == first_leaf + len(bins):
+            bins.append([])
+        bins[node - first_leaf].append(item)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
 
 
 def pack_by_flops(lengths: Sequence[int], cap: int, args: Any) -> list[list[int]]:
     """As many bins as `cap` tokens each would need, of nearly equal FLOPs; a bin may have more tokens than `cap`."""
     num_bins = min(-(-sum(lengths) // cap), len(lengths))
-    flops = [calculate_fwd_flops([length], args) for length in lengths]
-    return get_seqlen_balanced_partitions(flops, num_bins, equal_size=False)
+    flops = {length: calculate_fwd_flops([length], args) for length in set(lengths)}
+    return get_seqlen_balanced_partitions([flops[length] for length in lengths], num_bins, equal_size=False)
 
 
 def _sharers(dp_size: int, multiple: int) -> str:
@@ -164,8 +169,10 @@ def split_or_repeat(bins: list[list[int]], lengths: Sequence[int], target: int) 
 def _split(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
     """`target` bins, or fewer where no bin holds several items any more."""
     bins = [list(b) for b in bins]
-    while len(bins) < target and (candidates := [b for b, items in enumerate(bins) if len(items) > 1]):
-        heaviest = max(candidates, key=lambda b: (sum(lengths[i] for i in bins[b]), -b))
+    divisible = [(-sum(lengths[i] for i in items), b) for b, items in enumerate(bins) if len(items) > 1]
+    heapq.heapify(divisible)
+    while len(bins) < target and divisible:
+        heaviest = heapq.heappop(divisible)[1]
         halves: tuple[list[int], list[int]] = ([], [])
         weight = [0, 0]
         for item in sorted(bins[heaviest], key=lambda i: (-lengths[i], i)):
@@ -174,6 +181,9 @@ def _split(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[l
             weight[side] += lengths[item]
         bins[heaviest] = halves[0]
         bins.append(halves[1])
+        for side, b in enumerate((heaviest, len(bins) - 1)):
+            if len(halves[side]) > 1:
+                heapq.heappush(divisible, (-weight[side], b))
     return bins
 
 

@@ -37,9 +37,13 @@ async def stream_events(url: str, payload: Any, headers: dict[str, str] | None =
                     OUTAGES.suspect(url)
                 text = (await answer.read()).decode(errors="replace")[:2000]
                 raise HttpError(f"POST {url} was refused: HTTP {answer.status}: {text}", status=answer.status)
-            pending = b""
+            pending: list[bytes] = []
             async for chunk in answer.content.iter_any():  # lines may be longer than aiohttp's own limit of a line
-                *lines, pending = (pending + chunk).split(b"\n")
+                pending.append(chunk)
+                if b"\n" not in chunk:
+                    continue
+                *lines, rest = b"".join(pending).split(b"\n")
+                pending = [rest]
                 for line in lines:
                     data = line.strip().removeprefix(b"data:").strip()
                     if not line.startswith(b"data:"):

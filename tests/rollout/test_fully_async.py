@@ -608,3 +608,16 @@ def test_the_verbs_of_the_worker_as_a_user_calls_them(answering):
     assert len(groups) == 5 and len(set(numbers(groups))) == 5
     worker.stop()
     assert worker.queue_size() >= 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_age_of_a_finished_group_is_looked_up_once(monkeypatch, deterministic):
+    worker = AsyncRolloutWorker(rollout_args(deterministic=deterministic), None)
+    asked: list[int] = []
+    monkeypatch.setattr(fully_async_rollout, "oldest_version", lambda group: asked.append(1) or oldest_version(group))
+    for number in range(50):
+        group = [Sample(index=number, weight_versions=[str(number % 7)])]
+        worker._finish(fully_async_rollout.Flight(group, group, number))
+    taken = [worker._pop().number for _ in range(50)]
+    assert taken == (list(range(50)) if deterministic else sorted(range(50), key=lambda number: (number % 7, number)))
+    assert len(asked) == (0 if deterministic else 50)

@@ -7,6 +7,7 @@ response is known from its length alone.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from typing import Any
 
@@ -220,3 +221,15 @@ def test_it_is_a_generate_function_of_the_rollout(tmp_path):
     sample = run(server, call=call)
     assert_counted(sample, 5)
     assert sample.reward == 5.0
+
+
+@pytest.mark.parametrize(("params", "interval"), [({}, 16), ({"stream_interval": 3}, 3)])
+def test_a_response_of_any_length_comes_in_at_most_64_events(params, interval):
+    server = Server((5, "stop"))
+    call = functools.partial(_with_params, {"max_new_tokens": 1000, "temperature": 1.0, **params})
+    run(server, call=call)
+    assert server.requests[0]["sampling_params"]["stream_interval"] == interval  # 1000 / 64 = 15.6
+
+
+async def _with_params(given, args, sample, params):
+    return await generate_streaming(args, sample, given)

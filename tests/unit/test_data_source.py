@@ -309,3 +309,11 @@ def test_the_tokenizer_is_the_checkpoints_whose_code_runs_only_where_it_is_trust
     make(hf_checkpoint="here")
     make(hf_checkpoint="there", trust_remote_code=True)
     assert asked == [("here", {"trust_remote_code": False}), ("there", {"trust_remote_code": True})]
+
+
+def test_drawing_from_the_buffer_does_not_look_through_it(monkeypatch):
+    monkeypatch.setattr(data_source, "check_picked", lambda *_: pytest.fail("looked through the buffer"))
+    source = RolloutDataSourceWithBuffer(rollout_args(rollout_global_dataset=False))
+    groups = source.get_samples(2)
+    source.add_samples(groups)
+    assert source.get_samples(1) + source.get_samples(1) == groups

@@ -142,3 +142,25 @@ def test_interleaved_stages_get_multiples_of_their_group_on_every_rank():
 
 def test_a_pass_without_gradients_may_do_a_micro_batch_twice():
     assert split_or_repeat([[0, 1], [2]], [5, 5, 5], 4) == [[0], [2], [1], [1]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(0, 120), max_size=60), cap=st.integers(1, 100))
+def test_first_fit_is_that_of_a_search_through_all_bins(lengths, cap):
+    bins = []
+    for item, length in enumerate(lengths):
+        fitting = (b for b in bins if sum(lengths[i] for i in b) + length <= cap)
+        target = next(fitting, None)
+        bins.append([item]) if target is None else target.append(item)
+    assert first_fit_pack(lengths, cap) == bins
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30), cap=st.integers(5, 100), more=st.integers(0, 9))
+def test_the_heaviest_divisible_bin_is_split_first_whatever_was_split_before(lengths, cap, more):
+    bins = first_fit_pack(lengths, cap)
+    target = min(len(bins) + more, len(lengths))
+    one_by_one = bins
+    while len(one_by_one) < target:  # each call looks at all bins anew
+        one_by_one = expand_bins_by_splitting(one_by_one, lengths, len(one_by_one) + 1)
+    assert expand_bins_by_splitting(bins, lengths, target) == one_by_one

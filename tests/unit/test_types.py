@@ -165,3 +165,17 @@ def test_a_snapshot_does_not_see_what_is_generated_later():
     sample.metadata["b"] = sample.note["more"] = 1
     sample.spec_info.spec_verify_ct += 1
     assert before.to_dict() == nested_sample().to_dict()
+
+
+def test_a_deep_copy_takes_token_lists_whole_and_keeps_what_was_one_object_one(monkeypatch):
+    masks = [1, 1]
+    sample = Sample(tokens=[1, 2, 3], loss_mask=masks, metadata={"steps": [[1]]})
+    sample.twin_mask = masks
+    copied = []
+    real = copy.deepcopy
+    monkeypatch.setattr(copy, "deepcopy", lambda value, memo: copied.append(value) or real(value, memo))
+    twin = sample.__deepcopy__({})
+    assert twin == sample and [1, 2, 3] not in copied and masks not in copied[:-1]
+    assert twin.tokens is not sample.tokens and twin.loss_mask is twin.twin_mask is not masks
+    twin.metadata["steps"][0].append(2)
+    assert sample.metadata == {"steps": [[1]]}

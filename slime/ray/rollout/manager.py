@@ -8,7 +8,6 @@ It does not know when rollouts happen (the driver does), and nothing about how t
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import sys
 import time
@@ -50,7 +49,7 @@ from slime.utils.api_keys import use_keys
 from slime.utils.dumps import load_samples, save_dump, subsample
 from slime.utils.full_disk import line_of_full_disk
 from slime.utils.http_utils import init_http_client
-from slime.utils.misc import Box, load_function
+from slime.utils.misc import Box, load_function, spare_garbage_collector
 from slime.utils.outages import OUTAGES, origin
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -111,8 +110,7 @@ class RolloutManager(RayActor):
             if self.args.engine_models:
                 self._start_servers()
             loading.result(timeout=LOAD_DEADLINE_S)
-        gc.collect()
-        gc.freeze()  # the imports' million objects and the prompts stay: collections need not look through them again
+        spare_garbage_collector()
 
     def _load_user_code(self) -> None:
         if _draws_prompts(self.args):
