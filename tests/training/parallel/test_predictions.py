@@ -104,6 +104,7 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
     from slime.backends.megatron_utils.model.forward_only import run_model, run_model_with_predictions
     from slime.backends.megatron_utils.model.setup import build_model
+    from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
     from slime.utils.expected_names import expected_hf_names
     from slime.utils.loaded_together import partner_of
 
@@ -122,6 +123,7 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     for tokens, rows in zip(data["tokens"], expected, strict=True):
         torch.testing.assert_close(found[first : first + len(rows)], rows, atol=1e-5, rtol=1e-5)
         first += len(tokens)
+    freeze_parameters([model], frozen=["embedding"])
     assert all(not param.requires_grad for param in model.mtp.parameters())  # --enable-mtp-training is not given
 
     hf = Path(args.hf_checkpoint)
