@@ -58,6 +58,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
     from slime.backends.megatron_utils.model.forward_only import run_model
     from slime.backends.megatron_utils.model.pipelined_pass import run_pass
     from slime.backends.megatron_utils.model.setup import build_model
+    from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
     from slime.ray.rollout.dp_split import split_train_data
     from slime.utils import accelerator
 
@@ -65,6 +66,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
     stages = range(args.virtual_pipeline_model_parallel_size or 1)
     virtual = args.virtual_pipeline_model_parallel_size is not None
     bare = [build_model(args, stage if virtual else None) for stage in stages]
+    freeze_parameters(bare, only=args.only_train_params_name_list, frozen=args.freeze_params_name_list)
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)  # gradients whole on every rank
     model = [DistributedDataParallel(get_model_config(chunk), config, chunk) for chunk in bare]
     get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads

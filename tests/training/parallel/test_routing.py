@@ -71,9 +71,10 @@ def check_replay(actor: Any, _: Any, engine_column: Any) -> None:
     assert len(routers_of(unwrap(actor.state.model[0]))) == 2
 
 
-@pytest.mark.parametrize("flags", ["", RECOMPUTE])
-def test_training_replays_the_choices_of_the_old_log_probs_although_the_weights_have_moved(hf, flags):
-    args = trainer_args(hf, flags, use_routing_replay=True, log_probs_max_tokens_per_gpu=90, **TWO_STEPS)
+@pytest.mark.parametrize(("flags", "frozen"), [("", None), (RECOMPUTE, None), (RECOMPUTE, ["embedding"])])
+def test_training_replays_the_choices_of_the_old_log_probs_although_the_weights_have_moved(hf, flags, frozen):
+    more = {"freeze_params_name_list": frozen, **TWO_STEPS}
+    args = trainer_args(hf, flags, use_routing_replay=True, log_probs_max_tokens_per_gpu=90, **more)
     train(args, check_replay, None, num_rollouts=0)
 
 
@@ -83,6 +84,21 @@ def test_training_replays_what_the_engine_chose(hf):
     column = [rng.permuted(np.tile(np.arange(8), (n - 1, 2, 1)), axis=2)[..., :2].astype(np.int32) for n in lengths]
     args = trainer_args(hf, use_routing_replay=True, use_rollout_routing_replay=True, **TWO_STEPS)
     train(args, check_replay, column, num_rollouts=0)
+
+
+def check_no_routing_is_kept(actor: Any, _: Any) -> None:
+    from slime.backends.megatron_utils.model.routing import routers_of
+    from slime.backends.megatron_utils.model_provider import unwrap
+
+    assert [len(router._to_recompute) for router in routers_of(unwrap(actor.state.model[0]))] == [0, 0]
+
+
+@pytest.mark.parametrize("flags", [RECOMPUTE, "--recompute-granularity selective --recompute-modules moe"])
+@pytest.mark.parametrize(
+    "lists", [{"freeze_params_name_list": ["embedding"]}, {"only_train_params_name_list": ["output_layer"]}]
+)
+def test_routers_keep_nothing_for_layers_that_no_gradient_reaches(hf, flags, lists):
+    train(trainer_args(hf, flags, **lists, **TWO_STEPS), check_no_routing_is_kept)
 
 
 def test_engine_choices_of_the_wrong_shape_or_of_nothing_are_refused(monkeypatch):

@@ -31,17 +31,20 @@ def apply(kind: str) -> None:
         from slime.backends.megatron_utils.megatron_patch import (
             checkpoint_reader,
             checkpoint_writer,
+            frozen_weights,
             fused_adam,
             fused_clipping,
             gradient_accumulation,
             known_shapes,
             lone_regions,
             packed_rope,
+            recomputation,
             without_te,
         )
 
         checkpoint_reader.apply()
         checkpoint_writer.apply()
+        frozen_weights.apply()
         fused_adam.apply()
         fused_clipping.apply()
         without_te.apply()
@@ -49,3 +52,4 @@ def apply(kind: str) -> None:
         known_shapes.apply()
         lone_regions.apply()
         packed_rope.apply()
+        recomputation.apply()
