@@ -17,6 +17,7 @@ from slime.utils.arguments.custom_config import FileValues
 from slime.utils.arguments.parse import build_parser
 from slime.utils.arguments.roles import (
     CRITIC_FORCED,
+    NOT_INHERITED,
     Role,
     critic_problems,
     parse_megatron_role_args,
@@ -77,7 +78,16 @@ def test_the_critic_starts_from_the_args_without_the_actors_values(read):
 
 def test_a_role_without_a_file_gets_only_what_the_role_itself_forces():
     values = role_values(Args(lr=1.0), {})
-    assert values == {"actor": {}, "critic": CRITIC_FORCED}
+    assert values == {"actor": {}, "critic": NOT_INHERITED | CRITIC_FORCED}
+
+
+def test_lists_of_trained_parameters_are_the_actors_unless_the_critics_entry_gives_them(read):
+    base = Args(freeze_params_name_list=["embedding"], only_train_params_name_list=None, **NO_CHECKPOINTS)
+    inherited = role_values(base, {})["critic"]
+    assert inherited["freeze_params_name_list"] is inherited["only_train_params_name_list"] is None
+    own = role_values(base, read("megatron:\n- {role: critic, overrides: {only_train_params_name_list: [layers]}}"))
+    assert own["critic"]["freeze_params_name_list"] is None
+    assert own["critic"]["only_train_params_name_list"] == ["layers"]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ SHARED = (
     *("num_critic_only_steps", "num_rollout", "rollout_batch_size", "n_samples_per_prompt", "accelerator"),
     *("hf_checkpoint", "output_dir", "save_interval", "start_rollout_id", "bf16", "fp16"),
 )
+# A list for the policy says nothing about a value model, which may have to learn as a whole.
+NOT_INHERITED: dict[str, Any] = {"only_train_params_name_list": None, "freeze_params_name_list": None}
 CHECKPOINTS = ("load", "ckpt_step", "save")
 # Upstream ignores these too: a role's size is said by --actor-num-nodes and --actor-num-gpus-per-node.
 IGNORED = ("num_nodes", "num_gpus_per_node")
@@ -172,11 +174,12 @@ def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> d
 
     Returns:
         role -> attribute -> value. The critic's undo the actor's first, except what both have in common and where
-        checkpoints are.
+        checkpoints are, and lists of trained parameters on the command line.
     """
     actor = roles["actor"].known if "actor" in roles else {}
     critic = roles["critic"].known if "critic" in roles else {}
-    own = {name: vars(args)[name] for name in actor if name not in SHARED + CHECKPOINTS} | critic
+    before = {name: vars(args)[name] for name in actor if name not in SHARED + CHECKPOINTS}
+    own = before | NOT_INHERITED | critic
     return {"actor": dict(actor), "critic": {**own, **_derived(args, own, critic), **CRITIC_FORCED}}
 
 
@@ -208,7 +211,8 @@ def critic_entry(args: Args, roles: Mapping[Role, FileValues]) -> tuple[Args, fr
     one that has no effect beside the entry is no mistake.
     """
     entry = roles.get("critic", FileValues())
-    values = {name: value for name, value in args.megatron_role_values["critic"].items() if name not in CRITIC_FORCED}
+    own, flags = args.megatron_role_values["critic"], vars(args)
+    values = {name: own[name] for name in own if name not in CRITIC_FORCED and own[name] != flags[name]}
     if not (values and args.use_critic) or entry.problems:
         return None
     return args.replace(**values), frozenset(entry.known)

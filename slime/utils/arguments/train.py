@@ -26,11 +26,15 @@ class TrainFlags:
     log_probs_chunk_size: int = flag(-1, "tokens per chunk when log-probs and entropy are computed; -1 = one chunk")
     only_train_params_name_list: list[str] | None = flag(
         None,
-        "regular expressions (searched in Megatron's parameter names) of the parameters to train; others are frozen",
+        "regular expressions (searched in Megatron's parameter names) of the actor's parameters to train; others are "
+        "frozen (the critic's: in its entry of --megatron-config-path)",
         nargs="*",
     )
     freeze_params_name_list: list[str] | None = flag(
-        None, "regular expressions (searched in Megatron's parameter names) of the parameters to freeze", nargs="*"
+        None,
+        "regular expressions (searched in Megatron's parameter names) of the actor's parameters to freeze (the "
+        "critic's: in its entry of --megatron-config-path)",
+        nargs="*",
     )
     freeze_indexer: bool = flag(
         False, "demand that the model has indexers of sparse attention, which are frozen in any case"

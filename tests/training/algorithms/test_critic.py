@@ -42,7 +42,7 @@ def ppo_args(hf_path: Path, flags: str = "", *, critic: dict[str, Any] | None = 
     """Args of a PPO run; `critic` are its overrides of a role file."""
     args = Args(**vars(trainer_args(hf_path, flags, advantage_estimator="ppo", **({"lr": 1e-2} | changes))))
     forced = role_values(args, {})
-    args.megatron_role_values = {"actor": {}, "critic": {**(critic or {}), **forced["critic"]}}
+    args.megatron_role_values = {"actor": {}, "critic": {**forced["critic"], **(critic or {})}}
     return args
 
 
@@ -152,6 +152,38 @@ def test_a_critic_learns_to_predict_a_constant_return(hf_path: Path, tmp_path: P
     assert sum(trained) / len(trained) == pytest.approx(0.75, abs=0.1)
     assert {"train/critic-value_clipfrac", "train/critic-grad_norm", "train/critic-lr-pg_0"} <= records[0].keys()
     assert [metrics["train/step"] for metrics in records] == list(range(60))
+
+
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SECOND_LAYER = {"only_train_params_name_list": [r"layers\.1\."]}
+HEAD = {"output_layer.weight", "output_layer.bias"}
+
+
+def check_partial_training(args: Args) -> None:
+    (share,) = shares_of(args)
+
+    def trained(lists: dict[str, Any], **changes: Any) -> tuple[set[str], list[float]]:
+        """Names of what two rollouts move, and the gradient norms; a fresh head passes no gradient on in the first."""
+        values = {**args.megatron_role_values, "critic": args.megatron_role_values["critic"] | lists}
+        critic = start(args.replace(megatron_role_values=values, **changes), "critic")
+        before, norms = weights(critic), []
+        for rollout_id in range(2):
+            values = critic.values_of(dict(share))["values"]
+            returns = [[0.75] * len(row) for row in values]
+            ((metrics, _),) = critic.train_on(rollout_id, {**share, "values": values, "returns": returns})
+            norms.append(metrics["train/critic-grad_norm"])
+        return {name for name, tensor in weights(critic).items() if not torch.equal(tensor, before[name])}, norms
+
+    everything, _ = trained({})
+    assert everything > HEAD and any("layers.0." in name for name in everything), "the actor's list is not its"
+    some, norms = trained(SECOND_LAYER)
+    assert some == HEAD | {name for name in everything if "layers.1." in name}
+    assert trained(SECOND_LAYER, **RECOMPUTED) == (some, norms)
+    assert trained({"freeze_params_name_list": ["."]})[0] == HEAD
+
+
+def test_the_head_is_always_trained_and_lists_of_parameters_are_the_roles_own(hf_path: Path):
+    in_world(ppo_args(hf_path, freeze_params_name_list=["layers.0", "output_layer"]), check_partial_training)
 
 
 @pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])

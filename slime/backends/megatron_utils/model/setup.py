@@ -22,8 +22,8 @@ from slime.backends.megatron_utils.fp8_forward_plan import Fp8Choice
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
 from slime.backends.megatron_utils.model.master_adam import held_by, make_optimizer
 from slime.backends.megatron_utils.model.optimizer_state import keep_no_moments, make_moments
-from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
-from slime.backends.megatron_utils.model.value_head import is_value_model, replace_output_layer
+from slime.backends.megatron_utils.model.trained_parameters import NOTHING, freeze_parameters
+from slime.backends.megatron_utils.model.value_head import HEAD, is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model_provider import build_stage, virtual_stages_here
 from slime.backends.megatron_utils.model_weights import keep_expert_biases_in_fp32
 from slime.utils import accelerator
@@ -55,7 +55,10 @@ def setup_model_and_optimizer(args: Any) -> TrainState:
     """Build model, optimizer and schedule; `initialize.init` has run on every rank before."""
     stages = virtual_stages_here(args)
     bare = [build_model(args, stage) for stage in stages]
-    freeze_parameters(bare, only=args.only_train_params_name_list, frozen=args.freeze_params_name_list)
+    # A fresh value head is 0: frozen, the critic would say 0 of everything, whatever it learns elsewhere.
+    head = rf"^{HEAD}\." if is_value_model(args) else NOTHING
+    lists = {"only": args.only_train_params_name_list, "frozen": args.freeze_params_name_list}
+    freeze_parameters(bare, **lists, always_trained=head)
     compute_in_fp8(bare, Fp8Choice.of(args))
     ddp_config = gradient_buckets(args, bare[0])
     model = [wrap_model(module, ddp_config, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
