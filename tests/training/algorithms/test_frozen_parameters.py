@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.integration.trainer_world import (
     trainer_args,
 )
 from tests.unit.argument_lines import Check, check, command_line, has
-from tests.unit.megatron_fakes import run_world
+from tests.unit.megatron_fakes import make_hf_model, run_world
 
 __all__ = ["check", "command_line"]  # fixtures
 
@@ -77,7 +78,19 @@ def test_a_run_with_frozen_parameters_is_resumed_bit_for_bit(hf_path: Path, tmp_
     assert not torch.equal(weights[QKV], straight[1][QKV])
 
 
+def test_a_run_that_trains_experts_alone_is_saved_and_resumed_bit_for_bit(tmp_path: Path):
+    make_hf_model(tmp_path / "hf", "qwen3_moe")
+    experts = {"only_train_params_name_list": [r"\.experts\."], "lr": 1e-2}
+    saving = trainer_args(tmp_path / "hf", **experts, save=str(tmp_path / "ckpt"))
+    train(saving, train_and_save, tmp_path / "straight")
+    resuming = trainer_args(tmp_path / "hf", **experts, **resumed_from(str(tmp_path / "ckpt")))
+    train(resuming, train_once_more, tmp_path / "resumed", num_rollouts=0)
+    (records, weights), (again, resumed) = (torch.load(tmp_path / name) for name in ("straight", "resumed"))
+    assert records == again and all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
 def check_refusals(args: Any) -> None:
+    from slime.backends.megatron_utils.model import trained_parameters
     from slime.backends.megatron_utils.model.setup import build_model
     from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
     from slime.utils.errors import UsageError
@@ -93,6 +106,10 @@ def check_refusals(args: Any) -> None:
     with pytest.raises(UsageError, match=r"^--freeze-params-name-list weight freezes every parameter: nothing is"):
         freeze_parameters(models, frozen=["weight"])
     assert all(parameter.requires_grad for parameter in models[0].parameters()), "a refusal changes nothing"
+    with mock.patch.object(trained_parameters.logger, "warning") as warning:
+        freeze_parameters(models, frozen=["output_layer", "layers"], always_trained="^output_layer")
+    assert models[0].output_layer.weight.requires_grad
+    assert warning.call_args.args[1:] == ("--freeze-params-name-list", "output_layer")
 
 
 def test_names_that_do_not_exist_and_nothing_left_to_train_are_refused(hf_path: Path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
@@ -63,6 +63,11 @@ def setup_model_and_optimizer(args: Any) -> TrainState:
     ddp_config = gradient_buckets(args, bare[0])
     model = [wrap_model(module, ddp_config, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
     optimizer = _make_optimizer(args, model)
+    if isinstance(optimizer, ChainedOptimizer):
+        # Experts have an optimizer of their own. Where they alone are trained, the other one is empty on every rank,
+        # and Megatron (0.16.1) cannot save it.
+        parts = optimizer.chained_optimizers
+        optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     if args.use_stateless_adam:
         keep_no_moments(optimizer)
     connect(model, optimizer)
