@@ -289,28 +289,37 @@ class TrainingRun:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
-            self.finish(failed=True)
+        except BaseException as error:
+            self._end(error)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish(failed=kind is not None)
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Finish; where something else is behind the error, raise that."""
+        cause = self._guard.cause(error) if error is not None and self._guard is not None else error
+        self.finish(failed=error is not None)
+        if cause is not None and cause is not error:
+            raise cause from error
 
     @phase("start")
     def _start(self) -> None:
         args, parts, start = self.args, self._parts, time.monotonic()
         directory = Path(args.output_dir).resolve()
         self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
-        started_ray = parts.place()
+        started_ray = parts.connect()
+        self._guard.watch_ray(started_ray=started_ray)
+        parts.place()
         logging_utils.init_tracking(self.args)
         if sys.stderr.isatty():
             set_progress_factory(ray_progress_bar)
         logger.info("logs of every process: %s", directory / "logs")
         parts.create_manager()
-        self._guard.watch(lambda: parts.manager, started_ray=started_ray)
+        self._guard.watch(lambda: parts.manager)
         self._connect(parts.start())
         self._exit.listen()
         logger.info("everything is running after %.1f s", time.monotonic() - start)
@@ -389,16 +398,20 @@ class TrainingRun:
             try_to_end("the state of the last copies", self._checkpoints.forget_state_of_copy)
         if self._guard is not None:
             try_to_end("the watchdog", self._guard.before_end)
-        if ray.is_initialized():
-            if self.args.ray_timeline_path:
-                try_to_end("the timeline", self._write_timeline)
-            self._parts.end(graceful=not failed)
-            try_to_end("the copies of trainers", self._copies.end)
-            ray.shutdown()
+            if ray.is_initialized():
+                if self._guard.lost_ray is None:
+                    self._end_parts(graceful=not failed)
+                self._guard.shut_ray_down()
         try_to_end("the trackers", logging_utils.finish_tracking)
         if self._guard is not None:
             self._guard.end(failed=failed)
             self._guard = None
+
+    def _end_parts(self, *, graceful: bool) -> None:
+        if self.args.ray_timeline_path:
+            try_to_end("the timeline", self._write_timeline)
+        self._parts.end(graceful=graceful)
+        try_to_end("the copies of trainers", self._copies.end)
 
     # ---- inside
 

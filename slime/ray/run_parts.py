@@ -67,16 +67,18 @@ class RunParts:
 
     # ---- start
 
-    def place(self) -> bool:
-        """Join a Ray, or start one, and reserve the slots of all parts; whether a Ray was started.
+    def connect(self) -> bool:
+        """Join a Ray, or start one; whether one was started.
 
         Raises:
             UsageError: Ray has too few slots, or does not answer.
         """
-        started_ray = connect_ray(self.args)
+        return connect_ray(self.args)
+
+    def place(self) -> None:
+        """Reserve the slots of all parts."""
         self.args = with_run_keys(self.args)
         self._placement = self._trainer_placement = create_placement(self.args)
-        return started_ray
 
     def create_manager(self) -> None:
         """Begin the rollout manager's process, which starts engines when it is told to."""

@@ -40,14 +40,18 @@ from tests.integration.launch import ROOT, grpo_flags, make_model, write_prompts
 
 ENGINE_PARTS = ("engine", "lone-engine", "scheduler", "detokenizer", "engine-actor")
 """An engine with all its processes, one of two or the only one of a colocated run; or one process of one of two."""
-PARTS = (*ENGINE_PARTS, "trainer", "router", "manager", "driver", "reward")
+PARTS = (*ENGINE_PARTS, "trainer", "router", "manager", "driver", "reward", "raylet")
 PHASES = ("start", "generate", "log-probs", "train", "sync", "save", "eval")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 NUM_ROLLOUT, PROMPTS, SAMPLES = 3, 4, 4
 DEADLINE_S, ASLEEP_S = 420.0, 15.0
-STALL_S = dict.fromkeys(PARTS, 20) | dict.fromkeys(("router", "lone-engine", "scheduler", "engine-actor"), 120)
+STALL_S = (
+    dict.fromkeys(PARTS, 20)
+    | dict.fromkeys(("router", "lone-engine", "scheduler", "engine-actor"), 120)
+    | {"raylet": 60}
+)
 """After which the watchdog ends a run with a part that is stopped. A router is asked for half a minute before it is
-started again, a weight sync waits a minute for a scheduler, a lost engine's actor half a minute for its end. What is
+started again, a weight sync waits a minute for a scheduler, a lost engine's actor and a raylet are waited for half a minute. What is
 gone is noticed without the watchdog, which then must not take the start of a part on a slow machine for a stall."""
 GONE_REWARD_S = 240
 """The same where a reward server is gone: its requests are sent ten times, for more than two minutes, before the run
@@ -59,6 +63,7 @@ REASONS = {
     "manager": r"rollout manager|RolloutManager",
     "driver": r"",
     "reward": r"reward service",
+    "raylet": r"Ray's raylet",
 }
 """What the last error of a run that stopped has to say, paths left out: it names what was wounded."""
 OF_STOPPED_REWARD = r"nothing has gone on"

@@ -29,8 +29,11 @@ CHILDREN = {
     "the rollout manager": "ray::RolloutManager",
     "an engine's scheduler": "sglang::scheduler",
     "the raylet": "raylet",
+    "the GCS": "gcs_server",
 }
-ROWS: list[tuple[str, str, signal.Signals, int | None]] = [
+CULPRITS = {"the raylet": "Ray's raylet", "the GCS": "Ray's GCS"}
+"""How the error begins that a run ends with when it has lost them."""
+ROWS: list[tuple[str, str, signal.Signals, int]] = [
     ("start", DRIVER, signal.SIGINT, 130),
     ("start", DRIVER, signal.SIGTERM, 143),
     ("start", DRIVER, signal.SIGKILL, -9),
@@ -40,7 +43,10 @@ ROWS: list[tuple[str, str, signal.Signals, int | None]] = [
     ("train", "the trainer", signal.SIGKILL, 1),
     ("train", "the rollout manager", signal.SIGKILL, 1),
     ("train", "an engine's scheduler", signal.SIGKILL, 1),
-    ("train", "the raylet", signal.SIGKILL, None),  # Ray itself ends its driver, one way or another
+    ("train", "the raylet", signal.SIGKILL, 1),
+    ("train", "the raylet", signal.SIGSTOP, 1),
+    ("train", "the GCS", signal.SIGKILL, 1),
+    ("train", "the GCS", signal.SIGSTOP, 1),
 ]
 
 
@@ -96,7 +102,7 @@ def launch(flags: list[object], tmp_path: Path) -> Iterator[tuple[Launch, Holdin
 
 @pytest.mark.parametrize(("phase", "who", "how", "status"), ROWS)
 def test_nothing_is_left(
-    phase: str, who: str, how: signal.Signals, status: int | None, launch: tuple[Launch, Holdings]
+    phase: str, who: str, how: signal.Signals, status: int, launch: tuple[Launch, Holdings]
 ) -> None:
     run, holdings = launch
     run.wait_for(phase, holdings)
@@ -106,7 +112,8 @@ def test_nothing_is_left(
     os.kill(victim, how)
     begin = time.monotonic()
     code = run.process.wait(NOTICED_S)
-    assert status is None or code == status, f"status {code}: {run.text()}"
+    assert code == status, f"status {code}: {run.text()}"
+    assert who not in CULPRITS or f"error: {CULPRITS[who]}" in run.text(), run.text()
     assert holdings.wait_until_gone() == [], f"the driver ended after {time.monotonic() - begin:.0f} s"
 
 
