@@ -55,8 +55,8 @@ def test_routers_and_engines_answer_only_who_has_the_key_of_the_run(run: Run) ->
 def test_no_server_of_the_run_listens_on_every_interface(run: Run) -> None:
     bound = json.loads((run.output_dir.parent / "doors.json").read_text())["bound"]
     assert len(bound) > 8, "Ray's, the router's, the engine's"
-    # torch's own store in an engine cannot be told an address; it holds the meeting point of the engine's ranks
-    assert [one for one in bound if one[1] in ("0.0.0.0", "::")] == [["sglang::scheduler", "::"]]
+    assert [one for one in bound if one[1] in ("0.0.0.0", "::")] == []
+    assert "sglang::scheduler" in {name for name, _ in bound}, "the store of the engine's ranks"
 
 
 def test_the_key_of_the_run_is_nowhere_to_be_read(run: Run) -> None:

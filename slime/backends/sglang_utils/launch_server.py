@@ -50,8 +50,16 @@ def prepare(launch: dict[str, Any]) -> None:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if launch["accelerator"] == "cpu":
         _prepare_cpu(launch["server_args"])
-    from slime.backends.sglang_utils import disk_weights, quick_load, receive_bucket, weight_group, weight_samples
+    from slime.backends.sglang_utils import (
+        disk_weights,
+        quick_load,
+        receive_bucket,
+        store_address,
+        weight_group,
+        weight_samples,
+    )
 
+    store_address.install()
     disk_weights.install()
     weight_samples.install(on_cpu=launch["accelerator"] == "cpu")
     quick_load.install()
