@@ -16,6 +16,8 @@
 #                                        SLIME_RAY_DASHBOARD. It ends with the script.
 #   slime_ray_join HOST:PORT [ADDRESS]   the same of a worker: a Ray node of our own that joins a head (at ADDRESS, its own), until the
 #                                        head ends. NUM_SLOTS as in slime_train.
+#                                        Both answer only who has the Ray's token (RAY_AUTH_MODE=token): a head makes one for this run,
+#                                        a worker is given it in RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH; a head takes those, too.
 #   slime_ray_stop                       end that Ray head or node, and nothing else.
 #   slime_submit COMMAND...              run a command as a Ray job on it, from the repository root, until it ends; fails when it fails.
 #
@@ -99,9 +101,10 @@ slime_num_machines() {
 
 # Over ssh, each machine of WORKERS; what they say is in a log each. They end with the head, and when this script ends.
 slime_start_workers() {
-    local worker name variables=() own
+    local worker name variables=() own token
     if [ -z "${WORKERS:-}" ]; then
-        slime_say "on each other machine: bash $SLIME_ROOT/scripts/ray_worker.sh $RAY_ADDRESS"
+        slime_say "on each other machine, with a copy of $RAY_AUTH_TOKEN_PATH:" \
+            "RAY_AUTH_TOKEN_PATH=COPY bash $SLIME_ROOT/scripts/ray_worker.sh $RAY_ADDRESS"
         return
     fi
     for name in SLIME_PYTHON NUM_SLOTS "${!NCCL_@}" "${!GLOO_@}"; do
@@ -111,22 +114,34 @@ slime_start_workers() {
         own=""
         [[ "$worker" =~ [^0-9.] ]] || own="$worker"
         slime_say "starting Ray on $worker, log $SLIME_RAY_DIR/worker_$worker.log"
+        # The token goes through standard input and a file: every user of a machine can read command lines.
+        token="$(ssh -o BatchMode=yes "$worker" 'umask 077 && file="$(mktemp)" && cat >"$file" && echo "$file"' \
+            <"$RAY_AUTH_TOKEN_PATH" 2>"$SLIME_RAY_DIR/worker_$worker.log")" || continue # slime_wait_nodes shows the log
         # The terminal (-tt) ends what runs there when this end goes away.
-        ssh -tt -o BatchMode=yes "$worker" env "${variables[@]}" bash "$(printf '%q' "$SLIME_ROOT/scripts/ray_worker.sh")" "$RAY_ADDRESS" ${own:+"$own"} \
+        ssh -tt -o BatchMode=yes "$worker" "RAY_AUTH_TOKEN=\"\$(cat $token && rm $token)\"" "${variables[@]}" \
+            bash "$(printf '%q' "$SLIME_ROOT/scripts/ray_worker.sh")" "$RAY_ADDRESS" ${own:+"$own"} \
             </dev/null >"$SLIME_RAY_DIR/worker_$worker.log" 2>&1 &
         SLIME_WORKER_PIDS+=($!)
     done
 }
 
+# Python for the two functions that ask our Ray's dashboard.
+SLIME_ASK='import http.client, json, os, sys, time, urllib.request
+def ask(url):
+    with open(os.environ["RAY_AUTH_TOKEN_PATH"]) as token:
+        headers = {"Authorization": "Bearer " + token.read().strip()}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10))
+def nodes(dashboard):
+    return ask(dashboard + "/nodes?view=summary")["data"]["summary"]
+'
+
 # slime_wait_nodes COUNT: wait until so many machines are in our Ray; SLIME_NODES_DEADLINE_S seconds (600) at most.
 slime_wait_nodes() {
-    "$PYTHON" -c 'import http.client, json, sys, time, urllib.request
-url, wanted, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    "$PYTHON" -c "$SLIME_ASK"'url, wanted, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 end = time.monotonic() + seconds
 while True:
     try:
-        nodes = json.load(urllib.request.urlopen(url + "/nodes?view=summary", timeout=10))["data"]["summary"]
-        alive = [node["ip"] for node in nodes if node.get("raylet", {}).get("state") == "ALIVE"]
+        alive = [node["ip"] for node in nodes(url) if node.get("raylet", {}).get("state") == "ALIVE"]
     except (OSError, http.client.HTTPException):
         alive = []
     if len(alive) >= wanted:
@@ -167,6 +182,8 @@ slime_ray_start() {
     resources="{}"
     [ "$num_slots" -eq 0 ] || resources="{\"slime_slot\": $num_slots}"
     SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
+    [ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] || RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+    slime_ray_token
     # All processes of this Ray stay in the session that setsid makes, which can be ended as a whole. Not --block: it ends Ray when any of
     # its parts ends, and the client server, which nothing here uses, gives up when a busy machine starts the rest slowly.
     setsid "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
@@ -188,6 +205,15 @@ slime_ray_start() {
     slime_say "Ray head at $RAY_ADDRESS, dashboard $SLIME_RAY_DASHBOARD, resources $resources"
 }
 
+# Put the token where only this user reads it, and have Ray ask for it.
+slime_ray_token() {
+    local token="${RAY_AUTH_TOKEN:-}"
+    [ -n "$token" ] || token="$(cat "$RAY_AUTH_TOKEN_PATH")" || return
+    (umask 077 && printf '%s' "$token" >"$SLIME_RAY_DIR/token")
+    unset RAY_AUTH_TOKEN
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SLIME_RAY_DIR/token"
+}
+
 # Wait for the `ray start` in the background, which is to end with this script whatever ends that.
 slime_await_ray() {
     trap slime_ray_stop EXIT
@@ -202,6 +228,11 @@ slime_await_ray() {
 
 slime_ray_join() {
     local address="${1:?slime_ray_join needs HOST:PORT of the Ray head}" own="${2:-}" resources="{}" deadline
+    if [ -z "${RAY_AUTH_TOKEN:-}" ] && [ ! -r "${RAY_AUTH_TOKEN_PATH:-}" ]; then
+        slime_say "no token for the Ray at $address: set RAY_AUTH_TOKEN_PATH to a copy of the file that the head's script has named, or to any" \
+            "file with a secret on all machines before the head starts"
+        return 2
+    fi
     deadline=$((SECONDS + ${SLIME_NODES_DEADLINE_S:-600}))
     until slime_answers "$address"; do
         if [ "$SECONDS" -ge "$deadline" ]; then
@@ -212,6 +243,7 @@ slime_ray_join() {
     done
     [ "${NUM_SLOTS:-0}" -eq 0 ] || resources="{\"slime_slot\": $NUM_SLOTS}"
     SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
+    slime_ray_token
     setsid "$PYTHON" -m ray.scripts.scripts start --address "$address" --disable-usage-stats ${own:+--node-ip-address "$own"} \
         --dashboard-agent-listen-port 0 --resources "$resources" </dev/null >"$SLIME_RAY_DIR/worker.log" 2>&1 &
     SLIME_RAY_PID=$!
@@ -229,11 +261,9 @@ slime_answers() { timeout 10 bash -c ": 3<>/dev/tcp/${1%:*}/${1##*:}" 2>/dev/nul
 # A job needs both: the head's job server takes it, and the agent of its node, on a port that the kernel chose, starts it. On a busy machine
 # the agent comes seconds later, and a job submitted before that is lost with a closed connection.
 slime_ray_is_up() {
-    "$PYTHON" -c 'import http.client, json, sys, urllib.request
-def ask(url): return json.load(urllib.request.urlopen(url, timeout=5))
-try:
+    "$PYTHON" -c "$SLIME_ASK"'try:
     ask(sys.argv[1] + "/api/jobs/")
-    node = next(node for node in ask(sys.argv[1] + "/nodes?view=summary")["data"]["summary"] if node["raylet"].get("isHeadNode"))
+    node = next(node for node in nodes(sys.argv[1]) if node["raylet"].get("isHeadNode"))
     urllib.request.urlopen("http://{}:{}/api/local_raylet_healthz".format(node["ip"], node["raylet"]["dashboardAgentListenPort"]), timeout=5)
 except (StopIteration, KeyError, ValueError, OSError, http.client.HTTPException):
     sys.exit(1)' "$SLIME_RAY_DASHBOARD"
@@ -252,7 +282,7 @@ slime_ray_stop() {
     done
     pkill -KILL -s "$session" 2>/dev/null || true
     rm -rf "$SLIME_RAY_DIR"
-    unset RAY_ADDRESS SLIME_RAY_DASHBOARD
+    unset RAY_ADDRESS SLIME_RAY_DASHBOARD RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH
 }
 
 slime_submit() {

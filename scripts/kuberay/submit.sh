@@ -4,7 +4,7 @@
 #   usage: IMAGE=registry/slime:tag bash scripts/kuberay/submit.sh scripts/run-glm4.5-355B-A32B.sh [flags of train.py]
 #          IMAGE=... PRINT=1 bash scripts/kuberay/submit.sh ...     only print the manifest
 #
-# The image is that of docker/Dockerfile: the repository is in /opt/slime, with its environment. KubeRay (1.1 or later) starts a head and
+# The image is that of docker/Dockerfile: the repository is in /opt/slime, with its environment. KubeRay (1.5.1 or later) starts a head and
 # NUM_NODES - 1 workers, runs the script on the head when all are there, and removes the pods when it has ended.
 #
 # Environment variables:
@@ -107,6 +107,7 @@ spec:
   ttlSecondsAfterFinished: 600
   backoffLimit: 0
   rayClusterSpec:
+    authOptions: {mode: token}
     headGroupSpec:
       rayStartParams: {dashboard-host: 0.0.0.0}
 $(pod ray-head)

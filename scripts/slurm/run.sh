@@ -7,7 +7,8 @@
 # of the job is the Ray head and runs the script; the others join it (scripts/ray_worker.sh).
 #
 # Environment variables: MASTER_ADDR, the first machine's address for the others (the first of `hostname -I`); MASTER_PORT (from the job's
-# number, so that two jobs can share a machine); SLIME_SRUN_ARGS, more arguments of srun (--container-image=...).
+# number, so that two jobs can share a machine); SLIME_SRUN_ARGS, more arguments of srun (--container-image=...); RAY_AUTH_TOKEN, the token of
+# the job's Ray (a random one).
 #SBATCH --job-name=slime
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
@@ -42,5 +43,8 @@ read -r address _ <<<"$(hostname -I)"
 export MASTER_ADDR="${MASTER_ADDR:-$address}" MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 read -r -a more <<<"${SLIME_SRUN_ARGS:-}"
 export SLIME_JOB_NODES="$given"
+# The token of the job's Ray. srun hands the environment to the job's machines, where only its user can read it.
+RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
+export RAY_AUTH_TOKEN
 say "job $SLURM_JOB_ID on ${SLURM_JOB_NODELIST:-?}, Ray head at $MASTER_ADDR:$MASTER_PORT"
 exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${more[@]}" bash scripts/slurm/node.sh "$@"

@@ -218,7 +218,7 @@ for _ in $(seq 100); do pgrep -f "$OWN_MARK" >/dev/null || { echo "all ended"; b
 def test_the_functions_of_the_run_scripts_make_two_machines_one_ray_and_end_both(tmp_path: Path) -> None:
     """What ssh would run on the other machine runs here."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/bash\nshift 4\nexec bash -c "$*"\n')  # behind -tt -o BatchMode=yes HOST
+    ssh.write_text(f'#!/bin/bash\nuntil [ "$1" = {SECOND} ]; do shift; done; shift\nexec bash -c "$*"\n')
     ssh.chmod(0o755)
     with socket.create_server((FIRST, 0)) as server:
         port = server.getsockname()[1]

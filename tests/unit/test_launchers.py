@@ -22,9 +22,11 @@ def start(
     """(what a launcher said, the arguments that it gave srun or kubectl; what kubectl read is in `stdin`)."""
     for name in ("srun", "kubectl"):
         fake = tmp_path / name
-        fake.write_text(
-            f'#!/bin/sh\nprintf "%s\\0" "$@" >{tmp_path}/called\n[ {name} = srun ] || cat >{tmp_path}/stdin\n'
-        )
+        fake.write_text(f"""#!/bin/sh
+printf "%s\\0" "$@" >{tmp_path}/called
+env >{tmp_path}/environment
+[ {name} = srun ] || cat >{tmp_path}/stdin
+""")
         fake.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SLIME_", "MASTER_"))}
     path = f"{tmp_path}:{kept['PATH']}"
@@ -48,16 +50,42 @@ def test_the_head_listens_where_others_reach_it_and_each_worker_is_started_over_
     assert done.returncode == 0, done.stderr
     assert "start --head --disable-usage-stats --node-ip-address 10.0.0.1 --port 7001 " in log
     assert "/nodes?view=summary" in log and log.index("view=summary") < log.index("job submit")
-    first, second = sorted((tmp_path / "ssh.log").read_text().splitlines())
+    first, second = sorted(line for line in (tmp_path / "ssh.log").read_text().splitlines() if line.startswith("-tt"))
     worker = f"bash {ROOT}/scripts/ray_worker.sh 10.0.0.1:7001"
-    assert first.startswith("-tt -o BatchMode=yes 10.0.0.2 env SLIME_PYTHON=") and first.endswith(f"{worker} 10.0.0.2")
+    assert first.startswith("-tt -o BatchMode=yes 10.0.0.2 RAY_AUTH_TOKEN=") and first.endswith(f"{worker} 10.0.0.2")
     assert " NCCL_SOCKET_IFNAME=ib0 " in first
-    assert " node-3 env " in second and second.endswith(worker), "a name is no address to listen at"
+    assert " node-3 RAY_AUTH_TOKEN=" in second and second.endswith(worker), "a name is no address to listen at"
+
+
+def test_a_worker_is_given_the_token_of_the_head_on_no_command_line(tmp_path: Path) -> None:
+    """The stand-in for ssh keeps the command lines that a machine's other users could read, and runs them."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"""#!/bin/bash
+echo "$@" >>{tmp_path}/command_lines
+until [ "$1" = node-2 ]; do shift; done; shift
+exec bash -c "$*"
+""")
+    ssh.chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/ray_worker.sh").write_text(f'echo "$RAY_AUTH_TOKEN" >{tmp_path}/worker_token')
+    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    script = f"""
+. scripts/common.sh
+SLIME_ROOT={tmp_path} SLIME_RAY_DIR={tmp_path} RAY_AUTH_TOKEN_PATH={tmp_path}/token WORKERS=node-2
+slime_start_workers
+wait "${{SLIME_WORKER_PIDS[@]}}"
+"""
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, timeout=60, check=True)
+    assert (tmp_path / "worker_token").read_text() == "0123456789abcdef" * 4 + "\n"
+    assert "0123456789abcdef" not in (tmp_path / "command_lines").read_text()
+    assert not list(tmp_path.glob("tmp.*")), "the file on the worker is gone"
 
 
 def test_without_workers_the_command_for_the_other_machines_is_printed(tmp_path: Path) -> None:
     done, _ = start_script(tmp_path, "run-glm4.5-355B-A32B", MASTER_ADDR="10.0.0.1")
-    assert f"on each other machine: bash {ROOT}/scripts/ray_worker.sh 10.0.0.1:6379" in done.stderr
+    assert "RAY_AUTH_TOKEN_PATH=COPY" in done.stderr
+    assert f"bash {ROOT}/scripts/ray_worker.sh 10.0.0.1:6379" in done.stderr
 
 
 def test_an_address_of_another_machine_is_refused_before_ray_starts(tmp_path: Path) -> None:
@@ -99,10 +127,17 @@ esac
 
 
 def test_a_worker_whose_head_does_not_answer_says_so(tmp_path: Path) -> None:
-    environment = {"SLIME_PYTHON": "/bin/true", "SLIME_NODES_DEADLINE_S": "0"}
+    environment = {"SLIME_PYTHON": "/bin/true", "SLIME_NODES_DEADLINE_S": "0", "RAY_AUTH_TOKEN": "secret"}
     command = ["bash", "scripts/ray_worker.sh", "127.0.0.1:1"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "no Ray head answers at 127.0.0.1:1: is it the MASTER_ADDR:" in done.stderr
+
+
+def test_a_worker_without_the_token_of_its_head_says_what_to_set() -> None:
+    environment = os.environ | {"SLIME_PYTHON": "/bin/true", "RAY_AUTH_TOKEN_PATH": "/nowhere/token"}
+    command = ["bash", "scripts/ray_worker.sh", "127.0.0.1:1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no token for the Ray at 127.0.0.1:1: set RAY_AUTH_TOKEN_PATH" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["10.0.0.1"], ["10.0.0.1:"], ["10.0.0.1:6379", "10.0.0.2", "more"]])
@@ -130,6 +165,8 @@ def test_a_slurm_job_runs_the_script_on_the_first_machine_and_a_worker_on_the_ot
     node = ["bash", "scripts/slurm/node.sh", RUN, "--lr", "3e-6", "a b"]
     assert called == [*mine, *node]
     assert "Ray head at 10.0.0.1:23456" in done.stderr, "the port follows from the job's number"
+    token = (tmp_path / "environment").read_text().partition("RAY_AUTH_TOKEN=")[2].partition("\n")[0]
+    assert len(token) == 64 and token not in " ".join(called), "of every machine of the job, and on no command line"
 
 
 @pytest.mark.parametrize(
@@ -214,6 +251,7 @@ def test_a_rayjob_has_a_pod_for_each_machine_and_runs_the_script_on_the_head(tmp
     said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout.split("\0")[:-1]
     assert said == [f"/opt/slime/{RUN}", *odd]
     cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
     (workers,) = cluster["workerGroupSpecs"]
     assert [workers[name] for name in ("replicas", "minReplicas", "maxReplicas")] == [7, 7, 7]
     for group in (cluster["headGroupSpec"], workers):
