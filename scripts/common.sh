@@ -184,12 +184,14 @@ slime_ray_start() {
     SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
     [ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] || RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
     slime_ray_token
+    # Ray opens the folder that it is given to everybody, so it gets one within ours, which mktemp has made for this user alone.
     # All processes of this Ray stay in the session that setsid makes, which can be ended as a whole. Not --block: it ends Ray when any of
     # its parts ends, and the client server, which nothing here uses, gives up when a busy machine starts the rest slowly.
-    setsid "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
+    # Where Ray makes no clusters, as on Windows, it listens on the loopback alone; nothing else tells it to.
+    setsid env RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="$((${NUM_NODES:-1} > 1))" "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
         --node-ip-address "$host" --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
         --dashboard-agent-listen-port 0 --ray-client-server-port "${ports[2]}" \
-        --resources "$resources" ${num_gpus:+--num-gpus "$num_gpus"} --temp-dir "$SLIME_RAY_DIR" </dev/null >"$SLIME_RAY_DIR/head.log" 2>&1 &
+        --resources "$resources" ${num_gpus:+--num-gpus "$num_gpus"} --temp-dir "$SLIME_RAY_DIR/ray" </dev/null >"$SLIME_RAY_DIR/head.log" 2>&1 &
     SLIME_RAY_PID=$!
     export RAY_ADDRESS="$host:${ports[0]}" SLIME_RAY_DASHBOARD="http://127.0.0.1:${ports[1]}"
     slime_await_ray || return
@@ -197,7 +199,7 @@ slime_ray_start() {
     until slime_ray_is_up; do
         if [ "$SECONDS" -ge "$deadline" ]; then
             slime_say "waited 120 s for Ray's job server at $SLIME_RAY_DASHBOARD and the agent that starts its jobs; the ends of their logs:"
-            tail -n 15 "$SLIME_RAY_DIR"/session_latest/logs/dashboard{,_agent}.log >&2 || true
+            tail -n 15 "$SLIME_RAY_DIR"/ray/session_latest/logs/dashboard{,_agent}.log >&2 || true
             return 1
         fi
         sleep 0.5
@@ -245,7 +247,7 @@ slime_ray_join() {
     SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
     slime_ray_token
     setsid "$PYTHON" -m ray.scripts.scripts start --address "$address" --disable-usage-stats ${own:+--node-ip-address "$own"} \
-        --dashboard-agent-listen-port 0 --resources "$resources" </dev/null >"$SLIME_RAY_DIR/worker.log" 2>&1 &
+        --dashboard-agent-listen-port 0 --resources "$resources" --temp-dir "$SLIME_RAY_DIR/ray" </dev/null >"$SLIME_RAY_DIR/worker.log" 2>&1 &
     SLIME_RAY_PID=$!
     slime_await_ray || return
     slime_say "$(hostname) has joined the Ray at $address, until that ends"

@@ -14,15 +14,22 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import secrets
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._raylet import AuthenticationTokenLoader, Config
+from ray.exceptions import AuthenticationError
 
 from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
@@ -35,6 +42,8 @@ logger = logging.getLogger(__name__)
 PLACEMENT_DEADLINE_S = 600.0
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
+RAY_FOLDER = "slime-ray-"
+"""How the name of a folder begins that holds a Ray which a run has started, and its token."""
 
 
 class Slot(NamedTuple):
@@ -91,13 +100,25 @@ def connect_ray(args: Any) -> bool:
             raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({refusal}); unset it or start one")
         try:
             _init(address=address, **options)
+        except AuthenticationError:
+            raise UsageError(
+                f"RAY_ADDRESS={address}: this Ray asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH "
+                "to the file that holds it, as where that Ray was started"
+            ) from None
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({error}); unset it or start one") from None
+        if not is_token_auth_enabled():
+            logger.warning(
+                "the Ray at %s asks for no token: whoever reaches it has your rights; start it with "
+                "RAY_AUTH_MODE=token (docs/security.md)",
+                address,
+            )
     else:
         # A Ray of our own finds the machine's GPUs by itself; slots it has to be told.
         resources = {resource: float(asked)} if args.accelerator == "cpu" else None
+        folder = _private_folder()
         with _on_this_machine():
-            _init(address="local", resources=resources, include_dashboard=False, **options)
+            _init(address="local", resources=resources, include_dashboard=False, _temp_dir=folder, **options)
     available = int(ray.cluster_resources().get(resource, 0))
     if available < asked:
         if not address:
@@ -110,6 +131,22 @@ def _unreachable(address: str) -> str | None:
     """Why nothing can be connected to `host:port`, at once; Ray itself tries for minutes. Others Ray looks up."""
     host, _, port = address.rpartition(":")
     return out_of_reach(host.strip("[]"), int(port)) if host and port.isdigit() and "/" not in host else None
+
+
+def _private_folder() -> str:
+    """Make the folder of a Ray of our own, which nobody else can enter, and have that Ray ask for a token kept there.
+
+    Otherwise any user of the machine could connect to it, read its files, and so become the user of the run.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDER, dir=get_default_system_temp_dir()))
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    # Ray has read both when it was imported.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    return str(folder / "ray")  # Ray opens the folder that it is given to everybody
 
 
 @contextmanager

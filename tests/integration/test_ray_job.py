@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -16,6 +17,10 @@ SCRIPT = """
 set -u
 . scripts/common.sh
 slime_env && slime_ray_start 1 || exit 9
+if [ "$(id -u)" -eq 0 ]; then
+    env -u RAY_AUTH_MODE -u RAY_AUTH_TOKEN_PATH "$PYTHON" -m tests.integration.stranger "$SLIME_RAY_PID" \\
+        "$SLIME_RAY_DIR" >{stranger}
+fi
 slime_submit "$PYTHON" train.py {too_many}
 echo "first job: status $?"
 slime_submit "$PYTHON" train.py {fitting}
@@ -27,7 +32,10 @@ def test_a_submitted_job_trains_and_one_that_asks_for_too_many_slots_is_refused(
     flags = grpo_flags(make_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl"))
     flags += ["--num-rollout", 1, "--output-dir", tmp_path / "out"]
     commands = {"too_many": [*flags, "--rollout-num-gpus", 1], "fitting": [*flags, "--colocate"]}
-    script = SCRIPT.format(**{name: shlex.join(map(str, command)) for name, command in commands.items()})
+    script = SCRIPT.format(
+        stranger=tmp_path / "stranger.json",
+        **{name: shlex.join(map(str, command)) for name, command in commands.items()},
+    )
     environment = {**os.environ, "SLIME_PYTHON": sys.executable}
     environment.pop("RAY_ADDRESS", None)
     # Ray puts sockets below TMPDIR, and their paths must be shorter than pytest's directories are.
@@ -46,3 +54,8 @@ def test_a_submitted_job_trains_and_one_that_asks_for_too_many_slots_is_refused(
     assert done.returncode == 0, done.stdout[-4000:] + log_tails(tmp_path / "out")
     run = Run(tmp_path / "out", done.returncode, done.stdout)
     assert run.column("train/train_rollout_logprob_abs_diff")[0] < 1e-4
+    if os.getuid() == 0:  # only root can become another user
+        seen = json.loads((tmp_path / "stranger.json").read_text())
+        refused = {"folder": "refused", "job": 401, "dashboard": 401, "gcs": "refused", "client": "refused"}
+        assert seen["answers"] == refused | {"environment agents": [401]}
+        assert {ip.removeprefix("::ffff:") for _, ip, _ in seen["bound"]} == {"127.0.0.1"}

@@ -98,6 +98,20 @@ def test_a_ray_that_does_not_answer_is_said_at_once(monkeypatch: pytest.MonkeyPa
         placement_group.connect_ray(Namespace(accelerator="cpu"))
 
 
+@pytest.mark.parametrize(("asks", "warnings"), [(True, 0), (False, 1)])
+def test_a_ray_that_asks_for_no_token_is_warned_of(
+    asks: bool, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stand-ins are of a Ray that runs already; what matters is whether there is a token for it."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(placement_group, "slot_layout", lambda args: Namespace(total=1))
+    monkeypatch.setattr(placement_group, "_init", lambda **options: None)
+    monkeypatch.setattr(placement_group.ray, "cluster_resources", lambda: {"slime_slot": 1})
+    monkeypatch.setattr(placement_group, "is_token_auth_enabled", lambda: asks)
+    assert placement_group.connect_ray(Namespace(accelerator="cpu")) is False
+    assert caplog.text.count("the Ray at auto asks for no token") == warnings
+
+
 @pytest.mark.parametrize("address", ["auto", "local", "ray://10.0.0.1:10001"])
 def test_addresses_that_only_ray_understands_are_left_to_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement_group, "out_of_reach", lambda host, port: pytest.fail("it was tried"))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -72,6 +75,41 @@ def local_ray():
     ray.shutdown()
     if address:
         os.environ["RAY_ADDRESS"] = address
+
+
+STRANGER = """
+import os, sys, warnings
+import ray
+from ray._raylet import Config, GcsClient
+session = os.path.realpath(sys.argv[2])
+if len(sys.argv) > 3:  # it has a token, of another Ray
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": sys.argv[3]}
+    Config.initialize("")
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    os.listdir(session)
+    print("entered")
+except PermissionError:
+    print("shut")
+try:
+    print(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"fun", timeout=5))
+except ray.exceptions.AuthenticationError:
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("token", [(), ("0" * 64,)])
+def test_another_user_can_neither_ask_the_ray_of_a_run_nor_enter_its_folder(local_ray, token) -> None:
+    """Through the GCS, whoever is answered can read and overwrite the pickled classes of actors."""
+    context = ray.get_runtime_context()
+    session = ray._private.worker._global_node.get_session_dir_path()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment["RAY_gcs_server_request_timeout_seconds"] = "2"
+    command = [sys.executable, "-c", STRANGER, context.gcs_address, session, *token]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["shut", "refused"], done.stderr[-2000:]
+    assert Path(os.environ["RAY_AUTH_TOKEN_PATH"]).stat().st_mode & 0o077 == 0
 
 
 def start_worker(**options):
