@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 PLACEMENT_DEADLINE_S = 600.0
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
-RAY_FOLDER = "slime-ray-"
-"""How the name of a folder begins that holds a Ray which a run has started, and its token."""
 
 
 class Slot(NamedTuple):
@@ -138,7 +136,7 @@ def _private_folder() -> str:
 
     Otherwise any user of the machine could connect to it, read its files, and so become the user of the run.
     """
-    folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDER, dir=get_default_system_temp_dir()))
+    folder = Path(tempfile.mkdtemp(prefix="slime-ray-", dir=get_default_system_temp_dir()))
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -147,6 +145,11 @@ def _private_folder() -> str:
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     return str(folder / "ray")  # Ray opens the folder that it is given to everybody
+
+
+def own_ray_folder() -> Path:
+    """Return the folder of the Ray that this process has started (`connect_ray`)."""
+    return Path(ray._private.worker._global_node.get_temp_dir_path()).parent
 
 
 @contextmanager

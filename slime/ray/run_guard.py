@@ -20,6 +20,7 @@ import ray
 
 from slime.observability.phases import Phase, Phases
 from slime.ray import progress_board, stall_report
+from slime.ray.placement_group import own_ray_folder
 from slime.ray.ray_watch import Loss, RayLost, RayWatch
 from slime.ray.stall_watch import StallWatch
 from slime.ray.utils import get, interrupt_main
@@ -72,13 +73,12 @@ class RunGuard:
         """Begin to watch over the Ray that this process has just connected to.
 
         Args:
-            started_ray: this process has started it, and its session ends with the run.
+            started_ray: this process has started it, and its folder goes with the run.
         """
-        node = ray._private.worker._global_node
         if started_ray:
-            self._sweeper.say(f"session {node.get_session_dir_path()}")
+            self._sweeper.say(f"ray {own_ray_folder()}")
         else:
-            self._logs_of_ray = Path(node.get_logs_dir_path())
+            self._logs_of_ray = Path(ray._private.worker._global_node.get_logs_dir_path())
         self._ray_watch = RayWatch.of_this_node(self._lose_ray)
         self._ray_watch.start()
 

@@ -32,13 +32,13 @@ class Record:
     Attributes:
         run: mark of the run.
         output_dir: of the run.
-        session: directory of the Ray session that it had started.
+        ray: folder of the Ray that it had started.
         memory: its shared memory.
     """
 
     run: str
     output_dir: Path | None = None
-    session: Path | None = None
+    ray: Path | None = None
     memory: set[Path] = field(default_factory=set)
 
 

@@ -3,10 +3,10 @@
 A process of its own, for a driver that is killed outright can clean up nothing. It looks at the run's processes
 (`run_processes`) every few seconds, for one that is gone cannot be asked which shared memory it had. When the driver
 has ended, or says on standard input that the run has, whatever is left of the run after a grace period is killed, its
-shared memory is removed, and so is the directory of the Ray session that the run had started, whose logs are kept
+shared memory is removed, and so is the folder of the Ray that the run had started, whose logs are kept
 beside the run's where it did not end well. An engine's memory that was never seen is known by its name.
 
-What the driver may say, a line each: "session PATH" (of its Ray), "well" (it ended well), "end" (it has ended, though
+What the driver may say, a line each: "ray FOLDER" (of its Ray), "well" (it ended well), "end" (it has ended, though
 its process may go on). It ends nothing without the run's mark. Where the sweeper is killed as well, the next run of
 the same user on this host sweeps (`sweep_dead_runs`), by the record that the sweeper keeps (`run_records`).
 """
@@ -68,7 +68,7 @@ class _Told:
     """What the driver has said so far."""
 
     def __init__(self) -> None:
-        self.session: Path | None = None
+        self.ray: Path | None = None
         self.well = False
         self.over = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -76,8 +76,8 @@ class _Told:
     def _listen(self) -> None:
         for line in sys.stdin:
             word, _, rest = line.strip().partition(" ")
-            if word == "session":
-                self.session = Path(rest)
+            if word == "ray":
+                self.ray = Path(rest)
             elif word == "well":
                 self.well = True
             elif word == "end":
@@ -120,17 +120,17 @@ def main(run: str, driver_pid: int, output_dir: Path) -> None:
         _wait_for_end(run, psutil.Process(driver_pid), told, seen)
     _end(seen)
     remove_unused(seen.memory | left_by_engines(since=begin))
-    if told.session is not None:
-        _remove_session(told.session, None if told.well else output_dir / "logs" / "ray")
+    if told.ray is not None:
+        _remove_ray(told.ray, None if told.well else output_dir / "logs" / "ray")
     remove_record(run)
 
 
 def _wait_for_end(run: str, driver: psutil.Process, told: _Told, seen: _Seen) -> None:
     next_look, noted = time.monotonic(), set[Path]()
     while _is_alive(driver) and not told.over.wait(POLL_S):
-        if told.session is not None and told.session not in noted:
-            noted.add(told.session)
-            note(run, "session", told.session)
+        if told.ray is not None and told.ray not in noted:
+            noted.add(told.ray)
+            note(run, "ray", told.ray)
         if time.monotonic() >= next_look:
             seen.look()
             for path in seen.memory - noted:
@@ -159,18 +159,15 @@ def _kill(seen: _Seen) -> int:
     return first
 
 
-def _remove_session(session: Path, keep_logs_at: Path | None) -> None:
-    """Remove the directory of a Ray session; its logs move elsewhere first where they are to be kept."""
-    if keep_logs_at is not None and (session / "logs").is_dir():
+def _remove_ray(folder: Path, keep_logs_at: Path | None) -> None:
+    """Remove the folder of a Ray; its logs move elsewhere first where they are to be kept."""
+    logs = (folder / "ray" / "session_latest" / "logs").resolve()
+    if keep_logs_at is not None and logs.is_dir():
         with contextlib.suppress(OSError):
             keep_logs_at.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(keep_logs_at, ignore_errors=True)
-            shutil.move(str(session / "logs"), str(keep_logs_at))
-    shutil.rmtree(session, ignore_errors=True)
-    latest = session.parent / "session_latest"
-    with contextlib.suppress(OSError):
-        if latest.is_symlink() and not latest.exists():
-            latest.unlink()
+            shutil.move(str(logs), str(keep_logs_at))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_dead_runs() -> list[str]:
@@ -181,13 +178,13 @@ def sweep_dead_runs() -> list[str]:
         here = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
         processes = _kill(_Seen(record.run, here, begin=time.time()))
         memory = remove_unused(record.memory)
-        session = record.session if record.session is not None and record.session.is_dir() else None
-        if session is not None:
-            _remove_session(session, None if record.output_dir is None else record.output_dir / "logs" / "ray")
-        if processes or memory or session:
+        ray = record.ray if record.ray is not None and record.ray.is_dir() else None
+        if ray is not None:
+            _remove_ray(ray, None if record.output_dir is None else record.output_dir / "logs" / "ray")
+        if processes or memory or ray:
             said.append(
                 f"a run that was killed with its sweeper ({record.output_dir}) had left {processes} processes, "
-                f"{len(memory)} files in {SHARED_MEMORY} and {session or 'no session'} of Ray: they are removed"
+                f"{len(memory)} files in {SHARED_MEMORY} and {ray or 'no folder'} of Ray: they are removed"
             )
     return said
 

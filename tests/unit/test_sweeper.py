@@ -16,7 +16,7 @@ import pytest
 
 from slime.utils import run_records
 from slime.utils.run_processes import MARK, SHARED_MEMORY, processes_of, remove_unused, shared_memory_of
-from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _remove_session, sweep_dead_runs
+from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, sweep_dead_runs
 
 NET_S = 60.0
 # A driver that starts a child in a session of its own, which writes over its environment and holds shared memory, and
@@ -28,7 +28,7 @@ from slime.utils.run_processes import begin_run
 from slime.utils.sweeper import Sweeper
 run = begin_run()
 sweeper = Sweeper(run, Path(sys.argv[1]))
-sweeper.say("session " + sys.argv[2])
+sweeper.say("ray " + sys.argv[2])
 child = '''
 import mmap, os, subprocess, sys, time
 file = open("/dev/shm/slime_test_" + sys.argv[1], "w+b")
@@ -56,21 +56,22 @@ def until(condition: Callable[[], object], deadline_s: float = NET_S) -> None:
 
 
 def start(tmp_path: Path, *more: str) -> tuple[subprocess.Popen[str], str, Path]:
-    session = tmp_path / "ray" / "session_1"
+    folder = tmp_path / "slime-ray-1"
+    session = folder / "ray" / "session_1"
     (session / "logs").mkdir(parents=True)
     (session / "logs" / "raylet.err").write_text("why")
     (session.parent / "session_latest").symlink_to(session)
-    command = [sys.executable, "-c", DRIVER, str(tmp_path / "out"), str(session), *more]
+    command = [sys.executable, "-c", DRIVER, str(tmp_path / "out"), str(folder), *more]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
-    return driver, driver.stdout.readline().strip(), session
+    return driver, driver.stdout.readline().strip(), folder
 
 
 def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"], env=os.environ | {MARK: "another"}
     )
-    driver, run, session = start(tmp_path, "600")
+    driver, run, folder = start(tmp_path, "600")
     segment = SHARED_MEMORY / f"slime_test_{run}"
     found = processes_of(run)
     assert len([one for one in found if one.ppid() in {driver.pid, *[p.pid for p in found]}]) >= 2
@@ -78,9 +79,8 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
     driver.send_signal(signal.SIGKILL)
     driver.wait(5)
     until(lambda: not [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])
-    until(lambda: not segment.exists() and not session.exists())
+    until(lambda: not segment.exists() and not folder.exists())
     assert (tmp_path / "out" / "logs" / "ray" / "raylet.err").read_text() == "why"
-    assert not (session.parent / "session_latest").is_symlink()
     assert other.poll() is None, "a process of another run was ended"
     other.kill()
     other.wait(5)
@@ -101,30 +101,30 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_logs_of_ray_and_the_record_go_with_a_run_that_ended_well(records: Path, tmp_path: Path) -> None:
-    driver, run, session = start(tmp_path, "0.5", "well")
+    driver, run, folder = start(tmp_path, "0.5", "well")
     assert (records / f"{run}.jsonl").exists()
     assert driver.wait(20) == 0
-    until(lambda: not processes_of(run) and not session.exists() and not list(records.iterdir()))
+    until(lambda: not processes_of(run) and not folder.exists() and not list(records.iterdir()))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_next_run_sweeps_what_a_run_left_that_was_killed_with_its_sweeper(records: Path, tmp_path: Path) -> None:
-    driver, run, session = start(tmp_path, "600")
+    driver, run, folder = start(tmp_path, "600")
     segment, record = SHARED_MEMORY / f"slime_test_{run}", records / f"{run}.jsonl"
-    until(lambda: str(segment) in record.read_text() and str(session) in record.read_text())
-    assert sweep_dead_runs() == [] and session.exists(), "it lives"
+    until(lambda: str(segment) in record.read_text() and str(folder) in record.read_text())
+    assert sweep_dead_runs() == [] and folder.exists(), "it lives"
     sweeper = children_named(driver.pid, "slime.utils.sweeper")[0]
     left = [one for one in processes_of(run) if one.pid not in (driver.pid, sweeper.pid)]
     driver.send_signal(signal.SIGSTOP)  # it shall not see the end of its sweeper
     sweeper.kill()
-    assert sweep_dead_runs() == [] and session.exists(), "its driver lives"
+    assert sweep_dead_runs() == [] and folder.exists(), "its driver lives"
     driver.kill()
     driver.wait(5)
     until(lambda: not sweeper.is_running() or sweeper.status() == psutil.STATUS_ZOMBIE)
     assert segment.exists() and [one for one in left if one.is_running()], "nobody was there to sweep"
     (said,) = sweep_dead_runs()
-    assert f"({tmp_path / 'out'}) had left" in said and "1 files in /dev/shm" in said and str(session) in said
-    assert not segment.exists() and not session.exists() and not processes_of(run)
+    assert f"({tmp_path / 'out'}) had left" in said and "1 files in /dev/shm" in said and str(folder) in said
+    assert not segment.exists() and not folder.exists() and not processes_of(run)
     assert (tmp_path / "out" / "logs" / "ray" / "raylet.err").read_text() == "why"
     assert not list(records.iterdir()) and sweep_dead_runs() == []
 
@@ -176,24 +176,15 @@ def test_the_memory_of_an_engine_that_was_killed_before_the_sweeper_looked_is_re
     old.write_text("x")
     os.utime(old, (0, 0))
     with in_use.open("w"):
-        driver, _, session = start(tmp_path, "600")
+        driver, _, folder = start(tmp_path, "600")
         for path in (unseen, in_use):
             path.write_text("x")
         driver.send_signal(signal.SIGKILL)
         driver.wait(5)
-        until(lambda: not unseen.exists() and not session.exists())
+        until(lambda: not unseen.exists() and not folder.exists())
         assert in_use.exists() and old.exists()
     in_use.unlink()
     old.unlink()
-
-
-def test_the_session_of_another_ray_that_is_the_latest_now_keeps_its_link(tmp_path: Path) -> None:
-    ours, others = tmp_path / "session_1", tmp_path / "session_2"
-    ours.mkdir()
-    others.mkdir()
-    (tmp_path / "session_latest").symlink_to(others)
-    _remove_session(ours, None)
-    assert not ours.exists() and (tmp_path / "session_latest").resolve() == others
 
 
 def test_what_the_sweeper_waits_for_is_less_than_ten_seconds() -> None:

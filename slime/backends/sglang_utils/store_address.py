@@ -13,7 +13,9 @@ from typing import Any
 
 def install() -> None:
     """Change how this process meets its group at a `tcp://` address."""
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+    rendezvous: Any = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )  # the package has a function of this name
     make_store = rendezvous.TCPStore
 
     def make_store_at_its_address(host_name: str, port: int, *, is_master: bool, **options: Any) -> Any:
