@@ -33,6 +33,7 @@ from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.collector import Collector
 from slime.rollout.generation import GenerateState, fresh_copy
+from slime.rollout.hook_returns import draw_groups, return_groups
 from slime.rollout.model_urls import router_url
 from slime.rollout.sample_errors import SampleError, blame, check_completed, check_reward, describe
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
@@ -172,7 +173,7 @@ class _Rollout:
 
     async def _round(self) -> None:
         """Have as many prompts generated as groups are missing, and collect what comes of them."""
-        groups = self.source.get_samples(self._num_missing())
+        groups = draw_groups(self.args, self.source, self._num_missing())
         finished = [group for group in groups if _is_finished(group)]  # more than the rollout before it could use
         begun = [[fresh_copy(sample) for sample in group] for group in groups if not _is_finished(group)]
         self.drawn = _by_instance_id([*self.drawn.values(), *begun])
@@ -328,12 +329,12 @@ class _Rollout:
             return
         step = math.lcm(self.args.global_batch_size, per_group) // per_group
         kept = len(accepted) // step * step
-        self.source.add_samples(accepted[kept:])
+        return_groups(self.args, self.source, accepted[kept:])
         del accepted[kept:]
 
     def _give_back(self) -> None:
         if self.drawn:
-            self.source.add_samples(list(self.drawn.values()))
+            return_groups(self.args, self.source, list(self.drawn.values()))
             self.drawn = {}
 
     def _start_data(self) -> dict[str, Any]:

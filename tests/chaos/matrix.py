@@ -48,7 +48,7 @@ DEADLINE_S, ASLEEP_S = 420.0, 15.0
 PATIENT_PARTS = ("router", "lone-engine", "scheduler", "engine-actor", "raylet")
 STALL_S = dict.fromkeys(PARTS, 20) | dict.fromkeys(PATIENT_PARTS, 120)
 """After which the watchdog ends a run with a part that is stopped. A router is asked for half a minute before it is
-started again, a weight sync waits a minute for a scheduler, a lost engine's actor and a raylet have half a minute. What
+started again, a weight sync waits a minute for a scheduler, a lost engine's actor or a raylet half a minute. What
 is gone is noticed without the watchdog, which then must not take the start of a part on a slow machine for a stall."""
 GONE_REWARD_S = 240
 """The same where a reward server is gone: its requests are sent ten times, for more than two minutes, before the run
