@@ -15,6 +15,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import shutil
 import signal
 import tempfile
 import threading
@@ -35,6 +36,7 @@ from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
 from slime.utils.network import out_of_reach
 from slime.utils.plan.layout import slot_layout
+from slime.utils.run_records import RAY_PREFIX
 from slime.utils.wait import wait
 
 logger = logging.getLogger(__name__)
@@ -77,17 +79,17 @@ class Placement:
         return [Slot(self.group, bundle, self.nodes[bundle]) for bundle in self.engine_bundles]
 
 
-def connect_ray(args: Any) -> bool:
+def connect_ray(args: Any) -> Path | None:
     """Join the Ray that RAY_ADDRESS names (`ray job submit` sets it), or start a local one with the slots asked for.
 
     Returns:
-        True when this process started Ray, and so has to stop it.
+        the folder of a Ray that this process has started, and so has to stop; None where it has joined one.
 
     Raises:
         UsageError: Ray has fewer slots than asked for, or the address does not answer.
     """
     asked, resource = slot_layout(args).total, SLOT_RESOURCE[args.accelerator]
-    address = os.environ.get("RAY_ADDRESS")
+    address, folder = os.environ.get("RAY_ADDRESS"), None
     # Ray otherwise warns once for every actor that takes no GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray runs workers at nice 15 by default: on a busy machine trainers and engines would starve.
@@ -115,14 +117,16 @@ def connect_ray(args: Any) -> bool:
         # A Ray of our own finds the machine's GPUs by itself; slots it has to be told.
         resources = {resource: float(asked)} if args.accelerator == "cpu" else None
         folder = _private_folder()
+        options |= {"resources": resources, "include_dashboard": False, "_temp_dir": str(folder / "ray")}
         with _on_this_machine():
-            _init(address="local", resources=resources, include_dashboard=False, _temp_dir=folder, **options)
+            _init(address="local", **options)
     available = int(ray.cluster_resources().get(resource, 0))
     if available < asked:
-        if not address:
+        if folder is not None:
             ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
         raise UsageError(slot_shortage(asked, available, resource, started_here=not address))
-    return not address
+    return folder
 
 
 def _unreachable(address: str) -> str | None:
@@ -131,25 +135,25 @@ def _unreachable(address: str) -> str | None:
     return out_of_reach(host.strip("[]"), int(port)) if host and port.isdigit() and "/" not in host else None
 
 
-def _private_folder() -> str:
+def _private_folder() -> Path:
     """Make the folder of a Ray of our own, which nobody else can enter, and have that Ray ask for a token kept there.
 
-    Otherwise any user of the machine could connect to it, read its files, and so become the user of the run.
+    Otherwise any user of the machine could connect to it, read its files, and so become the user of the run. Ray opens
+    the folder that it is given to everybody: it gets one within this one.
     """
-    folder = Path(tempfile.mkdtemp(prefix="slime-ray-", dir=get_default_system_temp_dir()))
+    folder = Path(tempfile.mkdtemp(prefix=RAY_PREFIX, dir=get_default_system_temp_dir()))
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    # Ray has read both when it was imported.
+    read_auth()
+    return folder
+
+
+def read_auth() -> None:
+    """Have Ray read RAY_AUTH_MODE and the token again, as it did when it was imported."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-    return str(folder / "ray")  # Ray opens the folder that it is given to everybody
-
-
-def own_ray_folder() -> Path:
-    """Return the folder of the Ray that this process has started (`connect_ray`)."""
-    return Path(ray._private.worker._global_node.get_temp_dir_path()).parent
 
 
 @contextmanager

@@ -311,8 +311,7 @@ class TrainingRun:
         args, parts, start = self.args, self._parts, time.monotonic()
         directory = Path(args.output_dir).resolve()
         self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
-        started_ray = parts.connect()
-        self._guard.watch_ray(started_ray=started_ray)
+        self._guard.watch_ray(parts.connect())
         parts.place()
         logging_utils.init_tracking(self.args)
         if sys.stderr.isatty():

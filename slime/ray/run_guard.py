@@ -20,7 +20,6 @@ import ray
 
 from slime.observability.phases import Phase, Phases
 from slime.ray import progress_board, stall_report
-from slime.ray.placement_group import own_ray_folder
 from slime.ray.ray_watch import Loss, RayLost, RayWatch
 from slime.ray.stall_watch import StallWatch
 from slime.ray.utils import get, interrupt_main
@@ -69,14 +68,14 @@ class RunGuard:
         self.run = begin_run()
         self._sweeper = Sweeper(self.run, output_dir)
 
-    def watch_ray(self, *, started_ray: bool) -> None:
+    def watch_ray(self, own_folder: Path | None) -> None:
         """Begin to watch over the Ray that this process has just connected to.
 
         Args:
-            started_ray: this process has started it, and its folder goes with the run.
+            own_folder: of a Ray that this process has started; it goes with the run.
         """
-        if started_ray:
-            self._sweeper.say(f"ray {own_ray_folder()}")
+        if own_folder is not None:
+            self._sweeper.say(f"ray {own_folder}")
         else:
             self._logs_of_ray = Path(ray._private.worker._global_node.get_logs_dir_path())
         self._ray_watch = RayWatch.of_this_node(self._lose_ray)

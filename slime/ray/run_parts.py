@@ -67,8 +67,8 @@ class RunParts:
 
     # ---- start
 
-    def connect(self) -> bool:
-        """Join a Ray, or start one; whether one was started.
+    def connect(self) -> Path | None:
+        """Join a Ray, or start one; returns the folder of one that was started.
 
         Raises:
             UsageError: Ray has too few slots, or does not answer.

@@ -22,6 +22,8 @@ from typing import IO
 
 logger = logging.getLogger(__name__)
 
+RAY_PREFIX = "slime-ray-"
+"""How the name of a folder begins that holds the Ray of a run and nothing else; a sweep removes no other folder."""
 _SUFFIX = ".jsonl"
 
 

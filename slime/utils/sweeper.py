@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from slime.utils.run_processes import SHARED_MEMORY, left_by_engines, processes_of, remove_unused, shared_memory_of
-from slime.utils.run_records import begin_record, dead_runs, note, remove_record
+from slime.utils.run_records import RAY_PREFIX, begin_record, dead_runs, note, remove_record
 
 POLL_S = 0.5
 LOOK_S = 5.0
@@ -160,7 +160,12 @@ def _kill(seen: _Seen) -> int:
 
 
 def _remove_ray(folder: Path, keep_logs_at: Path | None) -> None:
-    """Remove the folder of a Ray; its logs move elsewhere first where they are to be kept."""
+    """Remove the folder of a Ray; its logs move elsewhere first where they are to be kept.
+
+    All that is in the folder goes, so another folder than one which a run has made for its Ray is left as it is.
+    """
+    if not folder.name.startswith(RAY_PREFIX):
+        return
     logs = (folder / "ray" / "session_latest" / "logs").resolve()
     if keep_logs_at is not None and logs.is_dir():
         with contextlib.suppress(OSError):

@@ -17,17 +17,20 @@ pytestmark = pytest.mark.timeout(120)
 # What TrainingRun does around its schedule, with an actor that never answers in place of engines and trainers.
 # (tests/chaos/test_shutdown.py has whole runs.)
 DRIVER = """
-import logging, sys, time
+import logging, sys, tempfile, time
 from pathlib import Path
 import ray
 from slime.observability.phases import Phases
 from slime.ray import ray_watch
 from slime.ray.run_guard import RunGuard
 from slime.ray.utils import actor_env, get
+from slime.utils.run_records import RAY_PREFIX
 ray_watch.SILENT_S = 2.0
 guard = RunGuard(Phases(), Path(sys.argv[1]), stall_timeout_s=0, on_stall="abort")
-ray.init(address="local", include_dashboard=False, num_cpus=1, object_store_memory=10**8, logging_level=logging.ERROR)
-guard.watch_ray(started_ray=True)
+folder = Path(tempfile.mkdtemp(prefix=RAY_PREFIX, dir="/tmp"))  # sockets' paths must be short
+options = {"num_cpus": 1, "object_store_memory": 10**8, "logging_level": logging.ERROR}
+ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
+guard.watch_ray(folder)
 class Sleeper:
     def sleep(self, seconds):
         time.sleep(seconds)

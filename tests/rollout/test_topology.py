@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 import time
 from argparse import Namespace
@@ -27,7 +26,7 @@ from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ray.http_post import use_distributed_post
-from slime.ray.placement_group import Placement, connect_ray, create_placement, remove_placement
+from slime.ray.placement_group import Placement, create_placement, remove_placement
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.router import Router
 from slime.ray.rollout.server_group import SHUTDOWN_DEADLINE_S, ServerGroup
@@ -37,6 +36,7 @@ from slime.utils import http_utils
 from slime.utils.arguments import parse_args
 from slime.utils.errors import HttpError
 from tests.integration.conftest import make_engine
+from tests.own_ray import own_ray
 from tests.unit.rollout_fakes import serve
 from tests.unit.test_server_control import Script
 from tools.make_tiny_model import build_parser, make_tiny_model
@@ -104,14 +104,10 @@ def args(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def placement(args: Any) -> Iterator[Placement]:
-    address = os.environ.pop("RAY_ADDRESS", None)
-    connect_ray(args)
-    placed = create_placement(args)
-    yield placed
-    remove_placement(placed)
-    ray.shutdown()
-    if address:
-        os.environ["RAY_ADDRESS"] = address
+    with own_ray(args):
+        placed = create_placement(args)
+        yield placed
+        remove_placement(placed)
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def test_a_ray_that_asks_for_no_token_is_warned_of(
     monkeypatch.setattr(placement_group, "_init", lambda **options: None)
     monkeypatch.setattr(placement_group.ray, "cluster_resources", lambda: {"slime_slot": 1})
     monkeypatch.setattr(placement_group, "is_token_auth_enabled", lambda: asks)
-    assert placement_group.connect_ray(Namespace(accelerator="cpu")) is False
+    assert placement_group.connect_ray(Namespace(accelerator="cpu")) is None
     assert caplog.text.count("the Ray at auto asks for no token") == warnings
 
 

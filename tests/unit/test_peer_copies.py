@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,11 +11,11 @@ import numpy as np
 import pytest
 import ray
 
-from slime.ray import placement_group as placement
 from slime.ray.copy_holder import CopyHolder
 from slime.ray.peer_copies import PeerCopies
 from slime.ray.peer_state import owners_of, send_state, take_state
 from slime.ray.utils import ActorFailure
+from tests.own_ray import own_ray
 from tests.unit.test_ray_runtime import cluster_args
 
 ALL = owners_of("actor", 2)
@@ -24,12 +23,8 @@ ALL = owners_of("actor", 2)
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    address = os.environ.pop("RAY_ADDRESS", None)
-    placement.connect_ray(cluster_args())
-    yield
-    ray.shutdown()
-    if address:
-        os.environ["RAY_ADDRESS"] = address
+    with own_ray(cluster_args()):
+        yield
 
 
 class Trainer:

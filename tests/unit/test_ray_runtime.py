@@ -21,6 +21,7 @@ from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_trainer import OWNED_ENV_VARS
 from slime.utils.errors import UsageError
 from slime.utils.plan.layout import slot_layout
+from tests.own_ray import own_ray
 
 
 class Worker:
@@ -69,12 +70,8 @@ def cluster_args(**changes):
 
 @pytest.fixture(scope="module")
 def local_ray():
-    address = os.environ.pop("RAY_ADDRESS", None)
-    assert placement.connect_ray(cluster_args()) is True
-    yield
-    ray.shutdown()
-    if address:
-        os.environ["RAY_ADDRESS"] = address
+    with own_ray(cluster_args()):
+        yield
 
 
 STRANGER = """

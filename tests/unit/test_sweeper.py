@@ -16,7 +16,7 @@ import pytest
 
 from slime.utils import run_records
 from slime.utils.run_processes import MARK, SHARED_MEMORY, processes_of, remove_unused, shared_memory_of
-from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, sweep_dead_runs
+from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _remove_ray, sweep_dead_runs
 
 NET_S = 60.0
 # A driver that starts a child in a session of its own, which writes over its environment and holds shared memory, and
@@ -185,6 +185,12 @@ def test_the_memory_of_an_engine_that_was_killed_before_the_sweeper_looked_is_re
         assert in_use.exists() and old.exists()
     in_use.unlink()
     old.unlink()
+
+
+def test_a_folder_that_no_run_has_made_for_its_ray_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "ray" / "session_latest" / "logs").mkdir(parents=True)
+    _remove_ray(tmp_path, tmp_path / "kept")
+    assert (tmp_path / "ray" / "session_latest" / "logs").is_dir() and not (tmp_path / "kept").exists()
 
 
 def test_what_the_sweeper_waits_for_is_less_than_ten_seconds() -> None:
