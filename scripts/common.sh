@@ -187,8 +187,9 @@ slime_ray_start() {
     # Ray opens the folder that it is given to everybody, so it gets one within ours, which mktemp has made for this user alone.
     # All processes of this Ray stay in the session that setsid makes, which can be ended as a whole. Not --block: it ends Ray when any of
     # its parts ends, and the client server, which nothing here uses, gives up when a busy machine starts the rest slowly.
-    # Where Ray makes no clusters, as on Windows, it listens on the loopback alone; nothing else tells it to.
-    setsid env RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="$((${NUM_NODES:-1} > 1))" "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
+    # Where Ray makes no clusters, as on Windows, it listens on the loopback alone; nothing else tells it and its clients to.
+    export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="$((${NUM_NODES:-1} > 1))"
+    setsid "$PYTHON" -m ray.scripts.scripts start --head --disable-usage-stats \
         --node-ip-address "$host" --port "${ports[0]}" --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
         --dashboard-agent-listen-port 0 --ray-client-server-port "${ports[2]}" \
         --resources "$resources" ${num_gpus:+--num-gpus "$num_gpus"} --temp-dir "$SLIME_RAY_DIR/ray" </dev/null >"$SLIME_RAY_DIR/head.log" 2>&1 &
@@ -284,7 +285,7 @@ slime_ray_stop() {
     done
     pkill -KILL -s "$session" 2>/dev/null || true
     rm -rf "$SLIME_RAY_DIR"
-    unset RAY_ADDRESS SLIME_RAY_DASHBOARD RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH
+    unset RAY_ADDRESS SLIME_RAY_DASHBOARD RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER
 }
 
 slime_submit() {
