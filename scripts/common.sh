@@ -181,7 +181,7 @@ slime_ray_start() {
     fi
     resources="{}"
     [ "$num_slots" -eq 0 ] || resources="{\"slime_slot\": $num_slots}"
-    SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
+    SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")" || return
     [ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] || RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
     slime_ray_token || return
     # Ray opens the folder that it is given to everybody, so it gets one within ours, which mktemp has made for this user alone.
@@ -245,7 +245,7 @@ slime_ray_join() {
         sleep 2
     done
     [ "${NUM_SLOTS:-0}" -eq 0 ] || resources="{\"slime_slot\": $NUM_SLOTS}"
-    SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")"
+    SLIME_RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray.XXXXXX")" || return
     slime_ray_token || return
     setsid "$PYTHON" -m ray.scripts.scripts start --address "$address" --disable-usage-stats ${own:+--node-ip-address "$own"} \
         --dashboard-agent-listen-port 0 --resources "$resources" --temp-dir "$SLIME_RAY_DIR/ray" </dev/null >"$SLIME_RAY_DIR/worker.log" 2>&1 &

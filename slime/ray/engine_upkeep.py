@@ -147,9 +147,9 @@ class EngineUpkeep:
         return count
 
     def _is_lost_meanwhile(self, error: ActorFailure, count: int) -> bool:
-        if not self._is_on:
-            return False
         silent = getattr(error.cause, "silent", ())
+        if not self._is_on or (getattr(error.cause, "is_final", False) and not silent):
+            return False  # nothing was lost that sending again would help
         failed = self._manager.engines_failed.remote(silent, str(error))
         return bool(get(failed, "the watch over the engines", STATE_DEADLINE_S) != count)
 

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 PLACEMENT_DEADLINE_S = 600.0
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
+LONGEST_PARENT = 20
+"""Of the folder of a Ray: the path of a socket has 107 bytes, and Ray's own part of it takes the rest."""
 
 
 class Slot(NamedTuple):
@@ -118,8 +120,13 @@ def connect_ray(args: Any) -> Path | None:
         resources = {resource: float(asked)} if args.accelerator == "cpu" else None
         folder = _private_folder()
         options |= {"resources": resources, "include_dashboard": False, "_temp_dir": str(folder / "ray")}
-        with _on_this_machine():
-            _init(address="local", **options)
+        try:
+            with _on_this_machine():
+                _init(address="local", **options)
+        except BaseException:  # nobody else knows of the folder yet
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     available = int(ray.cluster_resources().get(resource, 0))
     if available < asked:
         if folder is not None:
@@ -141,7 +148,11 @@ def _private_folder() -> Path:
     Otherwise any user of the machine could connect to it, read its files, and so become the user of the run. Ray opens
     the folder that it is given to everybody: it gets one within this one.
     """
-    folder = Path(tempfile.mkdtemp(prefix=RAY_PREFIX, dir=get_default_system_temp_dir()))
+    parent = Path(get_default_system_temp_dir()).absolute()
+    if len(str(parent)) > LONGEST_PARENT or not parent.is_dir():
+        logger.warning("the folder of Ray is made in /tmp: %s is too long for its sockets, or does not exist", parent)
+        parent = Path("/tmp")  # nosec B108
+    folder = Path(tempfile.mkdtemp(prefix=RAY_PREFIX, dir=parent))
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))

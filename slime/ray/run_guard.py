@@ -74,6 +74,9 @@ class RunGuard:
         Args:
             own_folder: of a Ray that this process has started; it goes with the run.
         """
+        if ray._private.worker._global_node is None:  # a Ray client: nothing of that Ray can be seen from here
+            logger.warning("the loss of this Ray cannot be noticed through its client; `ray job submit` can")
+            return
         if own_folder is not None:
             self._sweeper.say(f"ray {own_folder}")
         else:

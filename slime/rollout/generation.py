@@ -228,7 +228,7 @@ async def tokenize_prompt(state: GenerateState, sample: Sample) -> None:
     """Set the tokens of a sample that has none to those of its prompt."""
     if not isinstance(sample.prompt, str):
         raise ValueError("the prompt is a message list; --apply-chat-template turns it into text")
-    if not sample.multimodal_inputs:
+    if not any((sample.multimodal_inputs or {}).values()):
         sample.tokens = list(state.encode(sample.prompt))
         return
     keywords = build_processor_kwargs(sample.multimodal_inputs)

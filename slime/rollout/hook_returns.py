@@ -14,7 +14,7 @@ from typing import Any
 from slime.rollout.hook_errors import HookError, blame_hook, hook_name
 from slime.rollout.hook_signatures import missing_methods
 from slime.rollout.sample_errors import SampleError, check_distinct, check_reward, describe
-from slime.rollout.sample_values import LOG_PROBS, to_lists, train_problem, values_problem
+from slime.rollout.sample_values import LOG_PROBS, as_list, to_lists, train_problem, values_problem
 from slime.rollout.train_data import mask_sums
 from slime.utils.misc import is_finite_number, kind_of, shown
 from slime.utils.types import Sample
@@ -174,6 +174,7 @@ def check_train_data(args: Namespace, columns: Any) -> dict[str, Any]:
         raise HookReturnError(
             f"{name} returned no {', '.join(missing)}; it must return the columns {', '.join(TRAIN_COLUMNS)}"
         )
+    columns = {column: values for column, values in columns.items() if values is not None or column not in LOG_PROBS}
     num_samples = len(columns["tokens"])
     for column in (*TRAIN_COLUMNS, *(name for name in LOG_PROBS if name in columns)):
         if len(columns[column]) != num_samples:
@@ -191,11 +192,11 @@ def check_train_data(args: Namespace, columns: Any) -> dict[str, Any]:
 
 def _column_problem(args: Namespace, columns: dict[str, Any], position: int) -> str | None:
     """What keeps a converted sample from being trained on."""
-    tokens, length = columns["tokens"][position], columns["response_lengths"][position]
+    tokens, length = as_list(columns["tokens"][position]), columns["response_lengths"][position]
     if not 0 <= length < len(tokens):
         return f"{len(tokens)} tokens and response_length {length}; it must be from 0 to {len(tokens) - 1}"
-    log_probs = {column: columns[column][position] for column in LOG_PROBS if column in columns}
-    mask = columns["loss_masks"][position]
+    log_probs = {column: as_list(columns[column][position]) for column in LOG_PROBS if column in columns}
+    mask = as_list(columns["loss_masks"][position])
     if missing := [column for column, values in {"loss_masks": mask, **log_probs}.items() if values is None]:
         return f"None in {missing[0]}; it must be a list with one entry for each response token"
     if problem := values_problem(tokens, length, mask, log_probs, vocab_size=args.vocab_size):

@@ -28,13 +28,22 @@ _BITS = frozenset((0, 1))
 
 
 def to_lists(sample: Sample) -> None:
-    """Turn arrays and tensors of a sample into the lists that its other readers expect."""
+    """Turn arrays and tensors of a sample into the lists and numbers that its other readers expect."""
     for name in ("tokens", "loss_mask", *LOG_PROBS):
-        values = vars(sample)[name]
-        if hasattr(values, "tolist"):
-            setattr(sample, name, values.tolist())
-        elif isinstance(values, tuple):
-            setattr(sample, name, list(values))
+        setattr(sample, name, as_list(vars(sample)[name]))
+    if hasattr(sample.response_length, "item"):
+        sample.response_length = sample.response_length.item()
+
+
+def as_list(values: Any) -> Any:
+    """Turn an array, a tensor, a tuple, a range or a list of scalar tensors into a list; leave anything else."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    if isinstance(values, tuple | range):
+        values = list(values)
+    if isinstance(values, list) and values and hasattr(values[0], "item"):
+        return [value.item() if hasattr(value, "item") else value for value in values]
+    return values
 
 
 def sample_problem(args: Namespace, sample: Sample, *, evaluation: bool = False) -> str | None:
@@ -89,12 +98,19 @@ def train_problem(args: Namespace, sample: Sample) -> str | None:
 def _image_problem(sample: Sample) -> str | None:
     """What besides text a sample has: the trainer reads nothing of it."""
     for name in ("multimodal_train_inputs", "multimodal_inputs"):
-        if any(value is not None for value in (vars(sample)[name] or {}).values()):
+        values = vars(sample)[name]
+        if values is not None and not isinstance(values, Mapping):
+            return f"{name} of the type {type(values).__name__}; it must be a dict"
+        if any(_is_there(value) for value in (values or {}).values()):
             return (
                 f"{name}: images cannot be trained on yet, the model would only see the tokens that stand for them; "
                 "use --debug-rollout-only or --eval-only"
             )
     return None
+
+
+def _is_there(value: Any) -> bool:
+    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 
 def values_problem(
@@ -177,7 +193,7 @@ def _mask_problem(mask: Any) -> str | None:
 
 def _log_prob_problem(name: str, values: Any, mask: Sequence[Any]) -> str | None:
     numbers = _as_array(values)
-    if numbers is not None and numbers.dtype.kind in "iuf" and (np.abs(numbers) <= _LARGEST).all():  # no nan is
+    if numbers is not None and numbers.dtype.kind in "iuf" and (np.abs(numbers.astype(float)) <= _LARGEST).all():
         return None
     at = next((i for i, value in enumerate(values) if not _is_log_prob(value, mask[i])), None)
     if at is None:
@@ -189,7 +205,8 @@ def _log_prob_problem(name: str, values: Any, mask: Sequence[Any]) -> str | None
 def _is_log_prob(value: Any, is_used: bool) -> bool:
     if not is_used and (value is None or isinstance(value, float | np.floating)):
         return True
-    return isinstance(value, int | float | np.floating) and bool(-_LARGEST <= value <= _LARGEST)
+    number = float(value) if isinstance(value, np.floating) else value  # float16 takes no bound of float32
+    return isinstance(number, int | float) and -_LARGEST <= number <= _LARGEST
 
 
 def _is_id(value: Any, end: int) -> bool:

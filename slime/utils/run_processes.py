@@ -103,7 +103,7 @@ def _open_files(pid: int) -> set[Path]:
 
 def remove_unused(files: Collection[Path]) -> list[Path]:
     """Remove those of the files in /dev/shm that no process has open or mapped any more; returns them."""
-    left = [path for path in files if path.exists()]
+    left = [path for path in files if path.parent == SHARED_MEMORY and path.exists()]
     if not left:
         return []
     used = {path for process in psutil.process_iter() for path in _open_files(process.pid)}

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 RAY_PREFIX = "slime-ray-"
 """How the name of a folder begins that holds the Ray of a run and nothing else; a sweep removes no other folder."""
 _SUFFIX = ".jsonl"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass
@@ -35,22 +36,28 @@ class Record:
         run: mark of the run.
         output_dir: of the run.
         ray: folder of the Ray that it had started.
-        memory: its shared memory.
+        memory: its shared memory, path -> inode: a file of the same name may be somebody else's later.
     """
 
     run: str
     output_dir: Path | None = None
     ray: Path | None = None
-    memory: set[Path] = field(default_factory=set)
+    memory: dict[Path, int] = field(default_factory=dict)
+
+    def memory_left(self) -> list[Path]:
+        """Return what is left of its shared memory."""
+        return [path for path, inode in self.memory.items() if _inode(path) == inode]
 
 
 def directory() -> Path:
-    """Return the directory of this user's records, which nobody else can write to.
+    """Return the directory of this user's records since this kernel has started, which nobody else can write to.
+
+    A lock says nothing about a process under another kernel, which may see the same files: another host, a sandbox.
 
     Raises:
         OSError: there is no such directory, and it cannot be made.
     """
-    path = Path(tempfile.gettempdir()) / f"slime-runs-{os.getuid()}"
+    path = Path(tempfile.gettempdir()) / f"slime-runs-{os.getuid()}-{_BOOT.read_text()[:8]}"
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -85,7 +92,13 @@ def note(run: str, kind: str, path: Path) -> None:
     """Add something to the record of a run, if it has one."""
     with contextlib.suppress(OSError), path_of(run).open("r+") as file:
         file.seek(0, os.SEEK_END)
-        file.write(json.dumps([kind, str(path)]) + "\n")
+        file.write(json.dumps([kind, str(path), _inode(path)]) + "\n")
+
+
+def _inode(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino
+    return None
 
 
 def remove_record(run: str) -> None:
@@ -101,7 +114,7 @@ def dead_runs() -> Iterator[Record]:
     except OSError:
         return
     for path in paths:
-        with contextlib.suppress(OSError), path.open() as file:
+        with contextlib.suppress(OSError), path.open(errors="replace") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield _read(path.name.removesuffix(_SUFFIX), file)
             path.unlink()
@@ -110,10 +123,10 @@ def dead_runs() -> Iterator[Record]:
 def _read(run: str, file: IO[str]) -> Record:
     record = Record(run)
     for line in file:
-        with contextlib.suppress(ValueError):  # half a line: its writer was killed
-            kind, path = json.loads(line)
+        with contextlib.suppress(ValueError, TypeError):  # half a line: its writer was killed
+            kind, path, inode = json.loads(line)
             if kind == "memory":
-                record.memory.add(Path(path))
-            else:
+                record.memory[Path(path)] = int(inode)
+            elif kind in ("output_dir", "ray"):
                 setattr(record, kind, Path(path))
     return record

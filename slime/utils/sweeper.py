@@ -167,7 +167,7 @@ def _remove_ray(folder: Path, keep_logs_at: Path | None) -> None:
     if not folder.name.startswith(RAY_PREFIX):
         return
     logs = (folder / "ray" / "session_latest" / "logs").resolve()
-    if keep_logs_at is not None and logs.is_dir():
+    if keep_logs_at is not None and logs.is_dir() and logs.is_relative_to(folder.resolve()):
         with contextlib.suppress(OSError):
             keep_logs_at.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(keep_logs_at, ignore_errors=True)
@@ -182,7 +182,7 @@ def sweep_dead_runs() -> list[str]:
     for record in dead_runs():
         here = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
         processes = _kill(_Seen(record.run, here, begin=time.time()))
-        memory = remove_unused(record.memory)
+        memory = remove_unused(record.memory_left())
         ray = record.ray if record.ray is not None and record.ray.is_dir() else None
         if ray is not None:
             _remove_ray(ray, None if record.output_dir is None else record.output_dir / "logs" / "ray")

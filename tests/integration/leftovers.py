@@ -25,7 +25,6 @@ class Holdings:
 
     def __init__(self, mark: str) -> None:
         self._mark = f"{MARK}={mark}".encode()
-        self._begin = time.time()
         self.processes: dict[int, psutil.Process] = {}
         self.ports: set[int] = set()
         self.memory: set[Path] = set()
@@ -35,7 +34,7 @@ class Holdings:
         """See what there is now."""
         marked = [process for process in psutil.process_iter(["cmdline", "ppid"]) if self._is_marked(process)]
         self.processes |= {process.pid: process for process in marked}
-        self.memory |= shared_memory_of(self.processes, since=self._begin)
+        self.memory |= shared_memory_of(self.processes, since=0.0)
         for process in marked:
             self.sessions |= {Path(found) for found in _SESSION.findall(" ".join(process.info["cmdline"] or []))}
         self.ports |= {

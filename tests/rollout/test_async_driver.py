@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import train_async
-from slime.ray import checkpoints
+from slime.ray import checkpoints, engine_upkeep
 from slime.ray import run as run_module
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.run import RunPlan, TrainingRun
@@ -141,7 +141,7 @@ def test_the_state_of_the_data_source_is_that_of_the_rollout_that_is_saved(monke
 
 def test_an_evaluation_is_logged_at_the_step_at_which_it_began(monkeypatch):
     logged, shown = [], []
-    monkeypatch.setattr(run_module, "get", lambda ref, what, deadline: ref)
+    monkeypatch.setattr(engine_upkeep, "get", lambda ref, what, deadline, meanwhile: ref)
     monkeypatch.setattr(run_module.logging_utils, "log", lambda args, metrics, key: logged.append(metrics[key]))
     monkeypatch.setattr(run_module.logging_utils, "log_eval_samples", lambda samples, step: shown.append(step))
     run = TrainingRun(run_args(eval_interval=1))

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
+from slime.utils.arguments.check_batch import check_warmup
 from slime.utils.errors import UsageError
 
 
 def make_args(**changes):
     values = {
+        "debug_rollout_only": False,
         "end_weight_decay": 0.1,
         "global_batch_size": 8,
         "lr": 1.0,
@@ -102,6 +104,13 @@ def test_a_decay_without_a_known_end_is_refused():
 def test_a_warm_up_or_final_decay_that_the_decay_has_no_room_for_is_refused(changes, problem):
     with pytest.raises(UsageError, match=problem):
         rates(1, **{"lr_decay_style": "cosine"} | changes)
+
+
+def test_a_share_of_the_run_that_fills_it_with_the_final_decay_is_no_more_than_the_run():
+    # 0.56 * 50 is 28.000000000000004, and 28 + 22 = 50
+    fits = {"lr_decay_style": "WSD", "lr_warmup_fraction": 0.56, "lr_wsd_decay_iters": 22, "lr_decay_iters": 50}
+    assert rates(1, **fits) == [0.0]
+    assert list(check_warmup(make_args(lr_decay_style="cosine", lr_warmup_iters=99, debug_rollout_only=True))) == []
 
 
 def test_a_constant_rate_may_warm_up_for_longer_than_the_run():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 
 import pytest
 
@@ -13,7 +12,7 @@ from slime.ray.train_actor import TrainRayActor
 
 
 def a_loss_that_exits():
-    sys.exit(3)
+    raise SystemExit(3)  # W&B puts a function of its own in the place of sys.exit
 
 
 class Trainer(RayActor):

@@ -213,3 +213,35 @@ def test_the_columns_of_a_converter_are_checked_alike(column: str, value: Any, p
 def test_a_changed_sample_is_a_new_object():
     changed = dataclasses.replace(sample(), reward=0.0)
     check_trainable(ARGS, "a", [sample(), changed])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss_mask": torch.tensor([1, 0, 1])},
+        {"loss_mask": [torch.tensor(1), torch.tensor(0), torch.tensor(1)]},
+        {"response_length": torch.tensor(3)},
+        {"tokens": range(5)},
+        {"multimodal_inputs": {"images": [], "videos": None}},
+        {"rollout_log_probs": np.array([-1, -2, -3], np.float16)},
+    ],
+)
+def test_tensors_and_what_is_empty_are_taken(values):
+    given = sample(**values)
+    to_lists(given)
+    assert train_problem(ARGS, given) is None
+
+
+@pytest.mark.parametrize("column", ["loss_masks", "rollout_log_probs", "teacher_log_probs"])
+def test_a_converters_tensors_are_taken_and_a_column_of_none_is_none(column):
+    columns = samples_to_train_data([sample()], [1.0], [1.0])
+    columns[column] = None if column == "teacher_log_probs" else [torch.tensor([1.0, 0.0, 1.0])]
+    args = rollout_args(vocab_size=100)
+    args.custom_convert_samples_to_train_data_path = "a:b"
+    assert "tokens" in check_train_data(args, dict(columns))
+
+
+def test_a_half_precision_infinity_is_no_log_prob():
+    given = sample(rollout_log_probs=np.array([-INF, -1, -1], np.float16))
+    to_lists(given)
+    assert "a log-prob is a finite number" in train_problem(ARGS, given)

@@ -97,7 +97,9 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(run_records.tempfile, "tempdir", None)
-    return folder / f"slime-runs-{os.getuid()}"
+    found = run_records.directory()
+    found.rmdir()
+    return found
 
 
 def test_the_logs_of_ray_and_the_record_go_with_a_run_that_ended_well(records: Path, tmp_path: Path) -> None:
@@ -137,6 +139,30 @@ def test_records_that_others_could_have_written_are_not_believed(records: Path) 
     assert run_records.begin_record("5678", Path("/out")) is None
     records.chmod(0o700)
     assert [record.run for record in run_records.dead_runs()] == ["1234"]
+
+
+def test_a_file_that_has_taken_the_name_of_a_dead_runs_memory_is_somebody_elses(records: Path) -> None:
+    """Half a line, and what is no line of a record, are passed over."""
+    names = [SHARED_MEMORY / f"slime_{name}_{os.getpid()}" for name in ("kept", "made_again")]
+    for path in names:
+        path.write_text("x")
+    run_records.begin_record("1234", Path("/out")).close()
+    for path in names:
+        run_records.note("1234", "memory", path)
+    with run_records.path_of("1234").open("a") as file:
+        file.write('5\n["run", "5678", null]\n["memory", 5, null]\n["mem')
+    other = names[1].with_name(names[1].name + "_new")
+    other.write_text("y")
+    other.replace(names[1])
+    (record,) = run_records.dead_runs()
+    assert (record.run, record.output_dir, record.memory_left()) == ("1234", Path("/out"), names[:1])
+    for path in names:
+        path.unlink()
+
+
+def test_nothing_outside_of_dev_shm_is_taken_for_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("x")
+    assert remove_unused([tmp_path / "model"]) == [] and (tmp_path / "model").exists()
 
 
 def test_shared_memory_that_somebody_uses_stays(tmp_path: Path) -> None:

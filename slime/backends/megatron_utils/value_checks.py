@@ -266,7 +266,8 @@ def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Itera
             f"--start-weight-decay {first} and --end-weight-decay {last} need --weight-decay-incr-style linear or "
             "cosine."
         )
-    if "weight_decay" in explicit and args.weight_decay not in (first, last):
+    # A critic starts from it where only the actor's entry gives the ends.
+    if "weight_decay" in explicit and args.weight_decay not in (first, last) and not args.use_critic:
         yield (
             f"--weight-decay {args.weight_decay} has no effect with --start-weight-decay {first} and "
             f"--end-weight-decay {last}; leave it out."

@@ -42,6 +42,7 @@ from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_data_source, check_train_data, check_trainable
 from slime.rollout.policy_filtration import filter_train_data
 from slime.rollout.rewards import post_process_rewards
+from slime.rollout.sample_errors import check_distinct
 from slime.rollout.train_data import samples_to_train_data
 from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness, staleness_metrics
 from slime.utils import stacks
@@ -289,7 +290,9 @@ class RolloutManager(RayActor):
         begun: int | None,
     ) -> tuple[list[Box], list[MetricRecord]]:
         self._dump(samples, str(rollout_id))
-        if not self.args.debug_rollout_only:
+        if self.args.custom_convert_samples_to_train_data_path:  # which makes of them what is checked and trained on
+            check_distinct(self._source_name(rollout_id), samples)
+        elif not self.args.debug_rollout_only:
             check_trainable(self.args, self._source_name(rollout_id), samples)
         self._check_staleness(samples, rollout_id)
         self._log_rollout(rollout_id, samples, metrics, rollout_time_s)

@@ -219,7 +219,8 @@ def without_effect(args: argparse.Namespace, explicit: Collection[str]) -> Itera
         yield f"--use-stateless-adam keeps no moments, so these flags have no effect: {options}."
     samples = (args.rollout_batch_size or 0) * args.n_samples_per_prompt
     is_one_step = args.ppo_epochs == 1 and samples < 2 * args.global_batch_size
-    if args.use_opsm and is_one_step and not (args.use_rollout_logprobs or args.keep_old_actor):
+    has_old = args.use_rollout_logprobs or args.keep_old_actor
+    if args.use_opsm and is_one_step and not (has_old or args.debug_rollout_only):
         yield (
             "--use-opsm has no effect with one train step per rollout, whose old log-probs are of the weights that "
             "are trained; give --use-rollout-logprobs, to compare with the engine's."

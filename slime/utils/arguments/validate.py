@@ -86,7 +86,7 @@ def warnings(args: argparse.Namespace, explicit: Collection[str], *, given_load:
     yield from check_async.in_flight_warnings(args)
     if given_load not in (None, args.load, args.save):
         yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
-    if "ckpt_step" in explicit and classify_checkpoint(args.load) != "megatron":
+    if "ckpt_step" in explicit and not args.debug_rollout_only and classify_checkpoint(args.load) != "megatron":
         yield (
             f"--ckpt-step {args.ckpt_step} has no effect: what is loaded, {args.load}, is no Megatron checkpoint with "
             "iterations."
