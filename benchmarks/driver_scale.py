@@ -1,4 +1,4 @@
-"""What the driver's own work costs at n and at 2n samples: CPU seconds and memory, without engines and trainers.
+"""Measure the driver's own work at n and at 2n samples: CPU seconds and memory, without engines and trainers.
 
     python benchmarks/driver_scale.py [--only CASE ...] [--sizes 1000 10000 50000] [--tries 3]
 
@@ -80,12 +80,12 @@ def main() -> None:
 
 
 def growth(once: float, twice: float, least: float) -> float | None:
-    """What doubling multiplies a cost by; None where the cost is too small to tell."""
+    """Return what doubling multiplies a cost by; None where the cost is too small to tell."""
     return twice / max(once, 1e-9) if twice >= least else None
 
 
 def shown(times: float | None) -> str:
-    """As it stands in the table."""
+    """Format a ratio for the table."""
     return "" if times is None else f"{times:.2f}"
 
 
