@@ -23,36 +23,20 @@ import torch.multiprocessing as mp
 
 from slime.backends.megatron_utils.arguments import add_megatron_arguments, derive_megatron, model_args_from_hf
 from slime.backends.megatron_utils.hf_defaults import DELTA_NET
+from slime.utils.arguments.flags import defaults_of
+from slime.utils.arguments.parse import FLAG_CLASSES
 from slime.utils.misc import listen_anywhere
 
 SLIME_DEFAULTS: dict[str, Any] = {
+    name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()
+} | {
     "accelerator": "cpu",
-    "actor_num_nodes": 1,
     "actor_num_gpus_per_node": 1,
-    "custom_model_provider_path": None,
-    "enable_mtp_training": False,
-    "mtp_num_layers": None,
-    "use_stateless_adam": False,
-    "only_train_params_name_list": None,
-    "freeze_params_name_list": None,
     "distributed_timeout_minutes": 2,
-    "update_weights_in_flight": False,
-    "hf_checkpoint": None,
-    "load": None,
-    "loss_type": "policy_loss",
     "lr": 1e-3,
-    "megatron_deepgemm_forward_layers": None,
-    "megatron_deepgemm_moe_forward_layers": None,
-    "model_name": None,
-    "offload_train": False,
-    "qwen_gdn_backend": "fla",
-    "ref_ckpt_step": None,
-    "ref_load": None,
-    "save": None,
-    "seed": 1234,
-    "trust_remote_code": False,
+    "use_critic": False,
 }
-
+"""The command line's own defaults, what a test on CPU gives, and what follows from the estimator."""
 
 BEYOND: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"model_type": "llama"},

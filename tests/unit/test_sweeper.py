@@ -16,7 +16,7 @@ import pytest
 
 from slime.utils import run_records
 from slime.utils.run_processes import MARK, SHARED_MEMORY, processes_of, remove_unused, shared_memory_of
-from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _remove_ray, sweep_dead_runs
+from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _is_alive, _remove_ray, sweep_dead_runs
 
 NET_S = 60.0
 # A driver that starts a child in a session of its own, which writes over its environment and holds shared memory, and
@@ -78,7 +78,7 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
     time.sleep(1.0)  # the sweeper has looked once
     driver.send_signal(signal.SIGKILL)
     driver.wait(5)
-    until(lambda: not [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])
+    until(lambda: not [one for one in found if _is_alive(one)])
     until(lambda: not segment.exists() and not folder.exists())
     assert (tmp_path / "out" / "logs" / "ray" / "raylet.err").read_text() == "why"
     assert other.poll() is None, "a process of another run was ended"
@@ -122,7 +122,7 @@ def test_the_next_run_sweeps_what_a_run_left_that_was_killed_with_its_sweeper(re
     assert sweep_dead_runs() == [] and folder.exists(), "its driver lives"
     driver.kill()
     driver.wait(5)
-    until(lambda: not sweeper.is_running() or sweeper.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not _is_alive(sweeper))
     assert segment.exists() and [one for one in left if one.is_running()], "nobody was there to sweep"
     (said,) = sweep_dead_runs()
     assert f"({tmp_path / 'out'}) had left" in said and "1 files in /dev/shm" in said and str(folder) in said
