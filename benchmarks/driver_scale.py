@@ -2,10 +2,11 @@
 
     python benchmarks/driver_scale.py [--only CASE ...] [--sizes 1000 10000 50000] [--tries 3]
 
-Each case runs in a child process of its own with samples of 64 + 64 tokens in groups of 8, and shows the best of three
-tries. The 500 engines are fake: a custom generate function writes the tokens, and telling an engine to abort costs
-nothing, so that only the driver is measured. For `streamed response` n is the number of tokens of one response, sent
-as SGLang sends it: each event holds everything so far.
+Each case runs in a child process of its own with samples of 64 + 64 tokens in groups of 8, and shows the best of at
+least three tries and two CPU seconds (at most 30 tries: a short case is disturbed in more of them). The 500 engines
+are fake: a custom generate function writes the tokens, and telling an engine to abort costs nothing, so that only the
+driver is measured. For `streamed response` n is the number of tokens of one response, sent as SGLang sends it: each
+event holds everything so far.
 
 Ends with status 1 where doubling n costs more than 2.3 times the CPU time or the memory. What takes less than 0.1 s or
 32 MiB at 2n is shown and not judged.
@@ -50,7 +51,7 @@ from slime.utils.misc import spare_garbage_collector  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
 ENGINES, DP_SIZE = 500, 8
-MOST_TIMES, QUICK_S, SMALL_MIB, MIB = 2.3, 0.1, 32.0, 1 << 20
+MOST_TIMES, QUICK_S, LEAST_S, SMALL_MIB, MIB = 2.3, 0.1, 2.0, 32.0, 1 << 20
 Work = Callable[[], Any]
 Figures = tuple[float, float]
 
@@ -70,13 +71,27 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         for case in options.only:
             for n in options.sizes:
-                once, twice = (measure(case, args, size, options.tries) for size in (n, 2 * n))
+                once, twice = best(case, args, n, options.tries)
                 cpu, memory = (growth(once[i], twice[i], least) for i, least in enumerate((QUICK_S, SMALL_MIB)))
                 seconds, sizes = (f"{once[0]:.3f} | {twice[0]:.3f}", f"{once[1]:.0f} | {twice[1]:.0f}")
                 print(f"| {case} | {n:,} | {seconds} | {shown(cpu)} | {sizes} | {shown(memory)} |", flush=True)
                 problems += [f"{case} at {n:,}"] * (max(cpu or 0, memory or 0) > MOST_TIMES)
     if problems:
         sys.exit(f"doubling costs more than {MOST_TIMES} times: {', '.join(problems)}")
+
+
+def best(case: str, args: Any, n: int, tries: int) -> tuple[Figures, Figures]:
+    """Return the figures at n and at 2n; measure both again where the CPU time has grown too much.
+
+    Other processes only ever add to a CPU time (they take the caches), so the lesser of two is nearer to the truth.
+    """
+    found: list[Figures] = []
+    for _ in range(2):
+        now = [measure(case, args, size, tries) for size in (n, 2 * n)]
+        found = [(min(a[0], b[0]), max(a[1], b[1])) for a, b in zip(found or now, now, strict=True)]
+        if (growth(found[0][0], found[1][0], QUICK_S) or 0) <= MOST_TIMES:
+            break
+    return found[0], found[1]
 
 
 def growth(once: float, twice: float, least: float) -> float | None:
@@ -122,7 +137,9 @@ def _measure_here(case: str, args: Any, n: int, tries: int, sender: Any) -> None
     args = args.replace(sglang_server_concurrency=at_once)
     server_control.list_workers = _list_workers
     server_control.abort_all = _abort
-    figures = [_once(CASES[case](args, n)) for _ in range(tries)]
+    figures: list[Figures] = []
+    while len(figures) < tries or (len(figures) < 10 * tries and sum(f[0] for f in figures) < LEAST_S):
+        figures.append(_once(CASES[case](args, n)))
     sender.send((min(f[0] for f in figures), max(f[1] for f in figures)))  # a later try finds freed memory
 
 

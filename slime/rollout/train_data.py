@@ -35,7 +35,7 @@ def samples_to_train_data(
     loss_masks = [response_loss_mask(sample) for sample in samples]
     rollout_ids = fill_rollout_ids([sample.rollout_id for sample in samples])
     data: TrainData = {
-        "tokens": [list(sample.tokens) for sample in samples],
+        "tokens": [sample.tokens for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
         "rewards": [float(reward) for reward in rewards],
         "raw_reward": [float(s.metadata.get("raw_reward", raw)) for s, raw in zip(samples, raw_rewards, strict=True)],
@@ -127,5 +127,5 @@ def _log_probs(sample: Sample, mask: list[int], field: str) -> list[float]:
         raise ValueError(f"sample {sample.index} has {len(log_probs)} {field} for {len(mask)} tokens")
     is_number = np.isfinite(np.asarray(log_probs, float))  # None is not; slime.rollout.sample_values: it is masked
     if is_number.all():
-        return list(log_probs)
+        return log_probs
     return [value if usable else 0.0 for value, usable in zip(log_probs, is_number, strict=True)]
