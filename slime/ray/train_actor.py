@@ -27,6 +27,7 @@ from slime.utils.arguments.roles import Role
 from slime.utils.collective_state import CollectiveState
 from slime.utils.errors import UsageError
 from slime.utils.network import HOST_IP, out_of_reach
+from slime.utils.private_files import use_private_temp_dir
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class TrainRayActor(RayActor):
 
     def __init__(self, args: Any, rank: int, world_size: int, log_path: str, role: Role = "actor") -> None:
         redirect_output(log_path)
+        use_private_temp_dir()
         self._name = f"{NAMES[role]} {rank}"
         configure_logger(self._name)
         stacks.can_be_asked()

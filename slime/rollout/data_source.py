@@ -21,6 +21,7 @@ from slime.utils.data import Dataset
 from slime.utils.dumps import load_dump
 from slime.utils.manifest import entries_of, to_disk, write_manifest
 from slime.utils.misc import load_function
+from slime.utils.private_files import READABLE, open_new
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -163,7 +164,8 @@ class RolloutDataSource(DataSource):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".tmp{os.getpid()}")
         try:
-            with temporary.open("wb") as file:
+            # Readable for those with whom the checkpoint is shared; a resumed run trusts what is in it.
+            with open_new(temporary, mode=READABLE) as file:
                 torch.save({**self.state_dict(), "trained_at": WeightClock().trained_at(rollout_id)}, file)
             (entry,) = entries_of(path.parent, [temporary]).values()
             write_manifest(manifest_of_state(path), {path.name: entry})

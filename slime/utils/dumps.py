@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.utils.errors import UsageError
 from slime.utils.full_disk import line_of_full_disk
+from slime.utils.private_files import open_new
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 def save_dump(path: str | Path, data: dict[str, Any]) -> None:
     """Write a dump and the directories above it; numpy arrays become tensors, which can be read without trust.
 
+    Only this user can read and write it: it holds prompts and answers, and whoever loads one with trust runs its code.
     One for which the disk has no room is left out, and an error says so: no run depends on it.
     """
     import torch
@@ -32,7 +34,7 @@ def save_dump(path: str | Path, data: dict[str, Any]) -> None:
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:  # torch's own says of a full disk only that it could not write
+        with open_new(unfinished) as file:  # torch's own says of a full disk only that it could not write
             torch.save(_plain(data), file)
         unfinished.replace(target)
     except (OSError, RuntimeError) as error:

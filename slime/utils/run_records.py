@@ -13,12 +13,13 @@ import fcntl
 import json
 import logging
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from slime.utils.private_files import make_own_directory
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,7 @@ def directory() -> Path:
         OSError: there is no such directory, and it cannot be made.
     """
     path = Path(tempfile.gettempdir()) / f"slime-runs-{os.getuid()}-{_BOOT.read_text()[:8]}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} is not a directory of this user alone")
+    make_own_directory(path)
     return path
 
 

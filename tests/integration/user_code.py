@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -132,3 +134,13 @@ def _processes_of_engine(logs: Path, number: int) -> list[psutil.Process]:
     launch_file = str(logs / f"engine_{number}.json")
     servers = [one for one in psutil.process_iter(["cmdline"]) if launch_file in (one.info["cmdline"] or [])]
     return [process for server in servers for process in [*server.children(recursive=True), server]]
+
+
+async def show_to_a_stranger(args: Any, sample: Any, **_: Any) -> float:
+    """Have another user look at the files of the run while it goes on; once."""
+    note = Path(args.output_dir) / "stranger.json"
+    if args.sglang_router_ip and not note.exists():
+        note.touch()
+        command = [sys.executable, "-m", "tests.integration.file_stranger", str(note.parent.parent)]
+        note.write_bytes(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    return await share_of_digits(args, sample)

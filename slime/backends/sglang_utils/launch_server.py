@@ -18,30 +18,41 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.api_keys import ENGINE_ENV, HiddenText
+from slime.utils.private_files import use_private_temp_dir, write_private
+from slime.utils.secret_names import is_secret
 
 
 def write_launch_file(path: Path, *, accelerator: str, server_args: dict[str, Any]) -> None:
-    """Write what `main` reads."""
+    """Write what `main` reads, for this user alone: there may be passwords in it, and it decides what code runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"accelerator": accelerator, "server_args": server_args}, indent=2))
+    write_private(path, json.dumps({"accelerator": accelerator, "server_args": server_args}, indent=2))
 
 
 def main(path: Path) -> None:
     """Serve until told to stop; every child process ends with this one."""
     launch = json.loads(path.read_text())
+    # Its sockets and its files in shared directories are for its own processes; the log is open already.
+    os.umask(0o077)
+    use_private_temp_dir()
     prepare(launch)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
     key = os.environ.get(ENGINE_ENV)
-    server_args = ServerArgs(**launch["server_args"], **({"api_key": HiddenText(key)} if key else {}))
+    values = launch["server_args"] | ({"api_key": key} if key else {})
+    server_args = ServerArgs(**{name: hidden(name, value) for name, value in values.items()})
     if launch["accelerator"] == "cpu":
         fork_children()
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def hidden(name: str, value: Any) -> Any:
+    """Return a value that SGLang's log shows as `***` where the name says that it is a secret."""
+    return HiddenText(value) if isinstance(value, str) and is_secret(name) else value
 
 
 def prepare(launch: dict[str, Any]) -> None:
@@ -59,6 +70,10 @@ def prepare(launch: dict[str, Any]) -> None:
         weight_samples,
     )
 
+    if launch["accelerator"] != "cpu":
+        from slime.backends.sglang_utils import numa_script
+
+        numa_script.install()
     store_address.install()
     disk_weights.install()
     weight_samples.install(on_cpu=launch["accelerator"] == "cpu")

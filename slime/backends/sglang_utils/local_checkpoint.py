@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slime.utils import manifest
+from slime.utils.private_files import make_own_directory
 from slime.utils.safetensors_files import files_of, read_header, read_index
 from slime.utils.wait import lock_file
 
@@ -64,7 +65,13 @@ class LocalCheckpoint:
             RefusedError: it cannot be brought there.
         """
         wanted = read_index(version_dir)["metadata"]
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make_own_directory(self.root.resolve(), forbidden=0o022)
+        except PermissionError as error:
+            raise RefusedError(
+                f"{FLAG} {self.root}: {error}, who could replace the weights; give a directory that only you can write"
+            ) from None
         with (self.root / ".lock").open("a") as lock:
             lock_file(lock, f"another engine to finish with {self.root}", LOCK_DEADLINE_S)
             self._hold(wanted["run"])

@@ -20,6 +20,7 @@ from slime.ray.rollout.ports import PortBlock, is_free, reserve_block
 from slime.utils.api_keys import protect_router
 from slime.utils.errors import UsageError
 from slime.utils.misc import url_host
+from slime.utils.private_files import write_private
 from slime.utils.processes import log_tail, registry
 from slime.utils.wait import WaitTimeout, wait
 
@@ -90,7 +91,7 @@ class Router:
         protect_router(self.address.url)
         file = self._log_path.with_suffix(".json")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self._values(self._block[1]), indent=2))
+        write_private(file, json.dumps(self._values(self._block[1]), indent=2))  # there may be passwords in it
         self._process = registry().start(
             [sys.executable, "-m", f"slime.backends.sglang_utils.{self._program}", str(file)],
             name="router",
