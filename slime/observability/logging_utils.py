@@ -160,10 +160,11 @@ def init_tracking(args: Namespace, primary: bool = True) -> None:
     if not primary:
         return
     trackers: list[TensorboardSink | WandbSink] = []
+    runs = tracker_runs(args)  # one for both: each writes the file with what it knows
     if args.use_tensorboard:
-        trackers.append(TensorboardSink(args, tracker_runs(args)))
+        trackers.append(TensorboardSink(args, runs))
     if args.use_wandb:
-        trackers.append(WandbSink(args, tracker_runs(args)))
+        trackers.append(WandbSink(args, runs))
     directory = Path(args.output_dir)
     _tracking.args = args
     _tracking.sinks = [ConsoleSink(), JsonlSink(directory / METRICS_FILE), *trackers]

@@ -439,6 +439,28 @@ def test_a_run_that_goes_on_writes_to_the_tensorboard_directory_that_it_had(tmp_
     assert (tmp_path / "tb" / "e").is_dir()
 
 
+def test_a_run_that_goes_on_goes_on_in_both_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The packages themselves, W&B offline: each notes what it logs to in the same file."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    save = tmp_path / "saved"
+    line = {"save": str(save), "load": str(save)}
+    line |= {"use_tensorboard": True, "tb_project_name": str(tmp_path / "tb")}
+    line |= {"use_wandb": True, "wandb_mode": "offline"}
+    for clock in ("20260101-000000", "20260102-000000"):
+        fake = Namespace(strftime=lambda _, now=clock: now)  # W&B reads the clock, too
+        monkeypatch.setattr("slime.observability.tensorboard_utils.time", fake)
+        init_tracking(make_args(tmp_path, **line))
+        finish_tracking()
+        has_saved(save)
+    assert [path.name for path in (tmp_path / "tb").iterdir()] == ["20260101-000000"]
+    ids = {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}
+    kept = json.loads((save / "trackers.json").read_text())
+    assert kept == {"tensorboard_dir": str(tmp_path / "tb/20260101-000000"), "wandb_run_id": ids.pop()} and not ids
+
+
 def test_wandb_files_are_below_their_directory(wandb_asked, tmp_path: Path):
     assert wandb_asked()[1]["dir"] == str(tmp_path)
     assert wandb_asked(wandb_dir=str(tmp_path / "w"))[1]["dir"] == str(tmp_path / "w")
