@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_rewards
-from slime.utils.misc import group_by, is_finite_number, load_function, shown
+from slime.utils.misc import group_by, hook_args, is_finite_number, load_function, shown
 from slime.utils.overlong import overlong_penalties
 from slime.utils.reward_baselines import GREEDY_REWARD, Baseline, group_mean
 from slime.utils.types import Sample
@@ -37,7 +37,7 @@ def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[f
     if args.custom_reward_post_process_path:
         path = args.custom_reward_post_process_path
         with blame_hook(f"--custom-reward-post-process-path {hook_name(path)}"):
-            returned = load_function(path)(args, samples)
+            returned = load_function(path)(hook_args(args), samples)
         return check_rewards(path, returned, len(samples))
     from slime.utils.ppo_utils.estimators import ESTIMATORS  # torch: not needed by whoever only generates
 

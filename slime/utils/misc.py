@@ -57,6 +57,15 @@ def load_function(path: str) -> Any:
     return found
 
 
+def hook_args(args: Any) -> Any:
+    """Return what hooks of this process get as `args`: one copy for all of them, which they may assign to.
+
+    A later hook of the process sees what an earlier one assigned. Frozen `args` stay as they were parsed, and other
+    processes have copies of their own. Anything else than frozen `Args` is returned as it is.
+    """
+    return getattr(args, "for_hooks", args)
+
+
 def _load_module(name: str, *, asked: str) -> Any:
     try:
         return importlib.import_module(name)

@@ -75,7 +75,7 @@ def test_frozen_args_refuse_changes_also_after_pickling(base: dict[str, list[str
 
 
 def test_run_time_values_are_published_to_frozen_args() -> None:
-    args = Args(sglang_router_ip=None).freeze()
+    args = Args(sglang_router_ip=None, sglang_router_port=None, sglang_model_routers=None).freeze()
     publish_runtime(args, sglang_router_ip="1.2.3.4", sglang_router_port=5, sglang_model_routers={"m": ("1.2.3.4", 5)})
     assert (args.sglang_router_ip, args.sglang_router_port) == ("1.2.3.4", 5)
     assert args.is_frozen

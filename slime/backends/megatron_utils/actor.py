@@ -75,7 +75,7 @@ from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
-from slime.utils.misc import load_function
+from slime.utils.misc import hook_args, load_function
 from slime.utils.ppo_utils import KlController
 from slime.utils.tensor_backper import TensorBackuper
 
@@ -148,7 +148,7 @@ class MegatronTrainActor:
             self._memory.start()
         init_gloo_group(timedelta(minutes=self.args.distributed_timeout_minutes))
         if self.args.custom_megatron_init_path:
-            load_function(self.args.custom_megatron_init_path)(self.args)
+            load_function(self.args.custom_megatron_init_path)(hook_args(self.args))
         self.state = setup_model_and_optimizer(self.args)
         self._weights = TensorBackuper(self._named_weights)
         if needs_reference(self.args):
@@ -231,7 +231,7 @@ class MegatronTrainActor:
                 add_log_probs(args, self.state.model, self._weights, micro_batches)
             compute_advantages_and_returns(args, rollout_data, self._kl_controller.coef)
         if args.rollout_data_postprocess_path:
-            load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
+            load_function(args.rollout_data_postprocess_path)(hook_args(args), rollout_id, rollout_data)
         group = parallel_state.get_data_parallel_group()  # context-parallel ranks have the same columns
         rollout_metrics = {**column_means(micro_batches, group), "rollout/step": rollout_id}
         if args.kl_coef:

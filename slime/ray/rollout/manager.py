@@ -50,7 +50,7 @@ from slime.utils.api_keys import use_keys
 from slime.utils.dumps import load_samples, save_dump, subsample
 from slime.utils.full_disk import line_of_full_disk
 from slime.utils.http_utils import init_http_client
-from slime.utils.misc import Box, load_function, spare_garbage_collector
+from slime.utils.misc import Box, hook_args, load_function, spare_garbage_collector
 from slime.utils.outages import OUTAGES, origin
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -124,7 +124,7 @@ class RolloutManager(RayActor):
     def _open_data_source(self, args: Any) -> None:
         path = args.data_source_path
         with blame_hook(f"--data-source-path {hook_name(path)}", only_exits=True):
-            source = load_function(path)(args)
+            source = load_function(path)(hook_args(args))
         self._data_source = check_data_source(path, source)
 
     def _start_servers(self) -> None:
@@ -314,10 +314,12 @@ class RolloutManager(RayActor):
         Returns:
             the metric records, and the answers to show (--log-eval-samples).
         """
-        output = call_rollout_fn(self._evaluate, self.args, rollout_id, self._data_source, evaluation=True)
+        output = call_rollout_fn(self._evaluate, hook_args(self.args), rollout_id, self._data_source, evaluation=True)
         self._dump([s for result in output.data.values() for s in result.get("samples") or []], f"eval_{rollout_id}")
         extra = dict(output.metrics or {})
-        if not self._is_logged("custom_eval_rollout_log_function_path", rollout_id, self.args, output.data, extra):
+        if not self._is_logged(
+            "custom_eval_rollout_log_function_path", rollout_id, hook_args(self.args), output.data, extra
+        ):
             metrics = compute_eval_metrics(self.args, output.data) | extra
             logging_utils.log(self.args, {**metrics, "eval/step": step}, "eval/step")
         return logging_utils.take_pending(), pick_eval_samples(output.data, self.args.log_eval_samples)
@@ -378,7 +380,9 @@ class RolloutManager(RayActor):
         stop_worker()
         self._finish = None
         if self._data_source is not None:
-            self._open_data_source(self.args.replace(load=load))
+            args = hook_args(self.args)
+            args.load = load
+            self._open_data_source(args)
 
     @ray.method(concurrency_group="control")
     def let_go_on(self) -> None:
@@ -409,7 +413,9 @@ class RolloutManager(RayActor):
         """The rollout's samples, generated or replayed (--load-debug-rollout-data), and metrics of their making."""
         template = self.args.load_debug_rollout_data
         if template is None:
-            output = call_rollout_fn(self._generate, self.args, rollout_id, self._data_source, evaluation=False)
+            output = call_rollout_fn(
+                self._generate, hook_args(self.args), rollout_id, self._data_source, evaluation=False
+            )
             return flatten(output.samples), output.metrics
         samples = load_samples(template.format(rollout_id=rollout_id), option="--load-debug-rollout-data")
         return subsample(samples, self.args.load_debug_rollout_data_subsample), None
@@ -423,7 +429,7 @@ class RolloutManager(RayActor):
     def _convert(self, samples: list[Sample]) -> dict[str, Any]:
         if path := self.args.custom_convert_samples_to_train_data_path:
             with blame_hook(f"--custom-convert-samples-to-train-data-path {hook_name(path)}"):
-                columns = load_function(path)(self.args, samples)
+                columns = load_function(path)(hook_args(self.args), samples)
             return check_train_data(self.args, columns)
         raw_rewards, rewards = post_process_rewards(self.args, samples)
         if path := self.args.custom_reward_post_process_path:  # it may have put teacher log-probs on the samples
@@ -434,7 +440,7 @@ class RolloutManager(RayActor):
     def _log_rollout(
         self, rollout_id: int, samples: list[Sample], extra: dict[str, float] | None, rollout_time_s: float
     ) -> None:
-        given = (rollout_id, self.args, samples, dict(extra or {}), rollout_time_s)
+        given = (rollout_id, hook_args(self.args), samples, dict(extra or {}), rollout_time_s)
         if self._is_logged("custom_rollout_log_function_path", *given):
             return
         metrics = compute_rollout_metrics(self.args, samples, rollout_time_s) | (extra or {})

@@ -1,7 +1,4 @@
-"""`Args`: the parsed flags, read-only once they are checked.
-
-It holds values and knows none of them; what it refuses is to be changed behind everyone's back after `parse_args`.
-"""
+"""`Args`: the parsed flags, read-only once they are checked, and the copy of them that hooks may assign to."""
 
 from __future__ import annotations
 
@@ -9,12 +6,13 @@ import argparse
 from typing import Any
 
 from slime.utils.api_keys import make_keys
+from slime.utils.misc import hook_args
 
 
 class Args(argparse.Namespace):
     """A Namespace that can be frozen. Copies and pickles (Ray sends it to every actor) stay frozen."""
 
-    __slots__ = ("_frozen",)
+    __slots__ = ("_copy", "_frozen")
 
     @property
     def is_frozen(self) -> bool:
@@ -24,9 +22,20 @@ class Args(argparse.Namespace):
         except AttributeError:
             return False
 
+    @property
+    def for_hooks(self) -> Args:
+        """The copy that hooks of this process get as `args` (`slime.utils.misc.hook_args`); not frozen."""
+        if not self.is_frozen:
+            return self
+        copy: Args = object.__getattribute__(self, "_copy")
+        return copy
+
     def freeze(self) -> Args:
         """Make every later change an error; returns itself."""
-        object.__setattr__(self, "_frozen", True)
+        if not self.is_frozen:
+            # Before anyone else has the object: threads that asked for it at the same time would get two.
+            object.__setattr__(self, "_copy", self.replace())
+            object.__setattr__(self, "_frozen", True)
         return self
 
     def replace(self, **changes: Any) -> Args:
@@ -80,8 +89,9 @@ def publish_runtime(
 
     The only place that changes frozen args; RolloutManager calls it once, on its own copy.
     """
-    vars(args).update(
-        sglang_router_ip=sglang_router_ip,
-        sglang_router_port=sglang_router_port,
-        sglang_model_routers=sglang_model_routers,
-    )
+    for values in (args, hook_args(args)):
+        vars(values).update(
+            sglang_router_ip=sglang_router_ip,
+            sglang_router_port=sglang_router_port,
+            sglang_model_routers=sglang_model_routers,
+        )

@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.loss.reducers import pack_report
 from slime.backends.megatron_utils.loss.responses import get_responses
 from slime.backends.megatron_utils.loss.sft import sft_loss_function
 from slime.backends.megatron_utils.loss.value import get_values, value_loss_function
-from slime.utils.misc import load_function
+from slime.utils.misc import hook_args, load_function
 
 __all__ = [
     "apply_opd_kl_to_advantages",
@@ -75,13 +75,13 @@ def loss_function(
     """
     sum_of_sample_mean = loss_reducer(args, batch, batch["loss_masks"])
     if args.loss_type == "custom_loss":
-        function = load_function(args.custom_loss_function_path)
+        function = functools.partial(load_function(args.custom_loss_function_path), hook_args(args))
     else:
-        function = LOSS_FUNCTIONS[args.loss_type]
+        function = functools.partial(LOSS_FUNCTIONS[args.loss_type], args)
     if args.recompute_loss_function and args.loss_type == "custom_loss":
         # Which tensors a loss of the user's own keeps is not known: it is run again as a whole.
         function = functools.partial(checkpoint, function, use_reentrant=False)
-    loss, metrics = function(args, batch, logits, sum_of_sample_mean)
+    loss, metrics = function(batch, logits, sum_of_sample_mean)
     objective = loss
     if batch.get("predictions"):
         of_predictions, more_metrics = prediction_loss(args, batch, sum_of_sample_mean)

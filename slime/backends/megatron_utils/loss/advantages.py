@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.loss.aggregation import zero_masked
 from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_advantages
-from slime.utils.misc import load_function
+from slime.utils.misc import hook_args, load_function
 from slime.utils.ppo_utils import (
     ESTIMATORS,
     compute_approx_kl,
@@ -81,7 +81,7 @@ def _estimate_with_values(args: Any, rollout_data: dict[str, Any], rewards: torc
 
 
 def _call_custom(args: Any, rollout_data: dict[str, Any]) -> None:
-    load_function(args.custom_advantage_function_path)(args, rollout_data)
+    load_function(args.custom_advantage_function_path)(hook_args(args), rollout_data)
     for name in ("advantages", "returns"):
         if name not in rollout_data:
             raise ValueError(

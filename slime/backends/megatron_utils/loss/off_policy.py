@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slime.utils.misc import load_function
+from slime.utils.misc import hook_args, load_function
 from slime.utils.ppo_utils.kl import clamp_log_ratio
 
 Corrected = tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]
@@ -77,7 +77,7 @@ def correct(
     path = args.custom_tis_function_path
     function: Callable[..., Corrected] = load_function(path) if path else vanilla_tis_function
     return function(
-        args=args,
+        args=hook_args(args),
         pg_loss=pg_loss,
         train_log_probs=list(train_log_probs),
         rollout_log_probs=batch["rollout_log_probs"],

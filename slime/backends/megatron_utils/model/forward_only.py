@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import columns_from_last_stage
 from slime.backends.megatron_utils.routing_replay import tell_routers
 from slime.utils.errors import UsageError
-from slime.utils.misc import load_function
+from slime.utils.misc import hook_args, load_function
 
 
 def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
@@ -152,7 +152,7 @@ def compute_columns(
         {"<prefix><name>": [S][R]}, in the order of the share.
     """
     if args.custom_megatron_before_log_prob_hook_path:
-        load_function(args.custom_megatron_before_log_prob_hook_path)(args, model, store_prefix)
+        load_function(args.custom_megatron_before_log_prob_hook_path)(hook_args(args), model, store_prefix)
     for chunk in model:
         chunk.eval()
 

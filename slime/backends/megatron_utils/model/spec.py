@@ -29,7 +29,7 @@ from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, Sa
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
 from slime.utils import accelerator
 from slime.utils.fusion import kernel_on_cuda
-from slime.utils.misc import load_function
+from slime.utils.misc import hook_args, load_function
 
 OF_VARIANT = {
     "gated_delta_net": "slime_plugins.models.qwen3_next.get_qwen3_next_spec",
@@ -120,7 +120,7 @@ def block_spec(
     path = ".".join(args.spec) if args.spec else OF_VARIANT.get(args.experimental_attention_variant)
     if path is None:
         return assemble_block(args, config, vp_stage)
-    found: TransformerBlockSubmodules | ModuleSpec = load_function(path)(args, config, vp_stage)
+    found: TransformerBlockSubmodules | ModuleSpec = load_function(path)(hook_args(args), config, vp_stage)
     return found
 
 

@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.model.routing import load_balancing_metrics
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import from_last_stage
-from slime.utils.misc import load_function
+from slime.utils.misc import hook_args, load_function
 
 
 def train_one_step(
@@ -47,7 +47,7 @@ def train_one_step(
     state.optimizer.zero_grad()
     if args.custom_megatron_before_train_step_hook_path:
         hook = load_function(args.custom_megatron_before_train_step_hook_path)
-        hook(args, rollout_id, step_id, state.model, state.optimizer, state.scheduler)
+        hook(hook_args(args), rollout_id, step_id, state.model, state.optimizer, state.scheduler)
 
     global_batch_size = micro_batches.global_batch_sizes[step_id]
     reports = _forward_backward(args, state.model, micro_batches, step_id)

@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.update_weight.bucket_stream import check_vers
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Transport
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
-from slime.utils.misc import load_function
+from slime.utils.misc import hook_args, load_function
 from slime.utils.weight_dir import FLAG, WeightDir
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class DiskWeightUpdater(WeightUpdater):
             return
         failure, message = None, None
         try:
-            self._hook(self.args, path, self._engines)
+            self._hook(hook_args(self.args), path, self._engines)
         except Exception as error:  # the user's code: told with its rank, and raised on all
             logger.exception("%s failed", HOOK_FLAG)
             failure, message = error, f"{type(error).__name__}: {error}"
