@@ -15,7 +15,7 @@ from slime.utils.misc import decode_int32_meta_array
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 T = TypeVar("T")
 RolloutBatch = dict[str, Any]  # the keys: slime.utils.train_data.RolloutBatch
@@ -247,6 +247,8 @@ class Sample:
     ) -> None:
         """Append tokens to the response and keep every parallel list in step.
 
+        Lists are extended in place: a caller that holds `sample.loss_mask` sees what is appended.
+
         Args:
             args: needed only for what `meta_info` says about routed experts and speculative decoding.
             tokens: new token ids; None appends nothing (to take over `meta_info` alone).
@@ -269,16 +271,20 @@ class Sample:
             self.loss_mask = [1] * previous
         if self.rollout_log_probs is None and previous == 0 and tokens:
             self.rollout_log_probs = []
-        self.tokens = [*self.tokens, *tokens]
+        self.tokens = _extended(self.tokens, tokens)
         self.response_length = previous + len(tokens)
-        self.loss_mask = [*self.loss_mask, *([1 if trainable else 0] * len(tokens))]
+        self.loss_mask = _extended(self.loss_mask, [1 if trainable else 0] * len(tokens))
         if self.rollout_log_probs is not None:
             new = log_probs if trainable and log_probs is not None else [0.0] * len(tokens)
-            self.rollout_log_probs = [*self.rollout_log_probs, *new]
+            self.rollout_log_probs = _extended(self.rollout_log_probs, new)
         if text:
             self.response += text
         if spans is not None:
-            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = spans
+            ids, ends = spans
+            if self.rollout_top_p_token_offsets is None:
+                self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = [], [0] * (previous + 1)
+            self.rollout_top_p_token_ids = _extended(self.rollout_top_p_token_ids, ids)
+            self.rollout_top_p_token_offsets = _extended(self.rollout_top_p_token_offsets, ends)
         if experts is not None:
             self.rollout_routed_experts = experts
         if update_terminal_info and meta_info.get("finish_reason"):
@@ -307,7 +313,7 @@ class Sample:
             raise ValueError(f"the response already has {self.response_length} tokens without rollout_log_probs")
 
     def _top_p_spans(self, num_new: int, meta_info: dict[str, Any]) -> tuple[list[int], list[int]] | None:
-        """(ids, offsets) of the response with `num_new` more tokens; None where no token ever had any."""
+        """(ids, where those of each token end) of `num_new` tokens to append; None where no token ever had any."""
         ids = decode_int32_meta_array(meta_info, _TOP_P_ID_KEYS)
         offsets = decode_int32_meta_array(meta_info, _TOP_P_OFFSET_KEYS)
         if (ids is None) != (offsets is None):
@@ -318,10 +324,9 @@ class Sample:
             ids, offsets = [], [0] * (num_new + 1)
         if len(offsets) != num_new + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or sorted(offsets) != offsets:
             raise ValueError(f"top-p offsets must be {num_new + 1} rising entries from 0 to {len(ids)}: {offsets}")
-        old_ids = [] if self.rollout_top_p_token_ids is None else _as_list(self.rollout_top_p_token_ids)
-        old_offsets = self.rollout_top_p_token_offsets
-        old_offsets = [0] * (self.response_length + 1) if old_offsets is None else _as_list(old_offsets)
-        return [*old_ids, *ids], [*old_offsets, *(old_offsets[-1] + offset for offset in offsets[1:])]
+        old = self.rollout_top_p_token_offsets
+        start = 0 if old is None else int(old[-1])
+        return ids, [start + offset for offset in offsets[1:]]
 
     def _routed_experts(self, args: Namespace | None, meta_info: dict[str, Any], *, num_tokens: int) -> Any:
         """[rows, num_layers, topk] of all tokens so far; None where the engine says nothing of experts."""
@@ -365,9 +370,12 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
     return memo[id(value)]
 
 
-def _as_list(values: Any) -> list[int]:
-    """A list of ints, from a list, an array or a tensor."""
-    return values.tolist() if hasattr(values, "tolist") else list(values)
+def _extended(values: Any, new: Iterable[Any]) -> list[Any]:
+    """The list `values` itself with `new` at its end; an array, a tensor or a tuple becomes a list first."""
+    if not isinstance(values, list):
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+    values.extend(new)
+    return values
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,27 @@ def test_after_any_turns_every_list_is_the_concatenation_of_what_was_appended(pr
     assert sample.effective_response_length == sum(kind == "model" for kind, _ in flat)
 
 
+def test_a_caller_that_holds_a_list_of_the_sample_sees_what_is_appended():
+    sample = Sample(tokens=[1], response_length=0)
+    tops = {"meta_info": {"top_p_token_ids": [9], "top_p_token_offsets": [0, 1]}}
+    append(sample, "model", [(2, -1.0)], **tops)
+    names = ("tokens", "loss_mask", "rollout_log_probs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+    held = {name: getattr(sample, name) for name in names}
+    append(sample, "tool", [3])
+    append(sample, "model", [(4, -2.0)], **tops)
+    assert all(getattr(sample, name) is values for name, values in held.items())
+    assert held["loss_mask"] == [1, 0, 1]
+    assert held["rollout_top_p_token_offsets"] == [0, 1, 1, 2]
+
+
+def test_a_snapshot_does_not_grow_with_its_sample():
+    sample = Sample(tokens=[1])
+    append(sample, "model", [(2, -1.0)])
+    before = sample.snapshot()
+    append(sample, "model", [(3, -1.0)])
+    assert (before.tokens, before.loss_mask, before.rollout_log_probs) == ([1, 2], [1], [-1.0])
+
+
 @given(parts=segments, cut=st.integers(0, 8))
 def test_a_sample_that_was_stored_between_two_turns_goes_on_as_if_it_had_not_been(parts, cut):
     straight, stored = Sample(tokens=[1]), Sample(tokens=[1])
