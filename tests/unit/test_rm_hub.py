@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 
 from slime.rollout import rm_hub
-from slime.rollout.rm_hub import async_rm, batched_async_rm, bounded_sympy, rm_needs_label
+from slime.rollout.rm_hub import (
+    RM_TYPES,
+    async_rm,
+    batched_async_rm,
+    bounded_sympy,
+    compute_score_dapo,
+    rm_needs_label,
+)
 from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
 from slime.utils.types import Sample
@@ -124,6 +131,88 @@ def test_the_observed_scores(rm_type: str | None, response: str, label: Any, met
 def test_an_unknown_name_is_an_error_that_says_so(rm_type: str | None, message: str):
     with pytest.raises(NotImplementedError, match=message):
         score(rm_type, "x", "y", {})
+
+
+STOP_MARKERS = [
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|user|>",
+    "<｜end▁of▁sentence｜>",
+    "</s>",
+    "<end_of_turn>",
+    "[e~[",
+    "<|im_end|>\n<|endoftext|>\n",
+]
+# How a solution may begin, and whether deepscaler finds the end of the reasoning in it.
+OPENINGS = [
+    ("", False),
+    ("<think>\nFirst \\boxed{7}, Answer: 7.\n</think>\n\n", True),
+    ("so it is 7.</think>", True),
+    ("<|im_start|>assistant\n" + "word " * 100, False),
+]
+# The end of a solution to a problem with answer 42; whether math and dapo take it for right.
+CLOSINGS = [
+    ("\\boxed{42}", 1, False),
+    ("\\boxed{42}.", 1, False),
+    ("\\boxed{42.0}\n", 1, False),
+    ("\\boxed{41}", 0, False),
+    ("\\boxed{42", 0, False),
+    ("Answer: 42", 0, True),
+    ("Answer: 42.", 0, True),
+    ("answer: $42$", 0, True),
+    ("Answer: 43", 0, False),
+    ("Answer: 42\n", 0, True),
+    ("Answer: \\boxed{42}", 1, True),
+    ("**Answer: 42", 0, True),
+    ("Answer: x = 42 units", 0, True),
+    ("yes", 0, False),
+    ("The answer is C", 0, False),
+]
+SOLUTIONS = [
+    (opening + closing, math, deepscaler and math, dapo)
+    for opening, deepscaler in OPENINGS
+    for closing, math, dapo in CLOSINGS
+]
+
+
+def test_solutions_have_the_same_score_with_and_without_a_stop_token():
+    assert len(SOLUTIONS) == 60
+    for text, math, deepscaler, dapo in SOLUTIONS:
+        for marker in ["", *STOP_MARKERS]:
+            assert score("math", text + marker, "42", {}) == math, (text, marker)
+            assert score("deepscaler", text + marker, "42", {}) == int(deepscaler), (text, marker)
+            assert score("dapo", text + marker, "42", {})["score"] == (1.0 if dapo else -1.0), (text, marker)
+
+
+@pytest.mark.parametrize("rm_type", sorted(set(RM_TYPES) - {"remote_rm", "random"}))
+def test_no_reward_sees_the_engines_stop_token(rm_type: str, monkeypatch: pytest.MonkeyPatch):
+    async def characters(args: Any, response: str, sample: Sample) -> float:
+        return float(len(response))  # stands for the two services: any character more changes the score
+
+    monkeypatch.setattr(rm_hub, "code_reward", characters)
+    monkeypatch.setattr(rm_hub, "classify_reward", characters)
+    metadata = {"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": "yes"}]}
+    labels = {"f1": "yes", "boxed_f1": "42", "gpqa": "C"}
+    for text, *_ in SOLUTIONS:
+        expected = score(rm_type, text, labels.get(rm_type, "42"), metadata)
+        for marker in STOP_MARKERS:
+            assert score(rm_type, text + marker, labels.get(rm_type, "42"), metadata) == expected, (text, marker)
+
+
+def test_dapo_scores_as_examples_call_it():
+    assert compute_score_dapo("so \\boxed{x^2}<|im_end|>", "x^2", strict_box_verify=True) == {
+        "score": 1.0,
+        "acc": True,
+        "pred": "x^2",
+    }
+    assert compute_score_dapo("Answer: 42", "42", strict_box_verify=True)["pred"] is None
+    too_early = "\\boxed{42}" + "." * 100
+    assert compute_score_dapo(too_early, "42", True)["acc"] is False
+    assert compute_score_dapo(too_early, "42", True, [1, 2, 3, 10])["acc"] is True
+    assert compute_score_dapo(solution_str="Answer: 42", ground_truth="42")["acc"] is True
+    with pytest.raises(ValueError, match=r"needs four positions, got \[1\]"):
+        compute_score_dapo("", "42", True, [1])
 
 
 def test_random_is_zero_or_one():

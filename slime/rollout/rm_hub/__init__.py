@@ -22,6 +22,7 @@ from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.rm_hub.service import RewardError, take_reward_failures
+from slime.rollout.rm_hub.stop_tokens import without_stop_tokens
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.misc import load_function
 from slime.utils.threads import DaemonThreads
@@ -79,7 +80,7 @@ async def _code(args: Namespace, response: str, sample: Sample) -> Reward:
 
 
 async def _classify(args: Namespace, response: str, sample: Sample) -> Reward:
-    return await classify_reward(args, sample)
+    return await classify_reward(args, response, sample)
 
 
 async def _random(args: Namespace, response: str, sample: Sample) -> Reward:
@@ -127,6 +128,8 @@ def rm_needs_label(rm_type: str | None) -> bool:
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
     """Score one sample: by its own hook, else by `--custom-rm-path`, else by the name in its metadata or `--rm-type`.
 
+    The built-in graders read the response without the engine's stop token; hooks and `remote_rm` get the sample as is.
+
     Raises:
         NotImplementedError: no reward is named, or the name is not built in.
         RewardError: a reward service failed.
@@ -144,7 +147,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
         raise NotImplementedError(
             f"Rule-based RM for {rm_type} is not implemented. Built in are: {', '.join(sorted(RM_TYPES))}."
         )
-    return await RM_TYPES[rm_type](args, sample.response, sample)
+    return await RM_TYPES[rm_type](args, without_stop_tokens(sample.response), sample)
 
 
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:

@@ -27,24 +27,24 @@ class RewardTokenizer(metaclass=SingletonMeta):
         self.tokenizer = load_tokenizer(args.reward_model_path, trust_remote_code=args.trust_remote_code)
 
 
-def conversation(sample: Sample) -> list[dict[str, Any]]:
+def conversation(sample: Sample, response: str) -> list[dict[str, Any]]:
     """The sample as messages: the prompt's (metadata["messages"], else the prompt itself), then the response.
 
     A prompt that is text counts as one user turn.
     """
     prompt = sample.metadata.get("messages") or sample.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [*messages, {"role": "assistant", "content": sample.response}]
+    return [*messages, {"role": "assistant", "content": response}]
 
 
-def conversation_ids(tokenizer: Any, sample: Sample) -> list[int]:
+def conversation_ids(tokenizer: Any, sample: Sample, response: str) -> list[int]:
     """Token ids of the whole conversation under the reward model's chat template."""
-    text = render_chat(tokenizer, conversation(sample), add_generation_prompt=False)
+    text = render_chat(tokenizer, conversation(sample, response), add_generation_prompt=False)
     return encode_text(tokenizer, text)
 
 
-async def classify_reward(args: Namespace, sample: Sample) -> float:
-    """The reward model's score of the sample.
+async def classify_reward(args: Namespace, response: str, sample: Sample) -> float:
+    """The reward model's score of the sample with `response`, which has no stop token: the template closes the turn.
 
     Raises:
         RewardError: the engine failed, refused the sample (longer than its context, say), or answered more than one
@@ -58,7 +58,7 @@ async def classify_reward(args: Namespace, sample: Sample) -> float:
         max_in_flight=MAX_IN_FLIGHT,
         timeout_s=TIMEOUT_S,
     )
-    payload = {"input_ids": conversation_ids(RewardTokenizer(args).tokenizer, sample)}
+    payload = {"input_ids": conversation_ids(RewardTokenizer(args).tokenizer, sample, response)}
     answer = await ask(service, payload, sample)
     entry = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
     scores = entry.get("embedding") if isinstance(entry, dict) else None

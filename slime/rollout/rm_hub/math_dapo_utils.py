@@ -1,14 +1,19 @@
 """The DAPO reward: the integer on the last "Answer:" line, compared in the normal form of the Minerva paper.
 
-It knows only two strings. The score is +1 or -1, so the reward is a dict and needs `--reward-key score`.
+The score is +1 or -1, so the reward is a dict and needs `--reward-key score`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from slime.rollout.rm_hub.math_utils import extract_boxed_answer
+from slime.rollout.rm_hub.stop_tokens import without_stop_tokens
+
 TAIL_CHARS = 300
+BOX_TAIL_CHARS = 100
 NO_ANSWER = "[INVALID]"
 ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 # Words that follow or surround a number without changing it, as in the appendix of the Minerva paper.
@@ -55,20 +60,51 @@ def normalize_final_answer(answer: str) -> str:
     return text.replace(",", "") if text.replace(",", "").isdigit() else text.rstrip(".")
 
 
-def compute_score(solution_str: str, ground_truth: object) -> dict[str, Any]:
-    """Score a solution by its last "Answer:" line within its last 300 characters.
+def compute_score(
+    solution_str: str,
+    ground_truth: object,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    r"""Score a solution by its last "Answer:" line within its last 300 characters.
+
+    The engine's stop token at the end of the solution does not count.
+
+    Args:
+        solution_str: the response.
+        ground_truth: a whole number; with `strict_box_verify` any text.
+        strict_box_verify: compare the last `\boxed{...}` within the last 100 characters with the label, as strings.
+        pause_tokens_index: four positions in the last 300 characters; the box is then sought from 100 characters
+            before the last of them. Only read with `strict_box_verify`.
 
     Returns:
-        `{"score": 1.0 or -1.0, "acc": bool, "pred": str}`; pred is "[INVALID]" without such a line.
+        `{"score": 1.0 or -1.0, "acc": bool, "pred": str}`; pred is "[INVALID]" without such a line, and None without
+        a box under `strict_box_verify`.
 
     Raises:
-        ValueError: the label is no whole number.
+        ValueError: the label is no whole number, or `pause_tokens_index` has another length.
     """
-    try:
-        truth = str(int(float(str(ground_truth))))
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"the dapo reward needs a whole number as label, got {ground_truth!r}") from error
-    lines = ANSWER_LINE.findall(solution_str[-TAIL_CHARS:])
-    prediction = normalize_final_answer(lines[-1]) if lines else NO_ANSWER
+    tail = without_stop_tokens(solution_str)[-TAIL_CHARS:]
+    prediction: str | None
+    if strict_box_verify:
+        prediction, truth = _strict_box(tail, pause_tokens_index), str(ground_truth)
+    else:
+        lines = ANSWER_LINE.findall(tail)
+        prediction, truth = normalize_final_answer(lines[-1]) if lines else NO_ANSWER, _whole_number(ground_truth)
     is_right = prediction == truth
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": prediction}
+
+
+def _strict_box(tail: str, pause_tokens_index: Sequence[int] | None) -> str | None:
+    if pause_tokens_index is None:
+        return extract_boxed_answer(tail[-BOX_TAIL_CHARS:])
+    if len(pause_tokens_index) != 4:
+        raise ValueError(f"pause_tokens_index needs four positions, got {pause_tokens_index!r}")
+    return extract_boxed_answer(tail[max(0, pause_tokens_index[-1] - BOX_TAIL_CHARS) :])
+
+
+def _whole_number(label: object) -> str:
+    try:
+        return str(int(float(str(label))))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"the dapo reward needs a whole number as label, got {label!r}") from error

@@ -1,0 +1,28 @@
+"""The end-of-turn tokens that engines keep at the end of a response, as text.
+
+Rollouts ask engines for the stop token (`no_stop_trim`, `skip_special_tokens` off), because the trainer needs its
+log-prob. Graders compare answers, so they read the response without it.
+"""
+
+from __future__ import annotations
+
+import re
+
+# <|im_end|>, <|endoftext|>, <|eot_id|>, <|user|>, ...; DeepSeek's; Llama 2's, Gemma's and MiniMax's.
+_STOP_TOKENS = re.compile(r"(?:(?:<\|\w{1,40}\|>|<｜[\w▁]{1,40}｜>|</s>|<eos>|<end_of_turn>|\[e~\[)\s*)+\Z")
+_WINDOW_CHARS = 256  # longer than any such token: the search does not walk through the whole response
+
+
+def without_stop_tokens(response: str) -> str:
+    """Return the response without the end-of-turn tokens at its end, and without the blanks after them.
+
+    Example:
+        >>> without_stop_tokens("Answer: 42<|im_end|>\\n<|endoftext|>")
+        'Answer: 42'
+        >>> without_stop_tokens("<|im_start|>Answer: 42 \\n")
+        '<|im_start|>Answer: 42 \\n'
+    """
+    end = len(response)
+    while run := _STOP_TOKENS.search(response, max(0, end - _WINDOW_CHARS), end):
+        end = run.start()
+    return response[:end]
