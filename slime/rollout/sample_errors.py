@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout.base_types import flatten
 from slime.rollout.hook_errors import HookError, hook_name, must_pass
-from slime.rollout.sample_values import sample_problem, to_lists
+from slime.rollout.sample_values import sample_problem, to_lists, train_problem
 from slime.utils.http_utils import HttpError
 from slime.utils.misc import is_finite_number, shown
 from slime.utils.types import Sample
@@ -122,7 +122,7 @@ def check_sample(args: Namespace, name: str, sample: Sample, *, evaluation: bool
     """A sample's values can be trained on; arrays and tensors become lists.
 
     Args:
-        args: `vocab_size`, `debug_rollout_only`.
+        args: what slime.rollout.sample_values reads, and whether samples of the rollout are trained on as they are.
         name: where it comes from, for the error.
         sample: with or without a response.
         evaluation: nothing is trained.
@@ -131,7 +131,13 @@ def check_sample(args: Namespace, name: str, sample: Sample, *, evaluation: bool
         SampleError: they cannot (slime.rollout.sample_values).
     """
     to_lists(sample)
-    if problem := sample_problem(args, sample, evaluation=evaluation):
+    # The trainer never gets an aborted sample, nor what a converter is yet to make into training data.
+    is_unread = args.debug_rollout_only or args.custom_convert_samples_to_train_data_path
+    if evaluation or is_unread or sample.status is Sample.Status.ABORTED:
+        problem = sample_problem(args, sample, evaluation=evaluation)
+    else:
+        problem = train_problem(args, sample)
+    if problem:
         raise SampleError(f"{name} returned {describe(sample)} with {problem}")
 
 

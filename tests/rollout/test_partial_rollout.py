@@ -91,7 +91,7 @@ def test_a_finished_sample_of_an_unfinished_group_is_not_generated_or_hooked_aga
 
 async def first_finishes(args, sample, sampling_params):
     if sample.prompt == "pz" and sample.index % 2 == 0:
-        sample.status = Status.COMPLETED
+        sample.status, sample.tokens = Status.COMPLETED, [ord("p"), ord("z")]
         return sample
     return await generate(args, sample, sampling_params)
 

@@ -59,6 +59,23 @@ async def unknown_token(args, sample, sampling_params):
     return dataclasses.replace(sample, tokens=[*sample.tokens[:-1], 5000])
 
 
+async def no_tokens(args, sample, sampling_params):
+    return dataclasses.replace(sample, status=Status.FAILED)
+
+
+async def removed_without_tokens(args, sample, sampling_params):
+    return dataclasses.replace(sample, status=Status.COMPLETED, remove_sample=True)
+
+
+async def no_prompt(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    return dataclasses.replace(sample, tokens=sample.tokens[-sample.response_length :])
+
+
+def hook_drops_tokens(args, sample):
+    return dataclasses.replace(sample, tokens=[], response_length=0, loss_mask=None, rollout_log_probs=None)
+
+
 SHARED: list[Sample] = []  # of the module as the hook path loads it
 
 
@@ -122,6 +139,10 @@ WRONG = [
     (GENERATE, "too_long", r"with response_length 99 but only 5 tokens"),
     (GENERATE, "nan_log_prob", r"with nan in rollout_log_probs at response token 1, which is trained"),
     (GENERATE, "unknown_token", r"with 5000 as token 4 of 5; token ids are whole numbers from 0 to 4999"),
+    (GENERATE, "no_tokens", r"with 0 tokens and response_length 0; a trained sample needs a prompt of at least one"),
+    (GENERATE, "removed_without_tokens", r"with 0 tokens and response_length 0; a trained sample needs a prompt"),
+    (GENERATE, "no_prompt", r"with 3 tokens and response_length 3; a trained sample needs a prompt of at least one"),
+    (HOOK, "hook_drops_tokens", r"with 0 tokens and response_length 0; a trained sample needs a prompt"),
     (GENERATE, "one_for_all", r"returned one Sample object twice"),
     (HOOK, "hook_masks_by_half", r"with 0\.5 in the loss_mask at response token 0"),
     (GENERATE, "raises", r"failed on .*KeyError: 'no such tool'"),
@@ -203,19 +224,37 @@ BAD: list[int] = []  # of the module as the hook path loads it
 
 
 async def bad_once(args, sample, sampling_params):
-    await generate(args, sample, sampling_params)
     BAD.append(1)
-    return await nan_log_prob(args, sample, sampling_params) if len(BAD) == 1 else sample
+    if len(BAD) == 1:
+        return await nan_log_prob(args, sample, sampling_params)
+    return await generate(args, sample, sampling_params)
 
 
+async def empty_once(args, sample, sampling_params):
+    BAD.append(1)
+    if len(BAD) == 1:
+        return await no_tokens(args, sample, sampling_params)
+    return await generate(args, sample, sampling_params)
+
+
+@pytest.mark.parametrize("function", ["bad_once", "empty_once"])
 @pytest.mark.parametrize("policy", ["retry", "drop"])
-def test_a_sample_that_cannot_be_trained_on_follows_the_policy(make, policy):
+def test_a_sample_that_cannot_be_trained_on_follows_the_policy(make, policy, function):
     load_function(f"{HERE}:BAD").clear()
-    args, source = make("dd", on_sample_error=policy, **ONE, custom_generate_function_path=f"{HERE}:bad_once")
+    args, source = make("dd", on_sample_error=policy, **ONE, custom_generate_function_path=f"{HERE}:{function}")
     output = generate_rollout(args, 0, source)
     counted = {"retry": "retried_groups", "drop": "dropped_groups"}[policy]
     assert output.metrics == {f"rollout/sample_errors/{counted}": 1.0}
     assert [s.rollout_log_probs for s in output.samples[0]] == [[-0.5, -1.5, -2.5]] * 2
+
+
+UNTRAINED = [{"debug_rollout_only": True}, {"custom_convert_samples_to_train_data_path": "a:b"}]
+
+
+@pytest.mark.parametrize("changes", UNTRAINED)
+def test_a_sample_without_tokens_is_kept_where_nothing_trains_on_it_as_it_is(make, changes):
+    args, source = make("d", **ONE, custom_generate_function_path=f"{HERE}:no_tokens", **changes)
+    assert [sample.tokens for sample in generate_rollout(args, 0, source).samples[0]] == [[], []]
 
 
 TRIES: list[int] = []  # of the module as the hook path loads it

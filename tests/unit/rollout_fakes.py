@@ -154,6 +154,7 @@ def rollout_args(**changes: Any) -> Namespace:
         "sglang_speculative_algorithm": None,
         "vocab_size": None,
         "debug_rollout_only": False,
+        "custom_convert_samples_to_train_data_path": None,
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
         "rollout_num_engines": 1,

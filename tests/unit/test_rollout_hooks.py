@@ -126,7 +126,7 @@ def test_no_filter_keeps_and_a_bool_is_an_answer():
 
 
 def replace(args, sample):
-    return Sample(prompt=sample.prompt + "!")
+    return Sample(prompt=sample.prompt + "!", tokens=[1])
 
 
 def wrong(args, sample):

@@ -294,6 +294,7 @@ async def group_reward(args, samples, **kwargs):
 
 
 async def disagreeing_siblings(args, sample, sampling_params):
+    sample.tokens = [1]
     return [dataclasses.replace(sample, rollout_id=1), dataclasses.replace(sample, rollout_id=2)]
 
 
@@ -304,7 +305,7 @@ def test_siblings_with_different_rollout_ids_are_refused(make):
 
 
 async def rewarded(args, sample, sampling_params):
-    sample.reward, sample.status = 5.0, Status.COMPLETED
+    sample.reward, sample.status, sample.tokens = 5.0, Status.COMPLETED, [1]
     return sample
 
 

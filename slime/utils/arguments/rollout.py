@@ -117,7 +117,8 @@ class RolloutFlags:
     )
     on_sample_error: str = flag(
         "fail",
-        "when generating or scoring a sample fails: end the run, take another prompt, or first try the group again",
+        "when generating or scoring a sample fails, or makes one that cannot be trained on (without tokens, say): end "
+        "the run, take another prompt, or first try the group again",
         choices=("fail", "drop", "retry"),
     )
     async_buffer_size: int = flag(1, "rollouts that train_async.py may be ahead", at_least=1)
