@@ -18,3 +18,40 @@ Layers, each importing only those below it (docs/architecture.md, tests/test_lay
     1  slime.observability                           loggers, timers, metrics over plain dicts
     0  slime.utils                                   types, pure maths, schedules, files, HTTP
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["log"]
+
+
+def log(metrics: Mapping[str, Any], step: int | None = None) -> None:
+    """Log numbers of your own where the run logs its own: metrics.jsonl, and TensorBoard and W&B where they are on.
+
+    It may be called in the driver and from every function that the rollout manager calls (generate, reward and sample
+    hooks, rollout, data source and log functions), also from several threads. What these log of one name and step is
+    averaged over the calls since the last rollout or evaluation was logged, so each sample may log its own value.
+
+    Example: `slime.log({"search/s": seconds})` in a generate function, `slime.log({"mine/x": 1.0}, rollout_id)`
+    in a log function.
+
+    Args:
+        metrics: name -> number; a tensor or array of one element is one.
+        step: the rollout's number. None: the rollout, or the evaluation, that the caller generates or scores for.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a value is no number, a name is taken, or no step is given where it is not known.
+    """
+    # Imported here: `import slime` stays free of everything else.
+    from slime.observability.logging_utils import log_of_user
+
+    if step is None:
+        from slime.rollout.sample_hooks import current_rollout_id
+
+        step = current_rollout_id()
+        if step is None:
+            raise ValueError("slime.log was called outside of a rollout's generation: give step, the rollout's number")
+    log_of_user(metrics, step)

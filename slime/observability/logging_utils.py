@@ -3,7 +3,8 @@
 Answers of evaluations go to eval_samples.jsonl and to those of them that can show text.
 
 One process writes (the driver: `init_tracking(args)`); in every other process `log` only collects, and the records
-travel to the driver with the results (`take_pending`). It does not know what the metrics mean.
+travel to the driver with the results (`take_pending`). `log_of_user` is what users call as `slime.log`. This module
+does not know what the metrics mean.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from slime.observability.eval_samples import EVAL_SAMPLES_FILE, EvalSample, Eval
 from slime.observability.plots import write_curves
 from slime.observability.tensorboard_utils import _TensorboardAdapter
 from slime.observability.tracker_runs import TrackerRuns, tracker_runs
+from slime.observability.user_metrics import STEP_KEY, UserMetrics, check_record
 from slime.observability.wandb_utils import WandbAdapter
 from slime.utils.full_disk import is_of_full_disk
 
@@ -142,6 +144,9 @@ class _Tracking:
         self.sinks: list[Sink] | None = None
         self.text_sinks: list[TextSink] = []
         self.pending: list[MetricRecord] = []
+        self.is_collected = False  # whether another process takes what is pending
+        self.of_users = UserMetrics()
+        self.has_warned = False
         self.taking = threading.Lock()
 
 
@@ -157,6 +162,7 @@ def init_tracking(args: Namespace, primary: bool = True) -> None:
         primary: True in the one process that writes.
     """
     finish_tracking()
+    _tracking.is_collected = not primary
     if not primary:
         return
     trackers: list[TensorboardSink | WandbSink] = []
@@ -184,7 +190,7 @@ def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
     """
     if step_key not in metrics:
         raise ValueError(f"a metric record needs its step {step_key!r}; it has {sorted(metrics)}")
-    values = {name: _number(name, value) for name, value in metrics.items()}
+    values = numbers(metrics)
     if _tracking.sinks is None:
         _tracking.pending.append((values, step_key))
         return
@@ -193,6 +199,30 @@ def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
             sink.write({**values, "train/step": _train_step(args, values[step_key])}, step_key)
         else:
             sink.write(values, step_key)
+
+
+def log_of_user(metrics: Mapping[str, Any], step: int) -> None:
+    """Write a user's numbers at a rollout's step, or average them until this process's next records are taken.
+
+    In a process of which nobody takes records, they are left out with a warning.
+
+    Args:
+        metrics: name -> number (tensors and arrays of one element are converted).
+        step: the rollout.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: the step is negative, a name is taken, or a value is no number.
+    """
+    check_record(metrics, step)
+    values = numbers(metrics)
+    if _tracking.sinks is not None and _tracking.args is not None:
+        log(_tracking.args, {**values, STEP_KEY: step}, STEP_KEY)
+    elif _tracking.is_collected:
+        _tracking.of_users.add(values, step)
+    elif not _tracking.has_warned:
+        _tracking.has_warned = True
+        logger.warning("slime.log leaves %s out: only the driver and the rollout manager log", ", ".join(metrics))
 
 
 def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
@@ -210,9 +240,10 @@ def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
 def take_pending() -> list[MetricRecord]:
     """The records collected since the last call, for the process that writes."""
     with _tracking.taking:  # a rollout and an evaluation may end at once: nothing is lost or given out twice
+        of_users: list[MetricRecord] = [(record, STEP_KEY) for record in _tracking.of_users.take()]
         taken = list(_tracking.pending)
         del _tracking.pending[: len(taken)]
-    return taken
+    return of_users + taken  # the console ends a line with the rollout's own record
 
 
 def finish_tracking() -> None:
@@ -238,6 +269,15 @@ def finish_tracking() -> None:
 def _train_step(args: Namespace, rollout_id: float) -> int:
     steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return int(rollout_id) * max(steps_per_rollout, 1) * args.ppo_epochs
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as plain numbers.
+
+    Raises:
+        ValueError: a value is no number.
+    """
+    return {name: _number(name, value) for name, value in metrics.items()}
 
 
 def _number(name: str, value: Any) -> float:

@@ -82,9 +82,15 @@ class WandbAdapter:
             self.run.define_metric(step_metric)
         for family, step_metric in STEP_METRICS.items():
             self.run.define_metric(f"{family}/*", step_metric=step_metric)
+        self._with_axis: set[str] = set()
 
     def log(self, data: Mapping[str, float]) -> None:
         """Write one record; its step metric is one of its own values."""
+        step_metric = next((name for name in STEP_METRICS.values() if name in data), None)
+        for name in data.keys() - self._with_axis:
+            if name.partition("/")[0] not in STEP_METRICS:  # a user's
+                self.run.define_metric(name, step_metric=step_metric)
+            self._with_axis.add(name)
         self.run.log(dict(data))
 
     def log_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:

@@ -154,7 +154,8 @@ class RolloutLog(Protocol):
     """--custom-rollout-log-function-path: log a training rollout.
 
     Called: once for each training rollout with all of its samples as a flat list and the time it took in seconds.
-    Returns: true to leave out what slime would log, false to have that too.
+    Returns: a dict of metrics to log beside slime's; or true to leave slime's out, false or nothing to have them. What
+        it puts into `rollout_extra_metrics` is logged with slime's; `slime.log(metrics, rollout_id)` logs always.
     """
 
     def __call__(
@@ -164,19 +165,19 @@ class RolloutLog(Protocol):
         samples: list[Sample],
         rollout_extra_metrics: dict[str, Any] | None,
         rollout_time: float,
-    ) -> bool | None: ...
+    ) -> bool | dict[str, Any] | None: ...
 
 
 class EvalLog(Protocol):
     """--custom-eval-rollout-log-function-path: log an evaluation.
 
     Called: once for each evaluation, with what the evaluation function returned.
-    Returns: true to leave out what slime would log, false to have that too.
+    Returns: as --custom-rollout-log-function-path; what it puts into `extra_metrics` is logged with slime's.
     """
 
     def __call__(
         self, rollout_id: int, args: Namespace, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None
-    ) -> bool | None: ...
+    ) -> bool | dict[str, Any] | None: ...
 
 
 class DataSourceClass(Protocol):

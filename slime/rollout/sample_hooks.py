@@ -25,6 +25,11 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
     _rollout_id.set(rollout_id)
 
 
+def current_rollout_id() -> int | None:
+    """Return the rollout that this context generates or scores for; None outside of one."""
+    return _rollout_id.get()
+
+
 async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: Any) -> Any:
     """Run every sample hook on a sample, or on each sample of (nested) lists, once in the sample's life.
 
@@ -44,7 +49,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: Any)
     if value.status is Sample.Status.ABORTED or vars(value).get(_DONE):
         return value
     for path in args.rollout_sample_hook_path:
-        value = await _apply_one(path, args, value, {"rollout_id": _rollout_id.get(), **kwargs})
+        value = await _apply_one(path, args, value, {"rollout_id": current_rollout_id(), **kwargs})
     setattr(value, _DONE, True)  # a finished sample of an incomplete group comes by again, in the next rollout
     return value
 

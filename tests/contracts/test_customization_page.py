@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.observability.logging_utils import init_tracking
 from tests.contracts.rollout_world import World, rollout, train_data
 
 PAGE = (Path(__file__).parents[2] / "docs" / "customization.md").read_text()
@@ -45,6 +46,17 @@ def test_the_data_source_of_the_page_hands_out_the_longest_prompts(world: World,
     assert [group[0].prompt for group in source.buffer] == ["p", ""]
 
 
+def test_the_metrics_of_the_page_are_logged(world: World, page):
+    path = page("log_labels")
+    manager = world.manager(custom_rm_path=page("short"), custom_rollout_log_function_path=path, label_key="label")
+    init_tracking(manager.args, primary=False)
+    _, [(own, own_key), (metrics, key)] = rollout(manager, 3)
+    assert own_key == key == "rollout/step" and own["rollout/step"] == metrics["rollout/step"] == 3
+    assert own["mine/characters"] == (1 + 1 + 2 + 2) / 4, "letter b is answered with one character, c with two"
+    assert own["mine/seconds_per_sample"] > 0
+    assert metrics["mine/labels"] == 2 and "rollout/response_len/mean" in metrics
+
+
 def test_every_block_of_the_page_is_run_here():
     names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(BLOCKS), flags=re.MULTILINE)
-    assert names == ["generate", "exact_match", "not_too_easy", "Hardest"]
+    assert names == ["generate", "exact_match", "not_too_easy", "Hardest", "short", "log_labels"]

@@ -297,6 +297,18 @@ def test_an_evaluation_log_function_gets_four_values_and_decides_about_the_defau
     assert len(records) == num_default
 
 
+def test_what_a_log_function_puts_there_or_returns_is_logged_with_the_default(world: World, path: Paths):
+    own = {"mine/put": 1.5, "mine/returned": 2.5}
+    manager = world.manager(
+        custom_rollout_log_function_path=path("log_more"), custom_eval_rollout_log_function_path=path("log_eval_more")
+    )
+    _, [(metrics, _)] = rollout(manager, 0)
+    assert own.items() <= metrics.items() and "rollout/response_len/mean" in metrics
+    manager.args.eval_datasets = [world.data_set("one", "b")]
+    [(metrics, _)], _ = manager.eval(0, step=0)
+    assert own.items() <= metrics.items() and "eval/one" in metrics
+
+
 # 19: data sources
 
 

@@ -86,6 +86,7 @@ OF_A_ROLLOUT = [
     ("custom_reward_post_process_path", "post_none", f" returned None; {PAIR}"),
     ("custom_reward_post_process_path", "post_short", f" returned 1 raw and 1 rewards for 4 samples; {PAIR}"),
     ("custom_reward_post_process_path", "post_none_inside", f" returned 'None' for sample 0 of the rollout; {PAIR}"),
+    ("custom_rollout_log_function_path", "log_text", " failed: ValueError: metric 'mine/x' is no number: 'high'"),
     ("custom_convert_samples_to_train_data_path", "convert_none", " returned None; it must return a dict of columns"),
     (
         "custom_convert_samples_to_train_data_path",
@@ -140,7 +141,7 @@ def pattern(flag: str, function: str, sentence: str) -> str:
 @pytest.mark.parametrize(("flag", "function", "sentence"), OF_A_ROLLOUT)
 def test_a_wrong_return_is_named_with_its_flag_and_function(world: World, flag: str, function: str, sentence: str):
     path = f"user_package.wrong.{function}"
-    with pytest.raises((SampleError, HookReturnError, TypeError, ValueError), match=pattern(flag, function, sentence)):
+    with pytest.raises((HookError, TypeError, ValueError), match=pattern(flag, function, sentence)):
         rollout(world.manager(**{flag: [path] if flag == "rollout_sample_hook_path" else path}), 0)
 
 

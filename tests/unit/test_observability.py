@@ -354,13 +354,18 @@ class FakeWandb:
     def __init__(self) -> None:
         self.logins: list[dict] = []
         self.run: dict = {}
+        self.axes: dict[str, str | None] = {}
 
     def login(self, **keywords: object) -> None:
         self.logins.append(keywords)
 
     def init(self, **keywords: object) -> Namespace:
         self.run = keywords
-        return Namespace(define_metric=lambda *names, **options: None, id=keywords["id"] or "made up")
+
+        def define_metric(name: str, step_metric: str | None = None) -> None:
+            self.axes[name] = step_metric
+
+        return Namespace(define_metric=define_metric, log=lambda data: None, id=keywords["id"] or "made up")
 
 
 @pytest.fixture
@@ -375,6 +380,16 @@ def wandb_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return fake.logins, fake.run
 
     return start
+
+
+def test_wandb_draws_a_users_metric_over_the_step_of_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    args = make_args(tmp_path, use_wandb=True)
+    adapter = wandb_utils.WandbAdapter(args, tracker_runs(args))
+    adapter.log({"mine/x": 1.0, "alone": 2.0, "rollout/y": 3.0, "rollout/step": 4})
+    assert fake.axes["mine/x"] == fake.axes["alone"] == "rollout/step"
+    assert "rollout/y" not in fake.axes, "its family has an axis"
 
 
 @pytest.mark.parametrize(

@@ -317,10 +317,11 @@ class RolloutManager(RayActor):
         output = call_rollout_fn(self._evaluate, hook_args(self.args), rollout_id, self._data_source, evaluation=True)
         self._dump([s for result in output.data.values() for s in result.get("samples") or []], f"eval_{rollout_id}")
         extra = dict(output.metrics or {})
-        if not self._is_logged(
+        own = self._call_log(
             "custom_eval_rollout_log_function_path", rollout_id, hook_args(self.args), output.data, extra
-        ):
-            metrics = compute_eval_metrics(self.args, output.data) | extra
+        )
+        if own is not None:
+            metrics = compute_eval_metrics(self.args, output.data) | extra | own
             logging_utils.log(self.args, {**metrics, "eval/step": step}, "eval/step")
         return logging_utils.take_pending(), pick_eval_samples(output.data, self.args.log_eval_samples)
 
@@ -440,19 +441,24 @@ class RolloutManager(RayActor):
     def _log_rollout(
         self, rollout_id: int, samples: list[Sample], extra: dict[str, float] | None, rollout_time_s: float
     ) -> None:
-        given = (rollout_id, hook_args(self.args), samples, dict(extra or {}), rollout_time_s)
-        if self._is_logged("custom_rollout_log_function_path", *given):
+        extra = dict(extra or {})  # the user's function may add to it
+        given = (rollout_id, hook_args(self.args), samples, extra, rollout_time_s)
+        own = self._call_log("custom_rollout_log_function_path", *given)
+        if own is None:
             return
-        metrics = compute_rollout_metrics(self.args, samples, rollout_time_s) | (extra or {})
+        metrics = compute_rollout_metrics(self.args, samples, rollout_time_s) | extra | own
         metrics |= staleness_metrics(samples, WeightClock().trained_at(rollout_id)) | self._server_metrics()
         logging_utils.log(self.args, {**metrics, "rollout/step": rollout_id}, "rollout/step")
 
-    def _is_logged(self, attribute: str, *given: Any) -> bool:
-        """Whether the user's log function, if there is one, has logged all that is to be logged."""
+    def _call_log(self, attribute: str, *given: Any) -> dict[str, float] | None:
+        """What the user's log function, if there is one, adds to slime's metrics; None where it replaces them."""
         if not (path := vars(self.args)[attribute]):
-            return False
+            return {}
         with blame_hook(f"--{attribute.replace('_', '-')} {hook_name(path)}"):
-            return bool(load_function(path)(*given))
+            returned = load_function(path)(*given)
+            if isinstance(returned, dict):
+                return logging_utils.numbers(returned)
+            return None if returned else {}
 
     def _server_metrics(self) -> dict[str, float]:
         found = self._replacements.metrics() if self._replacements else {}

@@ -78,10 +78,15 @@ class RolloutFlags:
         None, "hook: fn(args, rollout_id, rollout_data) on the trainer, after advantages"
     )
     custom_rollout_log_function_path: str | None = flag(
-        None, "hook: fn(rollout_id, args, samples, extra_metrics, rollout_time); true = no default log"
+        None,
+        "hook: fn(rollout_id, args, samples, extra_metrics, rollout_time); what it adds to extra_metrics or returns "
+        "as a dict is logged too; true = no default log",
     )
     custom_eval_rollout_log_function_path: str | None = flag(
-        None, "hook: fn(rollout_id, args, data, extra_metrics); true = no default log", needs="eval_interval"
+        None,
+        "hook: fn(rollout_id, args, data, extra_metrics); what it adds to extra_metrics or returns "
+        "as a dict is logged too; true = no default log",
+        needs="eval_interval",
     )
     partial_rollout: bool = flag(
         False, "keep unfinished and surplus groups when a rollout ends and go on with them in the next"

@@ -217,8 +217,20 @@ def log_too(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
 
 
 @recorded
+def log_more(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
+    rollout_extra_metrics["mine/put"] = 1.5
+    return {"mine/returned": 2.5}
+
+
+@recorded
 def log_eval(rollout_id, args, data, extra_metrics):
     return True
+
+
+@recorded
+def log_eval_more(rollout_id, args, data, extra_metrics):
+    extra_metrics["mine/put"] = 1.5
+    return {"mine/returned": 2.5}
 
 
 @recorded

@@ -179,6 +179,10 @@ def post_none_inside(args, samples):
     return rewards, [None, *rewards[1:]]
 
 
+def log_text(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
+    return {"mine/x": "high"}
+
+
 def convert_none(args, samples):
     return None
 
