@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from slime.observability.metric_utils import compute_pass_rate, compute_statistics, dict_add_prefix, has_repetition
+from slime.utils.misc import is_finite_number
 from slime.utils.overlong import overlong_metrics, overlong_penalties
 from slime.utils.types import Sample
 
@@ -140,8 +141,12 @@ def correct_metrics(rewards: Sequence[float], samples: Sequence[Sample]) -> dict
 
 
 def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """How many groups got one and the same reward throughout (no signal for GRPO), by that reward."""
+    """How many groups got one and the same reward throughout (no signal for GRPO), by that reward.
+
+    Rewards that are no numbers, which only a hook of the user's reads, are left out.
+    """
     scored = [s for s in samples if s.reward is not None and s.group_index is not None]
+    scored = [s for s in scored if is_finite_number(s.get_reward_value(args))]
     scored.sort(key=lambda s: s.group_index or 0)
     counts: Counter[float] = Counter()
     for _, members in groupby(scored, key=lambda s: s.group_index):

@@ -181,8 +181,7 @@ async def _until_not_aborted(args: Namespace, sample: Sample, params: dict[str, 
 def _reward(sample: Sample, key: str | None, name: str) -> float:
     value = sample.reward
     if isinstance(value, dict):
-        if key is None or key not in value:
-            raise ValueError(f"evaluation {name}: the reward {value!r} needs --eval-reward-key to name its number")
+        assert key is not None, "a reward is checked when it is given"
         value = value[key]
     if value is None:
         raise RuntimeError(f"evaluation {name}: sample {sample.index} (status {sample.status.value}) has no reward")

@@ -140,7 +140,7 @@ def check_trainable(args: Namespace, name: str, samples: list[Sample]) -> None:
     """Every sample of a rollout can be trained on, wherever it comes from: the last check before the trainer.
 
     Args:
-        args: `vocab_size`, `reward_key` and what slime.rollout.sample_values reads.
+        args: what slime.rollout.sample_values and `check_reward` read.
         name: where the samples come from.
         samples: of the whole rollout; arrays and tensors in them become lists.
 
@@ -156,7 +156,7 @@ def check_trainable(args: Namespace, name: str, samples: list[Sample]) -> None:
                 "changed the sample after that)"
             )
         if sample.reward is not None and not args.custom_reward_post_process_path:
-            check_reward(name, sample, sample.reward, key=args.reward_key)
+            check_reward(args, name, sample, sample.reward)
 
 
 def check_train_data(args: Namespace, columns: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 from slime.rollout.base_types import flatten
@@ -21,6 +22,7 @@ from slime.utils.misc import is_finite_number, shown
 from slime.utils.types import Sample
 
 _HEAD = 60
+_OF_A_VALUE = (TypeError, AttributeError, LookupError, ValueError, AssertionError)
 
 
 class SampleError(HookError):
@@ -68,8 +70,14 @@ def describe(sample: Sample) -> str:
 
 
 @contextmanager
-def blame(name: str, sample: Sample) -> Iterator[None]:
-    """Raise what is raised inside as a SampleError that names the function and the sample."""
+def blame(name: str, sample: Sample, *, about_label: str = "") -> Iterator[None]:
+    """Raise what is raised inside as a SampleError that names the function and the sample.
+
+    Args:
+        name: the function.
+        sample: what it was given.
+        about_label: why the sample has no label, which is said where code that reads a label stumbled over a value.
+    """
     try:
         yield
     except SampleError:
@@ -79,7 +87,14 @@ def blame(name: str, sample: Sample) -> Iterator[None]:
             raise
         refused = isinstance(error, HttpError) and error.status is not None and error.status < 500
         text = f"{name} failed on {describe(sample)}: {type(error).__name__}: {error}"
+        if about_label and isinstance(error, _OF_A_VALUE) and _reads_label(error):
+            text += f" ({about_label})"
         raise SampleError(text, is_final=refused) from error
+
+
+def _reads_label(error: BaseException) -> bool:
+    """Whether code that an error came through has `.label` in it."""
+    return any("label" in frame.f_code.co_names for frame, _ in walk_tb(error.__traceback__))
 
 
 def stray_cancellation(group: list[Sample]) -> SampleError:
@@ -165,19 +180,41 @@ def _goes_on(before: Sample, sample: Sample) -> bool:
     return same_prompt and sample.tokens[: len(before.tokens)] == before.tokens
 
 
-def check_reward(name: str, sample: Sample, reward: Any, *, key: str | None) -> None:
-    """A reward is a number, or a dict whose entry `key` is one.
+def check_reward(args: Namespace, name: str, sample: Sample, reward: Any, *, evaluation: bool = False) -> None:
+    """A reward is a number, or a dict in which the entry that a flag names is one.
+
+    Args:
+        args: `reward_key`, `eval_reward_key`, and which hooks read rewards of their own kind.
+        name: where it comes from, for the error.
+        sample: which it is of.
+        reward: what is checked.
+        evaluation: it is of an evaluation, whose rewards no hook reads.
 
     Raises:
-        SampleError: None, NaN, infinity, or something else.
+        SampleError: None, NaN, infinity, a dict of which no entry is named, or something else.
     """
+    if (
+        args.custom_reward_post_process_path
+        and not evaluation
+        and reward is not None
+        and not isinstance(reward, float)
+    ):
+        return
     value = reward
     if isinstance(reward, dict):
+        key, option = args.reward_key, "--reward-key"
+        if evaluation and (args.eval_reward_key or key is None):
+            key, option = args.eval_reward_key, "--eval-reward-key"
+        if key is None and args.custom_convert_samples_to_train_data_path and not evaluation:
+            return
         if key is None:
-            return  # read by a post-processing hook, or refused with the flag that is missing
+            raise SampleError(
+                f"{name} returned a dict for {describe(sample)}, with the keys {shown(list(reward))}; {option} must "
+                "name the one that is the reward"
+            )
         if key not in reward:
             raise SampleError(
-                f"{name} returned {shown(reward)} for {describe(sample)}, which has no {key!r} (--reward-key)"
+                f"{name} returned {shown(reward)} for {describe(sample)}, which has no {key!r} ({option})"
             )
         value = reward[key]
     if not is_finite_number(value):

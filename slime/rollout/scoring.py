@@ -30,9 +30,12 @@ async def score_each(args: Namespace, samples: list[Sample], *, evaluation: bool
 
 async def _score(args: Namespace, sample: Sample, evaluation: bool) -> Any:
     name = reward_name(args, sample)
-    with blame(name, sample), span_if_traced(sample, "reward"):
+    with (
+        blame(name, sample, about_label=_why_no_label(args, [sample], evaluation=evaluation)),
+        span_if_traced(sample, "reward"),
+    ):
         reward = await async_rm(args, sample)
-    _check(args, name, sample, reward, evaluation=evaluation)
+    check_reward(args, name, sample, reward, evaluation=evaluation)
     return reward
 
 
@@ -46,7 +49,10 @@ async def score_group(args: Namespace, group: list[Sample]) -> None:
     if not group or all(sample.reward is not None for sample in group):
         return
     name = reward_name(args, group[0])
-    with blame(name, group[0]), span_if_traced(group, "reward"):
+    with (
+        blame(name, group[0], about_label=_why_no_label(args, group, evaluation=False)),
+        span_if_traced(group, "reward"),
+    ):
         rewards = await batched_async_rm(args, group)
     if len(rewards) != len(group):
         raise SampleError(
@@ -54,7 +60,7 @@ async def score_group(args: Namespace, group: list[Sample]) -> None:
         )
     for sample, reward in zip(group, rewards, strict=True):
         if sample.reward is None:
-            _check(args, name, sample, reward, evaluation=False)
+            check_reward(args, name, sample, reward)
             sample.reward = reward
 
 
@@ -63,11 +69,13 @@ def _check_given(args: Namespace, samples: list[Sample], *, evaluation: bool) ->
     by_hook = " or a --rollout-sample-hook-path" if args.rollout_sample_hook_path else ""
     for sample in samples:
         if sample.reward is not None and sample.status is not Sample.Status.ABORTED:
-            _check(args, generate_name(args, sample) + by_hook, sample, sample.reward, evaluation=evaluation)
+            check_reward(args, generate_name(args, sample) + by_hook, sample, sample.reward, evaluation=evaluation)
 
 
-def _check(args: Namespace, name: str, sample: Sample, reward: Any, *, evaluation: bool) -> None:
-    if args.custom_reward_post_process_path and reward is not None and not isinstance(reward, float):
-        return  # that hook may read rewards of any kind
-    key = args.reward_key if not evaluation else args.eval_reward_key or args.reward_key
-    check_reward(name, sample, reward, key=key)
+def _why_no_label(args: Namespace, samples: list[Sample], *, evaluation: bool) -> str:
+    """Why samples have no label, where none has one; a reward that fails may have read it."""
+    if any(sample.label is not None for sample in samples):
+        return ""
+    if evaluation:
+        return "the sample has no label, whose field --eval-label-key or label_key of the data set names"
+    return "the sample has no label: --label-key was not given" if args.label_key is None else ""

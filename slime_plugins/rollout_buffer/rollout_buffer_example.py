@@ -296,7 +296,7 @@ class _Rollout:
                 self._tokenize(sample, record.messages or [])
             if record.reward is not None:
                 sample.reward = record.reward
-                check_reward(self.name, sample, record.reward, key=self.args.reward_key)
+                check_reward(self.args, self.name, sample, record.reward)
             check_completed(self.args, self.name, origin, sample)
         return sample
 

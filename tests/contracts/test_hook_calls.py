@@ -271,6 +271,12 @@ def test_a_converter_gets_the_flat_samples_and_its_columns_are_trained_on(world:
     assert data["rollout_mask_sums"] == [1, 1, 2, 2], "filled in: the documents of upstream leave it out"
 
 
+def test_dict_rewards_are_left_to_a_reward_post_process(world: World, path: Paths):
+    manager = world.manager(custom_rm_path=path("reward_dict"), custom_reward_post_process_path=path("count_keys"))
+    num_keys = len({"score", "kind"})
+    assert train_data(manager)["rewards"] == [num_keys] * 4
+
+
 @pytest.mark.parametrize(("name", "num_default"), [("log", 0), ("log_too", 1)])
 def test_a_rollout_log_function_gets_five_values_and_decides_about_the_default(
     world: World, path: Paths, calls, name, num_default

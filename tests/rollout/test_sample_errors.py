@@ -121,6 +121,18 @@ async def reward_dict(args, sample, **kwargs):
     return {"acc": 1}
 
 
+async def reward_reads_label(args, sample, **kwargs):
+    return float(sample.response == sample.label.strip())
+
+
+async def rewards_read_labels(args, samples, **kwargs):
+    return [float(sample.response == sample.label.strip()) for sample in samples]
+
+
+def reward_reads_no_label(args, sample, **kwargs):
+    return {"good": 1.0}[sample.response]
+
+
 async def too_few(args, samples, **kwargs):
     return [1.0]
 
@@ -152,6 +164,13 @@ WRONG = [
     (REWARD, "reward_nan", r"returned 'nan' for .*finite number"),
     (REWARD, "reward_none", r"returned 'None' \(NoneType\) for .*finite number"),
     (REWARD, "reward_text", r"returned 'good' \(str\) for .*finite number"),
+    (
+        REWARD,
+        "reward_dict",
+        r"returned a dict for .*, with the keys \['acc'\]; --reward-key must name the one that is",
+    ),
+    (REWARD, "reward_reads_label", r"AttributeError: .* \(the sample has no label: --label-key was not given\)$"),
+    (REWARD, "reward_reads_no_label", r"KeyError: 'xxx'$"),
     ("dynamic_sampling_filter_path", "filter_none", r"failed on .*TypeError: it returned None"),
 ]
 
@@ -171,6 +190,29 @@ def test_what_went_wrong_names_the_hook_the_sample_and_its_prompt(make, flag, fu
 def test_a_dict_reward_without_the_named_key_says_which_keys_there_are(make):
     args, source = make("d", **ONE, custom_rm_path=f"{HERE}:reward_dict", reward_key="score")
     with pytest.raises(SampleError, match=r"reward_dict returned \{'acc': 1\} for .*no 'score' \(--reward-key\)"):
+        generate_rollout(args, 0, source)
+
+
+def test_dict_rewards_without_a_key_follow_the_policy(make):
+    """At the sample, so that the policy can go on; the 17th dropped group of a batch of one ends the run."""
+    args, source = make("d", **ONE, custom_rm_path=f"{HERE}:reward_dict", on_sample_error="drop")
+    with pytest.raises(
+        RuntimeError, match=r"--on-sample-error drop: 17 groups of rollout 0 failed.*--reward-key must"
+    ):
+        generate_rollout(args, 0, source)
+
+
+def test_a_group_reward_that_reads_labels_says_that_there_are_none(make):
+    args, source = make("d", **ONE, custom_rm_path=f"{HERE}:rewards_read_labels", group_rm=True)
+    with pytest.raises(SampleError, match=r"\(the sample has no label: --label-key was not given\)$"):
+        generate_rollout(args, 0, source)
+
+
+def test_a_label_that_is_there_is_not_said_to_be_missing(make):
+    args, source = make("d", **ONE, custom_rm_path=f"{HERE}:reward_reads_label")
+    group = [Sample(prompt="pd", index=0, group_index=0, label=3)]  # an int has no strip either
+    source.get_samples = lambda n: [group]
+    with pytest.raises(SampleError, match=r"'int' object has no attribute 'strip'$"):
         generate_rollout(args, 0, source)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from slime.rollout import generation
 from slime.rollout.eval import EvalDatasets
+from slime.rollout.sample_errors import SampleError
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs
@@ -98,10 +99,19 @@ async def dict_reward(args, sample, **kwargs):
 
 def test_a_dict_reward_needs_a_key(evaluate):
     settings = {"custom_rm_path": f"{__file__}:dict_reward"}
-    with pytest.raises(ValueError, match="--eval-reward-key"):
+    with pytest.raises(SampleError, match=r"dict_reward returned a dict for sample 0 .*--eval-reward-key must name"):
         evaluate({"a": "b"}, settings=settings)
     (output,), _, _ = evaluate({"a": "b"}, settings=settings, eval_reward_key="acc", reward_key="score")
     assert output.data["a"]["rewards"] == [1.0]
+
+
+async def label_reward(args, sample, **kwargs):
+    return len(sample.label)
+
+
+def test_a_reward_that_reads_labels_says_which_flag_names_them(evaluate):
+    with pytest.raises(SampleError, match=r"TypeError: .*no label, whose field --eval-label-key or label_key of the"):
+        evaluate({"a": "b"}, settings={"custom_rm_path": f"{__file__}:label_reward"})
 
 
 async def fan_out(args, sample, sampling_params, evaluation):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+from typing import Any
+
 import pytest
 
 from slime.rollout.base_types import (
     HOOKS,
+    DataSourceClass,
     DynamicFilter,
     GenerateFn,
     RewardFn,
     RolloutFn,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
+    SampleHook,
     call_rollout_fn,
 )
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -24,7 +31,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
-from slime.rollout.hook_signatures import signature_problem
+from slime.rollout.hook_signatures import call_of, signature_problem
 from slime.rollout.sample_errors import SampleError
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import generate, generate_rollout
@@ -55,6 +62,137 @@ def test_a_function_that_cannot_be_called_so_is_described(fn, protocol, message)
     import re
 
     assert re.search(message, signature_problem(fn, protocol) or "")
+
+
+async def is_awaited(args, sample, sampling_params):
+    return sample
+
+
+def is_plain(args, sample, sampling_params):
+    return sample
+
+
+class Agent:
+    """Objects that can be called, and their methods."""
+
+    async def __call__(self, args, sample, sampling_params):
+        return sample
+
+    async def run(self, args, sample, sampling_params):
+        return sample
+
+    def begin(self, args, sample, sampling_params):
+        return self.run(args, sample, sampling_params)
+
+    def answer(self, args, sample, sampling_params):
+        return sample.response
+
+
+class PlainAgent:
+    def __call__(self, args, sample, sampling_params):
+        return sample
+
+
+def decorated(fn):
+    def wrapper(*args, **kwargs):
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def in_a_thread(args, sample, sampling_params):
+    return asyncio.get_running_loop().run_in_executor(None, is_plain, args, sample, sampling_params)
+
+
+def with_one_inside(args, sample, sampling_params):
+    async def inside():
+        return sample
+
+    return inside()
+
+
+async def yields(args, sample, sampling_params):
+    yield sample
+
+
+AWAITED = [
+    is_awaited,
+    Agent(),
+    Agent().run,
+    Agent().begin,
+    functools.partial(is_awaited),
+    functools.partial(functools.partial(Agent())),
+    decorated(is_awaited),
+    decorated(decorated(is_awaited)),
+    functools.wraps(is_awaited)(decorated(is_awaited)),
+    lambda args, sample, params: is_awaited(args, sample, params),
+    in_a_thread,
+    with_one_inside,
+]
+NOT_ASYNC = [
+    is_plain,
+    PlainAgent(),
+    Agent().answer,
+    functools.partial(is_plain),
+    decorated(is_plain),
+    lambda args, sample, params: sample,
+    yields,
+]
+
+
+@pytest.mark.parametrize("fn", AWAITED)
+def test_a_generate_function_that_can_be_awaited_fits(fn):
+    assert signature_problem(fn, GenerateFn) is None
+
+
+@pytest.mark.parametrize("fn", NOT_ASYNC)
+def test_a_generate_function_that_is_not_async_does_not_fit(fn):
+    problem = signature_problem(fn, GenerateFn)
+    assert problem == "it is not async, but what it returns is awaited; write it as `async def`"
+
+
+async def two(args, group):
+    return True
+
+
+@functools.wraps(two)
+def made_plain(args, group):
+    return asyncio.run(two(args, group))
+
+
+@pytest.mark.parametrize(
+    ("fn", "protocol", "fits"),
+    [
+        (two, DynamicFilter, False),
+        (functools.partial(two), DynamicFilter, False),
+        (made_plain, DynamicFilter, True),
+        (two, RewardFn, True),
+        (lambda args, sample, **kwargs: 1.0, RewardFn, True),
+        (two, SampleHook, True),
+        (lambda args, sample: None, SampleHook, True),
+    ],
+)
+def test_a_function_whose_result_is_not_awaited_must_be_plain(fn, protocol, fits):
+    problem = signature_problem(fn, protocol)
+    assert problem == (None if fits else "it is async, but what it returns is not awaited; write it as `def`")
+
+
+def test_a_method_of_a_data_source_must_be_plain():
+    class Source(RolloutDataSourceWithBuffer):
+        async def get_samples(self, num_samples):
+            return []
+
+    assert "Source.get_samples is async" in (signature_problem(Source, DataSourceClass) or "")
+
+
+@pytest.mark.parametrize("protocol", HOOKS.values())
+def test_every_hook_but_rewards_and_sample_hooks_says_whether_it_is_awaited(protocol):
+    names, keywords = call_of(protocol)
+    scope: dict[str, Any] = {}
+    parameters = ", ".join([*names, *(["*", *keywords] if keywords else [])])
+    exec(f"async def fn({parameters}): pass", scope)
+    either = protocol in (GenerateFn, SampleHook, RewardFn)
+    assert (signature_problem(scope["fn"], protocol) is None) == either
 
 
 def test_every_hook_protocol_is_documented_with_its_flag():

@@ -218,7 +218,9 @@ class RewardFlags:
 
     rm_type: str | None = flag(None, "built-in reward; boxed_ in front takes the content of the last \\boxed{}")
     custom_rm_path: str | None = flag(None, "hook: async fn(args, sample) -> reward; with --group-rm a list")
-    reward_key: str | None = flag(None, "key of the training reward where rewards are dicts")
+    reward_key: str | None = flag(
+        None, "key of the training reward where rewards are dicts, which are refused without it"
+    )
     eval_reward_key: str | None = flag(
         None, "as --reward-key (default), for evaluation", needs=("eval_prompt_data", "eval_config")
     )

@@ -187,6 +187,11 @@ def see_all_and_draw(args, all_samples, data_source):
 
 
 @recorded
+def count_keys(args, samples):
+    return [0.0 for _ in samples], [float(len(sample.reward)) for sample in samples]
+
+
+@recorded
 def double_rewards(args, samples):
     return [sample.reward for sample in samples], [2 * sample.reward for sample in samples]
 
