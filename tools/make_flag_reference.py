@@ -27,8 +27,9 @@ INTRODUCTION = """# Flags
 
 Made by `python tools/make_flag_reference.py`; do not edit.
 
-A flag that is unknown, contradicts another or would have no effect ends the command line with status 2 before
-anything starts. On the command line: `python train.py --help GROUP`, `--explain FLAG`, `--list-unsupported`.
+A flag that is unknown, has a wrong value or contradicts another ends the command line with status 2 before anything
+starts; one that has no effect with the others is named in a warning (`--strict-flags` makes that an error). On
+the command line: `python train.py --help GROUP`, `--explain FLAG`, `--list-unsupported`.
 
 *Status* is **works**; **no effect here** (accepted, named in one warning, with the reason); **not supported** (a run
 that gives it another value than its default is refused; `--dry-run` plans it all the same).

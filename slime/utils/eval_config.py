@@ -237,7 +237,7 @@ def load_eval_config(path: str) -> EvalConfig:
     under_eval = isinstance(located.value, dict) and "eval" in located.value
     if under_eval and len(located.value) > 1:
         other = next(key for key in located.value if key != "eval")
-        raise UsageError(located.sentence((other,), "has no effect beside 'eval'; move it there."))
+        raise UsageError(located.sentence((other,), "stands beside 'eval', where it would be lost; move it there."))
     return _checked(located, ("eval",) if under_eval else ())
 
 

@@ -36,6 +36,7 @@ OURS = {
     "--code-sandbox-concurrency": "code rewards",
     "--code-sandbox-url": "code rewards",
     "--completion": "a question",
+    "--strict-flags": "errors for what is a warning",
     "--dashboard-port": "live page",
     "--elastic-dp": "fault tolerance",
     "--max-restarts": "fault tolerance",

@@ -38,7 +38,7 @@ def test_the_user_is_told_that_the_prefix_cache_is_off(check: Check, caplog: pyt
     ("changes", "without", "sentence"),
     [
         (f"--rollout-function-path {ASYNC}", "", "generates while the trainer trains; drop --colocate"),
-        ("--update-weights-in-flight", "", "--update-weights-in-flight has no effect with --colocate"),
+        ("--update-weights-in-flight", "", "--update-weights-in-flight and --colocate exclude"),
         (
             f"{ALONE} --data-source-path slime.rollout.data_source.RolloutDataSource",
             "--colocate",

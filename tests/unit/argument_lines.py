@@ -1,5 +1,5 @@
 """A command line that works, to be changed by tests: as it is checked (the fixture `check`), or as `parse_args` takes
-it (the fixture `base`, and `line`)."""
+it (the fixture `base`, and `line`). It is strict: a flag without an effect is an error, as any other."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ BASE = {
     "--n-samples-per-prompt": "2",
     "--num-rollout": "3",
     "--colocate": "",
+    "--strict-flags": "",
 }
 NO_OFFLOAD = "--no-offload-train --no-offload-rollout"
 

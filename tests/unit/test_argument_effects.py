@@ -1,4 +1,4 @@
-"""Every given flag has an effect or is refused, numbers are in range, and what is not there is no contradiction."""
+"""A flag without an effect is named in one warning, numbers are in range, and what is absent is no contradiction."""
 
 from __future__ import annotations
 
@@ -43,13 +43,68 @@ NO_EFFECT = {
     "--disable-compute-advantages-and-returns --loss-type sft_loss --kl-coef 0.1": "--kl-coef has no effect with --l",
     "--disable-rollout-global-dataset": "--prompt-data has no effect with --disable-rollout-global-dataset;",
     "--loss-mask-type qwen3": "--loss-mask-type qwen3 has no effect with the default rollout",
-    "--offload --no-offload-train": "--offload-train has no effect with --offload;",
 }
 
 
 @pytest.mark.parametrize("changes", NO_EFFECT)
-def test_a_flag_that_would_do_nothing_is_refused(check: Check, changes: str) -> None:
+def test_a_flag_that_would_do_nothing_is_refused_with_strict_flags(check: Check, changes: str) -> None:
     has(check(changes).problems.wrong, NO_EFFECT[changes])
+    strict = check(changes, without="--strict-flags").problems
+    has(strict.no_effect, NO_EFFECT[changes])
+    assert not any(" no effect" in sentence for sentence in strict.all())
+
+
+def test_flags_without_effect_are_named_in_one_warning(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+    given = check("--tis-clip 3 --kl-loss-coef 0.1 --linear-key-head-dim 8", without="--strict-flags")
+    accept(given)
+    expected = (
+        "3 flags have no effect here (--strict-flags refuses them): --kl-loss-coef without --use-kl-loss; --tis-clip "
+        "without --use-tis; --linear-key-head-dim without --experimental-attention-variant gated_delta_net."
+    )
+    warnings = [record.getMessage() for record in caplog.records if "no effect here" in record.getMessage()]
+    assert warnings == [expected] and given.warnings().count(expected) == 1
+    (one,) = check("--tis-clip 3", without="--strict-flags").warnings()
+    assert one == "1 flag has no effect here (--strict-flags refuses them): --tis-clip without --use-tis."
+    assert check(without="--strict-flags").warnings() == []
+
+
+def test_a_warning_hides_no_error(check: Check) -> None:
+    problems = check("--use-tiss --tis-clip 3 --eval-temperature -1", without="--strict-flags").problems
+    has(problems.wrong, "unknown flag --use-tiss: did you mean --use-tis?")
+    has(problems.wrong, "--eval-temperature -1.0 must be at least 0.")
+    assert problems.no_effect == ["--eval-temperature has no effect without --eval-prompt-data or --eval-config."]
+
+
+@pytest.mark.parametrize(
+    ("changes", "attribute", "value"),
+    [
+        ("--sequence-parallel", "sequence_parallel", False),
+        ("--eval-interval 2", "eval_interval", None),
+        ("--loss-type sft_loss --advantage-estimator ppo", "use_critic", False),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 64 --micro-batch-size 4", "micro_batch_size", 1),
+        ("--recompute-num-layers 1", "recompute_num_layers", None),
+        ("--main-grads-dtype bf16 --accelerator cuda --dry-run", "grad_reduce_in_fp32", True),
+        ("--sharp-enabled-group dp", "sharp_enabled_group", None),
+    ],
+)
+def test_what_has_no_effect_is_as_if_it_was_not_given(
+    check: Check, changes: str, attribute: str, value: object
+) -> None:
+    given = check(changes, without="--strict-flags")
+    assert given.problems.no_effect and vars(given.args)[attribute] == value
+
+
+def test_a_critics_entry_warns_like_the_actors_flags(check: Check, tmp_path: Path) -> None:
+    entry = "megatron: [{role: critic, overrides: {recompute_modules: [mlp], lr: 1e-5}}]"
+    (tmp_path / "roles.yaml").write_text(entry)
+    given = check("--advantage-estimator ppo --megatron-config-path roles.yaml", without="--strict-flags")
+    has(given.problems.no_effect, "the critic's entry: --recompute-modules has no effect without")
+    assert given.problems.all() == []
+    assert given.args.megatron_role_values["critic"]["recompute_modules"] is None
+
+
+def test_offload_and_one_of_its_parts_contradict_each_other(check: Check) -> None:
+    has(check("--offload --no-offload-train").problems.wrong, "--offload-train and --offload, which is short for both")
 
 
 def test_a_coefficient_of_zero_asks_for_nothing(check: Check) -> None:

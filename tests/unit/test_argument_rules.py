@@ -155,7 +155,7 @@ def test_a_run_goes_on_from_what_it_saved_or_begins_as_resume_says(check: Check)
 
 
 def test_v6_intervals_have_something_to_do(check: Check) -> None:
-    has(check("--eval-interval 1").problems.wrong, "--eval-interval 1 needs --eval-prompt-data or --eval-config")
+    has(check("--eval-interval 1").problems.wrong, "--eval-interval 1 has no effect without --eval-prompt-data")
     has(check("--save-interval 1").problems.wrong, "--save-interval has no effect without --save or --save-hf")
     assert check("--save-interval 1 --save out").problems == Problems()
 
@@ -305,7 +305,7 @@ def test_v16_a_run_of_engines_alone_has_no_trainers(check: Check, caplog: pytest
 
 
 def test_v16_offload_on_a_cpu_frees_nothing(check: Check) -> None:
-    has(check("--offload").problems.wrong, "--offload-train (or --offload) has no effect with --accelerator cpu")
+    has(check("--offload").problems.wrong, "--offload-train (or --offload) is refused with --accelerator cpu")
     args = check().args
     assert (args.offload_train, args.offload_rollout) == (False, False)
     assert "offload" not in vars(args), "only a short form"

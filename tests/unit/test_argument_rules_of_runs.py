@@ -123,7 +123,7 @@ def test_v23_multi_token_prediction_and_routing_replay(check: Check) -> None:
     assert alone.startswith("--mtp-num-layers 1: the HF config (model_type qwen3) has 0 layers that predict further")
     replayed = check("--use-rollout-routing-replay")
     assert replayed.args.use_routing_replay is True and check().args.use_routing_replay is False
-    has(replayed.problems.wrong, "--use-rollout-routing-replay has no effect without --num-experts")
+    has(replayed.problems.wrong, "--use-rollout-routing-replay needs --num-experts")
 
 
 def test_v25_a_context_limit_leaves_room_for_a_response(check: Check) -> None:

@@ -248,8 +248,8 @@ WRONG = {
     "--eval-temperature 1": "--eval-temperature has no effect without --eval-prompt-data or --eval-config",
     "--use-rollout-logprobs --recompute-old-log-probs": "--recompute-old-log-probs has no effect",
     # Devices
-    "--offload": "--offload-train (or --offload) has no effect with --accelerator cpu",
-    "--offload-rollout": "--offload-rollout (or --offload) has no effect with --accelerator cpu",
+    "--offload": "--offload-train (or --offload) is refused with --accelerator cpu",
+    "--offload-rollout": "--offload-rollout (or --offload) is refused with --accelerator cpu",
     "--distributed-backend nccl": "--distributed-backend nccl does not work with --accelerator cpu",
     "--debug-rollout-only --debug-train-only": "starts no trainers and --debug-train-only no engines",
     "--rollout-external-engine-addrs x": "--rollout-external-engine-addrs x is no address",
@@ -281,7 +281,7 @@ WRONG = {
     "--rollout-sample-hook-path hooks.py:absent": "--rollout-sample-hook-path: cannot load",
     "--custom-generate-function-path broken.py:fn": "loading it raised ValueError: at import",
     # Evaluation
-    "--eval-interval 1": "--eval-interval 1 needs --eval-prompt-data or --eval-config",
+    "--eval-interval 1": "--eval-interval 1 has no effect without --eval-prompt-data or --eval-config",
     "--eval-prompt-data a data.jsonl": "--eval-prompt-data has no effect without --eval-interval",
     "--eval-interval 1 --eval-prompt-data a b c": "--eval-prompt-data takes NAME PATH pairs, not 3 values",
     "--eval-interval 1 --eval-prompt-data a absent.jsonl": "set a: data file absent.jsonl does not",

@@ -170,7 +170,7 @@ def test_a_file_may_take_values_from_the_environment(tmp_path, monkeypatch):
         ("datasets: 3", "eval.yaml:1: datasets: 3 is not a list"),
         ("datasets: []", "datasets: is empty"),
         ("eval: 3", "eval.yaml:1: eval: 3 is no mapping"),
-        ("eval: {datasets: {a: {path: p}}}\ndatasets: {}", "eval.yaml:2: datasets: has no effect beside 'eval'"),
+        ("eval: {datasets: {a: {path: p}}}\ndatasets: {}", "eval.yaml:2: datasets: stands beside 'eval'"),
         ("datasets:\n- {name: a, path: p}\n- {name: a, path: q}", r"eval.yaml:3: datasets\[1\]: the name 'a' is"),
     ],
 )

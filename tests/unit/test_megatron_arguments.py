@@ -213,7 +213,7 @@ BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
         ("--fine-grained-activation-offloading", "needs --offload-modules: choose from attn_norm"),
         ("--offload-modules core_attn", "has no effect without --fine-grained-activation-offloading"),
         (f"{BY_MODULE} mlp core_attn", "--offload-modules mlp: choose from attn_norm"),
-        (f"{BY_MODULE} attn_proj", "attn_proj has no effect without core_attn"),
+        (f"{BY_MODULE} attn_proj", "attn_proj needs core_attn"),
         (f"{BY_MODULE} moe_act", "--offload-modules moe_act: experts are offloaded with their layers"),
         ("--optimizer-offload-fraction 0.5", "has no effect without --optimizer-cpu-offload"),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0", "must lie in (0, 1]"),

@@ -128,7 +128,7 @@ def test_a_reward_model_of_the_file_keeps_its_place_and_classifies(tmp_path: Pat
     assert [(model.name, model.kind) for model in plan_engines(args)] == [("a", "generate"), ("reward", "classify")]
     args = flags(sglang_config=str(path), reward_model_path=str(tmp_path), reward_model_num_gpus=1)
     wrong = topology_problems(args).wrong
-    assert "is another model than" in wrong[0] and "--reward-model-num-gpus 1 has no effect" in wrong[1]
+    assert "is another model than" in wrong[0] and "--reward-model-num-gpus 1 contradicts --sglang-config" in wrong[1]
 
 
 def test_no_engine_is_ours_with_external_ones_or_with_none_at_all(reward_model: str) -> None:

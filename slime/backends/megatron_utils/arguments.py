@@ -38,7 +38,7 @@ from slime.backends.megatron_utils.offload_checks import (
     check_recomputed_layers,
 )
 from slime.backends.megatron_utils.parser_flags import add_parser_flags
-from slime.utils.arguments.problems import Problems
+from slime.utils.arguments.problems import NoEffect, Problems
 from slime.utils.checkpoint_metadata import check_names
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.errors import UsageError
@@ -130,12 +130,13 @@ def megatron_problems(
     problems, given = Problems(), frozenset(explicit or ())
     if problem := shadowing_problem():
         problems.environment.append(problem)
-    derived = derive_megatron(args).keys() - given
+    set_here = derive_megatron(args).keys()
+    derived = set_here - given
     problems.unsupported += refused_flags(args, derived)
     out_of_range = list(value_checks.check_ranges(args, derived))
     problems.wrong += out_of_range
+    problems.wrong += value_checks.check_effects(args, given, set_here)
     for check in (
-        value_checks.check_effects,
         value_checks.check_buckets,
         value_checks.check_precision,
         value_checks.check_schedule,
@@ -236,7 +237,10 @@ def teacher_problems(args: argparse.Namespace) -> list[str]:
     problems = model_differences(args, "--opd-teacher-load", path, step)
     problems = [f"{problem.removesuffix('.')}; {remedy}." for problem in problems]
     if kind == "hf" and step is not None:
-        problems.append(f"--opd-teacher-ckpt-step {step} has no effect: {path} is an HF directory; leave it out.")
+        why = f"with --opd-teacher-load {path}, which is an HF directory"
+        problems.append(
+            NoEffect(f"--opd-teacher-ckpt-step {step}", why, "leave it out", instead={"opd_teacher_ckpt_step": None})
+        )
     return problems
 
 

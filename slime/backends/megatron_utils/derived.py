@@ -37,7 +37,8 @@ def derive_megatron(args: argparse.Namespace) -> dict[str, Any]:
         "grad_reduce_in_fp32": gradients_in_fp32(
             args.grad_reduce_in_fp32,
             bf16=bf16,
-            in_bf16=args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16",
+            in_bf16=args.grad_reduce_in_bf16
+            or (args.use_precision_aware_optimizer and args.main_grads_dtype == "bf16"),
         ),
         "attention_backend": attention_backend(args.attention_backend, use_flash_attn=args.use_flash_attn),
         "apply_wd_to_qk_layernorm": args.apply_wd_to_qk_layernorm or args.no_weight_decay_cond_type is not None,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from slime.utils.arguments.problems import Problems, read_file
+from slime.utils.arguments.problems import NoEffect, Problems, read_file
 from slime.utils.yaml_config import LocatedYaml, load_yaml
 
 if TYPE_CHECKING:
@@ -65,7 +65,12 @@ def nccl_problems(args: argparse.Namespace) -> Problems:
     path, problems = args.nccl_communicator_config_path, Problems()
     if path is not None and args.accelerator == "cpu":
         problems.environment.append(
-            f"{NCCL_FLAG} {path} has no effect with --accelerator cpu, whose groups are gloo's; leave it out."
+            NoEffect(
+                f"{NCCL_FLAG} {path}",
+                "with --accelerator cpu, whose groups are gloo's",
+                "leave it out",
+                instead={"nccl_communicator_config_path": None},
+            )
         )
     elif path is not None and (located := read_file(problems, load_yaml, path, NCCL_FLAG)) is not None:
         problems.wrong += _wrong_settings(located)
@@ -101,7 +106,8 @@ def _wrong_setting(name: str, value: Any) -> str | None:
 def check_sharp(args: argparse.Namespace) -> Iterator[str]:
     """Reductions in the switch are for groups that there are, which stay."""
     if args.sharp_enabled_group and not args.use_sharp:
-        yield f"--sharp-enabled-group {args.sharp_enabled_group} has no effect without --use-sharp."
+        flag = f"--sharp-enabled-group {args.sharp_enabled_group}"
+        yield NoEffect(flag, "without --use-sharp", instead={"sharp_enabled_group": None})
     if not args.use_sharp:
         return
     if args.sharp_enabled_group == "dp_replica" and args.num_distributed_optimizer_instances <= 1:

@@ -21,7 +21,7 @@ from packaging.version import Version
 from slime.backends.megatron_utils.flag_classes import option_of
 from slime.backends.megatron_utils.fp8_forward_plan import check_fp8_forward, given_flags
 from slime.utils import accelerator
-from slime.utils.arguments.problems import Problems
+from slime.utils.arguments.problems import NoEffect, Problems
 
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
 TRANSFORMER_ENGINES = ("2.9.0", "2.12.0")
@@ -109,9 +109,10 @@ def _check_flashqla(args: argparse.Namespace) -> Iterator[str]:
         yield f"{FLASHQLA} needs CUDA: its kernels are for GPUs, and --accelerator is {args.accelerator}; {use_fla}."
     if args.experimental_attention_variant != "gated_delta_net":
         if not (args.spec or args.custom_model_provider_path):  # those may have such layers
-            yield (
-                f"{FLASHQLA} has no effect without --experimental-attention-variant gated_delta_net, whose layers it "
-                "computes; leave it out."
+            yield NoEffect(
+                FLASHQLA,
+                "without --experimental-attention-variant gated_delta_net, whose layers it computes",
+                "leave it out",
             )
         return
     for name in ("linear_key_head_dim", "linear_value_head_dim"):

@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.nearest_layout import (
     stages_fit,
     tensor_parts,
 )
+from slime.utils.arguments.problems import NoEffect
 from slime.utils.pipeline_layout import text_problem
 
 ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
@@ -353,7 +354,9 @@ def check_allgather_cp(args: argparse.Namespace, hf_config: Mapping[str, Any] | 
     if not vars(args).get("allgather_cp"):
         return
     if args.context_parallel_size <= 1:
-        yield "--allgather-cp has no effect with --context-parallel-size 1; leave it out."
+        yield NoEffect(
+            "--allgather-cp", "with --context-parallel-size 1", "leave it out", instead={"allgather_cp": False}
+        )
         return
     architectures = (hf_config or {}).get("architectures") or []
     if not set(architectures) & set(ALLGATHER_CP_MODELS):

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Iterator
 
 from slime.backends.megatron_utils.layout import Layout
+from slime.utils.arguments.problems import NoEffect
 
 
 def check_moe(args: argparse.Namespace) -> Iterator[str]:
@@ -37,7 +38,12 @@ def _check_choice(args: argparse.Namespace) -> Iterator[str]:
             "always 1."
         )
     if groups and not group_topk:
-        yield f"--moe-router-num-groups {groups} has no effect without --moe-router-group-topk; give both."
+        yield NoEffect(
+            f"--moe-router-num-groups {groups}",
+            "without --moe-router-group-topk",
+            "give both",
+            instead={"moe_router_num_groups": None},
+        )
     if groups and group_topk and experts % groups == 0 and group_topk <= groups:
         if topk > group_topk * (experts // groups):
             yield (

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Collection, Iterator
 
 from slime.backends.megatron_utils.layout import nearest_divisor
+from slime.utils.arguments.problems import NoEffect
 from slime.utils.pipeline_layout import stages_of_text
 from slime.utils.plan.layout import ParallelLayout
 
@@ -56,9 +57,17 @@ def check_offloaded_layers(args: argparse.Namespace) -> Iterator[str]:
     most = max(layers_of_chunks(args)) - 1
     name = "--cpu-offloading" if args.cpu_offloading else "--fine-grained-activation-offloading"
     if most < 1:
-        yield (
-            f"{name} has no effect where every pipeline stage has one layer, which goes backward at once "
-            f"(--num-layers {args.num_layers} in {layout.pp * layout.vpp} stages); leave it out."
+        yield NoEffect(
+            name,
+            "where every pipeline stage has one layer, which goes backward at once "
+            f"(--num-layers {args.num_layers} in {layout.pp * layout.vpp} stages)",
+            "leave it out",
+            instead={
+                "cpu_offloading": False,
+                "cpu_offloading_num_layers": 0,
+                "fine_grained_activation_offloading": False,
+                "offload_modules": None,
+            },
         )
     elif args.cpu_offloading and args.cpu_offloading_num_layers > most:
         yield (
@@ -101,9 +110,7 @@ def _check_modules(modules: Collection[str]) -> Iterator[str]:
     if wrong := sorted(set(modules) - set(OFFLOADED) - set(_OF_EXPERTS)):
         yield f"--offload-modules {' '.join(wrong)}: choose from {', '.join(OFFLOADED)}."
     if "attn_proj" in modules and "core_attn" not in modules:
-        yield (
-            "--offload-modules attn_proj has no effect without core_attn, which keeps the same tensor; add core_attn."
-        )
+        yield ("--offload-modules attn_proj needs core_attn, which keeps the same tensor; add core_attn.")
 
 
 def _check_optimizer(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:

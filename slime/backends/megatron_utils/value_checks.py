@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from slime.backends.megatron_utils.flag_classes import option_of, registered
 from slime.backends.megatron_utils.hf_config import moe_layer_pattern
 from slime.backends.megatron_utils.layout import virtual_stages
+from slime.utils.arguments.problems import NoEffect
 
 AT_LEAST: dict[int, str] = {
     1: """num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size vocab_size
@@ -186,15 +187,22 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def check_effects(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
-    """No given flag is without effect beside the others."""
+def check_effects(
+    args: argparse.Namespace, explicit: Collection[str], derived: Collection[str] = ()
+) -> Iterator[NoEffect]:
+    """Say which given flags have no effect together with the others.
+
+    Args:
+        derived: attributes that `derive_megatron` sets, and which therefore keep their values.
+    """
+    default_of = {action.dest: action.default for action in registered().values()}
     for effect in EFFECTS:
         given = [name for name in effect.names.split() if name in explicit and _asks(name, vars(args)[name])]
         if given and not effect.holds(args):
-            verb = "has" if len(given) == 1 else "have"
-            yield f"{', '.join(map(option_of, given))} {verb} no effect {effect.otherwise}; leave it out."
+            defaults = {name: default_of[name] for name in given if name not in derived}
+            yield NoEffect(map(option_of, given), effect.otherwise, "leave it out", instead=defaults)
     if "make_vocab_size_divisible_by" in explicit and "padded_vocab_size" in explicit:
-        yield "--make-vocab-size-divisible-by has no effect with --padded-vocab-size; leave one out."
+        yield NoEffect("--make-vocab-size-divisible-by", "with --padded-vocab-size", "leave one out")
 
 
 def _asks(name: str, value: Any) -> bool:
@@ -268,9 +276,10 @@ def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Itera
         )
     # A critic starts from it where only the actor's entry gives the ends.
     if "weight_decay" in explicit and args.weight_decay not in (first, last) and not args.use_critic:
-        yield (
-            f"--weight-decay {args.weight_decay} has no effect with --start-weight-decay {first} and "
-            f"--end-weight-decay {last}; leave it out."
+        yield NoEffect(
+            f"--weight-decay {args.weight_decay}",
+            f"with --start-weight-decay {first} and --end-weight-decay {last}",
+            "leave it out",
         )
     if last < first:
         yield f"--end-weight-decay {last} is below --start-weight-decay {first}; Megatron only raises it."

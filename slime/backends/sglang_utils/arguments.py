@@ -33,7 +33,7 @@ from slime.backends.sglang_utils.served_model import served_model_problems
 from slime.backends.sglang_utils.topology import num_policy_engines, plan_engines, topology_problems
 from slime.utils.arguments.check_devices import check_external_engines
 from slime.utils.arguments.flags import flag
-from slime.utils.arguments.problems import Problems, collected
+from slime.utils.arguments.problems import NoEffect, Problems, collected
 from slime.utils.misc import url_host
 
 __all__ = [
@@ -194,7 +194,7 @@ def descriptions_problems(config: str | None, num_prefill: int | None, external:
 def external_flag_problems(overrides: dict[str, Any]) -> list[str]:
     """Sentences about options of servers that run already; some of them slime itself reads."""
     return [
-        f"--sglang-{name.replace('_', '-')} has no effect with {FLAG}, whose servers run already; give it to them."
+        NoEffect(f"--sglang-{name.replace('_', '-')}", f"with {FLAG}, whose servers run already", "give it to them")
         for name in overrides
         if name not in READ_BY_SLIME
     ]

@@ -202,7 +202,7 @@ def _reward_problems(args: argparse.Namespace, config: SglangConfig | None) -> P
         )
     if declared and args.reward_model_num_gpus is not None:
         problems.wrong.append(
-            f"--reward-model-num-gpus {args.reward_model_num_gpus} has no effect: --sglang-config says where the "
+            f"--reward-model-num-gpus {args.reward_model_num_gpus} contradicts --sglang-config, which says where the "
             f"model named {REWARD_MODEL!r} runs; leave it out."
         )
     if not declared and args.reward_model_num_gpus is None:

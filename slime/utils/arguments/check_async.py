@@ -28,7 +28,7 @@ def check_fully_async(args: argparse.Namespace) -> Iterable[str]:
 def check_in_flight(args: argparse.Namespace) -> Iterable[str]:
     """Colocated engines are idle when they get weights."""
     if args.update_weights_in_flight and args.colocate and not keeps_requests_in_flight(args.rollout_function_path):
-        yield "--update-weights-in-flight has no effect with --colocate: no request is in flight then; leave one out."
+        yield "--update-weights-in-flight and --colocate exclude each other: no request is in flight then; keep one."
 
 
 def check_old_actor(args: argparse.Namespace) -> Iterable[str]:

@@ -10,6 +10,8 @@ import importlib.util
 import string
 from collections.abc import Collection, Iterable, Iterator
 
+from slime.utils.arguments.problems import NoEffect
+
 _ID = ("rollout_id",)
 
 
@@ -65,7 +67,7 @@ def check_memory_recorder(args: argparse.Namespace) -> Iterable[str]:
             "does not have; give --memory-recorder memray, which records host memory."
         )
     if args.memory_snapshot_path != "snapshot.pickle" and not args.record_memory_history:
-        yield f"--memory-snapshot-path {args.memory_snapshot_path} has no effect without --record-memory-history."
+        yield NoEffect(f"--memory-snapshot-path {args.memory_snapshot_path}", "without --record-memory-history")
 
 
 def missing_recorder(args: argparse.Namespace) -> Iterable[str]:

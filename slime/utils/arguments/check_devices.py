@@ -76,10 +76,7 @@ def check_offload(args: argparse.Namespace) -> Iterable[str]:
     """Releasing memory is refused where it cannot do anything (V16, V17)."""
     for name in ("offload-train", "offload-rollout"):
         if args.accelerator == "cpu" and vars(args)[name.replace("-", "_")]:
-            yield (
-                f"--{name} (or --offload) has no effect with --accelerator cpu, where nothing could be freed; leave "
-                "it out."
-            )
+            yield f"--{name} (or --offload) is refused with --accelerator cpu: nothing could be freed; leave it out."
 
 
 def check_memory_saver(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Every given flag has an effect: flags that need another one, and flags that some mode makes pointless.
+"""Which given flags have no effect: those that need another one, and those that some mode makes pointless.
 
 What a single flag needs is said where it is declared (`needs=` of `flags.flag`); `POINTLESS` has the modes that switch
 a group of flags off. A debug mode is added to a command line that was written for a whole run, so what it leaves
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from slime.utils.arguments.algorithm import DIVIDED_BY_STD, WITHOUT_REWARD_BASELINE
-from slime.utils.arguments.flags import option_name
+from slime.utils.arguments.flags import default_of, option_name
+from slime.utils.arguments.problems import NoEffect
 
 Fields = Iterable[dataclasses.Field[Any]]
 
@@ -91,9 +92,12 @@ POINTLESS = (
         lambda args: args.custom_convert_samples_to_train_data_path,
         ("pf_ppo_reweight",),
     ),
-    Mode("--offload", lambda args: args.offload, ("offload_train", "offload_rollout")),
     Mode("--release-train", lambda args: args.release_train, ("offload_train",)),
-    Mode("--rollout-external-engine-addrs", lambda args: args.rollout_external, ("rollout_num_gpus", "colocate")),
+    Mode(
+        "--rollout-external-engine-addrs",
+        lambda args: args.rollout_external_engine_addrs,
+        ("rollout_num_gpus", "colocate"),
+    ),
     Mode("--dump-details", lambda args: args.dump_details, ("save_debug_rollout_data", "save_debug_train_data")),
     Mode(
         "--disable-rollout-global-dataset",
@@ -157,12 +161,12 @@ def option_of(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
 
-def check_needs(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[str]:
-    """One of the flags that a given flag needs is set."""
+def check_needs(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
+    """Say which given flags need another one that is not set; read after derivation."""
     for field in fields:
         needs = field.metadata["needs"]
         if needs and _is_said(args, field.name, explicit) and not any(_is_met(args, need) for need in needs):
-            yield f"{option_name(field)} has no effect without {' or '.join(map(_text_of, needs))}."
+            yield NoEffect(option_name(field), f"without {' or '.join(map(_text_of, needs))}")
 
 
 def _is_said(args: argparse.Namespace, name: str, explicit: set[str]) -> bool:
@@ -180,15 +184,28 @@ def _text_of(need: str) -> str:
     return f"{option_of(name)} {value}".strip()
 
 
-def check_pointless(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[str]:
-    """No given flag is switched off by a mode."""
-    options = {field.name: option_name(field) for field in fields}
+def check_pointless(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
+    """Say which given flags a mode switches off; read before derivation or after it."""
+    by_name = {field.name: field for field in fields}
     for mode in POINTLESS:
         if not mode.is_on(args):
             continue
         for name in mode.pointless:
             if _is_said(args, name, explicit):
-                yield f"{options[name]} has no effect with {mode.option}; leave one of the two out."
+                field = by_name[name]
+                yield NoEffect(
+                    option_name(field),
+                    f"with {mode.option}",
+                    "leave one of the two out",
+                    instead={name: default_of(field)},
+                )
+
+
+def check_offload_forms(args: argparse.Namespace, explicit: set[str]) -> Iterable[str]:
+    """--offload stands for both of its parts, which are not given next to it."""
+    for name in ("offload_train", "offload_rollout"):
+        if args.offload and name in explicit:
+            yield f"{option_of(name)} and --offload, which is short for both, exclude each other; keep one."
 
 
 def without_effect(args: argparse.Namespace, explicit: Iterable[str]) -> Iterable[str]:

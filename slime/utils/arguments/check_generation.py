@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 
 from slime.utils.arguments.check_rollout import DEFAULT_ROLLOUT
+from slime.utils.arguments.problems import NoEffect
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
 from slime.utils.types import MultimodalTypes
 
@@ -40,9 +41,10 @@ def check_fire(args: argparse.Namespace) -> Iterable[str]:
     if temperature <= 0:
         yield f"--rollout-fire-temperature {temperature} must be above 0; leave it out for no hot token."
     if args.custom_generate_function_path:
-        yield (
-            "--rollout-fire-temperature has no effect with --custom-generate-function-path, which calls the engine "
-            "itself; leave one of the two out."
+        yield NoEffect(
+            "--rollout-fire-temperature",
+            "with --custom-generate-function-path, which calls the engine itself",
+            "leave one of the two out",
         )
 
 

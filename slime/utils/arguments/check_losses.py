@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from slime.utils.arguments.algorithm import KL_IN_REWARDS
+from slime.utils.arguments.problems import NoEffect
 
 
 def check_sampling(args: argparse.Namespace) -> Iterable[str]:
@@ -64,15 +65,18 @@ def check_passes(args: argparse.Namespace) -> Iterable[str]:
     if not args.shuffle_mini_batches:
         return
     if args.ppo_epochs == 1:
-        yield (
-            "--shuffle-mini-batches has no effect with --ppo-epochs 1: it changes the passes after the first; give "
-            "more passes, or leave it out."
+        yield NoEffect(
+            "--shuffle-mini-batches",
+            "with --ppo-epochs 1: it changes the passes after the first",
+            "give more passes, or leave it out",
         )
     samples = (args.rollout_batch_size or 0) * args.n_samples_per_prompt
     if samples and args.global_batch_size and samples // args.global_batch_size == 1:
-        yield (
-            f"--shuffle-mini-batches has no effect with --global-batch-size {args.global_batch_size}: a rollout is "
-            "one train step, which has all samples in every pass; lower it, or leave the flag out."
+        yield NoEffect(
+            "--shuffle-mini-batches",
+            f"with --global-batch-size {args.global_batch_size}: a rollout is one train step, which has all samples "
+            "in every pass",
+            "lower it, or leave the flag out",
         )
 
 
@@ -126,9 +130,10 @@ def check_kl(args: argparse.Namespace) -> Iterable[str]:
             f"{asked} needs --ref-load, the reference checkpoint; it may be an HF directory such as --hf-checkpoint's."
         )
     if args.kl_coef and args.advantage_estimator not in KL_IN_REWARDS and not args.custom_advantage_function_path:
-        yield (
-            f"--kl-coef {args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}, which "
-            "does not take the KL into its rewards; use --use-kl-loss --kl-loss-coef."
+        yield NoEffect(
+            f"--kl-coef {args.kl_coef}",
+            f"with --advantage-estimator {args.advantage_estimator}, which does not take the KL into its rewards",
+            "use --use-kl-loss --kl-loss-coef",
         )
     if args.kl_target is not None and args.kl_target <= 0:
         yield f"--kl-target {args.kl_target} must be > 0: the measured KL is divided by it."
@@ -145,9 +150,11 @@ def check_distillation(args: argparse.Namespace) -> Iterable[str]:
     if args.opd_type == "megatron" and not args.opd_teacher_load:
         yield "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint."
     if args.opd_type == "sglang" and args.opd_teacher_load:
-        yield (
-            f"--opd-teacher-load {args.opd_teacher_load} has no effect with --opd-type sglang, whose teacher is a "
-            "server; leave one of the two out."
+        yield NoEffect(
+            f"--opd-teacher-load {args.opd_teacher_load}",
+            "with --opd-type sglang, whose teacher is a server",
+            "leave one of the two out",
+            instead={"opd_teacher_load": None},
         )
     if args.opd_type == "sglang" and _only_built_in_code(args):
         yield (
@@ -176,7 +183,7 @@ def check_trained_parameters(args: argparse.Namespace) -> Iterable[str]:
         "--freeze-params-name-list": args.freeze_params_name_list,
     }.items():
         if patterns == []:
-            yield f"{option} has no effect without a regular expression; give one, or leave it out."
+            yield f"{option} needs a regular expression; give one, or leave it out."
         for pattern in patterns or ():
             try:
                 re.compile(pattern)
@@ -193,7 +200,7 @@ def check_routing_replay(args: argparse.Namespace) -> Iterable[str]:
     """There is a routing of experts to replay (V23)."""
     if args.use_routing_replay and not args.num_moe_experts and not args.custom_model_provider_path:
         given = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
-        yield f"{given} has no effect without --num-experts: a dense model routes nothing; leave it out."
+        yield f"{given} needs --num-experts: a dense model routes nothing; leave it out."
 
 
 CHECKS = (

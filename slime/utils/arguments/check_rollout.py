@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from slime.utils.arguments.derive import FULLY_ASYNC_ROLLOUT
 from slime.utils.arguments.flags import nearest
+from slime.utils.arguments.problems import NoEffect
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 COMPLETING_ROLLOUTS = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
@@ -24,22 +25,25 @@ def check_eval(args: argparse.Namespace) -> Iterable[str]:
     if args.eval_only and not has_data:
         yield "--eval-only (or --num-rollout 0) needs --eval-prompt-data or --eval-config."
     elif args.eval_interval is not None and not has_data:
-        yield f"--eval-interval {args.eval_interval} needs --eval-prompt-data or --eval-config."
+        yield NoEffect(
+            f"--eval-interval {args.eval_interval}",
+            "without --eval-prompt-data or --eval-config",
+            instead={"eval_interval": None},
+        )
     if args.eval_only and args.debug_train_only:
         yield "--eval-only (or --num-rollout 0) has nothing to do with --debug-train-only, which starts no engines."
     elif args.eval_interval is not None and args.debug_train_only:
-        yield f"--eval-interval {args.eval_interval} has no effect with --debug-train-only, which starts no engines."
+        yield NoEffect(f"--eval-interval {args.eval_interval}", "with --debug-train-only, which starts no engines")
     if args.eval_config and args.eval_prompt_data:
-        yield "--eval-prompt-data has no effect with --eval-config; list all data sets in one of them."
+        yield NoEffect("--eval-prompt-data", "with --eval-config", "list all data sets in one of them")
     if len(args.eval_prompt_data or []) > 1 and len(args.eval_prompt_data) % 2:
         yield (
             f"--eval-prompt-data takes NAME PATH pairs, not {len(args.eval_prompt_data)} values: "
             f"{' '.join(args.eval_prompt_data)}."
         )
     if args.eval_only and args.skip_eval_before_train:
-        yield (
-            "--skip-eval-before-train has no effect with --num-rollout 0 (--eval-only), which only evaluates; leave "
-            "one out."
+        yield NoEffect(
+            "--skip-eval-before-train", "with --num-rollout 0 (--eval-only), which only evaluates", "leave one out"
         )
 
 
@@ -53,15 +57,17 @@ def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
             "that uses none, such as slime.rollout.sft_rollout.generate_rollout."
         )
     if args.loss_mask_type != "qwen" and not args.custom_generate_function_path:
-        yield (
-            f"--loss-mask-type {args.loss_mask_type} has no effect with the default rollout, which trains on what the "
-            "engine generated; leave it out."
+        yield NoEffect(
+            f"--loss-mask-type {args.loss_mask_type}",
+            "with the default rollout, which trains on what the engine generated",
+            "leave it out",
         )
     generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
     if args.max_turns is not None and not any(generates) and args.data_source_path.startswith("slime."):
-        yield (
-            f"--max-turns {args.max_turns} has no effect without --custom-generate-function-path: the default one "
-            "writes one turn; slime.rollout.multi_turn.generate writes several."
+        yield NoEffect(
+            f"--max-turns {args.max_turns}",
+            "without --custom-generate-function-path: the default one writes one turn",
+            "slime.rollout.multi_turn.generate writes several",
         )
     if args.group_rm and args.custom_generate_function_path and not args.custom_rm_path and not args.rm_type:
         yield "--group-rm needs --custom-rm-path or --rm-type."
@@ -75,7 +81,7 @@ def check_rollout_buffer(args: argparse.Namespace) -> Iterable[str]:
             yield f"--rollout-function-path {path} needs --rollout-buffer-url, as http://host:8889."
         return
     if path.startswith("slime."):
-        yield f"--rollout-buffer-url has no effect with --rollout-function-path {path}; {BUFFER_ROLLOUT} reads it."
+        yield NoEffect("--rollout-buffer-url", f"with --rollout-function-path {path}", f"{BUFFER_ROLLOUT} reads it")
     if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
         yield f"--rollout-buffer-url {url} is no address of a server; write http://host:8889."
     yield from _check_collection_ratio(args)
@@ -126,9 +132,10 @@ def check_rewards(
         where = f"evaluation data set {dataset.name}"
         yield from check_rm_type(args, dataset.rm_type, f"{where}: rm_type", known=known)
         if dataset.rm_type and args.custom_rm_path and not dataset.custom_rm_path:
-            yield (
-                f"{where}: rm_type {dataset.rm_type} has no effect: --custom-rm-path {args.custom_rm_path} goes "
-                "first; give the data set a custom_rm_path."
+            yield NoEffect(
+                f"{where}: rm_type {dataset.rm_type}",
+                f"with --custom-rm-path {args.custom_rm_path}, which goes first",
+                "give the data set a custom_rm_path",
             )
         grader = None if dataset.custom_rm_path or not builtin else dataset.rm_type or args.rm_type
         if grader and dataset.label_key is None and needs_label(grader):
@@ -177,14 +184,16 @@ def check_reward_services(args: argparse.Namespace) -> Iterable[str]:
 def check_overlong(args: argparse.Namespace) -> Iterable[str]:
     """The penalty for long responses is added by the default reward post-processing."""
     if args.overlong_buffer_len is not None and args.custom_reward_post_process_path:
-        yield (
-            "--overlong-buffer-len has no effect with --custom-reward-post-process-path, which makes the rewards; add "
-            "slime.utils.overlong.overlong_penalties there."
+        yield NoEffect(
+            "--overlong-buffer-len",
+            "with --custom-reward-post-process-path, which makes the rewards",
+            "add slime.utils.overlong.overlong_penalties there",
         )
     if args.overlong_buffer_len is not None and args.custom_convert_samples_to_train_data_path:
-        yield (
-            "--overlong-buffer-len has no effect with --custom-convert-samples-to-train-data-path, which makes the "
-            "rewards; leave one of the two out."
+        yield NoEffect(
+            "--overlong-buffer-len",
+            "with --custom-convert-samples-to-train-data-path, which makes the rewards",
+            "leave one of the two out",
         )
 
 

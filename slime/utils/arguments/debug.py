@@ -31,6 +31,7 @@ class AskFlags:
 class DebugFlags:
     """Debug."""
 
+    strict_flags: bool = flag(False, "flags without an effect on this command line are errors, not one warning")
     debug_train_only: bool = flag(False, "start no engines (supervised fine-tuning, replay)")
     debug_rollout_only: bool = flag(False, "start no trainers: generate, score, evaluate, dump")
     save_debug_rollout_data: str | None = flag(None, "template with {rollout_id}: file that gets a rollout's samples")

@@ -95,6 +95,13 @@ def defaults_of(flags_class: type) -> dict[str, Any]:
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(flags_class)}
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of one flag (a fresh list or dict)."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
 def _argparse_keywords(meta: Mapping[str, Any], hint: Any, default: Any) -> dict[str, Any]:
     keywords: dict[str, Any] = {"default": default}
     if meta["is_json"]:

@@ -32,6 +32,7 @@ from slime.utils.arguments import (
 from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_devices import check_trainer
+from slime.utils.arguments.check_effect import Fields, check_pointless
 from slime.utils.arguments.check_hooks import check_hook, check_hooks, check_settings, check_tool_function
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
 from slime.utils.arguments.config_files import apply_config_files
@@ -101,11 +102,12 @@ class Checked:
     given_load: str | None
 
     def warnings(self) -> list[str]:
-        """What works but is seldom meant."""
+        """What has no effect, and what works but is seldom meant."""
         from slime.backends.megatron_utils.arguments import megatron_warnings
 
+        without_effect = self.problems.warning()
         own = validate.warnings(self.args, self.explicit, given_load=self.given_load)
-        return [*own, *megatron_warnings(self.args, self.explicit)]
+        return [*([without_effect] if without_effect else []), *own, *megatron_warnings(self.args, self.explicit)]
 
 
 def parse_args(
@@ -224,8 +226,11 @@ class CommandLine:
         problems.wrong += apply_extra(args, custom)
         problems.environment += _check_tools(args)
         problems.wrong += _check_hook_settings(args)
+        if not args.strict_flags:
+            vars(args).update(problems.settle())
         for kind in (problems.wrong, problems.environment, problems.unsupported):
             kind[:] = without_repeats(kind, line_problems)
+        problems.no_effect[:] = without_repeats(problems.no_effect, line_problems)
         problems.wrong[:0] = line_problems
         return Checked(args.freeze(), problems, frozenset(explicit), given_load)
 
@@ -300,6 +305,10 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     )
 
     values, given_load = vars(args), args.load
+    classes = _own_classes()
+    fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]
+    if not args.strict_flags:
+        _set_aside_pointless(args, explicit, problems, fields)
     args.accelerator = _accelerator(args, problems)
     if trainer_problems := list(check_trainer(args)):
         problems.wrong += trainer_problems
@@ -320,8 +329,6 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     values.update(derive_sglang(args, explicit, own))
     derive_engines(args, explicit, problems)
     values["eval_datasets"] = _eval_datasets(args, problems)
-    classes = _own_classes()
-    fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]
     if args.num_rollout is None:
         args.num_rollout = derive.rollouts_of_epochs(
             args.num_epoch, num_rows=check_files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
@@ -335,6 +342,8 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
             critic_args, critic_explicit = critic
             of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
             of_critic.extend(validate.collect(critic_args, set(critic_explicit), fields))
+            if not args.strict_flags:
+                args.megatron_role_values["critic"].update(of_critic.settle())
             problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
         problems.wrong += teacher_problems(args)
         problems.extend(kernel_problems(args, hf_config))
@@ -347,6 +356,15 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
     values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
     del args.offload  # only a short form
+
+
+def _set_aside_pointless(args: Args, explicit: set[str], problems: Problems, fields: Fields) -> None:
+    """Take flags that a mode switches off from the line before anything is derived from them."""
+    pointless = list(check_pointless(args, explicit, fields))
+    problems.wrong += pointless
+    for sentence in pointless:
+        vars(args).update(sentence.instead)
+        explicit -= set(sentence.instead)
 
 
 def _accelerator(args: argparse.Namespace, problems: Problems) -> str:

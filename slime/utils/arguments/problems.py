@@ -1,11 +1,11 @@
-"""What is wrong with a command line, in three kinds that differ in what can still be said about the run.
+"""What is wrong with a command line, in kinds that differ in what can still be said about the run.
 
 It holds sentences and knows no rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,6 +13,41 @@ from slime.utils.errors import UsageError
 from slime.utils.yaml_config import FileUnusable
 
 T = TypeVar("T")
+S = TypeVar("S", bound=str)
+
+
+class NoEffect(str):
+    """The sentence that given flags change nothing in this run.
+
+    Checks return it among the sentences of what is wrong. `Problems.settle` takes it out for a warning; with
+    --strict-flags it stays an error.
+
+    Attributes:
+        flags: as on the command line, with their values where those matter.
+        why: the rest of the statement, as "without --use-tis".
+        instead: attribute -> value of a run without these flags, where code would read the given one.
+    """
+
+    flags: tuple[str, ...]
+    why: str
+    instead: Mapping[str, Any]
+
+    def __new__(
+        cls, flags: str | Iterable[str], why: str, remedy: str = "", *, instead: Mapping[str, Any] | None = None
+    ) -> NoEffect:
+        """Write the sentence; `remedy` is its end, as "leave it out"."""
+        names = (flags,) if isinstance(flags, str) else tuple(flags)
+        verb = "has" if len(names) == 1 else "have"
+        sentence = super().__new__(
+            cls, f"{', '.join(names)} {verb} no effect {why}" + (f"; {remedy}." if remedy else ".")
+        )
+        sentence.flags, sentence.why, sentence.instead = names, why, dict(instead or {})
+        return sentence
+
+    def about(self, what: str) -> NoEffect:
+        """The same of a part of the run, which the flags are then named with."""
+        flags = [f"{what}: {self.flags[0]}", *self.flags[1:]]
+        return NoEffect(flags, self.why, instead=self.instead)
 
 
 @dataclass
@@ -23,14 +58,16 @@ class Problems:
         wrong: it contradicts itself or cannot be read, so nothing can be planned.
         environment: what it points at is missing or unusable here: files, hooks, ports, devices.
         unsupported: it asks for something that is not built yet.
+        no_effect: what is given and changes nothing: a warning, which refuses no run.
     """
 
     wrong: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
+    no_effect: list[NoEffect] = field(default_factory=list)
 
     def all(self) -> list[str]:
-        """Every sentence once, in the order of the kinds."""
+        """Every sentence that refuses the run, once, in the order of the kinds."""
         return list(dict.fromkeys([*self.wrong, *self.environment, *self.unsupported]))
 
     def extend(self, other: Problems) -> None:
@@ -38,17 +75,40 @@ class Problems:
         self.wrong += other.wrong
         self.environment += other.environment
         self.unsupported += other.unsupported
+        self.no_effect += other.no_effect
+
+    def settle(self) -> dict[str, Any]:
+        """Take what has no effect out of the errors; returns attribute -> value of a run without those flags."""
+        for kind in (self.wrong, self.environment):
+            self.no_effect += [sentence for sentence in kind if isinstance(sentence, NoEffect)]
+            kind[:] = [sentence for sentence in kind if not isinstance(sentence, NoEffect)]
+        self.no_effect[:] = dict.fromkeys(self.no_effect)
+        return {name: value for sentence in self.no_effect for name, value in sentence.instead.items()}
+
+    def warning(self) -> str | None:
+        """One sentence that names every flag without an effect."""
+        if not self.no_effect:
+            return None
+        number = sum(len(sentence.flags) for sentence in self.no_effect)
+        what = "1 flag has" if number == 1 else f"{number} flags have"
+        named = "; ".join(f"{', '.join(sentence.flags)} {sentence.why}" for sentence in self.no_effect)
+        return f"{what} no effect here (--strict-flags refuses them): {named}."
 
     def beside(self, other: Problems, what: str) -> Problems:
         """The sentences that the other has not, each behind `what` it is about."""
 
         def own(kind: list[str], known: list[str]) -> list[str]:
-            return [f"{what}: {sentence}" for sentence in kind if sentence not in known]
+            return [
+                sentence.about(what) if isinstance(sentence, NoEffect) else f"{what}: {sentence}"
+                for sentence in kind
+                if sentence not in known
+            ]
 
         return Problems(
             own(self.wrong, other.wrong),
             own(self.environment, other.environment),
             own(self.unsupported, other.unsupported),
+            [sentence.about(what) for sentence in self.no_effect if sentence not in other.no_effect],
         )
 
 
@@ -76,7 +136,7 @@ def collected(kind: list[str], function: Callable[..., T], *args: Any, **keyword
         return None
 
 
-def without_repeats(sentences: Iterable[str], earlier: Iterable[str]) -> list[str]:
+def without_repeats(sentences: Iterable[S], earlier: Iterable[str]) -> list[S]:
     """Drop sentences about flags that an earlier sentence names: they are wrong only because those were not parsed."""
 
     def flags_in(sentence: str) -> set[str]:

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from slime.utils.arguments.problems import NoEffect
 from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
 
 AUTO, NEVER = "auto", "never"
@@ -29,7 +30,7 @@ def resume_values(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         return {**_WEIGHTS_ALONE, "start_rollout_id": args.start_rollout_id or 0}, []
     root = args.save if choice == AUTO else choice
     if root is None:
-        return {}, ["--resume auto has no effect without --save, where it looks for a checkpoint."]
+        return {}, [NoEffect("--resume auto", "without --save, where it looks for a checkpoint")]
     iteration = latest_iteration(root) if classify_checkpoint(root) == "megatron" else None
     if choice == AUTO:
         on = {"load": root, "ckpt_step": None, "start_rollout_id": None, **_EVERYTHING}

@@ -24,6 +24,7 @@ from slime.utils.arguments.args import Args
 from slime.utils.arguments.custom_config import FileValues, read_known
 from slime.utils.arguments.derive import aggregation, first
 from slime.utils.arguments.file_values import FlagReader
+from slime.utils.arguments.problems import NoEffect
 from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
 from slime.utils.errors import UsageError
 from slime.utils.yaml_config import LocatedYaml, load_yaml, validate
@@ -145,7 +146,7 @@ def _shared_or_alone(values: FileValues) -> list[str]:
         if name in values.known
     ]
     if "ckpt_step" in values.known and "load" not in values.known:
-        problems.append(f"{values.places['ckpt_step']}: ckpt_step: has no effect without load; leave it out.")
+        problems.append(NoEffect(f"{values.places['ckpt_step']}: ckpt_step", "without load", "leave it out"))
     return problems
 
 
@@ -153,7 +154,7 @@ def critic_problems(roles: Mapping[Role, FileValues], advantage_estimator: str) 
     """A sentence if the file has an entry for a critic and the algorithm has none."""
     if "critic" not in roles or advantage_estimator == "ppo":
         return []
-    return [f"{FLAG}: the entry of the critic has no effect without --advantage-estimator ppo; leave it out."]
+    return [NoEffect(f"{FLAG}: the entry of the critic", "without --advantage-estimator ppo", "leave it out")]
 
 
 def missing_critic(roles: Mapping[Role, FileValues]) -> list[str]:

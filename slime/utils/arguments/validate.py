@@ -22,7 +22,13 @@ from slime.utils.arguments import (
     check_rollout,
 )
 from slime.utils.arguments.algorithm import WITHOUT_REWARD_BASELINE
-from slime.utils.arguments.check_effect import Fields, check_needs, check_pointless, without_effect
+from slime.utils.arguments.check_effect import (
+    Fields,
+    check_needs,
+    check_offload_forms,
+    check_pointless,
+    without_effect,
+)
 from slime.utils.arguments.check_trainer import TRAINER_CHECKS
 from slime.utils.arguments.flags import option_name
 from slime.utils.arguments.problems import Problems
@@ -55,6 +61,7 @@ def collect(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Pro
     """
     wrong = [sentence for check in CHECKS for sentence in check(args)]
     wrong += check_devices.check_nodes(args, explicit)
+    wrong += check_offload_forms(args, explicit)
     for check in (check_range, check_needs, check_pointless):
         wrong += check(args, explicit, fields)
     return Problems(wrong=wrong, unsupported=[sentence for check in UNSUPPORTED for sentence in check(args)])

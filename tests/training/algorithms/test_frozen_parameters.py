@@ -121,4 +121,4 @@ def test_lists_of_parameters_are_checked_where_they_are_given(check: Check) -> N
         check("--freeze-params-name-list layers.( x").problems.wrong,
         "--freeze-params-name-list 'layers.(' is no regular expression: missing ), unterminated subpattern",
     )
-    has(check("--only-train-params-name-list").problems.wrong, "has no effect without a regular expression")
+    has(check("--only-train-params-name-list").problems.wrong, "needs a regular expression")
