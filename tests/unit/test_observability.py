@@ -471,7 +471,7 @@ def test_a_run_that_goes_on_goes_on_in_both_trackers(tmp_path: Path, monkeypatch
         finish_tracking()
         has_saved(save)
     assert [path.name for path in (tmp_path / "tb").iterdir()] == ["20260101-000000"]
-    ids = {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}
+    ids = {path.stem.removeprefix("run-") for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")}
     kept = json.loads((save / "trackers.json").read_text())
     assert kept == {"tensorboard_dir": str(tmp_path / "tb/20260101-000000"), "wandb_run_id": ids.pop()} and not ids
 
