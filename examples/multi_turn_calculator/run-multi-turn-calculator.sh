@@ -46,7 +46,6 @@ mkdir -p "$OUTPUT"
 
 if [ -z "$SFT_FROM" ]; then
     phase "model and data"
-    rm -rf "$OUTPUT/sft"
     mapfile -t pieces < <("$PYTHON" -c 'from examples.multi_turn_calculator.make_data import CALL_PIECES; print(*CALL_PIECES, sep="\n")')
     "$PYTHON" tools/make_tiny_model.py --output "$OUTPUT/model" --seed "$SEED" --extra-tokens "${pieces[@]}"
     "$PYTHON" examples/multi_turn_calculator/make_data.py --output "$OUTPUT/data" --seed "$SEED" \
@@ -62,11 +61,10 @@ if [ -z "$SFT_FROM" ]; then
         --num-rollout "$num_rollout" --rollout-batch-size $((STEPS_PER_ROLLOUT * BATCH)) --global-batch-size "$BATCH" \
         --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
         --lr 1e-3 --lr-decay-style constant --weight-decay 0 \
-        --save "$OUTPUT/sft" --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf"
+        --save "$OUTPUT/sft" --fresh-output --save-interval "$num_rollout" --no-save-optim --save-hf "$OUTPUT/sft/hf"
 fi
 
 phase "evaluation, GRPO ($GRPO_STEPS steps), evaluation"
-rm -rf "$OUTPUT/grpo"
 # shellcheck disable=SC2086  # GRPO_FLAGS holds several words
 "$PYTHON" train.py --accelerator cpu --colocate --seed "$SEED" --rollout-seed "$SEED" \
     --hf-checkpoint "$source_dir/sft/hf" --model-args-from-hf --ref-load "$source_dir/sft" \
@@ -79,7 +77,7 @@ rm -rf "$OUTPUT/grpo"
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --lr 2e-4 --lr-decay-style constant --weight-decay 0 \
     --eval-config "$source_dir/data/eval.yaml" --eval-interval "$GRPO_STEPS" \
-    --save "$OUTPUT/grpo" --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf" $GRPO_FLAGS
+    --save "$OUTPUT/grpo" --fresh-output --save-interval "$GRPO_STEPS" --no-save-optim --save-hf "$OUTPUT/grpo/hf" $GRPO_FLAGS
 phase ""
 
 "$PYTHON" examples/multi_turn_calculator/summarize.py --grpo "$OUTPUT/grpo"

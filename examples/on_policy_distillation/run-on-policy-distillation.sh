@@ -58,7 +58,6 @@ case "$TEACHER" in
         ;;
 esac
 
-rm -rf "$OUTPUT/opd"
 # shellcheck disable=SC2086  # $teacher and MORE_FLAGS hold several words
 "$PYTHON" train.py --accelerator cpu --colocate --seed "$SEED" --rollout-seed "$SEED" \
     --hf-checkpoint "$FROM/sft/hf" --model-args-from-hf \
@@ -69,6 +68,6 @@ rm -rf "$OUTPUT/opd"
     --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
     --lr 2e-4 --lr-decay-style constant --weight-decay 0 \
     --eval-config "$FROM/data/eval.yaml" --eval-interval "$STEPS" \
-    --save "$OUTPUT/opd" --save-interval "$STEPS" --no-save-optim $MORE_FLAGS
+    --save "$OUTPUT/opd" --fresh-output --save-interval "$STEPS" --no-save-optim $MORE_FLAGS
 
 "$PYTHON" examples/on_policy_distillation/summarize.py --run "$OUTPUT/opd" --teacher "$FROM/grpo"

@@ -31,9 +31,8 @@ if [ -z "$SFT_FROM" ]; then
 fi
 
 slime_env --cpu
-rm -rf "$OUTPUT/grpo"
 # shellcheck disable=SC2086  # GRPO_FLAGS holds several words
-"$PYTHON" train_async.py --accelerator cpu --seed "$SEED" --rollout-seed "$SEED" --output-dir "$OUTPUT/grpo" \
+"$PYTHON" train_async.py --accelerator cpu --seed "$SEED" --rollout-seed "$SEED" --output-dir "$OUTPUT/grpo" --fresh-output \
     --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --update-weights-interval "$INTERVAL" \
     --hf-checkpoint "$SFT_FROM/sft/hf" --model-args-from-hf \
     --prompt-data "$SFT_FROM/data/train.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle \

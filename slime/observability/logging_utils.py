@@ -30,11 +30,11 @@ from slime.observability.tracker_runs import TrackerRuns, tracker_runs
 from slime.observability.user_metrics import STEP_KEY, UserMetrics, check_record
 from slime.observability.wandb_utils import WandbAdapter
 from slime.utils.full_disk import is_of_full_disk
+from slime.utils.run_dir import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
-METRICS_FILE = "metrics.jsonl"
 CURVES_FILE = "curves.png"
 
 

@@ -7,6 +7,7 @@ It turns every end of a run into one readable message and a status: 0 done, 1 so
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
 import sys
 import traceback
@@ -18,7 +19,10 @@ from slime.observability.logging_utils import configure_logger
 from slime.ray.utils import ActorFailure
 from slime.utils.arguments import CommandLine, accept
 from slime.utils.arguments.problems import collected
+from slime.utils.arguments.resume import line_to_go_on
+from slime.utils.checkpoint_paths import latest_iteration
 from slime.utils.errors import UsageError
+from slime.utils.secret_names import command_line_without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
     configure_logger()
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it reports each optional package that is not there
     signal.signal(signal.SIGTERM, _leave)
-    output_dir: str | None = None
+    args: Any = None
     try:
         command_line = CommandLine()
         if (text := command_line.answer(sys.argv[1:])) is not None:
@@ -52,7 +56,6 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
 
             return dry_run(checked)
         args = accept(checked)
-        output_dir = args.output_dir
         train(args)
     except UsageError as error:
         for message in error.messages:
@@ -61,12 +64,14 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
     except SystemExit:
         if not _Terminated.arrived:
             raise
+        _say_how_to_go_on(args)
         return EXIT_TERMINATED  # Ray's wait makes a SystemExit(1) of ours
     except KeyboardInterrupt:
         _say("interrupted")
+        _say_how_to_go_on(args)
         return EXIT_INTERRUPTED
     except (ActorFailure, TimeoutError, RuntimeError) as error:
-        _report(error, output_dir)
+        _report(error, None if args is None else args.output_dir)
         return EXIT_FAILED
     return 0
 
@@ -82,6 +87,16 @@ def _leave(signum: int, frame: Any) -> NoReturn:
     _Terminated.arrived = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ending takes seconds: a second one must not cut it short
     raise SystemExit(EXIT_TERMINATED)
+
+
+def _say_how_to_go_on(args: Any) -> None:
+    """Print the command that goes on with a run that was interrupted as the last line; nothing where none can."""
+    if args is None or not args.save or args.eval_only or args.debug_rollout_only:
+        return
+    newest = latest_iteration(args.save)
+    what = "begin again, for there is no checkpoint yet" if newest is None else f"go on after rollout {newest}"
+    _say(f"to {what}:")
+    _say(shlex.join(command_line_without_secrets(line_to_go_on(sys.orig_argv), vars(args))))
 
 
 def _report(error: Exception, output_dir: str | None) -> None:

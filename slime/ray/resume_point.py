@@ -75,7 +75,7 @@ def _refuse_lost_tracker(root: Path) -> None:
     if there and not (root / TRACKER_FILE).exists():
         raise UsageError(
             f"--save {root} holds {there[-1]}, but no {TRACKER_FILE} that says so: write the iteration's number into "
-            "that file to go on from it, give --resume never to begin anew, or name another directory."
+            "that file to go on from it, give --fresh-output to begin anew, or name another directory."
         )
 
 

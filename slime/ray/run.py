@@ -39,6 +39,7 @@ from slime.ray.run_parts import WORK_DEADLINE_S, RunParts, try_to_end
 from slime.ray.utils import ActorFailure, get
 from slime.rollout.weight_versions import SyncSchedule
 from slime.utils.arguments.check_losses import check_critic_only_steps
+from slime.utils.arguments.check_run_dirs import move_earlier_runs
 from slime.utils.arguments.derive import keeps_requests_in_flight
 from slime.utils.arguments.roles import Role
 from slime.utils.checkpoint_paths import latest_iteration
@@ -309,6 +310,7 @@ class TrainingRun:
     @phase("start")
     def _start(self) -> None:
         args, parts, start = self.args, self._parts, time.monotonic()
+        move_earlier_runs(args)
         directory = Path(args.output_dir).resolve()
         self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
         self._guard.watch_ray(parts.connect())
@@ -365,11 +367,15 @@ class TrainingRun:
         parallel = started["parallel_config"]
         get(self._manager.set_train_parallel_config.remote(parallel), "the rollout manager", STATE_DEADLINE_S)
         per_epoch = get(self._manager.get_num_rollout_per_epoch.remote(), "the data source", STATE_DEADLINE_S)
+        resumed_from = int(started["start_rollout_id"] if first is None else first) - 1
         if first is None:
             given = self.args.start_rollout_id
             first = int(started["start_rollout_id"] if given is None else given)
         num_rollout = self.args.num_rollout
         self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
+        if resumed_from >= 0 and not self.args.eval_only:
+            left = f"going on at {first}" if first < self.plan.num_rollout else "it was the last: no rollout is left"
+            logger.info("resumed from rollout %d; %s", resumed_from, left)
         if problems := list(check_critic_only_steps(self.args, self.plan.num_rollout)):
             raise UsageError(problems)  # where --num-epoch could not be counted before
         self._warn_of_no_profile(range(first, self.plan.num_rollout))

@@ -118,6 +118,19 @@ def dead_runs() -> Iterator[Record]:
             path.unlink()
 
 
+def live_output_dirs() -> list[Path]:
+    """Return the output directories of this user's runs on this host of which driver or sweeper lives."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in directory().glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(OSError), path.open(errors="replace") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found.append(_read(path.name.removesuffix(_SUFFIX), file).output_dir)
+    return [path for path in found if path is not None]
+
+
 def _read(run: str, file: IO[str]) -> Record:
     record = Record(run)
     for line in file:

@@ -48,6 +48,7 @@ OURS = {
     "--eval-only": "evaluation without training data",
     "--explain": "a question",
     "--filter-prompts-workers": "parallel length filter",
+    "--fresh-output": "an earlier run is moved aside",
     "--keep-checkpoints": "old checkpoints are deleted",
     "--kl-ctrl": "adaptive KL",
     "--kl-horizon": "adaptive KL",

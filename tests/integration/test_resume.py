@@ -86,6 +86,8 @@ def test_a_lost_trainer_is_replaced_and_the_engine_stays(runs: tuple[Run, Run]):
     resumed = runs[1]
     assert "training the trainer on rollout 3" in resumed.printed and "rank 0 of 1 is lost" in resumed.printed
     assert (resumed.output_dir / "killed_a_rank").exists()
+    for saved in (SAVE_EVERY - 1, TOTAL - 2):
+        assert f"resumed from rollout {saved}; going on at {saved + 1}" in resumed.printed
     logs = resumed.output_dir / "logs"
     assert (logs / "engine_0.log").read_text().count("SIGTERM received") == 1, "one server, which the run's end ended"
     assert (logs / "trainer_0.log").read_text().count("imported everything") == 2

@@ -435,7 +435,8 @@ def test_the_asynchronous_driver_refuses_trainers_that_end_while_engines_generat
 
 @pytest.fixture
 def parsed(monkeypatch, tmp_path):
-    checked = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), dry_run=False))
+    flags = {"save": None, "eval_only": False, "debug_rollout_only": False, "wandb_key": "a secret"}
+    checked = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), dry_run=False, **flags))
     monkeypatch.setattr(
         driver, "CommandLine", lambda: SimpleNamespace(answer=lambda argv: None, check=lambda argv: checked)
     )
@@ -467,6 +468,22 @@ def test_a_failing_actor_is_one_line_and_its_traceback_a_file(parsed, capsys):
 def test_ctrl_c_is_no_traceback(parsed, capsys):
     assert drive_into(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(parsed, capsys, monkeypatch):
+    args = driver.CommandLine().check([]).args
+    args.save = str(parsed)
+    line = ["python", "train.py", "--fresh-output", "--save", "my runs/1", "--wandb-key", "a secret"]
+    monkeypatch.setattr(driver.sys, "orig_argv", line)
+    assert drive_into(KeyboardInterrupt()) == 130
+    command = "python train.py --save 'my runs/1' --wandb-key '***' --resume auto"
+    assert capsys.readouterr().err == f"interrupted\nto begin again, for there is no checkpoint yet:\n{command}\n"
+    (parsed / TRACKER_FILE).write_text("7")
+    assert drive_into(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == f"interrupted\nto go on after rollout 7:\n{command}\n"
+    args.eval_only = True
+    assert drive_into(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "interrupted\n", "nothing is saved"
 
 
 def test_sigterm_ends_with_its_own_status_whatever_ray_makes_of_it(parsed, monkeypatch):

@@ -66,6 +66,20 @@ def test_a_run_begins_where_its_checkpoint_ends_unless_told_otherwise(monkeypatc
     assert (plan.start_rollout_id, loaded) == (0, [])
 
 
+def test_a_resumed_run_says_where_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    plan_of(monkeypatch)
+    assert "resumed from rollout 2; going on at 3" in caplog.text
+    caplog.clear()
+    plan_of(monkeypatch, num_rollout=3)
+    assert "resumed from rollout 2; it was the last: no rollout is left" in caplog.text
+    caplog.clear()
+    plan_of(monkeypatch, eval_only=True)
+    assert "resumed" not in caplog.text
+
+
 def test_a_run_ends_after_its_rollouts_or_its_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of(monkeypatch)[0].num_rollout == 9
     assert plan_of(monkeypatch, num_rollout=None, num_epoch=5)[0].num_rollout == 5 * 4

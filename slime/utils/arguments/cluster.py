@@ -90,6 +90,11 @@ class FaultToleranceFlags:
         "auto: go on from what --save holds, if it holds an iteration, else begin as the other flags say; never: of a "
         "run's checkpoint load the weights alone; or the checkpoint root of a run to go on from",
     )
+    fresh_output: bool = flag(
+        False,
+        "where --output-dir or --save holds an earlier run, move it to <dir>.1 (.2, ...) and begin anew; without it, "
+        "--resume auto or --load of that directory such a run is refused",
+    )
     stall_timeout: float = flag(
         1800.0,
         "seconds without any progress after which a phase is stalled, if that is more than six times its median: the "

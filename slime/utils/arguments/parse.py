@@ -34,6 +34,7 @@ from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_devices import check_trainer
 from slime.utils.arguments.check_effect import Fields, check_pointless
 from slime.utils.arguments.check_hooks import check_hook, check_hooks, check_settings, check_tool_function
+from slime.utils.arguments.check_run_dirs import check_run_dirs, run_dir_warnings
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
 from slime.utils.arguments.config_files import apply_config_files
 from slime.utils.arguments.custom_config import FileValues, apply_extra
@@ -107,7 +108,9 @@ class Checked:
 
         without_effect = self.problems.warning()
         own = validate.warnings(self.args, self.explicit, given_load=self.given_load)
-        return [*([without_effect] if without_effect else []), *own, *megatron_warnings(self.args, self.explicit)]
+        earlier = run_dir_warnings(self.args, self.given_load)
+        of_megatron = megatron_warnings(self.args, self.explicit)
+        return [*([without_effect] if without_effect else []), *own, *earlier, *of_megatron]
 
 
 def parse_args(
@@ -433,6 +436,7 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
                 )
     problems.extend(check_files.check_output_dirs(check_files.output_dirs(args)))
     problems.extend(check_files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
+    collected(problems, lambda: problems.extend(check_run_dirs(args, given_load)))
 
 
 def _check_tools(args: Args) -> list[str]:

@@ -6,6 +6,7 @@ It sets --load and what is loaded with it, before anything is derived from them;
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,26 @@ def resume_values(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if args.load is not None and Path(args.load) != Path(root):
         return {}, [f"--resume {root} and --load {args.load} are two places to go on from; leave --load out."]
     return {"load": root, "start_rollout_id": args.start_rollout_id, **_EVERYTHING}, []
+
+
+def line_to_go_on(words: Sequence[str]) -> list[str]:
+    """Return a command line with what makes its run go on: --resume auto, and nothing that contradicts it.
+
+    Another --resume is replaced by flags that say the same where there is no checkpoint yet: with auto they count for
+    the begin of a run alone.
+
+    Example:
+        >>> line_to_go_on(["train.py", "--resume", "other", "--save", "out", "--fresh-output"])
+        ['train.py', '--load', 'other', '--save', 'out', '--resume', 'auto']
+    """
+    kept: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name == "--resume":
+            choice = value if equals else next(left, AUTO)
+            begin = {AUTO: [], NEVER: ["--finetune", "--no-load-optim", "--no-load-rng"]}
+            kept += begin.get(choice, ["--load", choice])
+        elif name != "--fresh-output":
+            kept.append(word)
+    return [*kept, "--resume", AUTO]

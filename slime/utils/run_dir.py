@@ -1,0 +1,91 @@
+"""What a run has left in a directory, and how it is moved out of the way of the next one.
+
+A directory holds a run if it has metrics or iterations. The `release` of a converter is a model, not a run, and a run
+that ended before its first record has left nothing that another one could be mixed with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+_TAIL_BYTES = 1 << 18
+"""The end of metrics.jsonl in which the last rollout is looked for: a record has some kilobytes."""
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """The run that a directory holds.
+
+    Attributes:
+        first: the first record of its metrics; empty without any.
+        last: the newest record of a rollout, or of another kind where it has none.
+        iterations: of its checkpoints, in order.
+    """
+
+    first: dict[str, Any]
+    last: dict[str, Any]
+    iterations: tuple[int, ...]
+
+    def __str__(self) -> str:
+        parts = []
+        if self.first:
+            parts.append(f"begun{_moment(self.first)}")
+            rollout = self.last.get("rollout/step")
+            what = "last record" if rollout is None else f"last rollout {rollout:.0f}"
+            parts.append(f"{what}{_moment(self.last)}")
+        if self.iterations:
+            first, last = self.iterations[0], self.iterations[-1]
+            parts.append(f"checkpoints {first} to {last}" if last > first else f"checkpoint {last}")
+        return ", ".join(parts)
+
+
+def earlier_run(directory: str | Path) -> EarlierRun | None:
+    """Return the run that a directory holds, or None."""
+    root = Path(directory)
+    if not os.path.isdir(root):  # Path.is_dir raises where the name is too long
+        return None
+    names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.glob("iter_*"))
+    iterations = tuple(sorted(int(name[1]) for name in names if name))
+    first, last = _ends_of(root / METRICS_FILE)
+    return EarlierRun(first, last, iterations) if first or iterations else None
+
+
+def place_aside(directory: Path) -> Path:
+    """Return where a directory would be moved to: the first of `<directory>.1`, `.2`, ... that does not exist."""
+    number = 1
+    while os.path.lexists(place := directory.with_name(f"{directory.name}.{number}")):
+        number += 1
+    return place
+
+
+def _ends_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first record of a metrics.jsonl and the newest, of a rollout if possible; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            first = _record(next(file, b""))
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            records = [record for line in file if (record := _record(line))]
+    except OSError:
+        return {}, {}
+    newest = records[-1] if records else first
+    return first or newest, next((record for record in reversed(records) if "rollout/step" in record), newest)
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:  # half a line: its writer was killed
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _moment(record: dict[str, Any]) -> str:
+    """When a record was written, with a space before; nothing where it does not say."""
+    return time.strftime(" %Y-%m-%d %H:%M", time.localtime(record["time"])) if "time" in record else ""
