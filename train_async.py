@@ -1,6 +1,7 @@
 """Rollouts ahead: while the trainer trains on one, the engines already generate the next ones.
 
-    python train_async.py ... (the flags of train.py, without --colocate, and --update-weights-interval,
+    python train_async.py ... --use-rollout-logprobs
+                              (the flags of train.py, without --colocate, and --update-weights-interval,
                                --async-buffer-size, --max-weight-staleness)
 
 At most --async-buffer-size rollouts are begun ahead of the one that is trained, and none that would be trained more
@@ -11,6 +12,8 @@ than --max-weight-staleness versions after it was begun. Wait graph of the loop:
                      for the evaluation: engines put requests aside for the sync and go on with them after it. With
                      --deterministic a rollout behind one that is saved waits for the sync between them
     unblocks         by the sync: rollouts that --max-weight-staleness held back
+
+The loss needs a correction for tokens of older weights, such as --use-rollout-logprobs; without one this warns.
 
 Evaluation runs beside training and generation. It sees one version of the weights: it begins right after a sync (or
 between two) and the next sync waits for its end. It is logged at the step at which it began.
@@ -24,6 +27,7 @@ from typing import Any
 from slime.ray.driver import drive
 from slime.ray.rollouts_ahead import RolloutsAhead
 from slime.ray.run import TrainingRun
+from slime.utils.arguments.check_async import correction_warnings
 from slime.utils.arguments.deterministic import check_ahead
 from slime.utils.errors import UsageError
 
@@ -59,4 +63,4 @@ def train(args: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(drive(train, check=check))
+    sys.exit(drive(train, check=check, warn=correction_warnings))

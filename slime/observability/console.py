@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+from slime.observability.gap import GapWatch
+
 # metric -> (short name, format); in the order of the line
 COLUMNS = {
     "rollout/raw_reward": ("reward", "{:.3f}"),
@@ -43,6 +45,7 @@ class ConsoleSink:
     def __init__(self, write: Callable[[str], None] = write_line) -> None:
         self._write = write
         self._held: dict[str, float] = {}
+        self._gap = GapWatch()
         self._shown_rollout = -1.0
         self._last_line_at = time.monotonic()
 
@@ -89,6 +92,7 @@ class ConsoleSink:
         elapsed, self._last_line_at = now - self._last_line_at, now
         if elapsed >= SHORTEST_STEP_S:  # the train steps of one rollout are logged together
             parts.append(f"| {elapsed:.1f}s")
+        parts += self._gap.notes(metrics)
         self._write(f"step {values[step_key]:4.0f} | " + "  ".join(parts))
 
     def _write_eval(self, metrics: Mapping[str, float]) -> None:

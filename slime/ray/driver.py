@@ -6,12 +6,13 @@ It turns every end of a run into one readable message and a status: 0 done, 1 so
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,12 +30,18 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
-def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None = None) -> int:
+def drive(
+    train: Callable[[Any], None],
+    *,
+    check: Callable[[Any], None] | None = None,
+    warn: Callable[[Any], Iterable[str]] | None = None,
+) -> int:
     """Parse the command line and run `train(args)`.
 
     Args:
         train: the schedule.
         check: raises UsageError for flags that this driver cannot work with.
+        warn: what flags this driver works with but are seldom meant for it.
 
     Returns:
         the exit status.
@@ -51,6 +58,8 @@ def drive(train: Callable[[Any], None], *, check: Callable[[Any], None] | None =
         checked = command_line.check(sys.argv[1:])
         if check is not None:
             collected(checked.problems.wrong, check, checked.args)
+        if warn is not None:
+            checked = dataclasses.replace(checked, driver_warnings=tuple(warn(checked.args)))
         if checked.args.dry_run:
             from slime.ray.dry_run import dry_run  # a run needs none of what it imports
 

@@ -22,6 +22,7 @@ import pytest
 
 from slime.observability import logging_utils, plots, progress, wandb_utils
 from slime.observability.console import ConsoleSink
+from slime.observability.gap import jump
 from slime.observability.logging_utils import (
     collect_warnings,
     finish_tracking,
@@ -171,6 +172,32 @@ def test_the_console_shows_one_line_a_step_with_generation_and_training():
     assert len(lines) == 2
     assert lines[0].startswith("step    0 | reward 0.500  length 3.2  loss 0.1250")
     assert lines[1] == "eval    0 | addition 0.750"
+
+
+def test_a_jump_of_the_gap_between_trainer_and_engine_is_marked_on_its_line():
+    lines: list[str] = []
+    sink = ConsoleSink(lines.append)
+    for step, gap in enumerate([2e-7, 2e-7, 2e-7, 1.9e-5, 0.17]):
+        sink.write({"train/step": step, "train/train_rollout_logprob_abs_diff": gap}, "train/step")
+    assert [("(!)" in line) for line in lines] == [False, False, False, False, True]
+    assert f"|train-engine| is {0.17 / 2e-7:.2g}x its median: see docs/debugging.md" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "earlier", "ratio"),
+    [
+        (1.0, [0.01, 0.01, 0.01], 1.0 / 0.01),
+        (0.99, [0.01, 0.01, 0.01], None),
+        (1.0, [0.01, 0.01], None),  # a median of two rollouts says little
+        (1.0, [0.0, 0.0, 0.0], 2.0**23),  # bit for bit equal before
+        (2.0**-20, [0.0, 0.0, 0.0], None),  # a few roundings of float32
+        (1.0, [0.001, 0.5, 0.5], None),
+        (1.0, [math.nan, 0.01, 0.01, 0.01], 1.0 / 0.01),
+        (math.nan, [0.01, 0.01, 0.01], None),
+    ],
+)
+def test_a_jump_is_a_hundred_times_the_running_median(value: float, earlier: list[float], ratio: float | None):
+    assert jump(value, earlier) == (None if ratio is None else pytest.approx(ratio))
 
 
 def test_a_generation_without_a_train_step_gets_its_own_line():

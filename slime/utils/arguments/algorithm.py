@@ -155,9 +155,11 @@ class AlgorithmFlags:
     compute_advantages_and_returns: bool = flag(True, "skip old and reference log-probs and advantages")
     grpo_std_normalization: bool = flag(True, "do not divide by the group's standard deviation (Dr.GRPO)")
     rewards_normalization: bool = flag(True, "do not subtract the group's mean either")
-    use_rollout_logprobs: bool = flag(False, "take the engine's log-probs as the old ones")
+    use_rollout_logprobs: bool = flag(
+        False, "take the engine's log-probs as the old ones: corrects for old weights (train_async.py)"
+    )
     use_rollout_entropy: bool = flag(False, "log the entropy of each rollout before it is trained on")
-    use_tis: bool = flag(False, "weight the loss with the ratio of trainer to engine (TIS)")
+    use_tis: bool = flag(False, "weight the loss with the ratio of trainer to engine (TIS): another correction")
     tis_clip: float = flag(2.0, "upper bound of that ratio", needs="use_tis", at_least=0)
     tis_clip_low: float = flag(0, "lower bound of that ratio", needs="use_tis", at_least=0)
     custom_tis_function_path: str | None = flag(

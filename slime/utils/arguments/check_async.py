@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+from slime.utils.arguments.check_losses import check_nucleus
 from slime.utils.arguments.derive import keeps_requests_in_flight
 
 
@@ -59,6 +60,34 @@ def in_flight_warnings(args: argparse.Namespace) -> Iterable[str]:
             "requests stay in flight during weight syncs: engines run with --sglang-disable-radix-cache, because "
             "SGLang cannot forget what old weights computed then; --no-update-weights-in-flight aborts them instead."
         )
+
+
+CORRECTIONS = ("use_rollout_logprobs", "use_tis", "keep_old_actor")
+"""Flags that correct the policy loss for the age of the weights that generated; the first is the best measured one.
+
+OPSM is not one: without another it compares the trainer's log-probs with themselves (docs/off_policy.md).
+"""
+
+
+def correction_warnings(args: argparse.Namespace) -> Iterable[str]:
+    """Rollouts ahead are of older weights; without a correction, the loss takes their tokens for the trainer's."""
+    is_fresh = args.max_weight_staleness == 0 and args.update_weights_interval == 1
+    trains = not (args.debug_rollout_only or args.debug_train_only or args.eval_only)
+    if is_fresh or not trains or args.loss_type != "policy_loss" or any(vars(args)[name] for name in CORRECTIONS):
+        return
+    usable = ["--" + name.replace("_", "-") for name in CORRECTIONS if not _refusals(args, name)]
+    remedy = f"give {usable[0]}" if usable else "give --max-weight-staleness 0 and --update-weights-interval 1"
+    others = f" (or {' or '.join(usable[1:])})" if usable[1:] else ""
+    yield (
+        "train_async.py trains on responses of older weights as if the trainer's had written them, which costs "
+        f"accuracy and may end in a collapse: {remedy}{others}; docs/off_policy.md compares them."
+    )
+
+
+def _refusals(args: argparse.Namespace, name: str) -> list[str]:
+    """Why a correction could not be added to a command line."""
+    changed = argparse.Namespace(**{**vars(args), name: True})
+    return [*check_old_actor(changed), *check_nucleus(changed)]
 
 
 CHECKS = (check_fully_async, check_in_flight, check_old_actor)

@@ -95,12 +95,14 @@ class Checked:
         problems: why a run would be refused.
         explicit: the attributes whose flags were given.
         given_load: --load as it was given (`args.load` is what the trainer starts from).
+        driver_warnings: what works with this driver but is seldom meant.
     """
 
     args: Args
     problems: Problems
     explicit: frozenset[str]
     given_load: str | None
+    driver_warnings: tuple[str, ...] = ()
 
     def warnings(self) -> list[str]:
         """What has no effect, and what works but is seldom meant."""
@@ -110,7 +112,8 @@ class Checked:
         own = validate.warnings(self.args, self.explicit, given_load=self.given_load)
         earlier = run_dir_warnings(self.args, self.given_load)
         of_megatron = megatron_warnings(self.args, self.explicit)
-        return [*([without_effect] if without_effect else []), *own, *earlier, *of_megatron]
+        of_effect = [without_effect] if without_effect else []
+        return [*of_effect, *own, *earlier, *self.driver_warnings, *of_megatron]
 
 
 def parse_args(

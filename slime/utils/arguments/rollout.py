@@ -126,7 +126,9 @@ class RolloutFlags:
         "the run, take another prompt, or first try the group again",
         choices=("fail", "drop", "retry"),
     )
-    async_buffer_size: int = flag(1, "rollouts that train_async.py may be ahead", at_least=1)
+    async_buffer_size: int = flag(
+        1, "rollouts that train_async.py may be ahead: give a correction, such as --use-rollout-logprobs", at_least=1
+    )
     max_weight_staleness: int | None = flag(
         None, "weight versions (syncs) that a trained token may be old; older ones are generated again", at_least=0
     )
