@@ -35,6 +35,8 @@ def run(inputs: list[object], tmp_path_factory: pytest.TempPathFactory) -> Run:
         "--max-weight-staleness", 1, "--rollout-max-response-len", 400, "--rollout-ignore-eos",
         "--rollout-batch-size", 2, "--n-samples-per-prompt", 2, "--global-batch-size", 4,
         "--eval-interval", 1, "--eval-prompt-data", "digits", prompts, "--eval-max-response-len", 4,
+        "--rollout-sample-hook-path", "tests.integration.user_code:log_length",
+        "--custom-rollout-log-function-path", "tests.integration.user_code:log_own",
         "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt", script="train_async.py",
     )  # fmt: skip
 
@@ -65,6 +67,18 @@ def test_engines_that_keep_requests_in_flight_run_without_a_prefix_cache_and_the
     assert "--sglang-disable-radix-cache" in run.printed
     launched = json.loads((run.output_dir / "logs" / "engine_0.json").read_text())
     assert launched["server_args"]["disable_radix_cache"] is True
+
+
+def test_a_run_without_a_correction_for_old_weights_is_warned_once(run: Run):
+    assert run.printed.count("train_async.py trains on responses of older weights") == 1
+
+
+def test_metrics_of_hooks_and_of_a_log_function_are_beside_those_of_the_run(run: Run):
+    assert run.column("mine/logged", "rollout/step") == [0, 10, 20]
+    assert run.column("mine/put", "rollout/step") == [1.0] * 3
+    assert run.column("mine/returned", "rollout/step") == [2 * 2] * 3
+    assert all(0 < length <= 400 for length in run.column("mine/length", "rollout/step"))
+    assert len(run.column("mine/length", "rollout/step")) == 3
 
 
 def test_evaluations_in_the_background_are_logged_at_their_own_steps(run: Run):

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+import slime
 from slime.backends.sglang_utils.server_control import list_workers_sync
 from slime.utils.http_utils import post_sync
 from slime.utils.run_processes import MARK, processes_of
@@ -28,6 +29,19 @@ _passes = 0
 async def share_of_digits(args: Any, sample: Any, **_: Any) -> float:
     """How much of the response are digits: differs between the samples of a group, so that there is a gradient."""
     return sum(character.isdigit() for character in sample.response) / max(1, len(sample.response))
+
+
+def log_length(args: Any, sample: Any, evaluation: bool) -> None:
+    """Log from where a sample is made; the step is not known there."""
+    if not evaluation:
+        slime.log({"mine/length": sample.response_length})
+
+
+def log_own(rollout_id: int, args: Any, samples: Any, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
+    """All three ways of logging metrics of one's own."""
+    slime.log({"mine/logged": 10 * rollout_id}, rollout_id)
+    metrics["mine/put"] = 1.0
+    return {"mine/returned": len(samples)}
 
 
 def perturb_before_log_probs(args: Any, model: list[torch.nn.Module], store_prefix: str) -> None:

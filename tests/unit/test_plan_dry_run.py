@@ -14,7 +14,7 @@ import pytest
 
 from slime.ray import dry_run as module
 from slime.ray.dry_run import dry_run, engine_kinds, find_device, hook_report, hook_reports
-from slime.rollout.base_types import RewardFn
+from slime.rollout.base_types import GenerateFn, RewardFn
 from slime.utils.arguments.problems import Problems
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
@@ -199,11 +199,13 @@ def test_the_head_of_a_slice(path, head):
 
 def test_hooks_are_shown_with_their_place_or_why_they_do_not_load(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("\nasync def reward(args, sample, **kwargs):\n    return 1.0\n\n\ndef no_sample():\n    pass\n")
+    functions = "\nasync def reward(args, sample, **kwargs):\n    return 1.0\n\n\ndef no_sample():\n    pass\n"
+    file.write_text(functions + "\n\ndef plain(args, sample, sampling_params):\n    return sample\n")
     good = hook_report("--custom-rm-path", f"{file}:reward", RewardFn)
     assert good.where is not None and good.where.endswith("mine.py:2") and good.problem is None
     assert "it is called as (args, sample" in str(hook_report("--x", f"{file}:no_sample", RewardFn).problem)
     assert "no attribute 'gone'" in str(hook_report("--x", f"{file}:gone", RewardFn).problem)
+    assert "write it as `async def`" in str(hook_report("--x", f"{file}:plain", GenerateFn).problem)
     held_out = EvalDatasetConfig(name="held-out", path="e.jsonl", custom_rm_path=f"{file}:reward")
     changes = {"rollout_sample_hook_path": [f"{file}:gone"], "eval_datasets": [held_out]}
     args = checked(custom_rm_path=f"{file}:reward", **changes).args
