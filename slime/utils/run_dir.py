@@ -87,5 +87,5 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _moment(record: dict[str, Any]) -> str:
-    """When a record was written, with a space before; nothing where it does not say."""
-    return time.strftime(" %Y-%m-%d %H:%M", time.localtime(record["time"])) if "time" in record else ""
+    """When a record was written, to be put behind a word; nothing where it does not say."""
+    return time.strftime(" at %Y-%m-%d %H:%M", time.localtime(record["time"])) if "time" in record else ""

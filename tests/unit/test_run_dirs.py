@@ -50,9 +50,9 @@ def test_the_same_command_again_is_refused_and_names_the_run_and_the_remedies(ch
     leave_run("out", records=12, iterations=(3, 7, 11))
     (sentence,) = check("--save out").problems.environment
     assert sentence == (
-        "--save out holds another run (begun 2026-01-02 03:04, last rollout 11 2026-01-02 03:15, checkpoints 3 to 11)"
-        ": --resume auto goes on after rollout 11; --load out does the same; --fresh-output moves it to "
-        f"{Path.cwd() / 'out.1'} and begins anew."
+        "--save out holds another run (begun at 2026-01-02 03:04, last rollout 11 at 2026-01-02 03:15, "
+        "checkpoints 3 to 11): --resume auto goes on after rollout 11; --load out does the same; --fresh-output moves "
+        f"it to {Path.cwd() / 'out.1'} and begins anew."
     )
     assert check("--save out --load hf").problems.environment == [sentence], "another checkpoint is not gone on with"
     assert check("--save out --resume never").problems.environment == [sentence]
@@ -79,7 +79,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_repeated_unask
     leave_run("out", records=2)
     (sentence,) = check("--save out").problems.environment
     has(
-        [sentence], "last rollout 1 2026-01-02 03:05): --resume auto begins again, for --save out holds no checkpoint;"
+        [sentence],
+        "last rollout 1 at 2026-01-02 03:05): --resume auto begins again, for --save out holds no checkpoint;",
     )
     for way in ("--resume auto", "--load out"):
         checked = check(f"--save out {way}")
