@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.observability.logging_utils import configure_logger
+from slime.ray.plan_check import check_plan
 from slime.ray.utils import ActorFailure
 from slime.utils.arguments import CommandLine, accept
 from slime.utils.arguments.problems import collected
@@ -65,6 +66,7 @@ def drive(
 
             return dry_run(checked)
         args = accept(checked)
+        check_plan(args)
         train(args)
     except UsageError as error:
         for message in error.messages:

@@ -15,22 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slime.ray.plan_check import engine_kinds, find_device, find_format, is_for_this_machine
 from slime.rollout.base_types import HOOKS
 from slime.rollout.hook_signatures import signature_problem
-from slime.utils.accelerator import cuda_is_available
 from slime.utils.arguments.flags import defaults_of
 from slime.utils.arguments.rollout import RolloutFlags
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
-from slime.utils.plan import EngineKind, Facts, HookReport, Plan, make_plan
-from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
-from slime.utils.plan.layout import EngineGroup, slot_layout
+from slime.utils.plan import Facts, HookReport, Plan, make_plan
+from slime.utils.plan.fit import misfits
 from slime.utils.plan.render import render
 from slime.utils.plan.rows import read_rows_of
-from slime.utils.weight_format import WeightFormat, format_of_checkpoint
 
 EXIT_USAGE = 2
-PLACEHOLDER = "placeholder"
 
 
 def dry_run(checked: Any) -> int:
@@ -51,6 +48,8 @@ def dry_run(checked: Any) -> int:
         raise UsageError(problems.all())
     refused = list(dict.fromkeys([*problems.environment, *problems.unsupported]))
     plan = make_plan(args, gather_facts(args, refused, checked.warnings()))
+    if is_for_this_machine(args) and not args.ignore_plan:
+        plan = dataclasses.replace(plan, refused=[*plan.refused, *misfits(plan.fit).refused])
     if args.dry_run_json:
         write_json(plan, args.dry_run_json)
     try:
@@ -90,58 +89,6 @@ def gather_facts(args: Any, refused: list[str], warnings: list[str]) -> Facts:
         warnings=warnings,
         refused=refused,
     )
-
-
-def find_device(accelerator: str, given: str | None = None) -> Device:
-    """The device of --plan-device, of this machine, or the default one where there is no GPU."""
-    if accelerator == "cpu":
-        return cpu_device(_host_memory())
-    if given or not cuda_is_available():
-        return DEVICES[given or DEFAULT_GPU]
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    return device_of_gpu(properties.name, properties.total_memory)
-
-
-def find_format(hf_checkpoint: str | None) -> WeightFormat | None:
-    """How --hf-checkpoint is quantised; None where that is refused, or where it cannot be read, which is said then."""
-    try:
-        return format_of_checkpoint(hf_checkpoint)
-    except (UsageError, OSError, ValueError):
-        return None
-
-
-def _host_memory() -> int:
-    """Bytes of memory that this machine, or the container that this process is in, has."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(physical, int(text)) if text.isdigit() else physical
-
-
-def engine_kinds(args: Any) -> list[EngineKind]:
-    """Engines of the command line, with the ServerArgs values that slime and the user choose."""
-    from slime.backends.sglang_utils.server_args import device_defaults
-
-    layout, models = slot_layout(args), args.engine_models
-    is_one = len(models) == 1 and len(models[0].groups) == 1
-    found, slot = [], 0
-    for model in models:
-        defaults = device_defaults(args.accelerator, Path(model.model_path or ""))
-        for group in model.groups:
-            if slot == layout.num_engine_slots and (gap := layout.reward_offset - layout.engine_offset - slot) > 0:
-                found.append(EngineKind(EngineGroup(PLACEHOLDER, gap, 1)))  # the trainer's slots, before the reward's
-            slot += group.num_gpus
-            kind = PLACEHOLDER if group.worker_type == PLACEHOLDER else f"{model.name} {group.worker_type}"
-            found.append(
-                EngineKind(
-                    EngineGroup("" if is_one else kind, group.num_gpus, group.num_gpus_per_engine),
-                    defaults | dict(group.settings),
-                    serves_policy=model.model_path == args.hf_checkpoint,
-                )
-            )
-    return found
 
 
 def hook_reports(args: Any) -> Iterator[HookReport]:

@@ -133,6 +133,7 @@ class EngineUpkeep:
                 raise
             except ActorFailure as error:
                 if not self._is_lost_meanwhile(error, count):
+                    self._raise_end_of_engine(error)
                     raise
                 logger.warning("the weights are sent again, without engines that were lost meanwhile: %s", error)
             else:
@@ -152,6 +153,13 @@ class EngineUpkeep:
             return False  # nothing was lost that sending again would help
         failed = self._manager.engines_failed.remote(silent, str(error))
         return bool(get(failed, "the watch over the engines", STATE_DEADLINE_S) != count)
+
+    def _raise_end_of_engine(self, error: ActorFailure) -> None:
+        """Raise why an engine has ended, where a sync failed for that; with fault tolerance the watch has said so."""
+        if isinstance(error, ActorLost) or self._is_on:
+            return
+        if ended := get(self._manager.ended_engines.remote(), "the state of the engines", STATE_DEADLINE_S):
+            raise ActorFailure(f"{ended[0]}; noticed by a weight sync: {error}", error.details, error.cause) from error
 
     def _follow_engines(self, count: int, version: int) -> bool:
         """Have the trainer send to the engines that are there, where some were lost or replaced; whether there are

@@ -29,11 +29,13 @@ import ray
 from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._private.utils import estimate_available_memory, resolve_object_store_memory
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError
 
 from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
+from slime.utils.host_memory import address_limit
 from slime.utils.network import out_of_reach
 from slime.utils.plan.layout import slot_layout
 from slime.utils.run_records import RAY_PREFIX
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 PLACEMENT_DEADLINE_S = 600.0
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
+BESIDE_STORE = 3 * 10**9
+"""Of address space that processes take at least: with a tiny model on CPU 2.6 GB are too little for a trainer."""
 LONGEST_PARENT = 20
 """Of the folder of a Ray: the path of a socket has 107 bytes, and Ray's own part of it takes the rest."""
 
@@ -116,6 +120,7 @@ def connect_ray(args: Any) -> Path | None:
                 address,
             )
     else:
+        check_address_space(address_limit(), resolve_object_store_memory(estimate_available_memory()))
         # A Ray of our own finds the machine's GPUs by itself; slots it has to be told.
         resources = {resource: float(asked)} if args.accelerator == "cpu" else None
         folder = _private_folder()
@@ -134,6 +139,23 @@ def connect_ray(args: Any) -> Path | None:
             shutil.rmtree(folder, ignore_errors=True)
         raise UsageError(slot_shortage(asked, available, resource, started_here=not address))
     return folder
+
+
+def check_address_space(limit: int | None, store: int) -> None:
+    """Refuse a limit of the address space with which processes of Ray abort, or wait for others that have.
+
+    Args:
+        limit: of each process (`ulimit -v`) in bytes; None: there is none.
+        store: size of Ray's object store, which each process maps.
+
+    Raises:
+        UsageError: it is too low.
+    """
+    if limit is not None and limit < store + BESIDE_STORE:
+        raise UsageError(
+            f"`ulimit -v` lets each process map {limit / 1e9:.1f} GB only, but every process of a run maps Ray's "
+            f"object store of {store / 1e9:.1f} GB, and {BESIDE_STORE / 1e9:.1f} GB more; lift it: ulimit -v unlimited"
+        )
 
 
 def _unreachable(address: str) -> str | None:

@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime.utils.errors import UsageError
+from slime.utils.host_memory import OutOfMemoryKills, killed_for_memory, too_few_addresses
 from slime.utils.network import given_address, interface_problem
 from slime.utils.run_processes import MARK
 
@@ -61,6 +62,7 @@ class _Interrupt:
 
 
 _interrupt = _Interrupt()
+_kills = OutOfMemoryKills()
 
 
 def interrupt_main(error: BaseException | None) -> None:
@@ -120,9 +122,14 @@ def fetch(ref: ray.ObjectRef, what: str) -> Any:
         cause = error.cause
         if isinstance(cause, UsageError):
             raise UsageError(cause.messages) from None
-        raise ActorFailure(f"{what} failed: {type(cause).__name__}: {cause}", str(error), cause) from None
+        said = f"{type(cause).__name__}: {cause}"
+        if "ulimit -v" not in said and (reason := too_few_addresses(said)) is not None:
+            said = f"{reason} ({said})"
+        raise ActorFailure(f"{what} failed: {said}", str(error), cause) from None
     except RayActorError as error:
-        raise ActorLost(f"{what} failed: {_who_died(error)} died ({_first_line(error)})", str(error)) from None
+        reason = killed_for_memory(_kills) if f"ip: {ray.util.get_node_ip_address()}" in str(error) else None
+        died = f"{_who_died(error)} died ({reason or _first_line(error)})"
+        raise ActorLost(f"{what} failed: {died}", str(error)) from None
     except RayError as error:
         raise ActorFailure(f"{what} failed: {_first_line(error)}", str(error)) from None
 

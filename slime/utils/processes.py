@@ -225,6 +225,11 @@ def _end_all_on(number: signal.Signals) -> None:
     signal.signal(number, handle)
 
 
+def exit_text(code: int) -> str:
+    """How a process ended, from Popen's return code."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
 def log_tail(path: str | Path, lines: int = 40) -> str:
     """The last lines of a log file, for an error message; a sentence when it is missing or empty."""
     try:

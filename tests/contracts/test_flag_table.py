@@ -59,6 +59,7 @@ OURS = {
     "--lora-rank": "LoRA",
     "--lora-target-modules": "LoRA",
     "--loss-agg-mode": "how token losses become one number",
+    "--ignore-plan": "a run that does not fit is refused",
     "--max-dynamic-sampling-rounds": "a filter that rejects everything is noticed",
     "--max-group-retries": "crashed groups",
     "--max-turns": "multi-turn",

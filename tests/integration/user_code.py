@@ -158,3 +158,14 @@ async def show_to_a_stranger(args: Any, sample: Any, **_: Any) -> float:
         command = [sys.executable, "-m", "tests.integration.file_stranger", str(note.parent.parent)]
         note.write_bytes(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
     return await share_of_digits(args, sample)
+
+
+async def end_the_only_engine(args: Any, sample: Any, **_: Any) -> float:
+    """Lose the engine while others of its requests are under way: its scheduler has written an error, then is gone."""
+    logs = Path(args.output_dir).absolute() / "logs"
+    if processes := _processes_of_engine(logs, 0):
+        with (logs / "engine_0.log").open("a") as log:
+            log.write("torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n")
+        for process in processes:
+            process.kill()
+    return 0.0

@@ -441,6 +441,7 @@ def parsed(monkeypatch, tmp_path):
         driver, "CommandLine", lambda: SimpleNamespace(answer=lambda argv: None, check=lambda argv: checked)
     )
     monkeypatch.setattr(driver, "accept", lambda checked: checked.args)
+    monkeypatch.setattr(driver, "check_plan", lambda args: None)
     monkeypatch.setattr(driver.signal, "signal", lambda *_: None)
     return tmp_path
 

@@ -36,6 +36,7 @@ class World:
         self.waiting: list[str] = []
         self.places = len(engines)
         self.error: Exception | None = None
+        self.ended: list[str] = []
         self.judges = ["judge"]
         """Engines of a model that takes no weights."""
 
@@ -53,6 +54,9 @@ class World:
         if lost := [self.connected[number] for number in numbers]:
             self.lose(*lost)
         return self.count
+
+    def do_ended_engines(self) -> list[str]:
+        return self.ended
 
     def do_get_updatable_engines(self) -> tuple[list[str], list[int]]:
         return list(self.engines), [1] * len(self.engines)
@@ -162,6 +166,15 @@ def test_any_other_failure_of_a_sync_is_the_runs(
         upkeep.send_weights(5)
     assert failed.value is error and upkeep.version == 4
     assert world.calls == ["sync's turn", "send"]
+
+
+def test_a_sync_that_fails_for_an_engine_that_has_ended_says_why_that_has(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    world = World("a")
+    world.error, world.ended = ActorFailure("cannot be reached"), ["engine 0 has ended: out of host memory"]
+    with pytest.raises(ActorFailure, match="^engine 0 has ended: out of host memory; .* sync: cannot be reached$"):
+        upkeep_of(world, is_on=False).send_weights(5)
 
 
 def test_a_rollout_that_has_lost_its_last_engine_gets_another_with_the_same_weights(

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray import dry_run as module
-from slime.ray.dry_run import dry_run, engine_kinds, find_device, hook_report, hook_reports
+from slime.ray import plan_check
+from slime.ray.dry_run import dry_run, hook_report, hook_reports
+from slime.ray.plan_check import engine_kinds, find_device
 from slime.rollout.base_types import GenerateFn, RewardFn
 from slime.utils.arguments.problems import Problems
 from slime.utils.errors import UsageError
@@ -260,7 +261,7 @@ def test_a_reward_model_is_in_the_plan_behind_the_slots_of_the_trainer(tmp_path)
 
 
 def test_a_plan_for_gpus_names_the_device_that_it_assumes(monkeypatch):
-    monkeypatch.setattr(module, "cuda_is_available", lambda: False)
+    monkeypatch.setattr(plan_check, "cuda_is_available", lambda: False)
     assert find_device("cuda") == DEVICES[DEFAULT_GPU]
     assert find_device("cuda", "h200-141gb") == DEVICES["h200-141gb"]
     assert find_device("cpu").is_shared

@@ -299,6 +299,15 @@ def test_the_layout_counts_slots_as_the_flags_say(changes, total, offset):
     assert (layout.total, layout.engine_offset) == (total, offset)
 
 
+def test_an_address_space_without_room_for_the_object_store_is_refused() -> None:
+    """Ray aborts with a stack of C++ calls, or hangs."""
+    store = 7 * 10**9
+    placement.check_address_space(None, store)
+    placement.check_address_space(store + placement.BESIDE_STORE, store)
+    with pytest.raises(UsageError, match="`ulimit -v` lets each process map 8.0 GB only, .* store of 7.0 GB, and 3.0"):
+        placement.check_address_space(8 * 10**9, store)
+
+
 def test_node_addresses_sort_as_numbers():
     addresses = ["10.0.0.10", "node-b", "10.0.0.9"]
     assert sorted(addresses, key=placement.address_key) == ["10.0.0.9", "10.0.0.10", "node-b"]

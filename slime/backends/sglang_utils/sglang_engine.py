@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,9 +19,10 @@ from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient, EngineContact
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
-from slime.backends.sglang_utils.start_failures import memory_advice
+from slime.backends.sglang_utils.start_failures import last_error, memory_advice
 from slime.utils.api_keys import ENGINE_ENV, protect
-from slime.utils.processes import log_tail, registry
+from slime.utils.host_memory import OutOfMemoryKills, killed_for_memory, too_few_addresses
+from slime.utils.processes import exit_text, log_tail, registry
 from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class SGLangEngine(EngineClient):
         self._num_threads = num_threads
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0
+        self._kills = OutOfMemoryKills()
 
     @property
     def url(self) -> str:
@@ -108,8 +111,9 @@ class SGLangEngine(EngineClient):
                 check=self._check_alive,
             )
         except (EngineStartError, WaitTimeout) as error:
+            reason = self._reason(self._log_of_this_start())  # of a process that shutdown forgets
             self.shutdown()
-            raise self._start_error(error) from None
+            raise self._start_error(error, reason) from None
         if not self._server_kwargs.get("encoder_only"):  # that server has few endpoints
             server_control.freeze_gc_sync(self.url)
         logger.info("engine %d is healthy at %s after %.1f s", self.rank, self.url, time.monotonic() - begin)
@@ -125,6 +129,7 @@ class SGLangEngine(EngineClient):
         write_launch_file(launch_file, accelerator=self._accelerator, server_args=shown)
         self._log_begin = self._log_path.stat().st_size if self._log_path.exists() else 0
         tp_size = self._server_kwargs.get("tp_size", 1)
+        self._kills = OutOfMemoryKills()
         self._process = registry().start(
             [sys.executable, "-m", "slime.backends.sglang_utils.launch_server", str(launch_file)],
             name=f"engine {self.rank}",
@@ -136,7 +141,7 @@ class SGLangEngine(EngineClient):
     def _check_alive(self) -> None:
         code = self._process.poll() if self._process is not None else None
         if code is not None:
-            raise EngineStartError(f"engine {self.rank} ended with exit code {code} before it was healthy")
+            raise EngineStartError(f"engine {self.rank} ended ({exit_text(code)}) before it was healthy")
         # SGLang's main process lives on for seconds after its scheduler has failed, to collect diagnostics.
         if "Received sigquit from a child process" in self._log_of_this_start(last=TAIL_BYTES):
             raise EngineStartError(f"engine {self.rank} failed before it was healthy")
@@ -148,14 +153,32 @@ class SGLangEngine(EngineClient):
             log.seek(max(log.tell(), self._log_begin))
             return log.read().decode(errors="replace")
 
-    def _start_error(self, error: Exception) -> EngineStartError:
+    def ending(self) -> str | None:
+        """Return that its server has ended though nobody has told it to, and why; None while it runs."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return None
+        reason = self._reason(self._log_of_this_start())
+        return f"engine {self.rank} has ended ({exit_text(code)}){f': {reason}' if reason else ''} ({self._log_path})"
+
+    def _reason(self, text: str) -> str | None:
+        """Why its server failed.
+
+        Args:
+            text: of its log.
+        """
+        code = self._process.poll() if self._process is not None else None
+        was_killed = killed_for_memory(self._kills) if code == -signal.SIGKILL else None
+        known = was_killed or memory_advice(text, self._server_kwargs) or too_few_addresses(text)
+        return known or last_error(text) or killed_for_memory(self._kills)
+
+    def _start_error(self, error: Exception, reason: str | None) -> EngineStartError:
         text = self._log_of_this_start()
         port_taken = any(sign.lower() in text.lower() for sign in PORT_TAKEN)
-        advice = memory_advice(text, self._server_kwargs)
         tail = log_tail(self._log_path, TAIL_LINES)
         model = self._server_kwargs["model_path"]
         return EngineStartError(
-            f"{error}{f': {advice}' if advice else ''}\n"
+            f"{error}{f': {reason}' if reason else ''}\n"
             f"model {model}; the last lines of its log {self._log_path}:\n{tail}",
             port_taken,
         )

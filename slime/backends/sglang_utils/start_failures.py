@@ -1,4 +1,5 @@
-"""What to change when an engine had too little GPU memory at its start: from the lines that SGLang and torch write.
+"""Why an engine did not start, from the lines that SGLang and torch write: its last error, and what to change when it
+had too little GPU memory.
 
 SGLang gives `mem_fraction_static` of the memory that is free when it begins to weights and KV cache together. Too high
 a fraction leaves too little for CUDA graphs and activations (or does not fit beside another process: "CUDA out of
@@ -34,7 +35,21 @@ NO_CACHE = (
 )
 """Nothing is left of its share, or less than one page."""
 FREE_IT = "free what else holds the GPU (with --colocate: give --offload-train)"
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?::.*)?$", re.MULTILINE)
+_FOLLOWS = ("EOFError", "scheduler is dead", "scheduler died", "Initialization failed", "see the error messages above")
 GRAPHS = "Capture cuda graph failed"
+
+
+def last_error(log: str) -> str | None:
+    """Return the last exception in a log, without those that only follow from another; None where there is none.
+
+    Example:
+        >>> last_error("ValueError: no such model\\n[10:00] killing\\nRuntimeError: Rank 0 scheduler is dead")
+        'ValueError: no such model'
+    """
+    found = _EXCEPTION.findall(log)
+    causes = [line for line in found if not any(sign in line for sign in _FOLLOWS)]
+    return next(reversed(causes or found), None)
 
 
 def memory_advice(log: str, settings: Mapping[str, Any]) -> str | None:

@@ -29,6 +29,7 @@ from slime.ray.http_post import use_distributed_post
 from slime.ray.placement_group import Slot
 from slime.ray.ray_actor import RayActor
 from slime.ray.rollout.dp_split import split_train_data
+from slime.ray.rollout.engine_ends import EngineEnds
 from slime.ray.rollout.engine_state import engine_state
 from slime.ray.rollout.engine_watch import EngineWatch
 from slime.ray.rollout.replacements import Replacements
@@ -98,6 +99,7 @@ class RolloutManager(RayActor):
         self._watch: EngineWatch | None = None
         self._router_watch: RouterWatch | None = None
         self._replacements: Replacements | None = None
+        self._ends: EngineEnds | None = None
         self._updatable: list[Any] = []
         self._data_source: Any = None
         self._parallel_config: dict[str, int] = {}
@@ -148,6 +150,10 @@ class RolloutManager(RayActor):
             )
             self._watch.start()
             OUTAGES.listen(self._suspect)
+        else:
+            self._ends = EngineEnds(self._servers.models)
+            self._ends.start()
+            OUTAGES.listen(self._ends.suspect)
 
     def _suspect(self, url: str) -> None:
         """Look at the engines when a request to a router of the run has failed."""
@@ -197,6 +203,11 @@ class RolloutManager(RayActor):
             if self._replacements.count == before:
                 self._watch.look(probe)
         return self._replacements.count
+
+    @ray.method(concurrency_group="control")
+    def ended_engines(self) -> list[str]:
+        """Without fault tolerance, which engines have ended though nobody has told them to, and why."""
+        return self._ends.look() if self._ends is not None else []
 
     @ray.method(concurrency_group="control")
     def lacks_engines(self) -> bool:
@@ -406,6 +417,8 @@ class RolloutManager(RayActor):
             self._router_watch.stop()
         if self._watch is not None:
             self._watch.stop()
+        if self._ends is not None:
+            self._ends.stop()
         if self._servers is not None:
             self._servers.shutdown()
             self._servers = None

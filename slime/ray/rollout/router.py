@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from slime.utils.api_keys import protect_router
 from slime.utils.errors import UsageError
 from slime.utils.misc import url_host
 from slime.utils.private_files import write_private
-from slime.utils.processes import log_tail, registry
+from slime.utils.processes import exit_text, log_tail, registry
 from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
@@ -199,11 +198,6 @@ def router_values(args: Any, address: RouterAddress, *, prometheus_port: int, ha
     given = {name: value for name, value in args.router_overrides.items() if name != "api_key"}
     metrics = {"prometheus_host": address.ip, "prometheus_port": prometheus_port}
     return ours | metrics | given | owned
-
-
-def exit_text(code: int) -> str:
-    """How a process ended, from Popen's return code."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _answers(url: str) -> bool:

@@ -131,7 +131,12 @@ class EngineActor(SGLangEngine):
         try:
             self._check_alive()
         except EngineStartError as error:
-            raise self._start_error(error) from None
+            raise self._start_error(error, self._reason(self._log_of_this_start())) from None
+
+    @ray.method(concurrency_group="control")
+    def ending(self) -> str | None:
+        """As of `SGLangEngine`, whatever else the engine is asked at that time."""
+        return super().ending()
 
     @ray.method(concurrency_group="control")
     def shutdown(self) -> None:

@@ -33,6 +33,11 @@ class ClusterFlags:
     rollout_num_gpus_per_engine: int = flag(1, "GPUs per SGLang engine", at_least=1, at_most=MOST_GPUS)
     num_gpus_per_node: int = flag(8, "GPUs of one physical node, for placing engines", at_least=1, at_most=MOST_GPUS)
     colocate: bool = flag(False, "trainer and engines share the same GPUs (slots)")
+    ignore_plan: bool = flag(
+        False,
+        "start a run that takes more than 10%% more memory than this machine has, as the plan of --dry-run says; "
+        "without this it is refused",
+    )
     offload: bool = flag(False, "short for --offload-train --offload-rollout")
     offload_train: bool | None = flag(None, "release the trainer's GPU memory while engines generate")
     offload_rollout: bool | None = flag(None, "release the engines' GPU memory while the trainer works")

@@ -6,6 +6,7 @@ It adds up what trainer_memory and engine_memory say for the processes that shar
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slime.utils.plan.devices import Device
@@ -13,6 +14,8 @@ from slime.utils.plan.engine_memory import EngineMemory
 from slime.utils.plan.layout import SlotLayout
 from slime.utils.plan.trainer_memory import TrainerMemory
 
+TOLERANCE = 0.10
+"""Of the memory: by so much more a plan may say than a run takes (benchmarks/plan_accuracy.py: 7% at most)."""
 TIGHT = 0.95
 """Of the memory: beyond it fragmentation may be what is too much."""
 LOWER_TRAINER = (
@@ -57,6 +60,37 @@ class Moment:
             left = (self.limit - self.total) / 1e9
             return f"fits barely: {left:.1f} GB are left for fragmentation, which is not counted"
         return "fits"
+
+
+@dataclass(frozen=True)
+class Misfits:
+    """What does not fit, a sentence each.
+
+    Attributes:
+        refused: by more than the plan may be wrong.
+        doubtful: by less, or for another reason than the sum.
+    """
+
+    refused: list[str]
+    doubtful: list[str]
+
+
+def misfits(found: Iterable[Moment]) -> Misfits:
+    """Sort the moments that do not fit by how sure that is."""
+    refused, doubtful = [], []
+    for moment in found:
+        if moment.fits:
+            continue
+        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in moment.parts.items())
+        needed = (
+            f"{moment.where} takes {moment.total / 1e9:.1f} GB while {moment.when} ({parts}), and has "
+            f"{moment.limit / 1e9:.1f} GB"
+        )
+        if moment.total > (1 + TOLERANCE) * moment.limit:
+            refused.append(f"the run does not fit: {needed}; {moment.remedy}; --ignore-plan starts it all the same.")
+        else:
+            doubtful.append(f"the run may not fit: {needed}; {moment.remedy}.")
+    return Misfits(refused, doubtful)
 
 
 def moments(

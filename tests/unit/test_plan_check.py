@@ -1,0 +1,110 @@
+"""A run whose plan does not fit into this machine is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from slime.ray import plan_check
+from slime.ray.dry_run import dry_run
+from slime.ray.plan_check import check_plan, find_device
+from slime.utils.errors import UsageError
+from slime.utils.plan import Facts, make_plan
+from slime.utils.plan.devices import cpu_device
+from tests.unit.plan_fakes import CUDA, plan_args
+from tests.unit.test_plan_dry_run import checked
+
+
+def run_args(**changes):
+    return plan_args(**{"hf_checkpoint": "nowhere", "rollout_max_response_len": 64, **changes})
+
+
+def needed_by(args) -> int:
+    """Of a run on CPU."""
+    return make_plan(args, Facts(device=cpu_device(2**40), engines=plan_check.engine_kinds(args))).fit[0].total
+
+
+@pytest.fixture
+def has_memory(monkeypatch):
+    """Give this machine so many bytes."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return lambda size: monkeypatch.setattr(plan_check, "host_memory", lambda: size)
+
+
+def test_a_run_that_fits_starts_without_a_word(has_memory, caplog):
+    has_memory(needed_by(run_args()))
+    check_plan(run_args())
+    assert not caplog.messages
+
+
+def test_a_run_that_takes_over_ten_percent_more_is_refused_with_numbers_and_flags(has_memory):
+    needed = needed_by(run_args())
+    has_memory(int(needed / 1.11))
+    with pytest.raises(UsageError) as caught:
+        check_plan(run_args())
+    (sentence,) = caught.value.messages
+    numbers = f"the host takes {needed / 1e9:.1f} GB while training (1 trainer rank(s) "
+    assert sentence.startswith(f"the run does not fit: {numbers}") and f"and has {needed / 1.11e9:.1f} GB" in sentence
+    assert "lower --sglang-max-total-tokens" in sentence and "--ignore-plan" in sentence
+
+
+@pytest.mark.parametrize(
+    ("share", "changes", "ray", "says"),
+    [
+        (1.05, {}, None, "the run may not fit"),
+        (2.0, {"ignore_plan": True}, None, "the run does not fit"),
+        (2.0, {}, "10.0.0.1:6379", "(planned for cpu, which is assumed)"),
+    ],
+)
+def test_less_than_that_another_machine_or_a_users_will_is_a_warning(
+    has_memory, monkeypatch, caplog, share, changes, ray, says
+):
+    has_memory(int(needed_by(run_args()) / share))
+    if ray:
+        monkeypatch.setenv("RAY_ADDRESS", ray)
+    with caplog.at_level(logging.WARNING):
+        check_plan(run_args(**changes))
+    (said,) = caplog.messages
+    assert says in said
+
+
+def test_a_gpu_that_is_only_assumed_refuses_nothing(monkeypatch, caplog):
+    large = {"num_layers": 200, "hidden_size": 8192, "ffn_hidden_size": 28672}
+    args = run_args(**CUDA, **large, actor_num_gpus_per_node=1, rollout_num_gpus=1)
+    monkeypatch.setattr(plan_check, "cuda_is_available", lambda: False)
+    check_plan(args)
+    assert any("(planned for h100-80gb, which is assumed)" in message for message in caplog.messages)
+    device = find_device("cuda")
+    monkeypatch.setattr(plan_check, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(plan_check, "find_device", lambda *_: device)
+    with pytest.raises(UsageError, match=r"trainer GPU takes \d+\.\d GB while training .* and has 80.0 GB"):
+        check_plan(args)
+
+
+def test_the_prompts_that_are_there_count_where_the_assumed_ones_do_not_fit(has_memory, tmp_path: Path, monkeypatch):
+    """Without the file 512 tokens a prompt are assumed; its own are three."""
+    facts = {"data": None}
+    monkeypatch.setattr("slime.utils.plan.rows.read_rows_of", lambda args: (facts["data"], (), []))
+    args = run_args(micro_batch_size=4096)
+    from slime.utils.plan.batch import DataFacts
+
+    short = DataFacts(1, 1, 3, 3)
+    plan = make_plan(args, Facts(device=cpu_device(1), data=short, engines=plan_check.engine_kinds(args)))
+    assert plan.fit[0].total * 1.2 < needed_by(args)
+    has_memory(plan.fit[0].total)
+    with pytest.raises(UsageError):
+        check_plan(args)
+    facts["data"] = short
+    check_plan(args)
+
+
+def test_the_dry_run_says_that_such_a_run_would_be_refused(has_memory, tmp_path: Path, capsys):
+    has_memory(10**9)
+    assert dry_run(checked(dry_run_json=str(tmp_path / "plan.json"))) == 2
+    assert re.search(r"A run would be refused:\n- the run does not fit: the host", capsys.readouterr().out)
+    assert json.loads((tmp_path / "plan.json").read_text())["does_fit"] is False
+    assert dry_run(checked(ignore_plan=True)) == 0
