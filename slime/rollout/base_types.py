@@ -78,10 +78,10 @@ class SampleHook(Protocol):
 class RewardFn(Protocol):
     """--custom-rm-path: score a sample, or with --group-rm a group. Async or sync.
 
-    Called: with one sample, also when a generate function made several of one; with --group-rm with the list of the
-        group's samples. Not for aborted samples, nor for samples that have a reward. A path in
+    Called: with one sample; with the list of samples when a generate function returned a list; with --group-rm with
+        the list of the group's samples. Not for aborted samples, nor for samples that have a reward. A path in
         `Sample.custom_rm_path`, or of an evaluation set, wins; those are always called with one sample.
-    Returns: a finite number, or a dict that --reward-key reads; with --group-rm a list of them, one for each sample.
+    Returns: a finite number, or a dict that --reward-key reads; of a list a list of them, one for each sample.
     """
 
     def __call__(self, args: Namespace, sample: Any, **kwargs: Any) -> Awaitable[Any]: ...

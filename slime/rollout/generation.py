@@ -37,7 +37,7 @@ from slime.rollout.sample_errors import (
     hook_name,
 )
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.rollout.scoring import score_each, score_group
+from slime.rollout.scoring import score_each, score_fan_out, score_group
 from slime.rollout.weight_versions import WeightClock, note_begin
 from slime.utils.async_utils import gather_or_cancel, is_cancellation
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
@@ -301,10 +301,11 @@ async def generate_and_rm(
     samples = flatten(completed)
     if isinstance(completed, list):
         _share_rollout_id(sample, samples)
+    score = score_fan_out if isinstance(completed, list) else score_each
     if evaluation:
-        await score_each(args, samples, evaluation=True)
+        await score(args, samples, evaluation=True)
     elif not args.group_rm:
-        await state.score_until_aborted(score_each(args, samples, evaluation=False))
+        await state.score_until_aborted(score(args, samples, evaluation=False))
     went_on("samples", len(samples))
     return samples if isinstance(completed, list) else completed
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.rollout.model_urls import required_model_url
 from slime.rollout.rm_hub.service import Service, ask, unusable
+from slime.utils.async_utils import gather_or_cancel
 from slime.utils.types import Sample
 
 MODEL_NAME = "teacher"
@@ -24,13 +25,19 @@ TIMEOUT_S = 600.0  # one forward pass, behind those of the others
 SAMPLING_PARAMS = {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False}
 
 
-async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:
-    """Put the teacher's log-probs of the response tokens, at temperature 1, on the sample ([R]) and return 0.0.
+async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> float | list[float]:
+    """Put the teacher's log-probs of the response tokens, at temperature 1, on each sample ([R]) and return 0.0s.
 
     Raises:
         RewardError: the teacher failed, or answered about other tokens (it must share the policy's vocabulary).
         ValueError: there is neither --rm-url nor a model named "teacher".
     """
+    if isinstance(sample, list):
+        return await gather_or_cancel(_ask_teacher(args, each) for each in sample)
+    return await _ask_teacher(args, sample)
+
+
+async def _ask_teacher(args: Namespace, sample: Sample) -> float:
     if not sample.response_length:
         sample.teacher_log_probs = []
         return 0.0

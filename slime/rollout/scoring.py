@@ -22,7 +22,7 @@ async def score_each(args: Namespace, samples: list[Sample], *, evaluation: bool
         SampleError: the reward function failed, or returned no finite number.
     """
     _check_given(args, samples, evaluation=evaluation)
-    unscored = [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
+    unscored = _unscored(samples)
     rewards = await gather_or_cancel(_score(args, sample, evaluation) for sample in unscored)
     for sample, reward in zip(unscored, rewards, strict=True):
         sample.reward = reward
@@ -39,6 +39,21 @@ async def _score(args: Namespace, sample: Sample, evaluation: bool) -> Any:
     return reward
 
 
+async def score_fan_out(args: Namespace, siblings: list[Sample], *, evaluation: bool) -> None:
+    """Score the samples that a generate function made of one: as a list, with one call of --custom-rm-path.
+
+    Only the samples that `score_each` would score are in the list. A sample with a `custom_rm_path` of its own is
+    scored by that, and without --custom-rm-path each sample is scored by itself.
+
+    Raises:
+        SampleError: the reward function failed, or returned another number of rewards than samples.
+    """
+    if args.custom_rm_path:
+        together = [sample for sample in _unscored(siblings) if not sample.custom_rm_path]
+        await _score_together(args, together, "the list that a generate function returned", evaluation=evaluation)
+    await score_each(args, siblings, evaluation=evaluation)
+
+
 async def score_group(args: Namespace, group: list[Sample]) -> None:
     """Score a group with one call that sees all of it (--group-rm); rewards that are there are kept.
 
@@ -46,22 +61,31 @@ async def score_group(args: Namespace, group: list[Sample]) -> None:
         SampleError: the reward function failed, or returned another number of rewards than samples.
     """
     _check_given(args, group, evaluation=False)
-    if not group or all(sample.reward is not None for sample in group):
+    if any(sample.reward is None for sample in group):
+        await _score_together(args, group, "--group-rm", evaluation=False)
+
+
+async def _score_together(args: Namespace, samples: list[Sample], why: str, *, evaluation: bool) -> None:
+    if not samples:
         return
-    name = reward_name(args, group[0])
+    name = reward_name(args, samples[0])
     with (
-        blame(name, group[0], about_label=_why_no_label(args, group, evaluation=False)),
-        span_if_traced(group, "reward"),
+        blame(f"{name} ({why})", samples[0], about_label=_why_no_label(args, samples, evaluation=evaluation)),
+        span_if_traced(samples, "reward"),
     ):
-        rewards = await batched_async_rm(args, group)
-    if len(rewards) != len(group):
+        rewards = await batched_async_rm(args, samples)
+    if len(rewards) != len(samples):
         raise SampleError(
-            f"{name} returned {len(rewards)} rewards for the {len(group)} samples of {describe(group[0])} (--group-rm)"
+            f"{name} returned {len(rewards)} rewards for the {len(samples)} samples of {describe(samples[0])} ({why})"
         )
-    for sample, reward in zip(group, rewards, strict=True):
+    for sample, reward in zip(samples, rewards, strict=True):
         if sample.reward is None:
-            check_reward(args, name, sample, reward)
+            check_reward(args, name, sample, reward, evaluation=evaluation)
             sample.reward = reward
+
+
+def _unscored(samples: list[Sample]) -> list[Sample]:
+    return [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
 
 
 def _check_given(args: Namespace, samples: list[Sample], *, evaluation: bool) -> None:

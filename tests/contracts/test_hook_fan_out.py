@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.sample_errors import SampleError
 from slime.utils.types import Sample
 from tests.contracts.rollout_world import World, rollout, train_data
 
@@ -30,18 +31,14 @@ def fan_out_world(world: World, path: Paths, **changes):
 
 @pytest.mark.parametrize("group_rm", [False, True])
 def test_of_a_fan_out_every_hook_sees_the_same_types(world: World, path: Paths, calls, group_rm):
-    reward = "reward_group" if group_rm else "reward"
-    manager = fan_out_world(
-        world, path, custom_rm_path=path(reward), group_rm=group_rm, rollout_batch_size=1, over_sampling_batch_size=1
-    )
+    sizes = {"rollout_batch_size": 1, "over_sampling_batch_size": 1}
+    manager = fan_out_world(world, path, custom_rm_path=path("reward_group"), group_rm=group_rm, **sizes)
     data = train_data(manager)
     for name in ("mark", "replace", "generate_two"):
         assert all(isinstance(call.args[1], Sample) for call in calls.of(name)), name
     siblings = [0, 0, 1, 1]
-    if group_rm:
-        assert [[s.index for s in call.args[1]] for call in calls.of(reward)] == [siblings]
-    else:
-        assert all(isinstance(call.args[1], Sample) for call in calls.of(reward)) and len(calls.of(reward)) == 4
+    scored = [siblings] if group_rm else [[0, 0], [1, 1]]
+    assert sorted([s.index for s in call.args[1]] for call in calls.of("reward_group")) == scored
     assert [sample.index for sample in calls.of("keep_even_as_bool")[0].args[1]] == siblings
     for name in ("remove_first", "see_all"):
         assert [[sample.index for sample in group] for group in calls.of(name)[0].args[1]] == [siblings], name
@@ -61,14 +58,38 @@ def test_of_a_fan_out_what_makes_train_data_sees_the_flat_list(world: World, pat
     assert data["rewards"] == ([2.0, 4.0, 2.0, 4.0] if name == "double_rewards" else [7.0] * 4)
 
 
-def test_of_a_fan_out_in_an_evaluation_one_sibling_at_a_time_is_scored_and_the_last_counts(
-    world: World, path: Paths, calls
-):
+def test_of_a_fan_out_in_an_evaluation_the_list_is_scored_and_the_last_counts(world: World, path: Paths, calls):
+    own = {"custom_generate_function_path": path("generate_two")}
+    manager = world.manager(eval_datasets=[world.data_set("e", "b", **own)], custom_rm_path=path("reward_group"))
+    [(metrics, _)], _ = manager.eval(0, step=1)
+    [call] = calls.of("reward_group")
+    assert [sample.response_length for sample in call.args[1]] == [1, 2]
+    assert metrics["eval/e"] == 11.0
+
+
+def test_of_a_fan_out_a_reward_that_samples_bring_scores_one_at_a_time(world: World, path: Paths, calls):
     own = {"custom_generate_function_path": path("generate_two"), "custom_rm_path": path("reward")}
     manager = world.manager(eval_datasets=[world.data_set("e", "b", **own)])
     [(metrics, _)], _ = manager.eval(0, step=1)
     assert [call.args[1].response_length for call in calls.of("reward")] == [1, 2]
     assert metrics["eval/e"] == 2.0
+
+
+def test_of_a_fan_out_only_samples_without_a_reward_are_in_the_list(world: World, path: Paths, calls):
+    sizes = {"rollout_batch_size": 1, "over_sampling_batch_size": 1, "n_samples_per_prompt": 1}
+    manager = world.manager(
+        custom_generate_function_path=path("generate_two_one_scored"), custom_rm_path=path("reward_group"), **sizes
+    )
+    data = train_data(manager)
+    [call] = calls.of("reward_group")
+    assert [sample.response_length for sample in call.args[1]] == [2]
+    assert data["raw_reward"] == [0.5, 10.0]
+
+
+def test_a_reward_for_one_sample_that_gets_a_list_is_told_why(world: World, path: Paths):
+    manager = world.manager(custom_generate_function_path=path("generate_two"), custom_rm_path=path("reward"))
+    with pytest.raises(SampleError, match=r"reward \(the list that a generate function returned\) failed"):
+        rollout(manager, 0)
 
 
 def test_of_a_fan_out_the_prompt_goes_back_as_it_was(world: World, path: Paths):

@@ -275,17 +275,17 @@ async def two_siblings(args, sample, sampling_params, evaluation):
 
 
 @pytest.mark.parametrize("group_rm", [False, True])
-def test_fan_out_siblings_share_a_rollout_id_and_are_each_scored(make, group_rm):
+def test_fan_out_siblings_share_a_rollout_id_and_are_scored_together(make, group_rm):
     args, source = make("bc", custom_generate_function_path=f"{__file__}:two_siblings", group_rm=group_rm)
-    args.custom_rm_path = f"{__file__}:" + ("group_reward" if group_rm else "single_reward")
+    args.custom_rm_path = f"{__file__}:" + ("group_reward" if group_rm else "siblings_reward")
     output = generate_rollout(args, 0, source)
     assert [[s.rollout_id for s in group] for group in output.samples] == [[0, 0, 1, 1], [2, 2, 3, 3]]
     assert [s.reward for s in output.samples[1]] == [2.0, 3.0, 2.0, 3.0]
 
 
-async def single_reward(args, sample, **kwargs):
-    assert isinstance(sample, Sample), "without --group-rm a reward function always sees one sample"
-    return float(sample.response_length)
+async def siblings_reward(args, samples, **kwargs):
+    assert len(samples) == 2 and all(isinstance(s, Sample) for s in samples)
+    return [float(s.response_length) for s in samples]
 
 
 async def group_reward(args, samples, **kwargs):

@@ -219,7 +219,7 @@ class RewardFlags:
     """Reward."""
 
     rm_type: str | None = flag(None, "built-in reward; boxed_ in front takes the content of the last \\boxed{}")
-    custom_rm_path: str | None = flag(None, "hook: async fn(args, sample) -> reward; with --group-rm a list")
+    custom_rm_path: str | None = flag(None, "hook: async fn(args, sample) -> reward; lists with --group-rm or fan-out")
     reward_key: str | None = flag(
         None, "key of the training reward where rewards are dicts, which are refused without it"
     )

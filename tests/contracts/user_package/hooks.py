@@ -92,6 +92,14 @@ async def generate_two(args, sample, sampling_params):
     return [complete(copy.deepcopy(sample), 1), complete(copy.deepcopy(sample), 2)]
 
 
+@recorded
+async def generate_two_one_scored(args, sample, sampling_params):
+    """Fan-out whose first sample brings its reward."""
+    first, second = complete(copy.deepcopy(sample), 1), complete(copy.deepcopy(sample), 2)
+    first.reward = 0.5
+    return [first, second]
+
+
 class Traffic:
     now = most = 0
 
