@@ -3,7 +3,6 @@
 The conversation is rendered once by the tokenizer's own chat template and the assistant's spans are found by their
 markers. The markers are learned from the template itself (rendering a few short probes), so families need no code of
 their own. Each span is tokenised on its own, exactly as the engine sees it: the prompt's tokens, then the response's.
-It does not know about samples or training.
 """
 
 from __future__ import annotations
@@ -46,11 +45,13 @@ class MultiTurnLossMaskGenerator:
 
     Args:
         tokenizer: one with a chat template.
-        tokenizer_type: the family, as in --loss-mask-type. `distill_qwen` trains only the last assistant turn, because
-            its template drops the reasoning of earlier ones.
+        tokenizer_type: the family, as in --loss-mask-type. `qwen3` shows every assistant turn as the template shows
+            the last, with its thought, which the template drops from earlier turns; `qwen` and `qwen3_5` leave the
+            conversation as the template renders it. `distill_qwen` trains only the last assistant turn, because its
+            template drops the reasoning of earlier ones.
 
     Example: with a ChatML template, `[user "1+1", assistant "2"]` renders to
-    `<|im_start|>user\\n1+1<|im_end|>\\n<|im_start|>assistant\\n2<|im_end|>\\n` and the mask is 1 on `2<|im_end|>`.
+    `<|im_start|>user\\n1+1<|im_end|>\\n<|im_start|>assistant\\n2<|im_end|>\\n` and the mask is 1 on `2<|im_end|>\\n`.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
@@ -61,6 +62,8 @@ class MultiTurnLossMaskGenerator:
         self.markers = find_turn_markers(tokenizer)
         # One search for all: a marker that never comes is not looked for up to the end of the text at every turn.
         self._end = re.compile("|".join(map(re.escape, sorted(self.markers.ends, key=len))))
+        tail = self.markers.tail
+        self._after_end = tail[len(tail.rstrip()) :]
 
     def get_loss_mask(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
@@ -72,7 +75,8 @@ class MultiTurnLossMaskGenerator:
             tools: schemas for the template.
 
         Returns:
-            (token ids, mask), equally long; 1 on what the assistant wrote, its end-of-turn marker included.
+            (token ids, mask), equally long; 1 on what the assistant wrote, the end-of-turn marker and the newline that
+            the template puts after it included.
 
         Raises:
             ValueError: the rendered text has not one span per assistant message (the text itself holds markers).
@@ -86,9 +90,15 @@ class MultiTurnLossMaskGenerator:
                 f"the chat template rendered {len(spans)} assistant turns for {len(assistants)} assistant messages; "
                 f"does a message contain the marker {self.markers.header!r} or {self.markers.ends[0]!r}?"
             )
-        return self._encode(
-            text, [span for span, trained in zip(spans, self._trained(assistants), strict=True) if trained]
-        )
+        bodies = [text[start:end] for start, end in spans]
+        if self.tokenizer_type == "qwen3":
+            bodies = [self._as_last_turn(message) for message in shown if message["role"] == "assistant"]
+        pieces: list[tuple[str, bool]] = []
+        position = 0
+        for (start, end), body, is_trained in zip(spans, bodies, self._trained(assistants), strict=True):
+            pieces += [(text[position:start], False), *self._split_prefill(body, is_trained)]
+            position = end
+        return self._encode([*pieces, (text[position:], False)])
 
     def get_loss_mask_with_multimodal_alignment(
         self, messages: list[dict[str, Any]], input_ids: list[int], tools: list[dict[str, Any]] | None = None
@@ -137,16 +147,32 @@ class MultiTurnLossMaskGenerator:
         spans, position = [], 0
         while (found := text.find(self.markers.header, position)) >= 0:
             start = found + len(self.markers.header)
-            if self.markers.prefill and text.startswith(self.markers.prefill, start):
-                start += len(self.markers.prefill)
             end = self._end.search(text, start)
             position = end.end() if end else start + len(text[start:].removesuffix(self.markers.tail))
+            if end and text.startswith(self._after_end, position):
+                position += len(self._after_end)
             spans.append((start, position))
         return spans
+
+    def _as_last_turn(self, message: dict[str, Any]) -> str:
+        """What the template renders of an assistant message at the end of a conversation, without the header."""
+        user = {"role": "user", "content": _PROBE}
+        before, whole = (
+            render_chat(self.tokenizer, turns, add_generation_prompt=False) for turns in ([user], [user, message])
+        )
+        return whole.removeprefix(before).removeprefix(self.markers.header)
+
+    def _split_prefill(self, body: str, is_trained: bool) -> list[tuple[str, bool]]:
+        """The part of a turn that the generation prompt wrote, and the one that the model writes."""
+        if not is_trained:
+            return [(body, False)]
+        prefill = self.markers.prefill if body.startswith(self.markers.prefill) else ""
+        return [(prefill, False), (body[len(prefill) :], True)]
 
     def _assistant_token_spans(self, ids: list[int]) -> list[tuple[int, int]]:
         header, prefill = (encode_text(self.tokenizer, text) for text in (self.markers.header, self.markers.prefill))
         ends = sorted((encode_text(self.tokenizer, end) for end in self.markers.ends), key=len)
+        after_end = encode_text(self.tokenizer, self._after_end) if self._after_end else []
         spans, position = [], 0
         while (found := find_sublist(ids, header, position)) >= 0:
             start = found + len(header)
@@ -156,19 +182,18 @@ class MultiTurnLossMaskGenerator:
                 (at + len(end) for at in range(start, len(ids)) for end in ends if ids[at : at + len(end)] == end),
                 len(ids),
             )
+            if ids[position : position + len(after_end)] == after_end:
+                position += len(after_end)
             spans.append((start, position))
         return spans
 
-    def _encode(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    def _encode(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
         mask: list[int] = []
-        position = 0
-        for start, end in [*spans, (len(text), len(text))]:
-            for piece, is_trained in ((text[position:start], 0), (text[start:end], 1)):
-                ids = encode_text(self.tokenizer, piece) if piece else []
-                tokens += ids
-                mask += [is_trained] * len(ids)
-            position = end
+        for is_trained, run in groupby((piece for piece in pieces if piece[0]), key=lambda piece: piece[1]):
+            ids = encode_text(self.tokenizer, "".join(text for text, _ in run))
+            tokens += ids
+            mask += [int(is_trained)] * len(ids)
         return tokens, mask
 
 

@@ -57,14 +57,14 @@ def trained_texts(tokenizer, messages, kind="qwen"):
 
 
 def test_every_assistant_turn_is_trained_with_its_end_marker():
-    assert trained_texts(LetterTokenizer(), TURNS) == ["2<|im_end|>", "4<|im_end|>"]
+    assert trained_texts(LetterTokenizer(), TURNS) == ["2<|im_end|>\n", "4<|im_end|>\n"]
 
 
 @pytest.mark.parametrize(
     ("template", "kind", "expected"),
     [
-        (SMOLLM2_LIKE, "qwen", ["2<|im_end|>", "4<|im_end|>"]),
-        (QWEN3_5_LIKE, "qwen3_5", ["2<|im_end|>", "\n</think>\n\n4<|im_end|>"]),
+        (SMOLLM2_LIKE, "qwen", ["2<|im_end|>\n", "4<|im_end|>\n"]),
+        (QWEN3_5_LIKE, "qwen3_5", ["2<|im_end|>\n", "\n</think>\n\n4<|im_end|>\n"]),
         (DISTILL_LIKE, "distill_qwen", ["4<EOS>"]),
     ],
 )
@@ -81,7 +81,7 @@ def test_the_tokens_are_those_of_the_whole_conversation():
 def test_step_loss_mask_leaves_a_turn_out():
     turns = [dict(turn) for turn in TURNS]
     turns[2]["step_loss_mask"] = 0
-    assert trained_texts(LetterTokenizer(), turns) == ["4<|im_end|>"]
+    assert trained_texts(LetterTokenizer(), turns) == ["4<|im_end|>\n"]
 
 
 def test_response_lengths_run_from_the_first_trained_token_to_the_end():
@@ -112,8 +112,8 @@ def test_the_tiny_models_real_tokenizer_gives_the_prompt_the_engine_would_see():
     )
     assert ids[: len(prompt)] == prompt
     assert mask[: len(prompt)] == [0] * len(prompt)
-    assert mask[len(prompt) :] == [1, 1, 1, 0], "two digits and the end marker; the template's newline is not trained"
-    assert generator.get_text_from_loss_mask(ids, mask) == ["19<|im_end|>"]
+    assert mask[len(prompt) :] == [1, 1, 1, 1], "two digits, the end marker and the template's newline"
+    assert generator.get_text_from_loss_mask(ids, mask) == ["19<|im_end|>\n"]
 
 
 CALLS = [
@@ -130,29 +130,35 @@ PLAIN = [{**turn, "content": turn["content"].split("</think>\n\n")[-1]} for turn
 @pytest.mark.parametrize(
     ("family", "kind", "messages", "expected"),
     [
-        ("qwen2_5", "qwen", PLAIN, ["<tool_call>{}</tool_call><|im_end|>", "1512<|im_end|>", "2<|im_end|>"]),
-        ("smollm2", "qwen", PLAIN, ["<tool_call>{}</tool_call><|im_end|>", "1512<|im_end|>", "2<|im_end|>"]),
+        ("qwen2_5", "qwen", PLAIN, ["<tool_call>{}</tool_call><|im_end|>\n", "1512<|im_end|>\n", "2<|im_end|>\n"]),
+        ("smollm2", "qwen", PLAIN, ["<tool_call>{}</tool_call><|im_end|>\n", "1512<|im_end|>\n", "2<|im_end|>\n"]),
         ("llama3", "qwen", PLAIN, ["<tool_call>{}</tool_call><|eot_id|>", "1512<|eot_id|>", "2<|eot_id|>"]),
         # The model ends its turn by naming who speaks next; after the last turn nobody does.
         ("glm4", "qwen", PLAIN, ["\n<tool_call>{}</tool_call><|observation|>", "\n1512<|user|>", "\n2"]),
-        # Thoughts before the last question are not shown, so they are not trained.
+        # The template does not show thoughts before the last question; so they are not trained with this type.
         (
             "qwen3",
-            "qwen3",
+            "qwen",
             CALLS,
-            ["<tool_call>{}</tool_call><|im_end|>", "1512<|im_end|>", "<think>\nHm.\n</think>\n\n2<|im_end|>"],
+            ["<tool_call>{}</tool_call><|im_end|>\n", "1512<|im_end|>\n", "<think>\nHm.\n</think>\n\n2<|im_end|>\n"],
         ),
         (
             "qwen3",
             "qwen3",
             CALLS[:4],
             [
-                "<think>\nHard.\n</think>\n\n<tool_call>{}</tool_call><|im_end|>",
-                "<think>\nEasy.\n</think>\n\n1512<|im_end|>",
+                "<think>\nHard.\n</think>\n\n<tool_call>{}</tool_call><|im_end|>\n",
+                "<think>\nEasy.\n</think>\n\n1512<|im_end|>\n",
             ],
         ),
-        # The prompt opens the thought, so the model writes what follows.
-        ("qwen3_5", "qwen3_5", CALLS[4:], ["Hm.\n</think>\n\n2<|im_end|>"]),
+        # The prompt opens the thought, so the model writes what follows. Earlier thoughts are not shown.
+        (
+            "qwen3_5",
+            "qwen3_5",
+            CALLS[2:],
+            ["1512<|im_end|>\n", "Hm.\n</think>\n\n2<|im_end|>\n"],
+        ),
+        ("qwen3_5", "qwen3_5", CALLS[4:], ["Hm.\n</think>\n\n2<|im_end|>\n"]),
         ("deepseek_r1_distill_qwen", "distill_qwen", CALLS, ["2<｜end▁of▁sentence｜>"]),
     ],
 )
@@ -168,6 +174,34 @@ def test_real_families_train_what_the_model_would_have_written(family, kind, mes
         assert generator.get_loss_mask_with_multimodal_alignment(messages, ids, tools=tools) == (ids, mask)
 
 
+def test_type_qwen3_trains_the_thoughts_of_every_turn():
+    tokenizer = family_tokenizer("qwen3")
+    ids, mask = MultiTurnLossMaskGenerator(tokenizer, "qwen3").get_loss_mask(CALLS)
+    turns = [turn["content"] for turn in CALLS if turn["role"] == "assistant"]
+    generator = MultiTurnLossMaskGenerator(tokenizer, "qwen3")
+    assert generator.get_text_from_loss_mask(ids, mask) == [f"{turn}<|im_end|>\n" for turn in turns]
+    shown = tokenizer.apply_chat_template(CALLS, tokenize=False)
+    for thought in ("Hard.", "Easy."):
+        said = turns[0] if thought == "Hard." else turns[1]
+        shown = shown.replace("assistant\n" + said.split("</think>\n\n")[1], f"assistant\n{said}")
+    assert tokenizer.decode(ids) == shown, "all else is as the template renders it"
+    turn = [CALLS[0], {"role": "assistant", "content": "<think>\nx\n</think>\n\ny", "step_loss_mask": 0}, *CALLS[4:]]
+    ids, mask = generator.get_loss_mask(turn)
+    assert "<think>\nx\n</think>" in tokenizer.decode(ids), "an untrained turn is shown with its thought"
+    assert generator.get_text_from_loss_mask(ids, mask) == [f"{turns[2]}<|im_end|>\n"]
+
+
+def test_every_type_agrees_with_the_chat_template_on_one_turn():
+    """What the template renders after the generation prompt is the response; it is trained as a whole."""
+    for family, kind in (("qwen2_5", "qwen"), ("qwen3", "qwen3"), ("qwen3_5", "qwen3_5")):
+        tokenizer, messages = family_tokenizer(family), PLAIN[4:]
+        prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+        ids, mask = generator.get_loss_mask(messages)
+        assert generator.get_text_from_loss_mask(ids, mask) == [whole.removeprefix(prompt)], family
+
+
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3", "glm4"])
 def test_the_mask_agrees_with_the_flow_of_a_rollout(family):
     tokenizer = family_tokenizer(family)
@@ -175,9 +209,12 @@ def test_the_mask_agrees_with_the_flow_of_a_rollout(family):
     prompt = tokenizer.apply_chat_template(PLAIN[:1], tokenize=False, add_generation_prompt=True)
     start = len(tokenizer.encode(prompt, add_special_tokens=False))
     assert mask[:start] == [0] * start and mask[start] == 1, "the response begins where the prompt ends"
-    new = next_turn_tokens(tokenizer, PLAIN[:2], PLAIN[2:3], tokens=ids[: mask.index(0, start)])
-    assert ids[mask.index(0, start) :][: len(new)] == new
-    assert mask[mask.index(0, start) :][: len(new)] == [0] * len(new)
+    end = mask.index(0, start)
+    is_newline = tokenizer.decode(ids[end - 1 : end]) == "\n" and family == "qwen2_5"
+    written = end - is_newline  # the engine stops before the template's newline, which is trained here
+    new = next_turn_tokens(tokenizer, PLAIN[:2], PLAIN[2:3], tokens=ids[:written])
+    assert ids[written:][: len(new)] == new
+    assert mask[written:][: len(new)] == [int(is_newline)] + [0] * (len(new) - 1)
 
 
 def test_images_that_a_processor_lengthened_do_not_shift_the_mask():
@@ -196,10 +233,13 @@ def test_images_that_a_processor_lengthened_do_not_shift_the_mask():
     generator = MultiTurnLossMaskGenerator(tokenizer, "qwen3_5")
     ids, mask = generator.get_loss_mask_with_multimodal_alignment(messages, long)
     assert ids == long and len(mask) == len(short) + 2 * 6
-    assert generator.get_text_from_loss_mask(ids, mask) == ["A cat.<|im_end|>", "Hm.\n</think>\n\nA dog.<|im_end|>"]
+    assert generator.get_text_from_loss_mask(ids, mask) == [
+        "A cat.<|im_end|>\n",
+        "Hm.\n</think>\n\nA dog.<|im_end|>\n",
+    ]
     messages[1]["step_loss_mask"] = 0
     _, mask = generator.get_loss_mask_with_multimodal_alignment(messages, long)
-    assert generator.get_text_from_loss_mask(ids, mask) == ["Hm.\n</think>\n\nA dog.<|im_end|>"]
+    assert generator.get_text_from_loss_mask(ids, mask) == ["Hm.\n</think>\n\nA dog.<|im_end|>\n"]
     with pytest.raises(ValueError, match="2 assistant turns for 1 assistant messages"):
         generator.get_loss_mask_with_multimodal_alignment(messages[:2], long)
 
@@ -210,4 +250,4 @@ def test_an_empty_thought_whose_newlines_are_one_token_is_trained_after_its_tag(
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
     generator = MultiTurnLossMaskGenerator(tokenizer, "qwen3_5")
     ids, mask = generator.get_loss_mask_with_multimodal_alignment(messages, ids)
-    assert generator.get_text_from_loss_mask(ids, mask) == ["\n\n</think>\n\n2<|im_end|>"]
+    assert generator.get_text_from_loss_mask(ids, mask) == ["\n\n</think>\n\n2<|im_end|>\n"]

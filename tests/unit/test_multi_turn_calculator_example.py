@@ -158,9 +158,10 @@ def test_a_good_conversation_fits_the_limit_and_its_call_is_a_few_tokens():
     length = len(mask) - mask.index(1)
     assert length < make_data.MAX_RESPONSE_TOKENS
     call = mask.index(0, mask.index(1)) - mask.index(1)
-    assert call == len(make_data.CALL_PIECES) + len("99*99") + 1
-    new = next_turn_tokens(tokenizer, messages[:2], messages[2:3], tokens=ids[: mask.index(1) + call])
-    assert ids[mask.index(1) + call :][: len(new)] == new, "a rollout sees what the demonstrations showed"
+    assert call == len(make_data.CALL_PIECES) + len("99*99") + len(["<|im_end|>", "\n"])
+    written = mask.index(1) + call - 1  # the engine stops before the template's newline
+    new = next_turn_tokens(tokenizer, messages[:2], messages[2:3], tokens=ids[:written])
+    assert ids[written:][: len(new)] == new, "a rollout sees what the demonstrations showed"
 
 
 @pytest.mark.parametrize(

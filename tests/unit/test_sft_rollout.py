@@ -43,7 +43,7 @@ def test_a_conversation_becomes_a_completed_sample():
     assert sample.tokens == [ord(c) for c in text]
     assert sample.response == "2<|im_end|>\n"
     assert sample.response_length == len(sample.loss_mask) == len("2<|im_end|>\n")
-    assert sample.loss_mask == [1] * len("2<|im_end|>") + [0]
+    assert sample.loss_mask == [1] * len("2<|im_end|>\n")
     assert (sample.reward, sample.status) == (0.0, Sample.Status.COMPLETED)
 
 
@@ -63,5 +63,5 @@ def test_the_chat_family_decides_which_turns_are_trained():
     (every,) = generate(turns, rollout_batch_size=1).samples[0]
     sft_rollout._MaskGenerator.clear_instances()
     (last,) = generate(turns, rollout_batch_size=1, loss_mask_type="distill_qwen").samples[0]
-    assert sum(every.loss_mask) == 2 * len("2<|im_end|>")
-    assert sum(last.loss_mask) == len("4<|im_end|>"), "its template drops the reasoning of earlier turns"
+    assert sum(every.loss_mask) == 2 * len("2<|im_end|>\n")
+    assert sum(last.loss_mask) == len("4<|im_end|>\n"), "its template drops the reasoning of earlier turns"
