@@ -33,9 +33,8 @@ import orjson
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.rollout_overhead import GROUP, PROMPT, RESPONSE, NoBar, make_args  # noqa: E402
+from benchmarks.rollout_overhead import GROUP, PROMPT, RESPONSE, make_args  # noqa: E402
 from slime.backends.sglang_utils import server_control  # noqa: E402
-from slime.observability.progress import set_progress_factory  # noqa: E402
 from slime.observability.rollout_metrics import compute_rollout_metrics  # noqa: E402
 from slime.ray.rollout.dp_split import split_train_data  # noqa: E402
 from slime.rollout import sglang_streaming_rollout  # noqa: E402
@@ -62,7 +61,6 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int, default=[1_000, 10_000, 50_000])
     parser.add_argument("--tries", type=int, default=3)
     options = parser.parse_args()
-    set_progress_factory(NoBar)
     problems = []
     with tempfile.TemporaryDirectory() as work:
         args = driver_args(Path(work))

@@ -22,8 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_models import PROMPT_TOKENS, prepare_model, write_prompts  # noqa: E402
 from benchmarks.gpu_runs import Row, make_parser, parse_options, report  # noqa: E402
-from benchmarks.rollout_overhead import NoBar, median_ratio, rates_of_both  # noqa: E402
-from slime.observability.progress import set_progress_factory  # noqa: E402
+from benchmarks.rollout_overhead import median_ratio, rates_of_both  # noqa: E402
 from slime.utils.arguments import parse_args  # noqa: E402
 
 TARGET, GROUP = 0.95, 8
@@ -34,7 +33,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     options = parse_options(parser)
     shape, requests, response = ("tiny", 64, 16) if options.tiny else ("0.6B", 512, 512)
-    set_progress_factory(NoBar)
     with tempfile.TemporaryDirectory() as work:
         args = make_args(options, Path(work), shape=shape, requests=requests, response=response)
         ours, bare = rates_of_both(args, Path(work), rounds=options.rounds, engines=1)

@@ -39,7 +39,6 @@ sys.path.insert(0, str(ROOT))
 from slime.backends.sglang_utils import server_control  # noqa: E402
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
-from slime.observability.progress import set_progress_factory  # noqa: E402
 from slime.ray.rollout.ports import reserve_block  # noqa: E402
 from slime.ray.rollout.router import Router  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
@@ -65,7 +64,6 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--http-response", type=int, default=16, help="tokens of a response of the part http")
     options = parser.parse_args()
-    set_progress_factory(NoBar)
     with tempfile.TemporaryDirectory() as work:
         if "process" in options.only:
             in_process(make_args(Path(work) / "process", RESPONSE), options)
@@ -95,25 +93,6 @@ def make_args(work: Path, response: int) -> Any:
 async def response_length(args: Any, sample: Any, **_: Any) -> float:
     """A trivial reward."""
     return float(sample.response_length)
-
-
-class NoBar:
-    """In place of a progress bar, which would be drawn between the figures."""
-
-    def __init__(self, total: int, desc: str) -> None:
-        pass
-
-    def update(self, n: int = 1) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-    def __enter__(self) -> NoBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def load() -> str:

@@ -1,104 +1,201 @@
-"""One readable line a step on the console.
+"""The console's lines: one for each rollout, and one for each evaluation.
 
-It knows the few metrics worth a line and their short names, and that the generation's values arrive before those of
-the train step they belong to. Everything else is in metrics.jsonl.
+`rollout_line` and `eval_line` turn metrics into text; `ConsoleSink` collects the records of a rollout until its line
+can be written. Rollouts are named by their ids, as in file names and metrics. Everything that has no place in a line
+is in metrics.jsonl.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from slime.observability.gap import GapWatch
+from slime.observability.phases import seconds
 
-# metric -> (short name, format); in the order of the line
-COLUMNS = {
-    "rollout/raw_reward": ("reward", "{:.3f}"),
-    "rollout/response_len/mean": ("length", "{:.1f}"),
-    "rollout/truncated_ratio": ("truncated", "{:.1%}"),
-    "train/loss": ("loss", "{:.4f}"),
-    "train/kl_loss": ("kl", "{:.4f}"),
-    "train/entropy_loss": ("entropy", "{:.3f}"),
-    "train/grad_norm": ("grad", "{:.3f}"),
-    "train/train_rollout_logprob_abs_diff": ("|train-engine|", "{:.1e}"),
-    "train/lr-pg_0": ("lr", "{:.2g}"),
-    "perf/rollout_time": ("generate", "{:.1f}s"),
-    "perf/actor_train_time": ("train", "{:.1f}s"),
-}
-SHORTEST_STEP_S = 0.05
-DULL_WHEN_ZERO = ("rollout/truncated_ratio", "train/kl_loss")
+Values = Mapping[str, float]
+WIDTH = 120
+FIRST_TO_GO = ("grad", "clip", "tok/s", "trunc")
+"""Figures that are left out, in this order, where a line would be too long."""
+KEPT_DURATIONS = 20
+TOGETHER = "\N{NO-BREAK SPACE}"  # textwrap breaks no line at it
 
 
 def write_line(line: str) -> None:
     """The default output: stdout, flushed, so that the line is seen at once through a pipe."""
     sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    if not sys.stdout.isatty():  # a terminal flushes at the end of a line; rich would cut another thread's line in two
+        sys.stdout.flush()
+
+
+def rollout_line(
+    values: Values,
+    *,
+    rollout_id: int,
+    last_id: int,
+    before: Values | None = None,
+    took_s: float | None = None,
+    left_s: float | None = None,
+    marks: Sequence[str] = (),
+) -> str:
+    """Make the line of a rollout, which fits into `WIDTH` columns unless marks make it longer.
+
+    Args:
+        values: its metrics; those of its train steps are means over the steps.
+        rollout_id: which.
+        last_id: of the last rollout of the run.
+        before: the metrics of the rollout before it, to show the change of the reward.
+        took_s: seconds since the line before.
+        left_s: seconds that the rest of the run is expected to take.
+        marks: warnings at the end of the line.
+
+    Example:
+        >>> rollout_line({"rollout/raw_reward": 0.5, "train/pg_loss": 0.0}, rollout_id=3, last_id=9, took_s=2.0)
+        'rollout 3/9 reward 0.500 2.0 s'
+    """
+    figures = _figures(values, before or {})
+    times = [f"{took_s:.1f} s"] if took_s is not None else []
+    times += [f"eta {seconds(left_s)}"] if left_s is not None else []
+
+    def line() -> str:
+        return " ".join([f"rollout {rollout_id:{len(str(last_id))}}/{last_id}", *figures.values(), *times])
+
+    for name in FIRST_TO_GO:
+        if len(line()) > WIDTH:
+            figures.pop(name, None)
+    return " ".join([line(), *marks])
+
+
+def eval_line(values: Values) -> str:
+    """Make the line of an evaluation; many data sets continue on lines of their own.
+
+    Example:
+        >>> eval_line({"eval/step": 8, "eval/addition": 0.75, "eval/addition/truncated_ratio": 0.0})
+        'eval 8 (after rollout 7) addition 0.750'
+    """
+    step = int(values["eval/step"])
+    when = f"after rollout {step - 1}" if step else "before training"
+    scores = [
+        f"{name.removeprefix('eval/')}{TOGETHER}{value:.3f}"
+        for name, value in values.items()
+        if name != "eval/step" and name.count("/") == 1 and ("-" not in name or "-pass@" in name)
+    ]
+    line = " ".join([f"eval {step} ({when})", *scores])
+    text = textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return text.replace(TOGETHER, " ")
+
+
+def _figures(values: Values, before: Values) -> dict[str, str]:
+    """Name of each figure that exists -> its text, in the order of the line."""
+    figures: dict[str, str] = {}
+
+    def show(name: str, metric: str, form: Callable[[float], str] = lambda value: _short(value)) -> None:
+        if metric in values:
+            figures[name] = f"{name} {form(values[metric])}"
+
+    is_policy = "train/pg_loss" in values
+    reward = values.get("rollout/raw_reward")
+    if reward is not None and (is_policy or reward):  # demonstrations have the reward 0
+        change = f" ({reward - before['rollout/raw_reward']:+.3f})" if "rollout/raw_reward" in before else ""
+        figures["reward"] = f"reward {reward:.3f}{change}"
+    if not is_policy:  # a policy's loss says nothing: it is zero wherever the weights are those that generated
+        show("loss", "train/loss", lambda value: f"{value:.4f}")
+    show("len", "rollout/response_len/mean", lambda value: f"{value:.{1 if value < 100 else 0}f}")
+    if values.get("rollout/truncated_ratio"):
+        show("trunc", "rollout/truncated_ratio", _percent)
+    show("drop", "rollout/dropped_ratio", _percent)
+    show("kl", "train/kl_loss" if "train/kl_loss" in values else "rollout/kl")
+    show("ent", "train/entropy_loss")
+    show("vloss", "train/critic-value_loss")
+    if values.get("train/pg_clipfrac"):
+        show("clip", "train/pg_clipfrac", _percent)
+    show("|t-e|", "train/train_rollout_logprob_abs_diff")
+    show("grad", "train/grad_norm")
+    generated = "perf/tokens_per_gpu_per_sec"
+    speed = values.get(generated if is_policy else "perf/actor_train_tok_per_gpu_per_sec", values.get(generated))
+    if speed is not None:
+        figures["tok/s"] = f"{_short(speed)} tok/s"
+    return figures
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}" if value == 0 or value >= 0.01 else f"{value:.1%}"
+
+
+def _short(value: float) -> str:
+    """Two digits or three: 4.2k, 212, 0.41, 2.7e-4, 0."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        power, unit = (1e6, "M") if abs(value) >= 999_500 else (1e3, "k")
+        return f"{value / power:.{1 if abs(value) < 100 * power else 0}f}{unit}"
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    if abs(value) >= 1e-3:
+        return f"{value:.2g}"
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits  # nan has none
 
 
 class ConsoleSink:
-    """Holds the generation's values back until the train step's record completes the line.
+    """Collects records and writes the lines.
 
-    A generation that no train step follows gets its own line when the next one arrives, or at the end.
+    Args:
+        write: writes one line.
+        clock: seconds, from anywhere.
     """
 
-    def __init__(self, write: Callable[[str], None] = write_line) -> None:
-        self._write = write
-        self._held: dict[str, float] = {}
+    def __init__(self, write: Callable[[str], None] = write_line, clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._last_id = 0
+        self._of_rollout: dict[str, float] = {}
+        self._of_steps: dict[str, list[float]] = {}
         self._gap = GapWatch()
-        self._shown_rollout = -1.0
-        self._last_line_at = time.monotonic()
+        self._before: Values | None = None
+        self._line_at = clock()
+        self._durations: deque[float] = deque(maxlen=KEPT_DURATIONS)
 
-    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
+    def begin(self, last_id: int) -> None:
+        """Begin to count time: the rollouts up to `last_id` follow."""
+        self._last_id, self._line_at, self._before = last_id, self._clock(), None
+        self._durations.clear()
+
+    def write(self, metrics: Values, step_key: str) -> None:
         """Take one record."""
         if step_key == "eval/step":
-            self._flush()
-            self._write_eval(metrics)
-        elif step_key == "rollout/step":
-            self._hold(metrics)
+            self._write(eval_line(metrics))
+        elif step_key == "train/step":
+            for name, value in metrics.items():
+                self._of_steps.setdefault(name, []).append(value)
         else:
-            self._write_step(metrics, step_key)
+            if metrics["rollout/step"] != self._of_rollout.get("rollout/step"):
+                self._of_rollout = {}  # what was measured behind the line of the rollout before
+            self._of_rollout |= metrics
+
+    def end_rollout(self, rollout_id: int) -> None:
+        """Write the line of a rollout, whose records are all here."""
+        now = self._clock()
+        took_s, self._line_at = now - self._line_at, now
+        self._durations.append(took_s)
+        means = {name: statistics.fmean(values) for name, values in self._of_steps.items()}
+        values, self._of_rollout, self._of_steps = self._of_rollout | means, {}, {}
+        left = self._last_id - rollout_id
+        self._write(
+            rollout_line(
+                values,
+                rollout_id=rollout_id,
+                last_id=self._last_id,
+                before=self._before,
+                took_s=took_s,
+                left_s=left * statistics.fmean(self._durations) if left > 0 else None,
+                marks=self._gap.notes(means),
+            )
+        )
+        self._before = values
 
     def finish(self) -> None:
-        """Write what is still held back."""
-        self._flush()
-
-    def _hold(self, metrics: Mapping[str, float]) -> None:
-        step = metrics["rollout/step"]
-        if step <= self._shown_rollout:
-            return  # what the trainer measures after its step (perf/*) is only in metrics.jsonl
-        if self._shown_rollout < 0 and not self._held:
-            self._last_line_at = time.monotonic()  # the first step's time is without the start of the engines
-        if self._held and self._held["rollout/step"] != step:
-            self._flush()
-        self._held.update(metrics)
-
-    def _flush(self) -> None:
-        if self._held:
-            self._write_step({}, "rollout/step")
-
-    def _write_step(self, metrics: Mapping[str, float], step_key: str) -> None:
-        values, rollout = {**self._held, **metrics}, self._held.get("rollout/step", -1.0)
-        self._held = {}
-        parts = [
-            f"{short} {form.format(values[name]).replace('-0.0000', '0.0000')}"
-            for name, (short, form) in COLUMNS.items()
-            if name in values and (values[name] or name not in DULL_WHEN_ZERO)
-        ]
-        if not parts:
-            return  # for example the weight sync before the first rollout
-        self._shown_rollout = max(self._shown_rollout, rollout)
-        now = time.monotonic()
-        elapsed, self._last_line_at = now - self._last_line_at, now
-        if elapsed >= SHORTEST_STEP_S:  # the train steps of one rollout are logged together
-            parts.append(f"| {elapsed:.1f}s")
-        parts += self._gap.notes(metrics)
-        self._write(f"step {values[step_key]:4.0f} | " + "  ".join(parts))
-
-    def _write_eval(self, metrics: Mapping[str, float]) -> None:
-        scores = [
-            f"{name.removeprefix('eval/')} {value:.3f}"
-            for name, value in metrics.items()
-            if name != "eval/step" and name.count("/") == 1 and ("-" not in name or "-pass@" in name)
-        ]
-        self._write(f"eval {metrics['eval/step']:4.0f} | " + "  ".join(scores))
+        """Nothing is left to write."""

@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from slime.observability.appended_lines import AppendedLines
 from slime.observability.console import ConsoleSink
@@ -45,9 +45,22 @@ def configure_logger(prefix: str = "") -> None:
         level=logging.INFO,
         format=f"[%(asctime)s{label}] %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        handlers=[_Stderr()],
         force=True,
     )
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what is stderr at that moment: bars on a terminal take its place for a while."""
+
+    @property
+    def stream(self) -> TextIO:
+        """Of this moment."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: object) -> None:
+        pass
 
 
 @contextmanager
@@ -142,6 +155,7 @@ class _Tracking:
     def __init__(self) -> None:
         self.args: Namespace | None = None
         self.sinks: list[Sink] | None = None
+        self.console: ConsoleSink | None = None
         self.text_sinks: list[TextSink] = []
         self.pending: list[MetricRecord] = []
         self.is_collected = False  # whether another process takes what is pending
@@ -173,7 +187,8 @@ def init_tracking(args: Namespace, primary: bool = True) -> None:
         trackers.append(WandbSink(args, runs))
     directory = Path(args.output_dir)
     _tracking.args = args
-    _tracking.sinks = [ConsoleSink(), JsonlSink(directory / METRICS_FILE), *trackers]
+    _tracking.console = ConsoleSink()
+    _tracking.sinks = [_tracking.console, JsonlSink(directory / METRICS_FILE), *trackers]
     _tracking.text_sinks = [EvalSamplesFile(directory / EVAL_SAMPLES_FILE), *trackers]
 
 
@@ -225,6 +240,18 @@ def log_of_user(metrics: Mapping[str, Any], step: int) -> None:
         logger.warning("slime.log leaves %s out: only the driver and the rollout manager log", ", ".join(metrics))
 
 
+def begin_rollouts(last_id: int) -> None:
+    """Have the console count time from now on: the rollouts up to `last_id` follow."""
+    if _tracking.console is not None:
+        _tracking.console.begin(last_id)
+
+
+def end_rollout(rollout_id: int) -> None:
+    """Have the console show a rollout, whose records are all logged."""
+    if _tracking.console is not None:
+        _tracking.console.end_rollout(rollout_id)
+
+
 def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
     """Write answers of one evaluation, in the process that writes.
 
@@ -249,7 +276,7 @@ def take_pending() -> list[MetricRecord]:
 def finish_tracking() -> None:
     """Close every sink and draw `<output_dir>/curves.png`; does nothing in a process that only collects."""
     args, sinks = _tracking.args, _tracking.sinks
-    _tracking.args, _tracking.sinks, _tracking.text_sinks = None, None, []
+    _tracking.args, _tracking.sinks, _tracking.console, _tracking.text_sinks = None, None, None, []
     if args is None or sinks is None:
         return
     for sink in sinks:

@@ -93,6 +93,13 @@ class Phases:
         return [*lines, f"the last ones: {last or 'none'}"]
 
 
+def seconds(value: float) -> str:
+    """`90 s`, `12 min`, `3.5 h`."""
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
 class HasPhases(Protocol):
     """Whose methods are phases."""
 

@@ -1,56 +1,48 @@
-"""Progress bars behind one factory, so that code which counts work need not know how the count is shown.
+"""Counts of work that is under way in this process, for whoever shows them.
 
-It knows nothing about Ray: a process whose terminal is elsewhere installs its own factory with `set_progress_factory`.
+Code that works counts with `progress_bar`; another process reads `counts_under_way` (`slime.ray.progress_board`
+carries them to the driver) and draws them.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
+
+Count = tuple[str, int, int]
+"""(what is done, how much of it is done, how much there is)."""
 
 
-class ProgressBar(Protocol):
-    """What a caller may do with a bar; `tqdm.tqdm` is one."""
+class ProgressBar:
+    """A count of `total` units of work; it is under way from its making until `close`, or as long as its block."""
 
-    def update(self, n: int = 1) -> object:
-        """Count `n` more units of work as done."""
+    def __init__(self, total: int, what: str) -> None:
+        self.total, self.what, self.done = total, what, 0
+        _under_way.append(self)
 
-    def close(self) -> object:
-        """Leave the bar at its last state."""
+    def update(self, n: int = 1) -> None:
+        """Count `n` more units as done."""
+        self.done += n
 
-    def __enter__(self) -> Self: ...
+    def close(self) -> None:
+        """The work is over."""
+        if self in _under_way:
+            _under_way.remove(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> object: ...
+    def __enter__(self) -> Self:
+        return self
 
-
-ProgressFactory = Callable[[int, str], ProgressBar]
-
-
-def tqdm_bar(total: int, desc: str) -> ProgressBar:
-    """A tqdm bar on stderr; where stderr is no terminal it is refreshed rarely: each refresh becomes a line."""
-    from tqdm import tqdm
-
-    is_terminal = sys.stderr.isatty()
-    return tqdm(
-        total=total, desc=desc, leave=False, mininterval=0.5 if is_terminal else 15.0, dynamic_ncols=is_terminal
-    )
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class _Factory:
-    """The owner of this process's choice of bar."""
-
-    make: ProgressFactory = staticmethod(tqdm_bar)
+_under_way: list[ProgressBar] = []
 
 
-def set_progress_factory(factory: ProgressFactory) -> None:
-    """Use `factory(total, desc)` for every bar made from now on in this process."""
-    _Factory.make = staticmethod(factory)
+def progress_bar(total: int, what: str) -> ProgressBar:
+    """Count `total` units of work, called `what`; use the result as a context manager or call `close`."""
+    return ProgressBar(total, what)
 
 
-def progress_bar(total: int, desc: str) -> ProgressBar:
-    """Make a bar over `total` units of work, labelled `desc`; use it as a context manager or call `close`."""
-    return _Factory.make(total, desc)
+def counts_under_way() -> list[Count]:
+    """The counts of this process, in the order in which they were begun."""
+    return [(bar.what, bar.done, bar.total) for bar in list(_under_way)]

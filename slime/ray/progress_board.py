@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 PREFIX = "slime-progress:"
+MANAGER = "rollout manager"
+"""Name of the process that generates."""
 
 
 def publish(name: str, more: Callable[[], dict[str, Any]] = dict) -> None:
@@ -62,6 +64,12 @@ def read(run: str) -> dict[str, dict[str, Any]]:
         if text := internal_kv._internal_kv_get(key):
             found[key.decode().removeprefix(prefix)] = json.loads(text)
     return dict(sorted(found.items()))
+
+
+def said_by(run: str, name: str) -> dict[str, Any]:
+    """What one process published last; nothing where it has not."""
+    text = internal_kv._internal_kv_get(f"{PREFIX}{run}:{name}".encode())
+    return dict(json.loads(text)) if text else {}
 
 
 def clear(run: str) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +22,10 @@ import ray
 from slime.observability import logging_utils
 from slime.observability.phases import Phases, phase
 from slime.observability.profiler import nothing_recorded
-from slime.observability.progress import progress_bar, set_progress_factory
+from slime.observability.progress import Count
+from slime.observability.status import START, RunStatus
 from slime.observability.step_times import StepTimes
+from slime.ray import progress_board
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.attempts import Attempt, attempts
 from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
@@ -33,7 +34,6 @@ from slime.ray.exit_request import ExitRequest
 from slime.ray.gpu_turns import GpuTurns
 from slime.ray.peer_copies import PeerCopies
 from slime.ray.peer_state import owners_of
-from slime.ray.rollout.manager import ray_progress_bar
 from slime.ray.run_guard import RunGuard
 from slime.ray.run_parts import WORK_DEADLINE_S, RunParts, try_to_end
 from slime.ray.utils import ActorFailure, get
@@ -110,6 +110,7 @@ class TrainingRun:
         self._copies = PeerCopies(args.peer_checkpoint_interval)
         self._guard: RunGuard | None = None
         self.phases = Phases()
+        self._status = RunStatus(self.phases, self._counts, logger.info)
         self._upkeep = EngineUpkeep(self._parts, self.phases, is_on=args.use_fault_tolerance and self._has_engines)
         self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
         self._ends_after: int | None = None
@@ -121,15 +122,14 @@ class TrainingRun:
         return attempts(self.args.max_restarts, self._start_again)
 
     def steps(self) -> Iterator[int]:
-        """The ids of the rollouts to do, with a progress bar over them (on a terminal; a log has a line a step)."""
-        ids = range(self.plan.start_rollout_id, self.plan.num_rollout)
-        with progress_bar(len(ids), "rollouts") if sys.stderr.isatty() else nullcontext() as bar:
-            for rollout_id in ids:
-                yield rollout_id
-                if bar is not None:
-                    bar.update(1)
-                if rollout_id == self._ends_after:
-                    return
+        """The ids of the rollouts to do."""
+        first, end = self.plan.start_rollout_id, self.plan.num_rollout
+        logging_utils.begin_rollouts(end - 1)
+        self._status.count_rollouts(first, end)
+        for rollout_id in range(first, end):
+            yield rollout_id
+            if rollout_id == self._ends_after:
+                return
 
     def is_last(self, rollout_id: int) -> bool:
         """Whether no rollout follows this one."""
@@ -191,8 +191,12 @@ class TrainingRun:
         data, records = get(rollout.train_data, GENERATION, WORK_DEADLINE_S)
         self._times.generated(records)
         self._log(records)
-        if not self._has_trainers:
-            return
+        if self._has_trainers:
+            self._train(rollout_id, data)
+        logging_utils.end_rollout(rollout_id)
+        self._status.count_rollouts(rollout_id + 1, self.plan.num_rollout)
+
+    def _train(self, rollout_id: int, data: list[Any]) -> None:
         values = None
         if self._parts.critic:
             values = self._parts.critic.compute_values(rollout_id, data)
@@ -259,13 +263,14 @@ class TrainingRun:
             self._times.waited(time.monotonic() - start)
 
     def eval_if_due(self, rollout_id: int) -> None:
-        """Evaluate every `--eval-interval` rollouts and at epoch ends."""
+        """Evaluate every `--eval-interval` rollouts, at epoch ends and after the last rollout."""
         self.start_eval_if_due(rollout_id)
         self.finish_eval()
 
     def start_eval_if_due(self, rollout_id: int) -> None:
         """As `eval_if_due`, in the background: `finish_eval` waits for it."""
-        if should_run_periodic_action(rollout_id, self._eval_interval, self.plan.num_rollout_per_epoch):
+        plan = self.plan
+        if should_run_periodic_action(rollout_id, self._eval_interval, plan.num_rollout_per_epoch, plan.num_rollout):
             self._start_eval(rollout_id, step=rollout_id + 1)
 
     @phase("eval")
@@ -307,25 +312,27 @@ class TrainingRun:
         if cause is not None and cause is not error:
             raise cause from error
 
-    @phase("start")
+    @phase(START)
     def _start(self) -> None:
         args, parts, start = self.args, self._parts, time.monotonic()
         move_earlier_runs(args)
+        self._status.begin()
         directory = Path(args.output_dir).resolve()
         self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
+        logger.info("logs of every process: %s", directory / "logs")
+        self._status.announce("connecting to Ray")
         self._guard.watch_ray(parts.connect())
+        self._status.announce("placing trainers and engines")
         parts.place()
         logging_utils.init_tracking(self.args)
-        if sys.stderr.isatty():
-            set_progress_factory(ray_progress_bar)
-        logger.info("logs of every process: %s", directory / "logs")
         parts.create_manager()
         self._guard.watch(lambda: parts.manager)
+        self._announce_parts()
         self._connect(parts.start())
         self._exit.listen()
         logger.info("everything is running after %.1f s", time.monotonic() - start)
 
-    @phase("start")
+    @phase(START)
     def _start_again(self) -> None:
         """Have new trainers, and the data source, go on from the newest checkpoint, or from newer copies in memory, or
         begin again where there is neither; engines stay where the manager, whose they are, is there."""
@@ -336,6 +343,7 @@ class TrainingRun:
         copied = self._newest_copy(roles)
         self._checkpoints.forget_what_was_begun()
         evaluation, self._evaluation = self._evaluation, None
+        self._announce_parts()
         started = parts.start_again(
             evaluation.pending if evaluation is not None else None,
             meanwhile=functools.partial(self._upkeep.serve_all, with_weights=False),
@@ -345,6 +353,10 @@ class TrainingRun:
             reopened = self._manager.begin_again.remote(self.args.save)  # its state is there, whatever trainers load
             get(reopened, "the data source", STATE_DEADLINE_S)
         self._connect(started, first=None if copied is None else copied + 1)
+
+    def _announce_parts(self) -> None:
+        parts = [name for name, has in (("engines", self._has_engines), ("trainers", self._has_trainers)) if has]
+        self._status.announce(f"starting {' and '.join(parts)}, loading weights")
 
     def _newest_copy(self, roles: Sequence[Role]) -> int | None:
         """The rollout behind which trainers can go on from copies in memory, where no checkpoint is as new."""
@@ -398,6 +410,7 @@ class TrainingRun:
 
         Trackers come last: they may have minutes of uploads left, in which nothing of the run should hold a GPU.
         """
+        try_to_end("the status", self._status.end)
         if not failed:
             self._warn_of_no_profile(self._trained)
             try_to_end("the state of the last copies", self._checkpoints.forget_state_of_copy)
@@ -483,6 +496,12 @@ class TrainingRun:
             return ()
         saves = () if args.save_interval is None else (args.save_interval, self.plan.num_rollout_per_epoch)
         return tuple(period for period in (*saves, args.peer_checkpoint_interval) if period)
+
+    def _counts(self) -> list[Count]:
+        if self._guard is None or self._parts.manager is None:
+            return []
+        said = progress_board.said_by(self._guard.run, progress_board.MANAGER)
+        return [(what, done, total) for what, done, total in said.get("under_way", ())]
 
     def _log_rollout_record(self, metrics: dict[str, float]) -> None:
         self._log([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])

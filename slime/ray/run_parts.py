@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -91,12 +90,7 @@ class RunParts:
                 runtime_env={"env_vars": actor_env()},
                 scheduling_strategy=on_this_node(),  # where the prompt file was checked, and --save is
             )
-            .remote(
-                self.args,
-                self._placement.engine_slots,
-                log_path=str(log_path),
-                show_progress=sys.stderr.isatty(),
-            )
+            .remote(self.args, self._placement.engine_slots, log_path=str(log_path))
         )
 
     def take_manager(self, manager: Any) -> None:

@@ -19,8 +19,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.observability.phases import Phase
-from slime.ray.stall_watch import clock, seconds
+from slime.observability.phases import Phase, seconds
+from slime.ray.stall_watch import clock
 from slime.ray.utils import actor_env
 from slime.utils.run_processes import processes_of
 from slime.utils.stacks import describe, free_memory

@@ -97,13 +97,6 @@ class StallWatch:
                 logger.exception("the watchdog failed")
 
 
-def seconds(value: float) -> str:
-    """`90 s`, `12 min`, `3.5 h`."""
-    if value < 120:
-        return f"{value:.0f} s"
-    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
-
-
 def clock() -> str:
     """Now, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -179,6 +179,9 @@ class Collector:
     def metrics(self) -> dict[str, float]:
         """What happened beside the samples: drops by reason, failures, resumed samples, the greedy baseline."""
         metrics: dict[str, float] = dict(self._drops.collect())
+        num_dropped = self._drops.num_dropped + self._failures["dropped_groups"]
+        if self._filter is not None or num_dropped:
+            metrics["rollout/dropped_ratio"] = num_dropped / max(num_dropped + len(self.accepted), 1)
         metrics |= {f"rollout/sample_errors/{name}": float(count) for name, count in self._failures.items()}
         if lost := take_reward_failures():
             metrics["rollout/reward_failures"] = float(lost)

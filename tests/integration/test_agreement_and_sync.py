@@ -54,7 +54,7 @@ def test_a_weight_changed_after_the_old_log_probs_shows_as_ppo_kl(run: Run):
 
 
 def test_after_three_steps_the_engine_answers_with_the_exported_weights(run: Run):
-    evaluated = run.output_dir / "dump" / "eval_2.pt"
+    evaluated = run.output_dir / "dump" / "eval_3.pt"
     assert_answers_are_of(evaluated, run.output_dir / "hf-2", instead_of=run.output_dir.parent / "model")
 
 

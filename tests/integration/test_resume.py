@@ -150,7 +150,7 @@ def test_a_colocated_engine_agrees_with_the_trainer_and_answers_with_the_exporte
     out = runs[0].output_dir
     first = runs[0].records("train/step")[0]
     assert first["train/train_rollout_logprob_abs_diff"] < 1e-4 and abs(first["train/ppo_kl"]) < 1e-6
-    evaluated, exported = out / "dump" / f"eval_{TOTAL - 1}.pt", out / f"hf-{TOTAL - 1}"
+    evaluated, exported = out / "dump" / f"eval_{TOTAL}.pt", out / f"hf-{TOTAL - 1}"
     assert_answers_are_of(evaluated, exported, instead_of=flags[flags.index("--hf-checkpoint") + 1])
 
 

@@ -30,7 +30,7 @@ def test_groups_without_a_difference_are_dropped_with_their_reward_as_the_reason
     )
     output = generate_rollout(args, 0, source)
     assert [group[0].prompt for group in output.samples] == ["pd", "pd"]
-    assert output.metrics == {"rollout/dynamic_filter/drop_zero_std_1.0": 2}
+    assert output.metrics == {"rollout/dynamic_filter/drop_zero_std_1.0": 2, "rollout/dropped_ratio": 2 / (2 + 2)}
 
 
 def test_with_fallback_a_batch_is_filled_from_what_was_asked_for(make, engine):
@@ -43,7 +43,8 @@ def test_with_fallback_a_batch_is_filled_from_what_was_asked_for(make, engine):
     )
     output = generate_rollout(args, 0, source)
     assert len(output.samples) == 2
-    assert sum(output.metrics.values()) <= 2, "two of four may go, then the rest is needed"
+    dropped = sum(count for name, count in output.metrics.items() if "/drop_" in name)
+    assert dropped <= 2, "two of four may go, then the rest is needed"
     assert len(engine.requests) == 4 * 2, "no further prompt was drawn"
 
 

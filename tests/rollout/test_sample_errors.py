@@ -251,7 +251,7 @@ def test_a_failing_group_is_dropped_replaced_and_counted(make, engine):
     args, source = make("zbzc", on_sample_error="drop", rollout_batch_size=2, over_sampling_batch_size=1)
     output = generate_rollout(args, 0, source)
     assert prompts(output.samples) == ["pb", "pc"]
-    assert output.metrics == {"rollout/sample_errors/dropped_groups": 2.0}
+    assert output.metrics == {"rollout/sample_errors/dropped_groups": 2.0, "rollout/dropped_ratio": 2 / (2 + 2)}
     assert source.buffer == []
 
 
@@ -286,7 +286,8 @@ def test_a_sample_that_cannot_be_trained_on_follows_the_policy(make, policy, fun
     args, source = make("dd", on_sample_error=policy, **ONE, custom_generate_function_path=f"{HERE}:{function}")
     output = generate_rollout(args, 0, source)
     counted = {"retry": "retried_groups", "drop": "dropped_groups"}[policy]
-    assert output.metrics == {f"rollout/sample_errors/{counted}": 1.0}
+    ratio = {"rollout/dropped_ratio": 1 / (1 + 1)} if policy == "drop" else {}
+    assert output.metrics == {f"rollout/sample_errors/{counted}": 1.0, **ratio}
     assert [s.rollout_log_probs for s in output.samples[0]] == [[-0.5, -1.5, -2.5]] * 2
 
 

@@ -132,6 +132,11 @@ def test_the_synchronous_driver_trains_saves_syncs_and_evaluates_in_this_order(m
     ]
 
 
+def test_both_drivers_evaluate_after_the_last_rollout_though_the_interval_does_not_divide(driver_module):
+    calls = calls_of(driver_module, num_rollout=3, eval_interval=2, save=None)
+    assert [call for call in calls if call.startswith("evaluated")] == ["evaluated 0", "evaluated 2", "evaluated 3"]
+
+
 def test_the_asynchronous_driver_generates_one_rollout_ahead_and_drains_before_each_sync(monkeypatch):
     monkeypatch.setattr(train_async, "TrainingRun", FakeRun)
     assert calls_of(train_async, num_rollout=3, eval_interval=None, save=None) == [

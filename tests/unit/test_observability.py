@@ -1,4 +1,4 @@
-"""Sinks, the console's line, timers and curves: what a run leaves behind and what it shows while it runs."""
+"""Sinks, timers and curves: what a run leaves behind and what it shows while it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slime.observability import logging_utils, plots, progress, wandb_utils
+from slime.observability import logging_utils, plots, wandb_utils
 from slime.observability.console import ConsoleSink
 from slime.observability.gap import jump
 from slime.observability.logging_utils import (
@@ -159,26 +159,12 @@ def test_tensors_of_one_element_become_numbers(tmp_path: Path):
     assert take_pending() == [({"train/step": 0, "train/loss": 0.5}, "train/step")]
 
 
-def test_the_console_shows_one_line_a_step_with_generation_and_training():
-    lines: list[str] = []
-    sink = ConsoleSink(lines.append)
-    sink.write({"rollout/step": 0, "rollout/response_len/mean": 3.25}, "rollout/step")
-    sink.write({"rollout/step": 0, "rollout/raw_reward": 0.5}, "rollout/step")
-    assert lines == []
-    sink.write({"train/step": 0, "train/loss": 0.125}, "train/step")
-    sink.write({"rollout/step": 0, "perf/step_time": 2.0}, "rollout/step")
-    sink.write({"eval/step": 0, "eval/addition": 0.75, "eval/addition/truncated_ratio": 0.0}, "eval/step")
-    sink.finish()
-    assert len(lines) == 2
-    assert lines[0].startswith("step    0 | reward 0.500  length 3.2  loss 0.1250")
-    assert lines[1] == "eval    0 | addition 0.750"
-
-
 def test_a_jump_of_the_gap_between_trainer_and_engine_is_marked_on_its_line():
     lines: list[str] = []
     sink = ConsoleSink(lines.append)
     for step, gap in enumerate([2e-7, 2e-7, 2e-7, 1.9e-5, 0.17]):
         sink.write({"train/step": step, "train/train_rollout_logprob_abs_diff": gap}, "train/step")
+        sink.end_rollout(step)
     assert [("(!)" in line) for line in lines] == [False, False, False, False, True]
     assert f"|train-engine| is {0.17 / 2e-7:.2g}x its median: see docs/debugging.md" in lines[-1]
 
@@ -198,33 +184,6 @@ def test_a_jump_of_the_gap_between_trainer_and_engine_is_marked_on_its_line():
 )
 def test_a_jump_is_a_hundred_times_the_running_median(value: float, earlier: list[float], ratio: float | None):
     assert jump(value, earlier) == (None if ratio is None else pytest.approx(ratio))
-
-
-def test_a_generation_without_a_train_step_gets_its_own_line():
-    lines: list[str] = []
-    sink = ConsoleSink(lines.append)
-    for step in (0, 1):
-        sink.write({"rollout/step": step, "rollout/raw_reward": step / 2}, "rollout/step")
-    sink.finish()
-    assert [line.split(" | ")[1].strip() for line in lines] == ["reward 0.000", "reward 0.500"]
-
-
-def test_a_record_without_anything_to_show_gives_no_line():
-    lines: list[str] = []
-    sink = ConsoleSink(lines.append)
-    sink.write({"rollout/step": 0, "perf/update_weights_time": 1.0}, "rollout/step")
-    sink.write({"eval/step": 0, "eval/a": 0.5}, "eval/step")
-    assert lines == ["eval    0 | a 0.500"]
-
-
-def test_an_evaluation_before_the_first_step_leaves_its_line_whole():
-    lines: list[str] = []
-    sink = ConsoleSink(lines.append)
-    sink.write({"rollout/step": 0, "perf/update_weights_time": 1.0}, "rollout/step")
-    sink.write({"eval/step": 0, "eval/a": 0.5}, "eval/step")
-    sink.write({"rollout/step": 0, "rollout/raw_reward": 0.25}, "rollout/step")
-    sink.write({"train/step": 0, "train/loss": 0.125}, "train/step")
-    assert lines[1].startswith("step    0 | reward 0.250  loss 0.1250")
 
 
 def test_tensorboard_gets_the_scalars_at_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -603,26 +562,6 @@ def test_deferred_work_is_done_also_after_an_error():
     with pytest.raises(KeyError):
         fails()
     assert calls == [1]
-
-
-def test_the_bar_comes_from_the_factory_of_the_process():
-    made: list[tuple[int, str]] = []
-
-    class Bar:
-        def update(self, n: int = 1) -> None: ...
-        def close(self) -> None: ...
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *ignored: object) -> None: ...
-
-    progress.set_progress_factory(lambda total, desc: made.append((total, desc)) or Bar())
-    try:
-        with progress.progress_bar(3, "rollout") as bar:
-            bar.update()
-    finally:
-        progress.set_progress_factory(progress.tqdm_bar)
-    assert made == [(3, "rollout")]
 
 
 def test_warnings_of_a_block_are_collected_for_another_process() -> None:

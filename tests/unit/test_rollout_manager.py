@@ -232,7 +232,7 @@ def test_the_dump_holds_every_sample_under_the_template(manager, tmp_path):
     manager.eval(7, step=8)
     dump = load_dump(tmp_path / "dumps" / "7.pt")
     assert [Sample.from_dict(sample).index for sample in dump["samples"]] == [0, 1, 2, 3]
-    assert len(load_dump(tmp_path / "dumps" / "eval_7.pt")["samples"]) == 2
+    assert len(load_dump(tmp_path / "dumps" / "eval_8.pt")["samples"]) == 2, "named as its step"
 
 
 def test_a_dump_is_replayed_as_it_was_generated_without_a_rollout_function(manager, tmp_path):

@@ -22,7 +22,7 @@ from slime.backends.sglang_utils.engine_client import MEMORY_TAGS
 from slime.backends.sglang_utils.server_control import Probe
 from slime.observability import logging_utils
 from slime.observability.eval_samples import EvalSample, pick_eval_samples
-from slime.observability.progress import ProgressBar, set_progress_factory
+from slime.observability.progress import counts_under_way
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
 from slime.ray import progress_board
 from slime.ray.http_post import use_distributed_post
@@ -82,16 +82,15 @@ class RolloutManager(RayActor):
         args: the run's flags.
         engine_slots: each slot that engines take.
         log_path: where this process's log goes; what user code prints still reaches the driver's terminal.
-        show_progress: draw progress bars on the driver's terminal.
     """
 
-    def __init__(self, args: Any, engine_slots: list[Slot], *, log_path: str, show_progress: bool) -> None:
+    def __init__(self, args: Any, engine_slots: list[Slot], *, log_path: str) -> None:
         _configure_output(log_path)
         stacks.can_be_asked()
         use_keys(vars(args).get("run_keys"))
-        progress_board.publish("rollout manager")
-        if show_progress:
-            set_progress_factory(ray_progress_bar)
+        progress_board.publish(
+            progress_board.MANAGER, lambda: {"under_way": [list(one) for one in counts_under_way()]}
+        )
         logging_utils.init_tracking(args, primary=False)
         self.args = args
         self._slots = engine_slots
@@ -320,13 +319,13 @@ class RolloutManager(RayActor):
 
         Args:
             rollout_id: passed to the evaluation function and to hooks.
-            step: value of "eval/step".
+            step: value of "eval/step", the rollouts that the weights were trained on; it names the dump, too.
 
         Returns:
             the metric records, and the answers to show (--log-eval-samples).
         """
         output = call_rollout_fn(self._evaluate, hook_args(self.args), rollout_id, self._data_source, evaluation=True)
-        self._dump([s for result in output.data.values() for s in result.get("samples") or []], f"eval_{rollout_id}")
+        self._dump([s for result in output.data.values() for s in result.get("samples") or []], f"eval_{step}")
         extra = dict(output.metrics or {})
         own = self._call_log(
             "custom_eval_rollout_log_function_path", rollout_id, hook_args(self.args), output.data, extra
@@ -507,32 +506,6 @@ def _draws_prompts(args: Any) -> bool:
     if args.load_debug_rollout_data is not None:
         return False
     return not args.eval_only or not args.data_source_path.startswith("slime.rollout.data_source.")
-
-
-def ray_progress_bar(total: int, desc: str) -> ProgressBar:
-    """A bar that is drawn on the driver's terminal, wherever this process runs."""
-    from ray.experimental import tqdm_ray
-
-    return _RayBar(tqdm_ray.tqdm(total=total, desc=desc))
-
-
-class _RayBar:
-    """Ray's bar as a context manager, which it is not itself."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def update(self, n: int = 1) -> None:
-        self._bar.update(n)
-
-    def close(self) -> None:
-        self._bar.close()
-
-    def __enter__(self) -> _RayBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _configure_output(log_path: str) -> None:

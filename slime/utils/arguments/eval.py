@@ -13,7 +13,9 @@ _DATA = ("eval_prompt_data", "eval_config")
 class EvalFlags:
     """Evaluation."""
 
-    eval_interval: int | None = flag(None, "evaluate every N rollouts, at epoch ends and before training", at_least=1)
+    eval_interval: int | None = flag(
+        None, "evaluate before training, every N rollouts, at epoch ends and after the last rollout", at_least=1
+    )
     eval_only: bool = flag(
         False, "evaluate the loaded weights and end; needs no training data, and what only training reads is ignored"
     )

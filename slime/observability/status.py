@@ -1,0 +1,126 @@
+"""What a run is doing right now: bars at the bottom of a terminal, or a line now and then where there is none.
+
+On a terminal rich keeps the bars below everything that this process prints: it takes the place of stdout and stderr.
+It asks for the phase and for counts; it does not know where these come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from slime.observability.phases import Phase, Phases, seconds
+from slime.observability.progress import Count
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+START = "start"
+QUIET_S = {START: 10.0}
+LONG_QUIET_S = 60.0
+"""Without a terminal a phase says what it does every so many seconds."""
+
+
+class RunStatus:
+    """The status of one run.
+
+    Args:
+        phases: of the run.
+        counts: returns the counts of work that is under way in other processes; may fail.
+        say: writes a line, for a terminal or a log.
+    """
+
+    def __init__(self, phases: Phases, counts: Callable[[], Sequence[Count]], say: Callable[[str], None]) -> None:
+        self._phases, self._counts, self._say = phases, counts, say
+        self._doing = ""
+        self._said: tuple[str, int] = ("", 0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+        self._bars = _bars()
+
+    def begin(self) -> None:
+        """Show the status from now on."""
+        if self._bars is not None:
+            self._rollouts = self._bars.add_task("rollouts", total=None, visible=False, text="")
+            self._work = self._bars.add_task(START, total=None, text="")
+            self._bars.start()
+            # A driver that is killed leaves the terminal as it is: with its cursor.
+            self._bars.console.show_cursor(True)
+        self._thread.start()
+
+    def announce(self, doing: str) -> None:
+        """Say which part of the start begins."""
+        self._doing = doing
+        self._say(doing)
+
+    def count_rollouts(self, done: int, total: int) -> None:
+        """Say how many rollouts of the run are done."""
+        if self._bars is not None:
+            self._bars.update(self._rollouts, completed=done, total=total, visible=True, text=f"{done}/{total}")
+
+    def end(self) -> None:
+        """Show nothing more; the bars are gone when it returns."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * PERIOD_S)  # it may be in a call of a Ray that does not answer
+        if self._bars is not None:
+            self._bars.stop()
+
+    def look(self) -> None:
+        """Show what goes on now."""
+        phase = self._phases.current()
+        if phase is None:
+            return
+        if self._bars is None:
+            self._say_if_quiet(phase)
+            return
+        what, done, total = self._newest_count(phase)
+        text = f"{f'{done}/{total} ' if total else ''}{seconds(phase.seconds)}"
+        self._bars.update(self._work, description=what, completed=done, total=total or None, text=text)
+
+    def _say_if_quiet(self, phase: Phase) -> None:
+        """Say something once in every period of a phase, but for its first: short phases say nothing."""
+        period = int(phase.seconds / QUIET_S.get(phase.name, LONG_QUIET_S))
+        if (phase.name, period) == self._said:
+            return
+        self._said = (phase.name, period)
+        if period:
+            what, done, total = self._newest_count(phase)
+            count = f" {done}/{total}" if total else ""
+            self._say(f"{what}{count}: {seconds(phase.seconds)} so far")
+
+    def _newest_count(self, phase: Phase) -> Count:
+        """What goes on, and its count where something is counted."""
+        if phase.name == START:
+            return self._doing or START, 0, 0
+        try:
+            counts = self._counts()
+        except Exception as error:  # noqa: BLE001 - a boundary: what only shows must not end what works
+            logger.debug("nothing is counted: %s", error)
+            counts = []
+        return counts[-1] if counts else (phase.name, 0, 0)
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD_S):
+            self.look()
+
+
+def _bars() -> Progress | None:
+    """Bars for this process's terminal; None where stdout is none, or one that cannot move its cursor (TERM=dumb)."""
+    console = Console()
+    if not sys.stdout.isatty() or not console.is_interactive:
+        return None
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[text]}"),
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+        redirect_stderr=sys.stderr.isatty(),
+    )
