@@ -63,8 +63,9 @@ class Outages:
         return bool(self._ends) and (end := self._ends.get(origin(url))) is not None and not end.done()
 
     def has_hit(self, url: str, since: float) -> bool:
-        """Whether a request that was sent `since` (of `time.monotonic`) fell into an outage that will end, or has."""
-        return self.may_end(url) or self._ended_at.get(origin(url), -1.0) >= since
+        """Whether a request that was sent `since` (of `time.monotonic`) fell into an outage, so that `over` has more
+        to say than its own failure."""
+        return self.is_on(url) or self._ended_at.get(origin(url), -1.0) >= since
 
     async def over(self, url: str) -> bool:
         """Wait for the end of an outage; returns whether there was one.

@@ -104,6 +104,18 @@ def test_requests_fail_at_once_with_the_reason_where_no_engine_will_come(router:
     assert handler.num_asked == 0
 
 
+def test_a_request_that_fails_just_when_an_outage_is_given_up_says_why(router: tuple[str, type[_Router]]) -> None:
+    url, _ = router
+
+    async def send() -> str:
+        OUTAGES.begin(url)
+        OUTAGES.give_up(url, "engine 0 has ended")
+        raise HttpError("no available workers", status=503)
+
+    with pytest.raises(HttpError, match="has no engine any more: engine 0 has ended"):
+        asyncio.run(http_utils._outside_outages(url, send))
+
+
 def test_a_request_that_fails_just_when_the_outage_ends_is_sent_again(router: tuple[str, type[_Router]]) -> None:
     url, handler = router
     attempts = []
