@@ -10,9 +10,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from slime.ray.driver import drive
-from slime.ray.run import TrainingRun
-from slime.utils.errors import UsageError
+from slime.utils.installed import explain_missing_packages
+
+with explain_missing_packages():
+    from slime.ray.driver import drive
+    from slime.ray.run import TrainingRun
+    from slime.utils.errors import UsageError
 
 
 def check(args: Any) -> None:

@@ -24,12 +24,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from slime.ray.driver import drive
-from slime.ray.rollouts_ahead import RolloutsAhead
-from slime.ray.run import TrainingRun
-from slime.utils.arguments.check_async import correction_warnings
-from slime.utils.arguments.deterministic import check_ahead
-from slime.utils.errors import UsageError
+from slime.utils.installed import explain_missing_packages
+
+with explain_missing_packages():
+    from slime.ray.driver import drive
+    from slime.ray.rollouts_ahead import RolloutsAhead
+    from slime.ray.run import TrainingRun
+    from slime.utils.arguments.check_async import correction_warnings
+    from slime.utils.arguments.deterministic import check_ahead
+    from slime.utils.errors import UsageError
 
 
 def check(args: Any) -> None:

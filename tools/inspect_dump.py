@@ -23,6 +23,7 @@ import torch
 
 from slime.utils.dumps import load_dump
 from slime.utils.errors import UsageError
+from slime.utils.pipes import reader_may_leave
 
 TOKEN_COLUMNS = {
     "engine": "rollout_log_probs",
@@ -54,16 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         samples = load(args.path, trusted=args.trust)
         if args.other is not None:
             differences = list(diff(samples, load(args.other, trusted=args.trust), tolerance=args.tolerance))
-            print("\n".join(differences) or f"{len(samples)} samples are equal")
+            with reader_may_leave():
+                print("\n".join(differences) or f"{len(samples)} samples are equal")
             return 1 if differences else 0
         chosen = range(len(samples)) if args.sample is None else args.sample
         if unknown := [n for n in chosen if not 0 <= n < len(samples)]:
             raise UsageError(f"--sample {unknown[0]}: {args.path} has samples 0 to {len(samples) - 1}")
         decode = decoder(args.tokenizer or args.path.parent.parent / "tokenizer", needed=args.tokenizer is not None)
-        for n in chosen:
-            print(summary(n, samples[n]))
-            if args.sample is not None:
-                print("\n".join(details(samples[n], decode)))
+        with reader_may_leave():
+            for n in chosen:
+                print(summary(n, samples[n]))
+                if args.sample is not None:
+                    print("\n".join(details(samples[n], decode)))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

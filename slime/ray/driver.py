@@ -24,6 +24,7 @@ from slime.utils.arguments.problems import collected
 from slime.utils.arguments.resume import line_to_go_on
 from slime.utils.checkpoint_paths import latest_iteration
 from slime.utils.errors import UsageError
+from slime.utils.pipes import reader_may_leave
 from slime.utils.secret_names import command_line_without_secrets
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ def drive(
     try:
         command_line = CommandLine()
         if (text := command_line.answer(sys.argv[1:])) is not None:
-            sys.stdout.write(text)
+            with reader_may_leave():
+                sys.stdout.write(text)
             return 0
         checked = command_line.check(sys.argv[1:])
         if check is not None:

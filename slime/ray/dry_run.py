@@ -22,6 +22,7 @@ from slime.utils.arguments.flags import defaults_of
 from slime.utils.arguments.rollout import RolloutFlags
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
+from slime.utils.pipes import reader_may_leave
 from slime.utils.plan import Facts, HookReport, Plan, make_plan
 from slime.utils.plan.fit import misfits
 from slime.utils.plan.render import render
@@ -52,11 +53,8 @@ def dry_run(checked: Any) -> int:
         plan = dataclasses.replace(plan, refused=[*plan.refused, *misfits(plan.fit).refused])
     if args.dry_run_json:
         write_json(plan, args.dry_run_json)
-    try:
+    with reader_may_leave():
         render(plan, sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; what is left of the output has nowhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_USAGE if plan.refused else 0
 
 

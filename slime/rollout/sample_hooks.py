@@ -27,7 +27,7 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 
 def current_rollout_id() -> int | None:
     """Return the rollout that this context generates or scores for; None outside of one."""
-    return _rollout_id.get()
+    return _rollout_id.get(None)  # the value of this context; it waits for nobody
 
 
 async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: Any) -> Any:

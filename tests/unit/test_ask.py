@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import pytest
 
 from slime.utils.arguments import CommandLine
+from slime.utils.arguments.other_names import HERE
 from slime.utils.errors import UsageError
 
 
@@ -32,6 +34,11 @@ def test_help_of_a_group_shows_that_group_alone(command_line: CommandLine) -> No
     assert "--adam-beta1" in text and "--rollout-batch-size" not in text
 
 
+def test_help_of_a_word_that_is_no_group_shows_the_flags_with_it_in_their_names(command_line: CommandLine) -> None:
+    text = answer(command_line, "--help wandb")
+    assert "--use-wandb" in text and "--wandb-project" in text and "--output-dir" not in text
+
+
 def test_help_of_an_unknown_group_names_the_nearest(command_line: CommandLine) -> None:
     with pytest.raises(UsageError, match="--help rolout: no group .* did you mean Rollout"):
         command_line.answer(["--help", "rolout"])
@@ -53,6 +60,33 @@ def test_an_explanation_says_what_is_not_built_and_what_a_flag_was_called(comman
 def test_an_unknown_flag_is_not_explained_but_its_neighbour_is_named(command_line: CommandLine) -> None:
     with pytest.raises(UsageError, match="--explain: unknown flag --gama: did you mean --gamma"):
         command_line.answer(["--explain", "gama"])
+
+
+@pytest.mark.parametrize(
+    ("word", "flag"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--learning_rate=1e-6", "--lr"),
+        ("--critic-lr", "--megatron-config-path"),
+        ("--num_generations", "--n-samples-per-prompt"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "--lr"),
+        ("actor_rollout_ref.rollout.n=8", "--n-samples-per-prompt"),
+        ("critic.optim.lr=1e-5", "--megatron-config-path"),
+    ],
+)
+def test_the_name_that_another_trainer_gives_to_a_flag_is_answered_with_ours(
+    command_line, word: str, flag: str
+) -> None:
+    (sentence,) = [text for text in command_line.check([word]).problems.wrong if text.startswith("unknown flag")]
+    assert sentence.startswith(f"unknown flag {word.split('=')[0]}: that is {flag}")
+
+
+def test_every_name_of_another_trainer_leads_to_flags_that_exist(command_line: CommandLine) -> None:
+    known = command_line.parser.options()
+    for name, ours in HERE.items():
+        assert f"--{name}" not in known, "it needs no hint"
+        flags = re.findall(r"--[a-z][a-z-]*", ours)
+        assert flags and set(flags) <= known.keys(), name
 
 
 def test_what_is_not_built_is_listed_with_the_work_that_brings_it(command_line: CommandLine) -> None:

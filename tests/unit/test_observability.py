@@ -521,6 +521,46 @@ def test_of_a_step_logged_twice_the_later_value_is_drawn(tmp_path: Path):
     assert plots.read_series(path) == {"eval/a": {1: 0.2}}
 
 
+GRPO_SERIES = {
+    "rollout/raw_reward": {0: 0.25, 1: 0.5},
+    "rollout/dropped_ratio": {0: 0.1, 1: 0.2},
+    "eval/addition": {0: 0.5},
+    "eval/addition-truncated_ratio": {0: 0.5},
+    "eval/addition/truncated_ratio": {0: 0.5},
+    "train/loss": {0: 0.0},
+    "train/pg_loss": {0: 0.0},
+    "train/entropy_loss": {0: 0.7},
+    "train/kl_loss": {0: 0.1},
+    "train/pg_clipfrac": {0: 0.0},
+    "train/critic-value_loss": {0: 0.3},
+    "perf/step_time": {0: 60.0, 1: 2.0, 2: 3.0, 3: 2.0},
+    "perf/actor_train_time": {0: 1.0, 1: 1.0, 2: 1.0},
+}
+
+
+def test_curves_have_panels_for_what_was_logged_with_legends_in_words():
+    panels = {panel.title: panel for panel in plots.select_panels(GRPO_SERIES)}
+    assert list(panels) == [
+        *["reward", "evaluation", "shares of a rollout", "entropy", "KL", "clipped tokens (share)", "value loss"],
+        "seconds a rollout",
+    ]
+    assert panels["evaluation"].curves == {"addition": {0: 0.5}} and panels["evaluation"].unit == "rollouts trained"
+    assert panels["shares of a rollout"].curves == {"dropped groups": {0: 0.1, 1: 0.2}}
+    assert not any("/" in label for panel in panels.values() for label in panel.curves)
+
+
+def test_curves_of_sft_show_the_loss_and_no_reward_or_evaluation():
+    series = {"rollout/raw_reward": {0: 0.0}, "rollout/response_len/mean": {0: 3.0}, "train/loss": {0: 4.8, 1: 4.0}}
+    assert [panel.title for panel in plots.select_panels(series)] == ["loss", "response length (tokens)"]
+
+
+def test_the_start_of_a_run_does_not_flatten_the_times_of_its_steps():
+    times = {panel.title: panel for panel in plots.select_panels(GRPO_SERIES)}["seconds a rollout"].curves
+    # Step 0 took 60 s, more than four times the median of 2.5 s; the longest of the others took 3 s.
+    assert plots.upper_limit(times) == pytest.approx(1.1 * 3)
+    assert plots.upper_limit({"all": {0: 0.0}}) > 0
+
+
 def test_a_run_without_curves_draws_nothing(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step_key": "train/step", "train/step": 1, "train/odd": 1.0}) + "\n")

@@ -132,10 +132,9 @@ def test_a_demonstration_is_shown_with_its_loss_mask(model_dir, tmp_path):
     _, (row,), _ = read_rows_of(args)
     assert row.pieces == [
         ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", False),
-        ("2<|im_end|>", True),
-        ("\n", False),
+        ("2<|im_end|>\n", True),
     ]
-    assert row.num_trained_tokens == 2
+    assert row.num_trained_tokens == 3
     shown = text_of(make_plan(args, Facts(rows=[row])))
     assert "    | >>>2<|im_end|><<<\n" in shown
 

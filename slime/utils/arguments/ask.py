@@ -60,11 +60,12 @@ def help_text(parser: Parser, group: str | None, *, own_titles: Sequence[str]) -
     """The help of one group of flags, or the overview.
 
     Args:
-        group: part of a group's title ("rollout", "megatron", "sglang", ...), "all", or None for the overview.
+        group: part of a group's title ("rollout", "megatron", "sglang", ...), else of names of flags ("wandb"); "all";
+            or None for the overview.
         own_titles: titles of slime's own groups, which the overview has in full.
 
     Raises:
-        UsageError: no group has such a title.
+        UsageError: no group has such a title, and no flag such a name.
     """
     titled = [one for one in parser._action_groups if one.title and one._group_actions]
     if group == "all":
@@ -73,16 +74,26 @@ def help_text(parser: Parser, group: str | None, *, own_titles: Sequence[str]) -
         rest = [str(one.title) for one in titled if one.title not in own_titles]
         text = _format(parser, [one for one in titled if one.title in own_titles], with_usage=True)
         return (
-            f"{text}\nMore flags, by group (--help GROUP; a part of the name is enough, --help all for everything):\n"
-            + "".join(f"  {title}\n" for title in rest)
+            f"{text}\nMore flags, by group (--help GROUP; a part of its name or of a flag's is enough, --help all for "
+            "everything):\n" + "".join(f"  {title}\n" for title in rest)
         )
     chosen = [one for one in titled if group.lower() in str(one.title).lower()]
+    if not chosen and (named := [one for one in parser._actions if _is_named(one, group.lower())]):
+        formatter = parser._get_formatter()
+        formatter.start_section(f"Flags with {group} in their names")
+        formatter.add_arguments(named)
+        formatter.end_section()
+        return formatter.format_help()
     if not chosen:
         titles = {str(one.title).lower(): str(one.title) for one in titled}
         near = [titles[name] for name in nearest(group.lower(), titles)]
         hint = f"did you mean {' or '.join(near)}?" if near else "--help alone lists them."
         raise UsageError(f"--help {group}: no group of flags has such a name; {hint}")
     return _format(parser, chosen)
+
+
+def _is_named(action: argparse.Action, part: str) -> bool:
+    return any(part in name for name in action.option_strings)
 
 
 def _format(parser: Parser, groups: Iterable[argparse._ArgumentGroup], *, with_usage: bool = False) -> str:

@@ -231,7 +231,10 @@ class Parser(argparse.ArgumentParser):
                 if token in extras:
                     yield explain_unknown(name) or self.did_you_mean(name)
             elif token in extras and (not flag_before or flag_before in known):  # else the value of an unknown flag
-                yield f"{token!r} belongs to no flag; write the flag's name before it, and quote a value with spaces."
+                yield (
+                    explain_unknown(name)
+                    or f"{token!r} belongs to no flag; write the flag's name before it, and quote a value with spaces."
+                )
 
     def did_you_mean(self, name: str) -> str:
         """The sentence for an unknown flag, with the nearest names that exist."""

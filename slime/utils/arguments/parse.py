@@ -27,6 +27,7 @@ from slime.utils.arguments import (
     check_rollout,
     derive,
     later,
+    other_names,
     validate,
 )
 from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
@@ -215,7 +216,11 @@ class CommandLine:
     def check(self, argv: Sequence[str]) -> Checked:
         """Parse, derive and validate one command line (without the program's name); starts nothing."""
         tokens = with_current_names(argv)
-        from slime.backends.sglang_utils.arguments import explain_unknown, set_aside
+        from slime.backends.sglang_utils.arguments import explain_unknown as of_sglang
+        from slime.backends.sglang_utils.arguments import set_aside
+
+        def explain_unknown(name: str) -> str | None:
+            return of_sglang(name) or other_names.here(name, self.parser.options())
 
         args, problems = Args(), Problems()
         tokens = set_aside(tokens, self.parser.options())
