@@ -39,7 +39,7 @@ def vanilla_gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lambd
     for t in reversed(range(deltas.shape[-1])):
         later = deltas[..., t] + gamma * lambd * later
         advantages[..., t] = later
-    return advantages, advantages + values
+    return _rounded(advantages, values)
 
 
 def chunked_gae(
@@ -47,11 +47,16 @@ def chunked_gae(
 ) -> Pair:
     """The same numbers as `vanilla_gae`, a chunk of steps per matrix product: for long responses."""
     advantages = chunked_discounted_returns(_deltas(rewards, values, gamma), gamma * lambd, chunk_size)
-    return advantages, advantages + values
+    return _rounded(advantages, values)
+
+
+def _rounded(advantages: torch.Tensor, values: torch.Tensor) -> Pair:
+    return advantages.to(values.dtype), (advantages + values).to(values.dtype)
 
 
 def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.Tensor:
-    following = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1)
+    # float64: what is rounded here adds up over the steps.
+    following = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1).double()
     return rewards + gamma * following - values
 
 

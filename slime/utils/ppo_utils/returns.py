@@ -85,16 +85,18 @@ def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_siz
         discount: between 0 and 1.
         chunk_size: steps of a chunk; the result does not depend on it.
     """
-    returns = torch.empty_like(rewards)
-    carry = rewards.new_zeros(rewards.shape[:-1])
+    # float64: over 100,000 steps the rounding of float32 adds up to more than 1e-5, and matrix products may run in tf32.
+    exact = rewards.double()
+    returns = torch.empty_like(exact)
+    carry = exact.new_zeros(exact.shape[:-1])
     power = torch.arange(chunk_size, device=rewards.device)
     exponent = power[:, None] - power[None, :]
     # [j, i] = discount^(j - i): what the reward of step j is worth at step i <= j
-    weights = torch.where(exponent >= 0, discount ** exponent.clamp(min=0).to(rewards.dtype), 0)
+    weights = torch.where(exponent >= 0, discount ** exponent.clamp(min=0).double(), 0)
     for end in range(rewards.shape[-1], 0, -chunk_size):
         start = max(end - chunk_size, 0)
         size = end - start
-        later = carry[..., None] * discount ** (size - power[:size]).to(rewards.dtype)
-        returns[..., start:end] = rewards[..., start:end] @ weights[:size, :size] + later
+        later = carry[..., None] * discount ** (size - power[:size]).double()
+        returns[..., start:end] = exact[..., start:end] @ weights[:size, :size] + later
         carry = returns[..., start]
-    return returns
+    return returns.to(rewards.dtype)

@@ -128,6 +128,17 @@ def test_long_responses_far_rewards_and_batches_of_any_shape(gae, length):
         assert returns[at].tolist() == pytest.approx(expected[1], rel=1e-9)
 
 
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 0.95), (0.99, 0.95), (0.999, 0.99), (0.9999, 1.0)])
+def test_chunks_of_the_longest_responses_agree_with_the_plain_loop(gamma, lambd):
+    length = 131_072
+    rewards, values = torch.randn(2, length, generator=torch.Generator().manual_seed(length))
+    advantages, returns = chunked_gae(rewards, values, gamma, lambd)
+    assert advantages.dtype == returns.dtype == torch.float32
+    expected = reference(rewards.tolist(), values.tolist(), [1] * length, gamma, lambd)
+    for found, exact in zip((advantages, returns), expected, strict=True):
+        assert float((found.double() - torch.tensor(exact, dtype=torch.float64)).abs().max()) < 1e-5
+
+
 def test_chunks_change_nothing():
     rewards, values = torch.randn(2, 301, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for size in (1, 7, 1000):
