@@ -136,7 +136,7 @@ def test_a_demonstration_is_shown_with_its_loss_mask(model_dir, tmp_path):
     ]
     assert row.num_trained_tokens == 3
     shown = text_of(make_plan(args, Facts(rows=[row])))
-    assert "    | >>>2<|im_end|><<<\n" in shown
+    assert "    | >>>2<|im_end|>\n    | <<<\n" in shown
 
 
 def test_a_row_that_the_terminal_cannot_show_is_no_error(tmp_path):
