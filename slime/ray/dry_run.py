@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def dry_run(checked: Any) -> int:
     if problems.wrong:
         raise UsageError(problems.all())
     refused = list(dict.fromkeys([*problems.environment, *problems.unsupported]))
-    plan = make_plan(args, gather_facts(args, refused, checked.warnings()))
+    plan = make_plan(args, gather_facts(args, refused, checked.warnings(), problems.lacking))
     if is_for_this_machine(args) and not args.ignore_plan:
         plan = dataclasses.replace(plan, refused=[*plan.refused, *misfits(plan.fit).refused])
     if args.dry_run_json:
@@ -70,9 +70,10 @@ def write_json(plan: Plan, path: str) -> None:
         raise UsageError(f"--dry-run-json {path} cannot be written: {error.strerror}; name another file.") from error
 
 
-def gather_facts(args: Any, refused: list[str], warnings: list[str]) -> Facts:
-    """Everything that the plan needs and that is not in the flags."""
+def gather_facts(args: Any, refused: list[str], warnings: list[str], lacking: Sequence[str] = ()) -> Facts:
+    """Everything that the plan needs and that is not in the flags; `lacking` is what only a run needs."""
     data, rows, missing = read_rows_of(args)
+    missing += lacking
     has_engines = bool(args.hf_checkpoint) and not args.debug_train_only
     if has_engines and not Path(args.hf_checkpoint, "config.json").is_file():
         missing.append(f"config.json in {args.hf_checkpoint}: engines are planned in 16 bit, and may run in less")

@@ -22,10 +22,11 @@ from slime.ray.gpu_turns import GpuTurns
 from slime.ray.placement_group import connect_ray, create_placement
 from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.resume_point import resumed, settle_checkpoint
-from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager
+from slime.ray.rollout.manager import CONCURRENCY_GROUPS, LOAD_DEADLINE_S, RolloutManager
 from slime.ray.start import start_side_by_side
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, on_this_node
 from slime.utils.arguments import with_run_keys
+from slime.utils.arguments.check_batch import check_schedule_length, check_warmup
 from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -99,8 +100,23 @@ class RunParts:
         self._turns = GpuTurns(self.args, manager)
 
     def start(self) -> dict[str, Any]:
-        """Start engines and trainers beside each other; returns what the trainers say (`start_side_by_side`)."""
+        """Start engines and trainers beside each other; returns what the trainers say (`start_side_by_side`).
+
+        Raises:
+            UsageError: a schedule needs the length of the run, and the data source does not know it.
+        """
+        if self.args.num_rollout is None:
+            self._count_rollouts()
         return self._start_trainers(beside=self.manager.start.remote())
+
+    def _count_rollouts(self) -> None:
+        """Have --num-epoch as --num-rollout before trainers are made, whose schedules go over the whole run."""
+        per_epoch = get(self.manager.count_rollouts_per_epoch.remote(), "the data source", LOAD_DEADLINE_S)
+        if per_epoch:
+            self.args = self.args.replace(num_rollout=self.args.num_epoch * per_epoch)
+        problems = [*check_schedule_length(self.args), *check_warmup(self.args)]
+        if problems and not self.args.debug_rollout_only:
+            raise UsageError(problems)
 
     def _start_trainers(self, beside: ray.ObjectRef) -> dict[str, Any]:
         self.args = settle_checkpoint(self.args)

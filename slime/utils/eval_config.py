@@ -101,8 +101,8 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class _NotBuilt(BaseModel):
-    """Settings that upstream accepts and ignores; here they are refused by name."""
+class _Ignored(BaseModel):
+    """Settings that upstream accepts and ignores; a warning names them here."""
 
     app_service: Any = None
     eval_task_timeout: Any = None
@@ -114,7 +114,7 @@ class _NotBuilt(BaseModel):
     remote_environment: Any = None
 
 
-class _Settings(_NotBuilt):
+class _Settings(_Ignored):
     """What `defaults` and every data set of a file may have."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -172,12 +172,12 @@ class EvalConfig(NamedTuple):
     Attributes:
         datasets: one mapping per data set with `name`, `path` and what else it sets.
         defaults: settings for all of them.
-        unsupported: sentences about settings that are known but not built; they are left out of the others.
+        ignored: place and name of settings that change nothing; they are left out of the others.
     """
 
     datasets: list[dict[str, Any]]
     defaults: dict[str, Any]
-    unsupported: list[str]
+    ignored: list[str]
 
 
 def pick_from_args(args: Namespace, names: tuple[str, ...]) -> Any:
@@ -219,8 +219,6 @@ def build_eval_dataset_configs(
         return []
     given = LocatedYaml("", "evaluation data sets", {"datasets": list(raw), "defaults": dict(defaults or {})})
     checked = _checked(given, ())
-    if checked.unsupported:
-        raise UsageError(checked.unsupported)
     flags = {name: pick_from_args(args, sources) for name, sources in _FROM_ARGS.items()}
     from_flags = {name: value for name, value in flags.items() if value is not None}
     return [EvalDatasetConfig(**{**from_flags, **checked.defaults, **entry}) for entry in checked.datasets]
@@ -257,13 +255,13 @@ def _checked(located: LocatedYaml, at: tuple[str, ...]) -> EvalConfig:
             text = f"the name {entry['name']!r} is there twice; results are reported by it."
             raise UsageError(located.sentence((*at, "datasets", key), text))
     parts = [((*at, "defaults"), defaults), *(((*at, "datasets", key), entry) for key, entry in entries)]
-    unsupported = [
-        located.sentence((*where, key), "is not supported yet; leave it out.")
+    ignored = [
+        f"{located.where((*where, key))}: {key}"
         for where, settings in parts
-        for key in _NotBuilt.model_fields
+        for key in _Ignored.model_fields
         if settings.pop(key, None) is not None
     ]
-    return EvalConfig(datasets, defaults, unsupported)
+    return EvalConfig(datasets, defaults, ignored)
 
 
 def _given(settings: _Settings) -> dict[str, Any]:

@@ -35,6 +35,10 @@ def get_minimax_m2_spec(
     return assemble_block(args, config, vp_stage, adapt)
 
 
+get_minimax_m2_layer_spec = get_minimax_m2_spec
+"""Another name of it, which command lines of others use."""
+
+
 class AllHeadsNorm(torch.nn.Module):
     """RMSNorm over the channels of all heads: [..., heads of this rank, channels] -> the same shape.
 

@@ -37,6 +37,7 @@ OURS = {
     "--code-sandbox-url": "code rewards",
     "--completion": "a question",
     "--strict-flags": "errors for what is a warning",
+    "--require-deepep": "an error for what is a warning",
     "--dashboard-port": "live page",
     "--elastic-dp": "fault tolerance",
     "--max-restarts": "fault tolerance",

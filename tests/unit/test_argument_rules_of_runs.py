@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.utils.arguments import accept
+from slime.utils.arguments.check_batch import check_schedule_length
 from slime.utils.arguments.problems import Problems
 from tests.unit.argument_lines import Check, check, command_line, has
 
@@ -92,8 +93,9 @@ def test_v22_epochs_become_rollouts_where_every_row_is_used(check: Check) -> Non
     assert check(cut, without="--num-rollout").args.num_rollout == 6
     absent = check(f"{epochs} --prompt-data absent.jsonl", without="--num-rollout")
     assert absent.args.num_rollout is None and absent.problems.wrong == []
-    few = check("--num-epoch 3", without="--num-rollout").problems.environment
-    has(few, "data.jsonl has 2 rows, fewer than --rollout-batch-size 4")
+    few = check("--num-epoch 3", without="--num-rollout")
+    assert few.args.num_rollout == 3 and few.problems.all() == []
+    has(few.warnings(), "data.jsonl has 2 rows, fewer than --rollout-batch-size 4: a rollout takes prompts several")
 
 
 @pytest.mark.parametrize(
@@ -107,11 +109,15 @@ def test_v22_epochs_become_rollouts_where_every_row_is_used(check: Check) -> Non
 def test_a_schedule_over_the_whole_run_knows_its_length(check: Check, schedule: str) -> None:
     epochs = f"--num-epoch 3 --rollout-batch-size 2 {schedule}"
     assert check(epochs, without="--num-rollout").problems == Problems()
-    unknown = check(f"{epochs} --rollout-max-prompt-len 9", without="--num-rollout").problems.wrong
-    has(unknown, " ".join(schedule.split()[:2]) + " needs the number of train steps")
-    if not schedule.startswith("--weight-decay"):  # which rises over the whole run
-        known = f"{epochs} --rollout-max-prompt-len 9 --lr-decay-iters 5"
-        assert check(known, without="--num-rollout").problems == Problems()
+    # Here the data source counts the prompts that are not too long, before the trainers start.
+    counted_later = check(f"{epochs} --rollout-max-prompt-len 9", without="--num-rollout")
+    assert counted_later.args.num_rollout is None and counted_later.problems == Problems()
+    (unknown,) = check_schedule_length(counted_later.args)
+    assert unknown.startswith(" ".join(schedule.split()[:2]) + " needs the number of train steps")
+    assert "the data source has no length; give --num-rollout" in unknown
+    assert list(check_schedule_length(counted_later.args.replace(num_rollout=6))) == []
+    has_decay = list(check_schedule_length(counted_later.args.replace(lr_decay_iters=5)))
+    assert bool(has_decay) == schedule.startswith("--weight-decay")  # which rises over the whole run
 
 
 # ---- V23 to V27: model parts, lengths, frozen parameters, weights on disk

@@ -317,7 +317,6 @@ WRONG = {
     "--save data.jsonl/out --save-interval 1": "--save data.jsonl/out cannot be written: Not a directory",
     "--save out --save-hf out/{id}": "--save-hf out/{id}: only {rollout_id} can be filled in, not {id}",
     "--save out --save-hf out/{": "--save-hf out/{: ",
-    "--save-debug-rollout-data out/all.pt": "--save-debug-rollout-data out/all.pt must contain {rollout_id}",
     # Engines
     "--sglang-server-concurrency 0": "--sglang-server-concurrency 0 must be at least 1",
     "--sglang-router-port 70000": "--sglang-router-port 70000 is no port",

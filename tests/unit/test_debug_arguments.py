@@ -15,16 +15,12 @@ from tests.unit.argument_lines import Check, check, command_line, has
 __all__ = ["check", "command_line"]  # fixtures
 
 WRONG = {
-    "--save-debug-train-data out/{rank}.pt": "--save-debug-train-data out/{rank}.pt must contain {rollout_id}, as in",
     "--save-debug-train-data out/{step}.pt": "only {rollout_id} and {rank} can be filled in, not {step}",
     "--load-debug-rollout-data x/{rollout_id}.pt --save-debug-rollout-data x/{rollout_id}.pt": (
         "--load-debug-rollout-data x/{rollout_id}.pt would be overwritten by this run's own dumps"
     ),
     "--load-debug-rollout-data x/{rollout_id}.pt --load-debug-rollout-data-subsample 0": "0.0 must lie in (0, 1]",
     "--load-debug-rollout-data-subsample 0.5": "has no effect without --load-debug-rollout-data or --load-forge",
-    "--ci-test --ci-save-grad-norm n/{rollout_id}.txt": (
-        "--ci-save-grad-norm n/{rollout_id}.txt must contain {step_id}, as in dump/{rollout_id}-{step_id}.pt."
-    ),
     "--ci-test --ci-load-grad-norm n/{rollout_id}{step_id}{name}": "{role} and {rollout_id} and {step_id} can be",
     "--ci-test --ci-save-grad-norm n{rollout_id}-{step_id} --ci-load-grad-norm n{rollout_id}-{step_id}": (
         "are both n{rollout_id}-{step_id}: each norm would be compared with itself"
@@ -47,7 +43,28 @@ def test_what_cannot_work_is_named(check: Check, changes: str) -> None:
 def test_a_critics_gradient_norms_are_not_written_over_the_actors(check: Check) -> None:
     norms = "--ci-test --ci-save-grad-norm n/{rollout_id}-{step_id}.txt"
     assert check(norms).problems == Problems()
-    has(check(f"{norms} --advantage-estimator ppo").problems.wrong, "must contain {role}")
+    shared = check(f"{norms} --advantage-estimator ppo")
+    assert shared.problems.all() == []
+    has(shared.warnings(), "is overwritten by later train steps; add {role} to keep all.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ("--save-debug-rollout-data one.pt", "--save-debug-rollout-data one.pt is one file, which every rollout over"),
+        ("--save-debug-train-data {rank}.pt", "--save-debug-train-data {rank}.pt is one file, which every rollout"),
+        ("--ci-test --ci-save-grad-norm n.pt", "later train steps; add {rollout_id} and {step_id} to keep all."),
+        ("--load-debug-rollout-data there.pt", None),
+        ("--save-debug-rollout-data one.pt --num-rollout 1", None),
+        ("--ci-test --ci-save-grad-norm n.pt --num-rollout 1", None),
+    ],
+)
+def test_a_template_without_the_rollout_is_one_file(check: Check, changes: str, warning: str | None) -> None:
+    Path("there.pt").write_bytes(b"")
+    given = check(changes)
+    assert given.problems.all() == []
+    overwritten = [said for said in given.warnings() if "overwrit" in said]
+    assert (len(overwritten) == 1 and warning in overwritten[0]) if warning else overwritten == []
 
 
 def test_memray_is_asked_for_only_where_it_is_installed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,13 @@ import pytest
 
 import train
 import train_async
-from slime.ray import checkpoints, driver, exit_request
+from slime.ray import checkpoints, driver, exit_request, run_parts
 from slime.ray.attempts import attempts
 from slime.ray.exit_request import ExitRequest
 from slime.ray.run import RunPlan, TrainingRun
 from slime.ray.run_parts import RunParts
 from slime.ray.utils import ActorFailure, ActorLost
+from slime.utils.arguments.args import Args
 from slime.utils.checkpoint_paths import TRACKER_FILE, state_path
 from slime.utils.errors import UsageError
 
@@ -513,3 +514,20 @@ def test_a_run_without_trainers_needs_no_slots_for_them_to_begin_again():
     parts = RunParts(SimpleNamespace(elastic_dp=False))
     parts.use_what_is_left(resumes=False)
     assert parts.groups == []
+
+
+@pytest.mark.parametrize(("per_epoch", "style"), [(4, "cosine"), (0, "constant"), (0, "cosine")])
+def test_epochs_are_counted_before_trainers_get_their_schedule(monkeypatch, per_epoch, style):
+    schedule = {"lr_warmup_fraction": None, "lr_warmup_iters": 0, "lr_decay_iters": None, "lr_decay_style": style}
+    batch = {"rollout_batch_size": 2, "n_samples_per_prompt": 1, "global_batch_size": 2, "ppo_epochs": 1}
+    length = {"num_rollout": None, "num_epoch": 3, "debug_rollout_only": False, "weight_decay_incr_style": "constant"}
+    parts = RunParts(Args(**schedule, **batch, **length).freeze())
+    counted = SimpleNamespace(remote=lambda: per_epoch)
+    parts.manager = SimpleNamespace(count_rollouts_per_epoch=counted, start=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(run_parts, "get", lambda value, *_: value)
+    monkeypatch.setattr(parts, "_start_trainers", lambda beside: {"num_rollout": parts.args.num_rollout})
+    if not per_epoch and style == "cosine":
+        with pytest.raises(UsageError, match="--lr-decay-style cosine needs the number of train steps"):
+            parts.start()
+    else:
+        assert parts.start() == {"num_rollout": 3 * per_epoch or None}

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from slime.backends.megatron_utils import derived
@@ -66,7 +67,23 @@ def test_weight_decay_of_qk_norms_has_two_names():
 def test_tokens_are_dispatched_all_to_all():
     assert derive().moe_token_dispatcher_type == "alltoall"
     assert derive("--moe-token-dispatcher-type allgather").moe_token_dispatcher_type == "alltoall"
-    assert derive("--moe-token-dispatcher-type flex").moe_token_dispatcher_type == "flex"
+    assert derive("--moe-token-dispatcher-type flex").moe_token_dispatcher_type == "alltoall", "a dense model"
+
+
+@pytest.mark.parametrize("flags", ["--moe-enable-deepep", "--moe-token-dispatcher-type flex"])
+def test_deepep_is_used_where_it_is_installed_and_has_ranks(monkeypatch, flags):
+    experts = f"--num-experts 8 {flags}"
+    monkeypatch.setattr(derived, "has_deepep", lambda: True)
+
+    def of(more="", accelerator="cuda"):
+        found = derive(f"{experts} {more}", accelerator=accelerator)
+        return found.moe_enable_deepep, found.moe_token_dispatcher_type
+
+    assert of("--expert-model-parallel-size 2") == (True, "flex")
+    assert of() == (False, "alltoall"), "one rank"
+    assert of("--expert-model-parallel-size 2", accelerator="cpu") == (False, "alltoall")
+    monkeypatch.setattr(derived, "has_deepep", lambda: False)
+    assert of("--expert-model-parallel-size 2") == (False, "alltoall")
 
 
 def test_lengths_default_to_4096_positions():

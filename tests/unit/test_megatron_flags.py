@@ -188,6 +188,10 @@ def sources() -> str:
 
 HAVE_NO_READER = {
     "--bf16": "the default on GPUs; it excludes --fp16",
+    **dict.fromkeys(
+        ("--moe-enable-deepep", "--moe-token-dispatcher-type"),
+        "they need DeepEP and several ranks (test_megatron_derived.py)",
+    ),
     "--use-rotary-position-embeddings": "a name of the default",
     **{
         option: "its other values are refused"

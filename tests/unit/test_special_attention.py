@@ -103,7 +103,7 @@ def test_layers_without_an_indexer_take_the_choice_of_the_last_that_has_one():
 
 
 def check_plans(args, found):
-    from slime_plugins.models.glm5 import indexer_plans
+    from slime_plugins.models.glm5.glm5 import indexer_plans
 
     plans = indexer_plans({"index_topk_pattern": "FFSFSS", "indexer_rope_interleave": True}, 6)
     assert [plan.chooser for plan in plans] == [1, 2, 2, 4, 4, 4]
@@ -147,7 +147,10 @@ def problems(flags: str) -> list[str]:
         ("--num-attention-heads 8 --spec a.module", "a module and the name of a function"),
         ("--num-attention-heads 8 --spec no.such fn", "there is no module no.such on the Python path"),
         ("--num-attention-heads 8 --spec slime_plugins.models.glm6 fn", "no module slime_plugins.models.glm6"),
-        ("--num-attention-heads 8 --spec slime_plugins.models.glm5 get_glm6_spec", "glm5.py has no get_glm6_spec"),
+        (
+            "--num-attention-heads 8 --spec slime_plugins.models.glm5.glm5 get_glm6_spec",
+            "glm5.py has no get_glm6_spec",
+        ),
         (
             "--num-attention-heads 8 --attention-output-gate --group-query-attention --num-query-groups 2 "
             "--tensor-model-parallel-size 4",

@@ -18,7 +18,7 @@ from typing import Any
 from slime.backends.megatron_utils import value_checks
 from slime.backends.megatron_utils.attention_checks import check_attention, check_indexer_stages
 from slime.backends.megatron_utils.config_flags import add_config_flags
-from slime.backends.megatron_utils.derived import derive_megatron, model_sizes
+from slime.backends.megatron_utils.derived import derive_megatron, model_sizes, without_deepep
 from slime.backends.megatron_utils.flag_classes import (
     later_megatron_flags,
     megatron_flag_class,
@@ -27,7 +27,12 @@ from slime.backends.megatron_utils.flag_classes import (
     refused_flags,
 )
 from slime.backends.megatron_utils.group_checks import check_sharp, check_sharp_library, nccl_problems
-from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf, unsupported_model
+from slime.backends.megatron_utils.hf_config import (
+    SUPPORTED_MODEL_TYPES,
+    args_implied_by_hf,
+    model_args_from_hf,
+    unsupported_model,
+)
 from slime.backends.megatron_utils.hf_config_check import config_differences, config_mismatches
 from slime.backends.megatron_utils.kernel_checks import kernel_problems
 from slime.backends.megatron_utils.layout_checks import layout_problems
@@ -46,6 +51,7 @@ from slime.utils.errors import UsageError
 __all__ = [
     "SUPPORTED_MODEL_TYPES",
     "add_megatron_arguments",
+    "args_implied_by_hf",
     "derive_megatron",
     "kernel_problems",
     "later_megatron_flags",
@@ -57,6 +63,7 @@ __all__ = [
     "model_shape",
     "set_default_megatron_args",
     "teacher_problems",
+    "without_deepep",
 ]
 
 REQUIRED_MODEL_FLAGS = ("num_layers", "hidden_size", "num_attention_heads")

@@ -6,6 +6,7 @@ Nothing here judges a value, and torch is not needed; a directory's config.json 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def derive_megatron(args: argparse.Namespace) -> dict[str, Any]:
         ),
         "attention_backend": attention_backend(args.attention_backend, use_flash_attn=args.use_flash_attn),
         "apply_wd_to_qk_layernorm": args.apply_wd_to_qk_layernorm or args.no_weight_decay_cond_type is not None,
-        "moe_token_dispatcher_type": token_dispatcher(args.moe_token_dispatcher_type),
+        "moe_token_dispatcher_type": token_dispatcher(args.moe_token_dispatcher_type, has_deepep=uses_deepep(args)),
+        "moe_enable_deepep": uses_deepep(args),
         "rope_type": args.rope_type or ("yarn" if latent else "rope"),
         **lengths(args.seq_length, args.max_position_embeddings),
         **weight_decay_range(args.weight_decay, args.start_weight_decay, args.end_weight_decay),
@@ -82,9 +84,39 @@ def attention_backend(given: str, *, use_flash_attn: bool) -> str:
     return "flash" if use_flash_attn and given == "auto" else given
 
 
-def token_dispatcher(given: str) -> str:
-    """Megatron's default dispatcher cannot handle lengths that vary."""
-    return "alltoall" if given == "allgather" else given
+def asks_for_deepep(args: argparse.Namespace) -> bool:
+    """Whether tokens are to go to their experts by DeepEP's kernels; either flag says so."""
+    return bool(args.num_moe_experts and (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex"))
+
+
+def has_deepep() -> bool:
+    """Whether DeepEP is installed."""
+    return importlib.util.find_spec("deep_ep") is not None
+
+
+def uses_deepep(args: argparse.Namespace) -> bool:
+    """Whether DeepEP is asked for, can be had here, and has ranks to send tokens between."""
+    ranks = (args.tensor_model_parallel_size or 1) * (args.expert_model_parallel_size or 1)
+    return asks_for_deepep(args) and ranks > 1 and args.accelerator == "cuda" and has_deepep()
+
+
+def without_deepep(args: argparse.Namespace) -> str | None:
+    """Say why a line that asks for DeepEP goes without; None where it does not ask, or gets it."""
+    if not asks_for_deepep(args) or uses_deepep(args):
+        return None
+    flag = "--moe-enable-deepep" if args.moe_enable_deepep else "--moe-token-dispatcher-type flex"
+    if args.accelerator != "cuda":
+        why = f"DeepEP needs CUDA, and --accelerator is {args.accelerator}"
+    elif not has_deepep():
+        why = "DeepEP (the package deep_ep) is not installed here"
+    else:
+        why = "one rank has all experts"
+    return f"{flag}: {why}; tokens go to their experts by --moe-token-dispatcher-type alltoall"
+
+
+def token_dispatcher(given: str, *, has_deepep: bool) -> str:
+    """Megatron's dispatcher of DeepEP where it is, and else the one that can handle lengths that vary."""
+    return "flex" if has_deepep else "alltoall" if given in ("allgather", "flex") else given
 
 
 def lengths(seq_length: int | None, max_position_embeddings: int | None) -> dict[str, int]:
@@ -133,7 +165,9 @@ def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
     heads = args.num_attention_heads
     return {
         "num_query_groups": query_groups(args),
-        "kv_channels": args.kv_channels or args.hidden_size // heads,
+        # Latent attention has heads of sizes of its own, whatever is given here.
+        "kv_channels": (args.v_head_dim if args.multi_latent_attention else args.kv_channels)
+        or args.hidden_size // heads,
         "ffn_hidden_size": ffn_size(args),
         "vocab_size": args.vocab_size or vocab_size_of(args.hf_checkpoint),
     }

@@ -43,6 +43,27 @@ _DELTA_NET_SIZES = (
     "linear_num_value_heads",
 )
 _WITH_SHARED_GATE = ("qwen2_moe", "qwen3_next", *QWEN3_5_MOE)
+_DELTA_NET_VALUES = ("experimental_attention_variant", "linear_attention_freq", *_DELTA_NET_SIZES)
+SPEC_VALUES = {
+    "get_qwen3_5_spec": _DELTA_NET_VALUES,
+    "get_qwen3_next_spec": _DELTA_NET_VALUES,
+    "get_glm5_spec": (
+        "experimental_attention_variant",
+        "dsa_indexer_n_heads",
+        "dsa_indexer_head_dim",
+        "dsa_indexer_topk",
+    ),
+}
+"""Function of a specification of ours -> attributes that its layers are made of."""
+LATENT_ROPE = (
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 _OTHER_NUMBERS = ("num_key_value_heads", "head_dim", "rotary_dim", "max_position_embeddings", "rms_norm_eps")
 
 
@@ -99,6 +120,30 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "minimax_m2":
         values["spec"] = ["slime_plugins.models.minimax_m2", "get_minimax_m2_spec"]
     return values | rope_args(hf) | _latent_args(hf) | _variant_args(hf) | _moe_args(hf)
+
+
+def args_implied_by_hf(
+    hf_config: Mapping[str, Any], spec: list[str] | None, *, has_latent_attention: bool
+) -> dict[str, Any]:
+    """Return what layers of other kinds than Megatron's are, where a command line leaves it to the HF config.
+
+    A specification of such layers (--spec) is given without their sizes, and latent attention without its rotary
+    embeddings.
+
+    Args:
+        hf_config: of a model whose flags can be derived; of any other nothing follows.
+        spec: module and function.
+        has_latent_attention: --multi-latent-attention is given.
+    """
+    names = SPEC_VALUES.get(spec[-1], ()) if spec else ()
+    names += LATENT_ROPE if has_latent_attention else ()
+    if not names or hf_config.get("model_type") not in DEFAULTS:
+        return {}
+    try:
+        values = model_args_from_hf(hf_config)
+    except UsageError:
+        return {}  # said where the flags are compared with the config
+    return {name: values[name] for name in names if values.get(name) is not None}
 
 
 def _has_qkv_bias(hf: Mapping[str, Any]) -> bool:

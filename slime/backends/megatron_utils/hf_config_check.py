@@ -175,6 +175,7 @@ def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[st
         for name in names
         if name in expected
         and given[name] != expected[name]
+        and not (name == "add_qkv_bias" and given.get("multi_latent_attention"))  # has none in either case
         and not (name in ONE_IS_NONE and {given[name], expected[name]} <= {None, 1})
         and (given["num_moe_experts"] or not name.startswith("moe_router_"))  # nothing routes: said elsewhere
     ]
@@ -185,6 +186,11 @@ def _as_built(given: Mapping[str, Any]) -> dict[str, Any]:
     built: dict[str, Any] = {}
     if given.get("multi_latent_attention") and given["rope_type"] is None:
         built["rope_type"] = "yarn"
+    is_scaled = given.get("rotary_scaling_factor") != 1
+    if given.get("multi_latent_attention") and given["rope_type"] == "yarn" and not is_scaled:
+        built["rope_type"] = "rope"
+    if (given.get("spec") or [None])[-1] == "get_minimax_m2_layer_spec":
+        built["spec"] = [given["spec"][0], "get_minimax_m2_spec"]
     if not given["group_query_attention"]:
         built["num_query_groups"] = given["num_attention_heads"]
     if given["kv_channels"] is None and given["hidden_size"] and given["num_attention_heads"]:

@@ -71,7 +71,7 @@ TABLE: tuple[Group, ...] = (
         --expert-model-parallel-size --expert-tensor-parallel-size --moe-shared-expert-intermediate-size
         --moe-shared-expert-gate --moe-router-num-groups --moe-router-group-topk --moe-router-enable-expert-bias
         --moe-router-bias-update-rate --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
-        --moe-grouped-gemm""",
+        --moe-grouped-gemm --moe-enable-deepep --moe-token-dispatcher-type""",
     ),
     Group(
         "used",
@@ -132,7 +132,7 @@ TABLE: tuple[Group, ...] = (
         "warned",
         """--use-distributed-optimizer --attention-softmax-in-fp32 --use-mcore-models --variable-seq-lengths
         --override-opt_param-scheduler --use-dist-ckpt --dist-ckpt-format --dist-ckpt-optim-fully-reshardable
-        --ckpt-fully-parallel-save --moe-token-dispatcher-type --no-batch-p2p-sync""",
+        --ckpt-fully-parallel-save --no-batch-p2p-sync""",
         ALWAYS,
     ),
     Group(
@@ -342,7 +342,7 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "refused",
-        """--moe-enable-deepep --moe-flex-dispatcher-backend --moe-deepep-num-sms --moe-hybridep-num-sms
+        """--moe-flex-dispatcher-backend --moe-deepep-num-sms --moe-hybridep-num-sms
         --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release
         --moe-use-legacy-grouped-gemm --moe-latent-size --moe-router-padding-for-quantization
         --moe-router-padding-for-fp8 --moe-extended-tp""",

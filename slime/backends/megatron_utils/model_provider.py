@@ -50,7 +50,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         "persist_layer_norm": False,
         "mtp_num_layers": args.mtp_num_layers or None,
         # Its default asserts MoE settings even of dense models when sequence lengths vary.
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "flex" if args.moe_enable_deepep else "alltoall",
         # model.activation_offload does it; Megatron's own needs TransformerEngine
         **{"cpu_offloading": False, "cpu_offloading_num_layers": 0, "fine_grained_activation_offloading": False},
     }

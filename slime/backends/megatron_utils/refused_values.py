@@ -32,7 +32,6 @@ REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
     "--exp-avg-dtype": dict.fromkeys(
         ("fp16", "fp8"), ("only TransformerEngine scales moments of so small a range; use bf16 or fp32", None)
     ),
-    "--moe-token-dispatcher-type": {"flex": ("it needs DeepEP; use alltoall", None)},
     "--ckpt-format": dict.fromkeys(
         ("torch", "zarr", "torch_dcp", "fsdp_dtensor"), ("slime's checkpoints are torch_dist", None)
     ),

@@ -94,6 +94,11 @@ EFFECTS: tuple[Effect, ...] = (
         lambda a: a.experimental_attention_variant == "dsa",
         "without --experimental-attention-variant dsa",
     ),
+    Effect(
+        "add_qkv_bias",
+        lambda a: not a.multi_latent_attention,
+        "with --multi-latent-attention, which has no biases",
+    ),
     Effect("num_query_groups", lambda a: a.group_query_attention, "without --group-query-attention"),
     Effect(
         "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "

@@ -48,6 +48,10 @@ ROUTER_OWNED = {
     "router_decode": "slime registers its engines",
     "router_model_path": "use --hf-checkpoint",
 }
+# The router's library has these policies, and its own parser (0.3.2) lacks them. Engines' router is started through
+# the library (launch_router.py), which takes them.
+LIBRARY_POLICIES = ("consistent_hashing", "prefix_hash")
+POLICY_OPTIONS = ("router_policy", "router_prefill_policy", "router_decode_policy")
 ROUTER_DEFAULTS = {"log_level": "warn", "balance_abs_threshold": 10, "balance_rel_threshold": 1.2}
 # What slime itself reads, for a machine without SGLang. A test compares it with the installed defaults.
 READ_BY_SLIME = {"enable_deterministic_inference": False, "load_format": "auto", "speculative_algorithm": None}
@@ -137,6 +141,9 @@ def fill_with_router_options(parser: argparse.ArgumentParser) -> None:
     from sglang_router.router_args import RouterArgs
 
     RouterArgs.add_cli_args(_Router(parser), use_router_prefix=True, exclude_host_port=True)
+    for action in parser._actions:
+        if action.dest in POLICY_OPTIONS and action.choices is not None:
+            action.choices = [*action.choices, *(name for name in LIBRARY_POLICIES if name not in action.choices)]
     parser.set_defaults(**{ROUTER_PREFIX + name: value for name, value in ROUTER_DEFAULTS.items()})
 
 

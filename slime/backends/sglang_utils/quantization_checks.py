@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.backends.sglang_utils.shape_checks import NUM_EXPERTS, read_text_config
+from slime.backends.sglang_utils.shape_checks import NUM_EXPERTS, expert_ranks, has_expert_backend, read_text_config
 from slime.utils.arguments.problems import Problems
 from slime.utils.errors import UsageError
 from slime.utils.int4_format import Int4Format
@@ -130,14 +130,16 @@ def cut_blocks(
     """
     rows, columns = block
     attention_tp = tp // max(1, int(settings.get("dp_size") or 1)) if settings.get("enable_dp_attention") else tp
-    attention_tp, ep = max(1, attention_tp), max(1, int(settings.get("ep_size") or 1))
+    attention_tp, ep = max(1, attention_tp), expert_ranks(settings, tp)
+    dense_tp = int(settings.get("moe_dense_tp_size") or tp)
+    shared_tp = 1 if has_expert_backend(settings) else tp
     is_int4 = isinstance(fmt, Int4Format)
     parts: list[tuple[str, int, int, int]] = []  # what, size, ranks, block
     if _quantizes(fmt, config, "self_attn.o_proj"):
         parts += _attention_parts(config, attention_tp, rows, columns)
-    for name, module, size, ranks in _mlp_sizes(config, tp, max(1, tp // ep)):
+    for name, module, size, ranks in _mlp_sizes(config, dense_tp, max(1, tp // ep), shared_tp):
         if _quantizes(fmt, config, module):
-            parts += [(name, size, ranks, rows)] + ([(name, size, ranks, columns)] if tp > 1 or is_int4 else [])
+            parts += [(name, size, ranks, rows)] + ([(name, size, ranks, columns)] if ranks > 1 or is_int4 else [])
     hidden = config.get("hidden_size")
     if is_int4 and isinstance(hidden, int) and any(_quantizes(fmt, config, module) for module in PROBES.values()):
         parts.append(("hidden_size", hidden, 1, columns))
@@ -169,14 +171,16 @@ def _attention_parts(
         yield "the attention's output", heads * head_dim, tp, columns
 
 
-def _mlp_sizes(config: Mapping[str, Any], tp: int, expert_tp: int) -> Iterator[tuple[str, str, int, int]]:
+def _mlp_sizes(
+    config: Mapping[str, Any], dense_tp: int, expert_tp: int, shared_tp: int
+) -> Iterator[tuple[str, str, int, int]]:
     """(name, its last matrix in a layer, size, ranks) of every kind of MLP that the model has."""
     has_experts = any(map(config.get, NUM_EXPERTS))
     has_dense = not has_experts or config.get("first_k_dense_replace") or config.get("mlp_only_layers")
     if has_dense and isinstance(size := config.get("intermediate_size"), int):
-        yield "intermediate_size", PROBES["mlp"], size, tp
+        yield "intermediate_size", PROBES["mlp"], size, dense_tp
     width = config.get("moe_intermediate_size") or (None if has_dense else config.get("intermediate_size"))
     if has_experts and isinstance(size := width, int):  # MiniMax calls the width of an expert intermediate_size
         yield "moe_intermediate_size", PROBES["experts"], size, expert_tp
         if shared := config.get("n_shared_experts"):
-            yield "the shared experts", "mlp.shared_experts.down_proj", size * shared, tp
+            yield "the shared experts", "mlp.shared_experts.down_proj", size * shared, shared_tp

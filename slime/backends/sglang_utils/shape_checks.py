@@ -56,7 +56,7 @@ def _problems_of(model: ModelPlan, group: EngineGroupPlan, config: Mapping[str, 
 def _expert_problem(path: str | None, config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -> str | None:
     """Why `tp` ranks cannot share experts as ep_size says; with a backend of its own for them, SGLang sets it."""
     ep = int(settings.get("ep_size") or 1)
-    if ep <= 1 or settings.get("moe_a2a_backend") not in (None, "none"):
+    if ep <= 1 or has_expert_backend(settings):
         return None
     experts = next((int(config[name]) for name in NUM_EXPERTS if config.get(name)), 0)
     if not experts:
@@ -73,6 +73,16 @@ def _expert_problem(path: str | None, config: Mapping[str, Any], tp: int, settin
     return None
 
 
+def has_expert_backend(settings: Mapping[str, Any]) -> bool:
+    """Whether tokens go to experts by a backend of its own (DeepEP, ...), for which SGLang sets ep_size itself."""
+    return settings.get("moe_a2a_backend") not in (None, "none")
+
+
+def expert_ranks(settings: Mapping[str, Any], tp: int) -> int:
+    """Ranks of which each has whole experts of its own, of `tp` tensor-parallel ones."""
+    return tp if has_expert_backend(settings) else max(1, int(settings.get("ep_size") or 1))
+
+
 def undivided(config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -> dict[str, int]:
     """The sizes of a model that `tp` ranks cannot divide, by their name in config.json.
 
@@ -82,7 +92,7 @@ def undivided(config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -
         settings: ServerArgs values: with enable_dp_attention fewer ranks share attention; ep_size ranks share experts.
     """
     attention_tp = tp // max(1, int(settings.get("dp_size") or 1)) if settings.get("enable_dp_attention") else tp
-    ep = max(1, int(settings.get("ep_size") or 1))
+    ep = expert_ranks(settings, tp)
     # the dense layers' width is in every config.json, also where all layers have experts
     widths = {"moe_intermediate_size": tp // ep} if any(map(config.get, NUM_EXPERTS)) else {"intermediate_size": tp}
     shared = {"num_attention_heads": attention_tp} | widths

@@ -115,7 +115,7 @@ class RolloutManager(RayActor):
         spare_garbage_collector()
 
     def _load_user_code(self) -> None:
-        if _draws_prompts(self.args):
+        if _draws_prompts(self.args) and self._data_source is None:
             self._open_data_source(self.args)
         self._generate = load_function(self.args.rollout_function_path)
         self._evaluate = load_function(self.args.eval_function_path)
@@ -233,6 +233,12 @@ class RolloutManager(RayActor):
             return {}
         routers = [router.url for router in self._servers.routers.values()]
         return engine_state(routers, self._replacements.urls().values() if self._replacements else [])
+
+    def count_rollouts_per_epoch(self) -> int:
+        """As `get_num_rollout_per_epoch`, before the start: the data source is opened for it."""
+        if _draws_prompts(self.args):
+            self._open_data_source(self.args)
+        return self.get_num_rollout_per_epoch()
 
     def get_num_rollout_per_epoch(self) -> int:
         """Rollouts that go once through the data set (at least 1); 0 where there is none, so no epoch ends.

@@ -37,7 +37,7 @@ def check_length_of_run(args: argparse.Namespace) -> Iterable[str]:
 
 
 def check_schedule_length(args: argparse.Namespace) -> Iterable[str]:
-    """What changes over the whole run needs to know how long that is."""
+    """What changes over the whole run needs to know how long that is; the prompts of --num-epoch are counted."""
     if args.num_rollout is not None or args.num_epoch is None:
         return
     has_decay = args.lr_decay_iters is not None
@@ -49,8 +49,8 @@ def check_schedule_length(args: argparse.Namespace) -> Iterable[str]:
     for option in (option for option, is_used in schedules.items() if is_used):
         other = "" if option.startswith("--weight-decay") else " or --lr-decay-iters"
         yield (
-            f"{option} needs the number of train steps, which does not follow from --num-epoch {args.num_epoch} here "
-            f"(it does where every row of a readable --prompt-data is used); give --num-rollout{other}."
+            f"{option} needs the number of train steps, which does not follow from --num-epoch {args.num_epoch}: the "
+            f"data source has no length; give --num-rollout{other}."
         )
 
 
@@ -192,7 +192,6 @@ def check_lengths(args: argparse.Namespace) -> Iterable[str]:
 CHECKS = (
     check_required,
     check_length_of_run,
-    check_schedule_length,
     check_warmup,
     check_batch,
     check_micro_batches,

@@ -11,8 +11,10 @@ import string
 from collections.abc import Collection, Iterable, Iterator
 
 from slime.utils.arguments.problems import NoEffect
+from slime.utils.train_steps import total_train_steps
 
 _ID = ("rollout_id",)
+_NORM = ("role", "rollout_id", "step_id")
 
 
 def check_dumps(args: argparse.Namespace) -> Iterable[str]:
@@ -28,8 +30,11 @@ def check_dumps(args: argparse.Namespace) -> Iterable[str]:
         if replayed is not None and replayed in (rollout, train):
             yield f"{option} {replayed} would be overwritten by this run's own dumps; give those another name."
     yield from check_template("--save-hf", args.save_hf)
-    yield from check_template("--save-debug-rollout-data", rollout, required=_ID)
-    yield from check_template("--save-debug-train-data", train, required=_ID, fields=("rollout_id", "rank"))
+    yield from check_template(
+        "--save-debug-rollout-data",
+        rollout,
+    )
+    yield from check_template("--save-debug-train-data", train, fields=("rollout_id", "rank"))
 
 
 def check_replays(args: argparse.Namespace) -> Iterable[str]:
@@ -42,16 +47,14 @@ def check_replays(args: argparse.Namespace) -> Iterable[str]:
             f"--load-debug-rollout-data needs --num-rollout, the number of files to train on: --num-epoch "
             f"{args.num_epoch} counts prompts."
         )
-    yield from check_template("--load-debug-rollout-data", args.load_debug_rollout_data, required=_ID)
-    yield from check_template("--load-forge-rollout-data", args.load_forge_rollout_data, required=_ID)
+    yield from check_template("--load-debug-rollout-data", args.load_debug_rollout_data)
+    yield from check_template("--load-forge-rollout-data", args.load_forge_rollout_data)
 
 
 def check_ci(args: argparse.Namespace) -> Iterable[str]:
     """Each gradient norm has a file of its own, and is not compared with itself."""
-    fields = ("role", "rollout_id", "step_id")
-    required = fields if args.use_critic else fields[1:]
-    yield from check_template("--ci-save-grad-norm", args.ci_save_grad_norm, required=required, fields=fields)
-    yield from check_template("--ci-load-grad-norm", args.ci_load_grad_norm, required=required, fields=fields)
+    yield from check_template("--ci-save-grad-norm", args.ci_save_grad_norm, fields=_NORM)
+    yield from check_template("--ci-load-grad-norm", args.ci_load_grad_norm, fields=_NORM)
     if args.ci_save_grad_norm is not None and args.ci_save_grad_norm == args.ci_load_grad_norm:
         yield (
             f"--ci-save-grad-norm and --ci-load-grad-norm are both {args.ci_save_grad_norm}: each norm would be "
@@ -76,14 +79,25 @@ def missing_recorder(args: argparse.Namespace) -> Iterable[str]:
         yield "--memory-recorder memray is not installed here; pip install memray."
 
 
-def check_template(
-    option: str, template: str | None, *, required: Collection[str] = (), fields: Collection[str] = _ID
-) -> Iterator[str]:
-    """A path template has nothing to fill in but `fields`, and all that is `required`.
+def template_notes(args: argparse.Namespace) -> Iterator[str]:
+    """Say where each file of a run takes the place of the one before: templates without {rollout_id}."""
+    several = args.num_rollout is None or args.num_rollout - (args.start_rollout_id or 0) > 1
+    for option in ("--save-debug-rollout-data", "--save-debug-train-data"):
+        template = vars(args)[option[2:].replace("-", "_")]
+        if template is not None and "{rollout_id" not in template and several:
+            yield f"{option} {template} is one file, which every rollout overwrites; add {{rollout_id}} to keep all."
+    template, steps = args.ci_save_grad_norm, total_train_steps(args) if args.global_batch_size else None
+    if template is not None and args.ci_test and (steps is None or steps > 1):
+        required = _NORM if args.use_critic else _NORM[1:]
+        if missing := [f"{{{name}}}" for name in required if f"{{{name}" not in template]:
+            yield (
+                f"--ci-save-grad-norm {template} is overwritten by later train steps; add {' and '.join(missing)} to "
+                "keep all."
+            )
 
-    Args:
-        required: without {rollout_id} each rollout would overwrite the file of the one before.
-    """
+
+def check_template(option: str, template: str | None, *, fields: Collection[str] = _ID) -> Iterator[str]:
+    """A path template has nothing to fill in but `fields`."""
     if template is None:
         return
     try:
@@ -94,9 +108,6 @@ def check_template(
     if unknown := sorted(names - set(fields)):
         known = " and ".join(f"{{{name}}}" for name in fields)
         yield f"{option} {template}: only {known} can be filled in, not {{{unknown[0]}}}."
-    if missing := [name for name in required if name not in names]:
-        example = "-".join(f"{{{name}}}" for name in fields if name in required)
-        yield f"{option} {template} must contain {{{missing[0]}}}, as in dump/{example}.pt."
 
 
 CHECKS = (check_dumps, check_replays, check_ci, check_memory_recorder)

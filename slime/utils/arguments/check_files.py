@@ -119,7 +119,7 @@ def _why_no_checkpoint(path: str) -> str:
 
 
 def check_train_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterator[str]:
-    """The prompt file can be read to its end, names a reward where no flag does, and fills a rollout.
+    """The prompt file can be read to its end, and names a reward where no flag does.
 
     Args:
         reads_reward: rewards come from `rm_type` (see check_rollout.uses_builtin_reward).
@@ -132,11 +132,15 @@ def check_train_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterato
         return
     if reads_reward and not args.rm_type and not facts.first_row_names_reward:
         yield "no reward is given: use --rm-type or --custom-rm-path (or metadata with an rm_type in every data row)."
-    size = args.rollout_batch_size
-    if args.num_rollout is None and args.num_epoch and size and facts.num_rows < size:
+
+
+def small_data_note(args: argparse.Namespace) -> Iterator[str]:
+    """Say that a rollout takes prompts several times, where --num-epoch counts them."""
+    rows, size = num_prompts(args), args.rollout_batch_size
+    if args.num_epoch and rows and size and rows < size:
         yield (
-            f"--prompt-data {args.prompt_data} has {facts.num_rows} rows, fewer than --rollout-batch-size {size}, so "
-            "an epoch holds no whole rollout; lower it or give --num-rollout."
+            f"--prompt-data {args.prompt_data} has {rows} rows, fewer than --rollout-batch-size {size}: a rollout "
+            f"takes prompts several times, and each of --num-epoch {args.num_epoch} is one rollout."
         )
 
 

@@ -126,7 +126,9 @@ def check_rewards(
     """
     builtin = uses_builtin_reward(args)
     yield from check_rm_type(args, args.rm_type, "--rm-type", known=known)
-    if builtin and args.prompt_data and args.rm_type and args.label_key is None and needs_label(args.rm_type):
+    # With a teacher the rewards may be all the same: what is learned is its log-probs.
+    is_compared = builtin and args.prompt_data and not args.use_opd
+    if is_compared and args.rm_type and args.label_key is None and needs_label(args.rm_type):
         yield f"--rm-type {args.rm_type} compares with a label: name its field with --label-key ({fields})."
     for dataset in args.eval_datasets:
         where = f"evaluation data set {dataset.name}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from slime.utils.names import nearest
 
@@ -102,6 +102,23 @@ def check_indexers(args: argparse.Namespace) -> Iterable[str]:
             "--freeze-indexer: the model has no sparse attention (--experimental-attention-variant dsa), so there is "
             "no indexer to freeze; leave it out."
         )
+
+
+INT4_FLAG = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
+
+
+def check_int4_training(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterable[str]:
+    """Say that weights are not rounded to int4 in training, where the environment asks for it.
+
+    Args:
+        environment: of this process, which the trainers get, too.
+    """
+    if (dict(environment) | args.train_env_vars).get(INT4_FLAG, "0").strip() in ("", "0"):
+        return
+    yield (
+        f"the environment variable {INT4_FLAG} asks for training with weights rounded to int4, which is not supported "
+        "yet: engines in int4 would be trained as if they were in 16 bit; unset it for that."
+    )
 
 
 TRAINER_CHECKS = (check_train_env_vars, check_checkpoint_contents, check_profile, check_indexers)

@@ -256,10 +256,10 @@ def samples_per_step(given: int | None, *, num_steps: int | None, num_samples: i
 
 
 def rollouts_of_epochs(num_epoch: int | None, *, num_rows: int | None, rollout_batch_size: int | None) -> int | None:
-    """Rollouts of so many passes over the prompts; None where a number is missing (V22)."""
+    """Rollouts of so many passes over the prompts, of which each has at least one; None where a number is missing."""
     if num_epoch is None or not num_rows or not rollout_batch_size or rollout_batch_size < 0:
         return None
-    return num_epoch * (num_rows // rollout_batch_size) or None
+    return num_epoch * max(1, num_rows // rollout_batch_size)
 
 
 def longest_prompt(given: int | None, *, context: int | None) -> int | None:

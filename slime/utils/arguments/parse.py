@@ -36,6 +36,7 @@ from slime.utils.arguments.check_devices import check_trainer
 from slime.utils.arguments.check_effect import Fields, check_pointless
 from slime.utils.arguments.check_hooks import check_hook, check_hooks, check_settings, check_tool_function
 from slime.utils.arguments.check_run_dirs import check_run_dirs, run_dir_warnings
+from slime.utils.arguments.check_trainer import check_int4_training
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
 from slime.utils.arguments.config_files import apply_config_files
 from slime.utils.arguments.custom_config import FileValues, apply_extra
@@ -45,7 +46,7 @@ from slime.utils.arguments.deterministic import check_deterministic, determinist
 from slime.utils.arguments.eval import EvalFlags
 from slime.utils.arguments.flags import Parser, add_flags, defaults_of, explicit_flags, group_title
 from slime.utils.arguments.observability import ObservabilityFlags
-from slime.utils.arguments.problems import Problems, collected, read_file, without_repeats
+from slime.utils.arguments.problems import NoEffect, Problems, collected, read_file, without_repeats
 from slime.utils.arguments.profile import ProfileFlags
 from slime.utils.arguments.resume import resume_values
 from slime.utils.arguments.roles import FLAG as ROLES_FLAG
@@ -114,7 +115,7 @@ class Checked:
         earlier = run_dir_warnings(self.args, self.given_load)
         of_megatron = megatron_warnings(self.args, self.explicit)
         of_effect = [without_effect] if without_effect else []
-        return [*of_effect, *own, *earlier, *self.driver_warnings, *of_megatron]
+        return [*of_effect, *self.problems.notes, *own, *earlier, *self.driver_warnings, *of_megatron]
 
 
 def parse_args(
@@ -241,6 +242,8 @@ class CommandLine:
             vars(args).update(problems.settle())
         for kind in (problems.wrong, problems.environment, problems.unsupported):
             kind[:] = without_repeats(kind, line_problems)
+        if not args.dry_run:  # a plan can be made elsewhere, and says what it lacks
+            problems.environment += problems.lacking
         problems.no_effect[:] = without_repeats(problems.no_effect, line_problems)
         problems.wrong[:0] = line_problems
         return Checked(args.freeze(), problems, frozenset(explicit), given_load)
@@ -301,11 +304,13 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
 def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping[Role, FileValues]) -> None:
     """Derive and validate, in place; what is wrong goes to `problems`."""
     from slime.backends.megatron_utils.arguments import (
+        args_implied_by_hf,
         derive_megatron,
         kernel_problems,
         megatron_problems,
         model_args_from_hf,
         teacher_problems,
+        without_deepep,
     )
     from slime.backends.sglang_utils.arguments import (
         SglangFlags,
@@ -329,18 +334,28 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     if args.model_args_from_hf and hf_config is not None:
         from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
         values.update({name: value for name, value in from_hf.items() if name not in explicit})
+    elif hf_config is not None:
+        latent = args.multi_latent_attention
+        implied_by_hf = args_implied_by_hf(hf_config, args.spec, has_latent_attention=latent)
+        values.update({name: value for name, value in implied_by_hf.items() if name not in explicit})
     problems.wrong += check_deterministic(args, explicit)
     implied = deterministic_values(args)
     values.update(implied)
     explicit |= set(implied)  # engines are started with what is explicit
     now = time.strftime("%Y%m%d-%H%M%S")
     values.update(derive.derive_flags(args, explicit, kind_of=classify_checkpoint, now=now))
+    if (sentence := without_deepep(args)) and not args.debug_rollout_only:
+        if args.require_deepep:
+            problems.environment.append(f"{sentence}, which --require-deepep refuses; install it, or leave that out.")
+        else:
+            problems.notes.append(f"{sentence} (--require-deepep refuses that).")
     values.update(collected(problems.wrong, derive_megatron, args) or {})
     own = list(defaults_of(SglangFlags))
     values.update(derive_sglang(args, explicit, own))
     derive_engines(args, explicit, problems)
     values["eval_datasets"] = _eval_datasets(args, problems)
     if args.num_rollout is None:
+        problems.notes += check_files.small_data_note(args)
         args.num_rollout = derive.rollouts_of_epochs(
             args.num_epoch, num_rows=check_files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
         )
@@ -363,6 +378,9 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
         if hf_config is not None:
             synced = not args.debug_rollout_only
             problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
+    problems.lacking += check_devices.missing_transport(args)
+    problems.notes += check_debug.template_notes(args)
+    problems.lacking += check_int4_training(args, os.environ)
     _check_rewards(args, problems)
     _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
     values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
@@ -394,7 +412,7 @@ def _eval_datasets(args: argparse.Namespace, problems: Problems) -> list[EvalDat
         if config is None:
             return []
         raw, defaults = config.datasets, config.defaults
-        problems.unsupported += config.unsupported
+        problems.wrong += [NoEffect(setting, "on an evaluation", "leave it out") for setting in config.ignored]
     return collected(problems.wrong, build_eval_dataset_configs, args, raw, defaults) or []
 
 

@@ -59,12 +59,16 @@ class Problems:
         environment: what it points at is missing or unusable here: files, hooks, ports, devices.
         unsupported: it asks for something that is not built yet.
         no_effect: what is given and changes nothing: a warning, which refuses no run.
+        notes: what works, but otherwise than a user may think: warnings, too.
+        lacking: packages that a plan can do without and a run cannot.
     """
 
     wrong: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
     no_effect: list[NoEffect] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
 
     def all(self) -> list[str]:
         """Every sentence that refuses the run, once, in the order of the kinds."""
@@ -76,6 +80,8 @@ class Problems:
         self.environment += other.environment
         self.unsupported += other.unsupported
         self.no_effect += other.no_effect
+        self.notes += other.notes
+        self.lacking += other.lacking
 
     def settle(self) -> dict[str, Any]:
         """Take what has no effect out of the errors; returns attribute -> value of a run without those flags."""

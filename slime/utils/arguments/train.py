@@ -12,6 +12,9 @@ class TrainFlags:
     """Training process."""
 
     model_args_from_hf: bool = flag(False, "take every Megatron model flag that is not given from the HF config")
+    require_deepep: bool = flag(
+        False, "refuse a run that asks for DeepEP and cannot have it, instead of sending tokens by all-to-all"
+    )
     deterministic: bool = flag(
         False,
         "every run of this line does the same, bit for bit: --deterministic-mode, engines that sample with a seed per "

@@ -177,4 +177,4 @@ def _num_rollouts(args: argparse.Namespace, facts: DataFacts | None) -> int | No
         return int(args.num_rollout)
     if args.num_epoch is None or facts is None:
         return None
-    return int(args.num_epoch * (facts.num_rows // args.rollout_batch_size))
+    return int(args.num_epoch * max(1, facts.num_rows // args.rollout_batch_size))

@@ -33,7 +33,7 @@ from slime.utils.misc import hook_args, load_function
 
 OF_VARIANT = {
     "gated_delta_net": "slime_plugins.models.qwen3_next.get_qwen3_next_spec",
-    "dsa": "slime_plugins.models.glm5.get_glm5_spec",
+    "dsa": "slime_plugins.models.glm5.glm5.get_glm5_spec",
 }
 """--experimental-attention-variant -> what makes the spec of a block of such layers."""
 
