@@ -85,7 +85,7 @@ def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_siz
         discount: between 0 and 1.
         chunk_size: steps of a chunk; the result does not depend on it.
     """
-    # float64: over 100,000 steps the rounding of float32 adds up to more than 1e-5, and matrix products may run in tf32.
+    # float64: over 100,000 steps float32 rounding adds up to more than 1e-5, and matrix products may run in tf32.
     exact = rewards.double()
     returns = torch.empty_like(exact)
     carry = exact.new_zeros(exact.shape[:-1])
