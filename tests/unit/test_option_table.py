@@ -196,6 +196,15 @@ def test_a_table_is_built_once_for_each_version_and_each_state_of_the_code(
     assert len(list(cache.iterdir())) == 3, "a file each, and nothing left over"
 
 
+def test_a_table_that_takes_a_while_to_make_is_announced(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            cached_table("t", {}, Builder().build)
+    assert [text for text in caplog.messages if "asking the installed t for its options" in text] == caplog.messages[
+        :1
+    ]
+
+
 def test_the_code_of_the_builder_is_part_of_the_key(filler, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     before = option_table._code_hash(filler.fill)
     assert option_table._code_hash(filler.fill) == before

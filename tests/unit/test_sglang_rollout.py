@@ -204,7 +204,7 @@ def test_dropped_groups_are_replaced_counted_and_shown_to_the_all_samples_hook(m
     )
     output = generate_rollout(args, 0, source)
     assert prompts(output.samples) == ["pd", "pe"]
-    assert output.metrics == {"rollout/dynamic_filter/drop_short": 2}
+    assert output.metrics == {"rollout/dynamic_filter/drop_short": 2, "rollout/dropped_ratio": 2 / (2 + 2)}
     assert [s.remove_sample for group in output.samples for s in group] == [True, False, False, False]
     assert source.metadata["seen"] == ["pb", "pd", "pc", "pe"]
     assert source.metadata["callable"] == 1

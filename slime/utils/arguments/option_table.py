@@ -326,6 +326,7 @@ def cached_table(name: str, key: Mapping[str, str], build: Callable[[], OptionTa
     options = _read(path, full_key)
     if options is not None:
         return OptionTable(options, lambda: build()._live())
+    logger.info("asking the installed %s for its options, which takes some seconds the first time", name)
     table = build()
     _write(path, {"key": full_key, "options": table.to_json()})
     return table
