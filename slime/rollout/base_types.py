@@ -278,8 +278,9 @@ class CustomAdvantage(Protocol):
 class TisFunction(Protocol):
     """--custom-tis-function-path: correct the policy loss for the difference between engine and trainer.
 
-    Called: for each micro-batch with --use-tis or --get-mismatch-metrics. Lists are per sample, of response length;
-        masked tokens have log-probs of 0.
+    Called: for each micro-batch with --use-tis or --get-mismatch-metrics. Lists are per sample, of response length,
+        also with context parallelism (`all_gather_with_cp` and `slice_log_prob_with_cp` leave them whole here); masked
+        tokens have log-probs of 0.
     Returns: (the loss, loss masks for all losses, name -> per-token metric, whose mean over a rollout's trained
         tokens, then over rollouts, is logged; with --loss-agg-mode token-mean over all tokens).
     """

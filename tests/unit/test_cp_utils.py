@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.cp_utils import (
     zigzag_positions,
 )
 from slime.backends.megatron_utils.data import Packing, pack, response_rows
+from slime.backends.megatron_utils.loss.off_policy import correct
 from slime.backends.megatron_utils.model.varlen_attention import attend_packed
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
@@ -149,7 +150,58 @@ def check_gathering(args):
     own = slice_log_prob_with_cp(torch.arange(1.0, 6), 9, 5)
     assert mine.grad.tolist() == own.tolist(), "the gradient of the own values, not summed over ranks"
     assert all_gather_with_cp(whole, 9, 5).tolist() == whole.tolist(), "a whole column stays as it is"
+    assert slice_log_prob_with_cp(own, 9, 5) is own, "a part stays as it is"
+    check_reducer(rank)
+    check_tis(args)
     assert gather_responses(torch.ones(1), torch.tensor([rank]), group.size(), group).tolist() == [1.0] * group.size()
+
+
+def check_reducer(rank):
+    """A part gives the value and the gradient that the whole gives."""
+    totals, responses = [9, 11], [5, 7]
+    reduce = get_sum_of_sample_mean(totals, responses, [torch.ones(5), torch.tensor([1.0, 0, 1, 1, 0, 1, 1])])
+    whole = torch.arange(12.0).requires_grad_()
+    expected = reduce(whole)
+    expected.backward()
+    parts = zip(whole.detach().split(responses), whole.grad.split(responses), totals, responses, strict=True)
+    cut = [
+        [slice_log_prob_with_cp(column, total, response) for column in (values, grad)]
+        for values, grad, total, response in parts
+    ]
+    mine = torch.cat([values for values, _ in cut]).requires_grad_()
+    found = reduce(mine)
+    found.backward()
+    assert found.item() == pytest.approx(expected.item())
+    torch.testing.assert_close(mine.grad, torch.cat([grad for _, grad in cut]))
+    with pytest.raises(ValueError, match="13 values for responses of 12 tokens, of which this rank has"):
+        reduce(torch.zeros(13))
+    # A prompt of 1 and a response of 1: all of it is one rank's, and no rank waits for another.
+    reduce = get_sum_of_sample_mean([2], [1], [torch.ones(1)])
+    assert reduce(slice_log_prob_with_cp(torch.ones(1), 2, 1)).item() == float(rank == 0)
+
+
+def gather_weigh_and_cut(
+    args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths
+):
+    """A sequence-level correction as it is written where columns are a rank's part."""
+    weights = []
+    for train, rollout, mask, *lengths in zip(
+        train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, strict=True
+    ):
+        gap = all_gather_with_cp(train, *lengths) - all_gather_with_cp(rollout, *lengths)
+        weights.append(slice_log_prob_with_cp((gap * mask).sum().exp().expand(len(mask)), *lengths))
+    weights = torch.cat(weights)
+    return pg_loss * weights, loss_masks, {"weights": weights}
+
+
+def check_tis(args):
+    columns = {"total_lengths": [9, 11], "response_lengths": [5, 7], "loss_masks": [torch.ones(5), torch.ones(7)]}
+    train, rollout = [torch.full((n,), -0.5) for n in (5, 7)], [torch.full((n,), -0.6) for n in (5, 7)]
+    args.custom_tis_function_path = f"{__file__}:gather_weigh_and_cut"
+    loss, masks, metrics = correct(args, columns | {"rollout_log_probs": rollout}, torch.ones(12), train)
+    expected = torch.tensor([0.5, 0.7]).exp().repeat_interleave(torch.tensor([5, 7]))
+    torch.testing.assert_close(loss, expected)
+    assert len(metrics["weights"]) == 12 and masks is columns["loss_masks"]
 
 
 def test_ranks_put_their_parts_of_a_response_together(tmp_path):

@@ -15,7 +15,9 @@ knows nothing about what the values mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from slime.backends.megatron_utils.packs import to_device
 
 Span = tuple[int, int]
 """[first, end) of consecutive positions."""
+_keeps_whole: ContextVar[bool] = ContextVar("keeps_whole", default=False)
 
 
 class CpOffsets(NamedTuple):
@@ -102,16 +105,38 @@ def slice_log_prob_with_cp(
     cp_rank: int | None = None,
     cp_size: int | None = None,
 ) -> torch.Tensor | Sequence[float]:
-    """Of the values of a whole response [R], those whose logits this rank has, in the order of its chunks."""
+    """Of the values of a whole response [R], those whose logits this rank has, in the order of its chunks.
+
+    This rank's part of a response comes back as it is; inside `whole_columns` so does a whole response.
+
+    Raises:
+        ValueError: the values are neither.
+    """
     rank, size = _place(cp_rank, cp_size)
-    if len(log_prob) != response_length:
-        raise ValueError(f"a response of {response_length} tokens has {len(log_prob)} values")
-    if size == 1:
+    offsets = get_logits_and_tokens_offset_with_cp(total_length, response_length, cp_rank=rank, cp_size=size)
+    num_own = sum(end - start for start, end in offsets.tokens)
+    if len(log_prob) != response_length and (size == 1 or len(log_prob) != num_own):
+        part = "" if size == 1 else f"; this rank's part of it has {num_own}"
+        raise ValueError(f"a response of {response_length} tokens has {len(log_prob)} values{part}")
+    if size == 1 or len(log_prob) == num_own or (cp_rank is None and _keeps_whole.get()):
         return log_prob
     prompt = total_length - response_length
-    offsets = get_logits_and_tokens_offset_with_cp(total_length, response_length, cp_rank=rank, cp_size=size)
     parts = [log_prob[max(start - prompt, 0) : max(end - prompt, 0)] for start, end in offsets.tokens]
     return torch.cat(parts) if isinstance(log_prob, torch.Tensor) else [value for part in parts for value in part]
+
+
+@contextmanager
+def whole_columns() -> Iterator[None]:
+    """Make `slice_log_prob_with_cp` leave whole responses whole: for hooks that combine its result with such columns.
+
+    A hook that gathers log-probs, computes weights of whole responses and cuts these again, as it had to where columns
+    were a rank's part, so works on whole columns too.
+    """
+    token = _keeps_whole.set(True)
+    try:
+        yield
+    finally:
+        _keeps_whole.reset(token)
 
 
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
@@ -279,7 +304,8 @@ def get_sum_of_sample_mean(
         calculate_per_token_loss: plain masked sum, to be divided by the trained tokens of the whole step.
 
     Returns:
-        x [sum of R] (the samples' tokens in order) -> scalar.
+        x [sum of R] (the samples' tokens in order) -> scalar, the same on every context-parallel rank. With context
+        parallelism x may also be this rank's part of each response, on all ranks (collective).
 
     Raises:
         ValueError: a mask that is not as long as its response, or longer than its sample.
@@ -298,10 +324,42 @@ def get_sum_of_sample_mean(
         weights = weights / denominators.clamp(min=1).repeat_interleave(lengths, output_size=num_tokens)
 
     def sum_of_sample_mean(x: torch.Tensor) -> torch.Tensor:
+        if len(x) != len(weights):
+            x = _whole_micro_batch(x, total_lengths, response_lengths)
         # A masked token may hold anything, also inf or nan, which times zero would be nan.
         return (torch.where(weights > 0, x, 0) * weights).sum()
 
     return sum_of_sample_mean
+
+
+def _whole_micro_batch(x: torch.Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int]) -> torch.Tensor:
+    """[sum of R] from this rank's part of each response.
+
+    Raises:
+        ValueError: x is not that part.
+    """
+    rank, size = _place(None, None)
+    lengths = list(zip(total_lengths, response_lengths, strict=True))
+    places: list[list[torch.Tensor]] = [[] for _ in range(size)]
+    first = 0
+    for total, response in lengths:
+        for owner in range(size):
+            offsets = get_logits_and_tokens_offset_with_cp(total, response, cp_rank=owner, cp_size=size)
+            shift = first - (total - response)
+            places[owner] += [torch.arange(start, end) + shift for start, end in offsets.tokens if start < end]
+        first += response
+    positions = [torch.cat([torch.empty(0, dtype=torch.int64), *of_rank]) for of_rank in places]
+    if size == 1 or len(x) != len(positions[rank]):
+        parts = "" if size == 1 else f", of which this rank has {len(positions[rank])}"
+        raise ValueError(f"{len(x)} values for responses of {first} tokens{parts}")
+    if max(map(len, positions)) == first:
+        # One rank has all tokens. It cannot tell its part from the whole, so it does not gather, and nobody may: the
+        # gradient is right, the value is 0 on ranks without a token.
+        return x.new_zeros(first) + x.sum()
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    return gather_responses(x, to_device(positions[rank], x.device), first, group)
 
 
 def prepare_routed_experts_for_routing_replay(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.cp_utils import whole_columns
 from slime.utils.misc import hook_args, load_function
 from slime.utils.ppo_utils.kl import clamp_log_ratio
 
@@ -76,15 +77,16 @@ def correct(
         )
     path = args.custom_tis_function_path
     function: Callable[..., Corrected] = load_function(path) if path else vanilla_tis_function
-    return function(
-        args=hook_args(args),
-        pg_loss=pg_loss,
-        train_log_probs=list(train_log_probs),
-        rollout_log_probs=batch["rollout_log_probs"],
-        loss_masks=batch["loss_masks"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-    )
+    with whole_columns():
+        return function(
+            args=hook_args(args),
+            pg_loss=pg_loss,
+            train_log_probs=list(train_log_probs),
+            rollout_log_probs=batch["rollout_log_probs"],
+            loss_masks=batch["loss_masks"],
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+        )
 
 
 def _ratio(train_log_probs: Sequence[torch.Tensor], rollout_log_probs: Sequence[torch.Tensor]) -> torch.Tensor:
