@@ -25,6 +25,7 @@ from slime.observability.trace_utils import (
 )
 from slime.rollout.base_types import flatten
 from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload
+from slime.rollout.hook_signatures import is_batch_generate
 from slime.rollout.model_urls import router_url
 from slime.rollout.sample_errors import (
     SampleError,
@@ -325,14 +326,38 @@ async def _call_generate(
         if path:
             fn = load_function(path)
             extra = {"evaluation": evaluation} if _has_parameter(fn, "evaluation") else {}
-            result = fn(args, sample, sampling_params, **extra)
+            is_batch = is_batch_generate(fn)
+            result = fn(args, [sample], **extra) if is_batch else fn(args, sample, sampling_params, **extra)
             if not inspect.isawaitable(result):
                 raise TypeError(f"it is not async, it returned a {type(result).__name__}; write it as `async def`")
             completed: Sample | list[Sample] = await result
+            if is_batch:
+                completed = _of_batch(args, completed)
         else:
             completed = await generate(args, sample, sampling_params, evaluation)
     check_completed(args, name, before, completed, evaluation=evaluation)
     return completed
+
+
+def _of_batch(args: Namespace, completed: Any) -> Any:
+    """What a function that takes lists made of a list of one sample; text without tokens gets them.
+
+    Such a function may write only `response`. Then the prompt, a conversation with all turns before the last among
+    them, and the response are tokenised, and every token of the response is trained.
+    """
+    if not isinstance(completed, list):
+        raise TypeError(f"it got a list of samples and returned a {type(completed).__name__}; return a list")
+    tokenizer = GenerateState(args).tokenizer
+    for sample in completed:
+        if sample.response and not sample.response_length:
+            prompt = sample.prompt
+            if not isinstance(prompt, str):
+                prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            response = encode_text(tokenizer, sample.response)
+            sample.tokens, sample.response_length = [*encode_text(tokenizer, prompt), *response], len(response)
+        if sample.status is Status.PENDING:
+            sample.status = Status.COMPLETED
+    return completed[0] if len(completed) == 1 else completed
 
 
 @functools.cache

@@ -36,6 +36,8 @@ def signature_problem(fn: Any, protocol: type) -> str | None:
         own = inspect.signature(fn)
     except (TypeError, ValueError):
         return None  # written in C
+    if protocol is GenerateFn and is_batch_generate(fn):
+        return None
     positional, keywords = call_of(protocol)
     offered = [name for name in OPTIONAL_KEYWORDS.get(protocol, ()) if name in own.parameters]
     try:
@@ -105,6 +107,15 @@ def _called(fn: Any) -> Any:
     if inspect.isroutine(fn) or isinstance(fn, type) or not callable(fn):
         return fn
     return fn if inspect.iscoroutinefunction(fn) else fn.__call__
+
+
+def is_batch_generate(fn: Any) -> bool:
+    """Whether a generate function is `fn(args, samples[, evaluation])`, which takes a list and returns one."""
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return False
+    return names[1:] in (["samples"], ["samples", "evaluation"])
 
 
 def call_of(protocol: type) -> tuple[list[str], list[str]]:

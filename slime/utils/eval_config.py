@@ -106,7 +106,7 @@ class _Ignored(BaseModel):
 
     app_service: Any = None
     eval_task_timeout: Any = None
-    min_eval_samples: Any = None
+    min_eval_samples: int | None = Field(None, ge=1)
     eval_early_stop_remaining: Any = None
     eval_early_stop_idle_timeout: Any = None
     message_processor: Any = None

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import ipaddress
 import logging
 import math
@@ -37,9 +38,13 @@ K = TypeVar("K", bound=Hashable)
 def load_function(path: str) -> Any:
     """Load what a hook flag names: `pkg.mod.attr`, `pkg.mod:attr` or `path/to/file.py:attr`.
 
+    `path/to/file.py` alone is the only public coroutine that the file defines.
+
     Raises:
         ImportError: a sentence that says which part was not found. An error of the module's own code passes through.
     """
+    if path.endswith(".py"):
+        return _only_coroutine(_load_file(path, asked=path), path)
     module_path, colon, attribute = path.rpartition(":")
     if not colon:
         module_path, _, attribute = path.rpartition(".")
@@ -64,6 +69,19 @@ def hook_args(args: Any) -> Any:
     processes have copies of their own. Anything else than frozen `Args` is returned as it is.
     """
     return getattr(args, "for_hooks", args)
+
+
+def _only_coroutine(module: Any, path: str) -> Any:
+    found = [
+        value
+        for name, value in vars(module).items()
+        if inspect.iscoroutinefunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if len(found) == 1:
+        return found[0]
+    there = " and ".join(function.__name__ for function in found)
+    what = f"the public coroutines {there}" if found else "no public coroutine"
+    raise ImportError(f"{path} names a file but no function in it, and has {what}; write {path}:function")
 
 
 def _load_module(name: str, *, asked: str) -> Any:

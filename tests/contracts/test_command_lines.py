@@ -162,3 +162,9 @@ def test_a_config_of_evaluation_may_have_keys_that_change_nothing(planned, tmp_p
     (tmp_path / "more.yaml").write_text(json.dumps({"eval": {"datasets": [data | {"min_eval_sample": 3}]}}))
     (wrong,) = planned(name, "--eval-config", str(tmp_path / "more.yaml")).problems.wrong
     assert "min_eval_sample" in wrong and "did you mean" in wrong
+
+
+def test_an_option_of_a_patched_engine_is_named_so(planned) -> None:
+    hook = ["--sglang-custom-pull-weights-pre-read-hook", "a.b"]
+    (wrong,) = planned("test_qwen2.5_0.5B_async_short", *hook).problems.wrong
+    assert wrong.startswith(f"{hook[0]} belongs to a patch of SGLang, which the installed ")

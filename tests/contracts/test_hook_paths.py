@@ -13,7 +13,8 @@ from tests.contracts.conftest import PATH_FORMS
 from tests.unit.argument_lines import check, command_line  # noqa: F401  fixtures
 
 WRONG_PATHS = {
-    "user_package/wrong.py": "{flag} {path} names a file but no function in it; write {path}:function.",
+    "user_package/__init__.py": "{flag}: {path} names a file but no function in it, and has no public coroutine; "
+    "write {path}:function.",
     "user_package/wrong.py:absent": "{cannot}: user_package/wrong.py was found, but it has no attribute 'absent'.",
     "user_package.wrong.absent": "{cannot}: user_package.wrong was found, but it has no attribute 'absent'.",
     "user_package.wrong:absent": "{cannot}: user_package.wrong was found, but it has no attribute 'absent'.",
@@ -27,11 +28,6 @@ WRONG_PATHS = {
 }
 # (flag, function): (what it is called as, its signature, why that does not fit)
 WRONG_SIGNATURES = {
-    ("custom_generate_function_path", "wrong:generate_batch"): (
-        "(args, sample, sampling_params, evaluation=...)",
-        "(args, samples, evaluation)",
-        "multiple values for argument 'evaluation'",
-    ),
     ("custom_generate_function_path", "wrong:hook_text"): (
         "(args, sample, sampling_params)",
         "(args, sample)",
@@ -119,7 +115,7 @@ def test_functions_of_an_evaluation_set_are_named_with_it(user_path: Path):
     assert sentence == f"{option} user_package.wrong:NUMBER does not fit: it is a int, not a function."
 
 
-@pytest.mark.parametrize("path", ["user_package.wrong:generate_batch", "user_package/wrong.py:generate_batch"])
+@pytest.mark.parametrize("path", ["user_package.wrong:hook_text", "user_package/wrong.py:hook_text"])
 def test_a_command_line_is_refused_for_it(user_path: Path, check, path: str):  # noqa: F811
     path = f"{user_path}/{path}" if ".py" in path else path
     checked = check(f"--custom-generate-function-path {path}")

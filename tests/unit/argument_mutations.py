@@ -50,6 +50,7 @@ def write_files(directory: Path) -> None:
     (directory / "hooks.py").write_text(
         "NUMBER = 3\nasync def reward(args, sample, **kwargs):\n    return 1.0\ndef one(args):\n    return None\n"
     )
+    (directory / "two.py").write_text("async def a(args, sample):\n    pass\nasync def b(args, sample):\n    pass\n")
     (directory / "eval.yaml").write_text("eval:\n  datasets:\n    - {name: add, path: data.jsonl, label_key: label}\n")
     (directory / "roles.yaml").write_text("megatron:\n  - {name: a, role: actor, overrides: {lr: 1e-5}}\n")
     (directory / "engines.yaml").write_text(

@@ -273,7 +273,8 @@ WRONG = {
     "--rm-type mathe": "--rm-type mathe is no built-in reward: did you mean math?",
     "--rm-type remote_rm": "--rm-type remote_rm needs --rm-url",
     # Hooks
-    "--custom-rm-path hooks.py": "names a file but no function in it; write hooks.py:function",
+    "--custom-rm-path eval.yaml.py": "there is no file",
+    "--custom-rm-path two.py": "names a file but no function in it, and has the public coroutines a and b; write two",
     "--custom-rm-path hooks.py:absent": "no attribute 'absent'",
     "--custom-rm-path nowhere.mod.fn": "no module 'nowhere'",
     "--custom-rm-path hooks.py:NUMBER": "it is a int, not a function",

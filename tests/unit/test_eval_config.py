@@ -81,7 +81,7 @@ def test_the_cache_key_tells_prompts_apart_but_not_sampling():
             "n_samples_per_eval_prompt: 0 must be >= 1",
         ),
         ([{"name": "a", "path": "p", "min_new_tokens": 9}], {}, "min_new_tokens 9 is more than max_response_len 8"),
-        ([{"name": "a", "path": "p", "reward_model": "x"}], {}, r"datasets\[0\].reward_model: is not supported yet"),
+        ([{"name": "a", "path": "p", "min_eval_samples": 0}], {}, r"min_eval_samples: 0 must be >= 1"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(raw, defaults, message):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -375,7 +376,7 @@ def test_an_evaluation_alone_reads_no_prompts_unless_by_a_data_source_of_the_use
     manager.args.data_source_path = "PromptsOfTheUser"
     manager._load_user_code()
     assert isinstance(manager._data_source, PromptsOfTheUser)
-    manager.args.eval_only = False
+    manager.args.eval_only, manager._data_source = False, None
     manager.args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
     with pytest.raises(KeyError):
         manager._load_user_code()
@@ -463,3 +464,12 @@ def test_an_engine_that_releases_no_memory_is_lost_where_another_can_take_its_pl
         return
     manager.offload()
     assert manager._replacements.lost == ["b"]
+
+
+def test_one_file_of_dumps_is_not_overwritten_by_an_evaluation(manager: RolloutManager, tmp_path: Path) -> None:
+    manager.args.save_debug_rollout_data = str(tmp_path / "dump.pt")
+    samples = [sample for group in make_samples() for sample in group]
+    for name in ("0", "eval_0", "1"):
+        manager._dump(samples, name)
+    assert load_dump(tmp_path / "dump.pt")["rollout_id"] == "1"
+    assert load_dump(tmp_path / "eval_dump.pt")["rollout_id"] == "eval_0"

@@ -55,6 +55,10 @@ POLICY_OPTIONS = ("router_policy", "router_prefill_policy", "router_decode_polic
 ROUTER_DEFAULTS = {"log_level": "warn", "balance_abs_threshold": 10, "balance_rel_threshold": 1.2}
 # What slime itself reads, for a machine without SGLang. A test compares it with the installed defaults.
 READ_BY_SLIME = {"enable_deterministic_inference": False, "load_format": "auto", "speculative_algorithm": None}
+# Options that a patched SGLang has; where it is installed they are among its options, and known.
+OF_PATCHES = {
+    "sglang_custom_pull_weights_pre_read_hook": "slime's own weight loader applies what engines read; leave it out"
+}
 INSTALL = "run scripts/setup_env.sh, or train without engines (--debug-train-only)"
 _PACKAGES = {"--sglang-": "sglang", "--no-sglang-": "sglang", "--router-": "sglang_router"}
 
@@ -246,6 +250,9 @@ def explain_unknown(name: str) -> str | None:
         remedy = OWNED.get(OTHER_NAMES.get(bare, bare))
     if remedy:
         return f"{name} is set by slime: {remedy}."
+    if dest in OF_PATCHES and is_installed("sglang"):
+        version = importlib.metadata.version("sglang")
+        return f"{name} belongs to a patch of SGLang, which the installed {version} is without: {OF_PATCHES[dest]}."
     package = _package_of(name)
     if package is None or is_installed(package):
         return None

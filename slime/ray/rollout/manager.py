@@ -495,7 +495,10 @@ class RolloutManager(RayActor):
     def _dump(self, samples: list[Sample], rollout_id: str) -> None:
         if self.args.save_debug_rollout_data is None:
             return
-        path = self.args.save_debug_rollout_data.format(rollout_id=rollout_id)
+        template = self.args.save_debug_rollout_data
+        path = Path(template.format(rollout_id=rollout_id))
+        if "{rollout_id" not in template and rollout_id.startswith("eval_"):
+            path = path.with_name(f"eval_{path.name}")  # one file of rollouts, which can be replayed, and one of these
         save_dump(path, {"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]})
 
     def _save_tokenizer(self) -> None:

@@ -39,9 +39,6 @@ def check_hooks(
 
 def check_hook(option: str, path: str, protocol: type, signature_problem: SignatureProblem) -> Iterator[str]:
     """Check one hook path; `option` names where it was given."""
-    if path.endswith(".py"):
-        yield f"{option} {path} names a file but no function in it; write {path}:function."
-        return
     try:
         function = load_function(path)
     except ImportError as error:
@@ -55,6 +52,30 @@ def check_hook(option: str, path: str, protocol: type, signature_problem: Signat
         return
     if problem := signature_problem(function, protocol):
         yield f"{option} {path} does not fit: {problem}."
+
+
+def form_notes(option: str, path: str | None, is_batch: Callable[[Any], bool]) -> Iterator[str]:
+    """Show the recommended form of a generate function that is given in another one.
+
+    Args:
+        option: names where it was given.
+        path: of the function; None where there is none.
+        is_batch: whether a function takes a list of samples.
+    """
+    try:
+        function = load_function(path) if path else None
+    except (Exception, SystemExit):  # check_hook says so
+        return
+    if function is None:
+        return
+    name = getattr(function, "__name__", "generate")
+    if str(path).endswith(".py"):
+        yield f"{option} {path} is taken as its only public coroutine; write {path}:{name}."
+    if is_batch(function):
+        yield (
+            f"{option} {path}: {name} takes a list of samples, and gets each one in a list of its own; write async "
+            f"def {name}(args, sample, sampling_params, evaluation=False), which returns the sample."
+        )
 
 
 def check_settings(values: dict[str, Any], hooks: Iterable[str]) -> Iterator[str]:

@@ -34,7 +34,13 @@ from slime.utils.arguments.algorithm import AlgorithmFlags, CheckpointFlags, Dis
 from slime.utils.arguments.args import Args
 from slime.utils.arguments.check_devices import check_trainer
 from slime.utils.arguments.check_effect import Fields, check_pointless
-from slime.utils.arguments.check_hooks import check_hook, check_hooks, check_settings, check_tool_function
+from slime.utils.arguments.check_hooks import (
+    check_hook,
+    check_hooks,
+    check_settings,
+    check_tool_function,
+    form_notes,
+)
 from slime.utils.arguments.check_run_dirs import check_run_dirs, run_dir_warnings
 from slime.utils.arguments.check_trainer import check_int4_training
 from slime.utils.arguments.cluster import ClusterFlags, FaultToleranceFlags
@@ -381,6 +387,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     problems.lacking += check_devices.missing_transport(args)
     problems.notes += check_debug.template_notes(args)
     problems.lacking += check_int4_training(args, os.environ)
+    problems.notes += _generate_notes(args)
     _check_rewards(args, problems)
     _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
     values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
@@ -463,6 +470,17 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
     problems.extend(check_files.check_output_dirs(check_files.output_dirs(args)))
     problems.extend(check_files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
     collected(problems, lambda: problems.extend(check_run_dirs(args, given_load)))
+
+
+def _generate_notes(args: Args) -> list[str]:
+    """Generate functions that are given in another form than the recommended one."""
+    from slime.rollout.hook_signatures import is_batch_generate
+
+    given = {"--custom-generate-function-path": args.custom_generate_function_path}
+    for dataset in args.eval_datasets:
+        where = f"evaluation data set {dataset.name}: custom_generate_function_path"
+        given[where] = dataset.custom_generate_function_path
+    return [note for option, path in given.items() for note in form_notes(option, path, is_batch_generate)]
 
 
 def _check_tools(args: Args) -> list[str]:

@@ -90,10 +90,6 @@ def generate_without_async(args, sample, sampling_params):
     return complete(sample)
 
 
-async def generate_batch(args, samples, evaluation):
-    return samples
-
-
 def hook_text(args, sample):
     return "text"
 
