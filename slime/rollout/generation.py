@@ -28,7 +28,7 @@ from slime.rollout.engine_request import append_engine_output, call_budget, engi
 from slime.rollout.hook_signatures import is_batch_generate
 from slime.rollout.model_urls import router_url
 from slime.rollout.sample_errors import (
-    SampleError,
+    SampleValueError,
     blame,
     check_completed,
     check_distinct,
@@ -369,7 +369,7 @@ def _share_rollout_id(origin: Sample, siblings: list[Sample]) -> None:
     """Make fan-out siblings one execution, members of the origin's group."""
     given = {sibling.rollout_id for sibling in siblings if sibling.rollout_id is not None}
     if len(given) > 1:
-        raise SampleError(f"the siblings made of {describe(origin)} have different rollout_ids: {sorted(given)}")
+        raise SampleValueError(f"the siblings made of {describe(origin)} have different rollout_ids: {sorted(given)}")
     rollout_id = given.pop() if given else origin.index
     for sibling in siblings:
         sibling.rollout_id = rollout_id

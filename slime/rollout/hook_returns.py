@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.rollout.hook_errors import HookError, blame_hook, hook_name
 from slime.rollout.hook_signatures import missing_methods
-from slime.rollout.sample_errors import SampleError, check_distinct, check_reward, describe
+from slime.rollout.sample_errors import SampleValueError, check_distinct, check_reward, describe
 from slime.rollout.sample_values import LOG_PROBS, as_list, to_lists, train_problem, values_problem
 from slime.rollout.train_data import mask_sums
 from slime.utils.misc import is_finite_number, kind_of, shown
@@ -151,7 +151,7 @@ def check_trainable(args: Namespace, name: str, samples: list[Sample]) -> None:
     for position, sample in enumerate(samples):
         to_lists(sample)
         if problem := train_problem(args, sample):
-            raise SampleError(
+            raise SampleValueError(
                 f"{name} returned {describe(sample)}, number {position} of the rollout, with {problem} (or a hook "
                 "changed the sample after that)"
             )

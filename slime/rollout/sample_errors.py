@@ -15,7 +15,7 @@ from traceback import walk_tb
 from typing import Any
 
 from slime.rollout.base_types import flatten
-from slime.rollout.hook_errors import HookError, hook_name, must_pass
+from slime.rollout.hook_errors import HookError, as_kind, as_kind_of, hook_name, must_pass
 from slime.rollout.sample_values import sample_problem, to_lists, train_problem
 from slime.utils.http_utils import HttpError
 from slime.utils.misc import is_finite_number, shown
@@ -42,6 +42,12 @@ class SampleError(HookError):
 
 def _rebuild(message: str, is_final: bool) -> SampleError:
     return SampleError(message, is_final=is_final)
+
+
+SampleTypeError = as_kind(SampleError, TypeError)
+"""Something of another type than a Sample, a number, ... was returned."""
+SampleValueError = as_kind(SampleError, ValueError, AssertionError)
+"""A sample's values do not fit together, or cannot be trained on; upstream asserts some of these."""
 
 
 def generate_name(args: Namespace, sample: Sample) -> str:
@@ -89,7 +95,7 @@ def blame(name: str, sample: Sample, *, about_label: str = "") -> Iterator[None]
         text = f"{name} failed on {describe(sample)}: {type(error).__name__}: {error}"
         if about_label and isinstance(error, _OF_A_VALUE) and _reads_label(error):
             text += f" ({about_label})"
-        raise SampleError(text, is_final=refused) from error
+        raise as_kind_of(SampleError, error)(text, is_final=refused) from error
 
 
 def _reads_label(error: BaseException) -> bool:
@@ -121,12 +127,13 @@ def check_completed(args: Namespace, name: str, before: Sample, completed: Any, 
         samples = []
     if not samples:
         found = "an empty list" if completed == [] else f"{str(completed)[:80]!r} ({type(completed).__name__})"
-        raise SampleError(f"{name} returned {found} for {describe(before)}; it must return a Sample or a list of them")
+        wrong = SampleValueError if completed == [] else SampleTypeError
+        raise wrong(f"{name} returned {found} for {describe(before)}; it must return a Sample or a list of them")
     check_distinct(name, samples)
     for sample in samples:
         to_lists(sample)
         if before.response_length and not _goes_on(before, sample):
-            raise SampleError(
+            raise SampleValueError(
                 f"{name} did not go on from the {before.response_length} response tokens that {describe(before)} "
                 "had from an earlier rollout; append to sample.tokens, or leave --partial-rollout out"
             )
@@ -153,7 +160,7 @@ def check_sample(args: Namespace, name: str, sample: Sample, *, evaluation: bool
     else:
         problem = train_problem(args, sample)
     if problem:
-        raise SampleError(f"{name} returned {describe(sample)} with {problem}")
+        raise SampleValueError(f"{name} returned {describe(sample)} with {problem}")
 
 
 def check_distinct(name: str, samples: list[Sample]) -> None:
@@ -165,7 +172,7 @@ def check_distinct(name: str, samples: list[Sample]) -> None:
     seen: set[int] = set()
     for sample in samples:
         if id(sample) in seen:
-            raise SampleError(
+            raise SampleValueError(
                 f"{name} returned one Sample object twice: {describe(sample)}; return a copy for each response "
                 "(dataclasses.replace, copy.deepcopy)"
             )
@@ -208,15 +215,16 @@ def check_reward(args: Namespace, name: str, sample: Sample, reward: Any, *, eva
         if key is None and args.custom_convert_samples_to_train_data_path and not evaluation:
             return
         if key is None:
-            raise SampleError(
+            raise SampleValueError(
                 f"{name} returned a dict for {describe(sample)}, with the keys {shown(list(reward))}; {option} must "
                 "name the one that is the reward"
             )
         if key not in reward:
-            raise SampleError(
+            raise SampleValueError(
                 f"{name} returned {shown(reward)} for {describe(sample)}, which has no {key!r} ({option})"
             )
         value = reward[key]
     if not is_finite_number(value):
         kind = "" if isinstance(value, float) else f" ({type(value).__name__})"
-        raise SampleError(f"{name} returned {shown(value)!r}{kind} for {describe(sample)}; it must be a finite number")
+        wrong = SampleTypeError if kind else SampleValueError
+        raise wrong(f"{name} returned {shown(value)!r}{kind} for {describe(sample)}; it must be a finite number")

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from slime.rollout.hook_signatures import accepts_keyword
-from slime.rollout.sample_errors import SampleError, blame, check_sample, describe, hook_name
+from slime.rollout.sample_errors import SampleTypeError, blame, check_sample, describe, hook_name
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -63,7 +63,7 @@ async def _apply_one(path: str, args: Namespace, sample: Sample, offered: dict[s
             result = await result
     result = sample if result is None else result
     if not isinstance(result, Sample):
-        raise SampleError(
+        raise SampleTypeError(
             f"{name} returned {type(result).__name__} for {describe(sample)}; it must return a Sample or None"
         )
     check_sample(args, name, result, evaluation=bool(offered.get("evaluation")))

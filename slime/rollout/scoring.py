@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.observability.trace_utils import span_if_traced
 from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.sample_errors import SampleError, blame, check_reward, describe, generate_name, reward_name
+from slime.rollout.sample_errors import SampleValueError, blame, check_reward, describe, generate_name, reward_name
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.types import Sample
 
@@ -70,12 +70,16 @@ async def _score_together(args: Namespace, samples: list[Sample], why: str, *, e
         return
     name = reward_name(args, samples[0])
     with (
-        blame(f"{name} ({why})", samples[0], about_label=_why_no_label(args, samples, evaluation=evaluation)),
+        blame(
+            name if why == "--group-rm" else f"{name} ({why})",
+            samples[0],
+            about_label=_why_no_label(args, samples, evaluation=evaluation),
+        ),
         span_if_traced(samples, "reward"),
     ):
         rewards = await batched_async_rm(args, samples)
     if len(rewards) != len(samples):
-        raise SampleError(
+        raise SampleValueError(
             f"{name} returned {len(rewards)} rewards for the {len(samples)} samples of {describe(samples[0])} ({why})"
         )
     for sample, reward in zip(samples, rewards, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """Input that cannot work, found before anything was started; the entry points print it and exit with status 2.
 
     Args:

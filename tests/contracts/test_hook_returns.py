@@ -202,7 +202,7 @@ def test_a_wrong_evaluation_is_named(world: World, function: str, sentence: str)
     [
         (
             "rewards_number",
-            " (--group-rm) failed on SAMPLE: TypeError: the reward function got 2 samples and returned 1.0, not",
+            " failed on SAMPLE: TypeError: the reward function got 2 samples and returned 1.0, not",
         ),
         ("rewards_short", " returned 1 rewards for the 2 samples of SAMPLE (--group-rm)"),
     ],

@@ -64,6 +64,8 @@ def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], 
     for weight, rule, hf_names in found:
         try:
             _copy_share(weight, rule, [reader.get(name) for name in hf_names], shape)
+        except UsageError:
+            raise  # of the reader, which has said what is wrong with the file
         except ValueError as error:
             raise UsageError(f"{path}: {', '.join(hf_names)} {error}.") from error
 
