@@ -138,9 +138,9 @@ def test_a_file_that_is_not_there_does_not_stop_a_plan(base: dict[str, list[str]
     assert all("there is no such file" in sentence for sentence in problems.environment)
 
 
-def test_eval_settings_that_are_not_built_refuse_a_run_but_not_a_plan(base: dict[str, list[str]]) -> None:
+def test_eval_settings_that_change_nothing_warn(base: dict[str, list[str]]) -> None:
     Path("eval.yaml").write_text("datasets: {a: {path: data.jsonl, reward_model: x}}")
     checked = CommandLine().check(line(base, "--eval-config eval.yaml --eval-interval 1"))
-    (sentence,) = checked.problems.all()
-    assert checked.problems.unsupported == [sentence] and "datasets.a.reward_model: is not supported yet" in sentence
+    (sentence,) = checked.problems.wrong  # the line is strict
+    assert sentence == "--eval-config eval.yaml:1: reward_model has no effect on an evaluation; leave it out."
     assert [dataset.name for dataset in checked.args.eval_datasets] == ["a"]

@@ -86,8 +86,10 @@ def template_notes(args: argparse.Namespace) -> Iterator[str]:
         template = vars(args)[option[2:].replace("-", "_")]
         if template is not None and "{rollout_id" not in template and several:
             yield f"{option} {template} is one file, which every rollout overwrites; add {{rollout_id}} to keep all."
-    template, steps = args.ci_save_grad_norm, total_train_steps(args) if args.global_batch_size else None
-    if template is not None and args.ci_test and (steps is None or steps > 1):
+    template = args.ci_save_grad_norm
+    if template is None or not args.ci_test or min(args.rollout_batch_size or 0, args.global_batch_size) < 1:
+        return  # other checks say what is wrong with a batch
+    if total_train_steps(args) != 1:
         required = _NORM if args.use_critic else _NORM[1:]
         if missing := [f"{{{name}}}" for name in required if f"{{{name}" not in template]:
             yield (
