@@ -57,12 +57,15 @@ class AsyncLoop(metaclass=SingletonMeta):
         if self._ended.done():
             coro.close()
             raise self._end_of(coro)
-        future, ended = asyncio.run_coroutine_threadsafe(coro, self.loop), self._ended
-        try:
-            cf.wait([future, ended], return_when=cf.FIRST_COMPLETED)
+        ended, begun = self._ended, list[cf.Future[T]]()
+        try:  # an interrupt may come as soon as the work has begun
+            begun.append(asyncio.run_coroutine_threadsafe(coro, self.loop))
+            cf.wait([*begun, ended], return_when=cf.FIRST_COMPLETED)
         except BaseException:
-            future.cancel()
+            for future in begun:
+                future.cancel()
             raise
+        [future] = begun
         if not future.done():
             raise self._end_of(coro)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -170,11 +171,12 @@ def test_an_exit_on_the_loop_does_not_end_the_thread_that_waits():
 
 
 def test_an_interrupt_of_the_thread_that_waits_is_its_own_and_cancels_the_work():
-    heard = threading.Event()
+    heard, waiting = threading.Event(), threading.main_thread().ident
 
     async def interrupted():
         try:
-            await asyncio.sleep(0.05)  # the thread waits by then
+            while sys._current_frames()[waiting].f_code is not threading.Condition.wait.__code__:
+                await asyncio.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(60)
         except asyncio.CancelledError:
