@@ -181,7 +181,7 @@ class ConsoleSink:
         now = self._clock()
         took_s, self._line_at = now - self._line_at, now
         self._durations.append(took_s)
-        means = {name: statistics.fmean(values) for name, values in self._of_steps.items()}
+        means = {name: sum(values) / len(values) for name, values in self._of_steps.items()}  # fmean refuses inf - inf
         values, self._of_rollout, self._of_steps = self._of_rollout | means, {}, {}
         left = self._last_id - rollout_id
         self._write(

@@ -43,7 +43,12 @@ from slime.rollout.weight_versions import WeightClock, note_begin
 from slime.utils.async_utils import gather_or_cancel, is_cancellation
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta, load_function, stable_hash
-from slime.utils.processing_utils import build_processor_kwargs, encode_text, load_processor, load_tokenizer
+from slime.utils.processing_utils import (
+    build_processor_kwargs,
+    encode_text,
+    load_processor,
+    load_tokenizer,
+)
 from slime.utils.progress_counts import went_on
 from slime.utils.reward_baselines import GREEDY_REWARD
 from slime.utils.threads import DaemonThreads
@@ -343,21 +348,36 @@ def _of_batch(args: Namespace, completed: Any) -> Any:
     """What a function that takes lists made of a list of one sample; text without tokens gets them.
 
     Such a function may write only `response`. Then the prompt, a conversation with all turns before the last among
-    them, and the response are tokenised, and every token of the response is trained.
+    them, and the response are tokenised, and every token of the response is trained. An aborted text is begun anew.
+
+    Raises:
+        TypeError: it is no list.
+        ValueError: a sample has a response and tokens, but no response_length.
     """
     if not isinstance(completed, list):
         raise TypeError(f"it got a list of samples and returned a {type(completed).__name__}; return a list")
-    tokenizer = GenerateState(args).tokenizer
     for sample in completed:
-        if sample.response and not sample.response_length:
-            prompt = sample.prompt
-            if not isinstance(prompt, str):
-                prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            response = encode_text(tokenizer, sample.response)
-            sample.tokens, sample.response_length = [*encode_text(tokenizer, prompt), *response], len(response)
         if sample.status is Status.PENDING:
             sample.status = Status.COMPLETED
+        if sample.response_length:
+            continue
+        if sample.status is Status.ABORTED:
+            sample.response = ""
+        elif not sample.tokens:
+            _tokenise(sample, GenerateState(args).tokenizer)
+        elif sample.response:
+            raise ValueError(f"{describe(sample)} has a response and tokens, but a response_length of 0; set it")
     return completed[0] if len(completed) == 1 else completed
+
+
+def _tokenise(sample: Sample, tokenizer: Any) -> None:
+    """Set a sample's tokens from its prompt and its response."""
+    prompt = sample.prompt
+    if not isinstance(prompt, str):
+        # as such functions render it: what else they gave the template is not known here
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    response = encode_text(tokenizer, sample.response)
+    sample.tokens, sample.response_length = [*encode_text(tokenizer, prompt), *response], len(response)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ that ended before its first record has left nothing that another one could be mi
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -38,7 +39,8 @@ class EarlierRun:
         if self.first:
             parts.append(f"begun{_moment(self.first)}")
             rollout = self.last.get("rollout/step")
-            what = "last record" if rollout is None else f"last rollout {rollout:.0f}"
+            is_known = isinstance(rollout, int | float) and math.isfinite(rollout)
+            what = "last record" if not is_known else f"last rollout {rollout:.0f}"
             parts.append(f"{what}{_moment(self.last)}")
         if self.iterations:
             first, last = self.iterations[0], self.iterations[-1]
@@ -87,5 +89,8 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _moment(record: dict[str, Any]) -> str:
-    """When a record was written, to be put behind a word; nothing where it does not say."""
-    return time.strftime(" at %Y-%m-%d %H:%M", time.localtime(record["time"])) if "time" in record else ""
+    """When a record was written, to be put behind a word; nothing where it says nothing, or nonsense."""
+    try:
+        return time.strftime(" at %Y-%m-%d %H:%M", time.localtime(record["time"]))
+    except (LookupError, TypeError, ValueError, OverflowError, OSError):
+        return ""

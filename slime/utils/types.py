@@ -271,6 +271,10 @@ class Sample:
             self.loss_mask = [1] * previous
         if self.rollout_log_probs is None and previous == 0 and tokens:
             self.rollout_log_probs = []
+        if (
+            previous == 0
+        ):  # a prompt's list may be that of other samples of it; what begins here is this sample's alone
+            self.tokens = list(self.tokens)
         self.tokens = _extended(self.tokens, tokens)
         self.response_length = previous + len(tokens)
         self.loss_mask = _extended(self.loss_mask, [1 if trainable else 0] * len(tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import json
 from argparse import Namespace
 
@@ -66,6 +67,15 @@ def test_a_caller_that_holds_a_list_of_the_sample_sees_what_is_appended():
     assert all(getattr(sample, name) is values for name, values in held.items())
     assert held["loss_mask"] == [1, 0, 1]
     assert held["rollout_top_p_token_offsets"] == [0, 1, 1, 2]
+
+
+def test_samples_of_one_prompts_list_do_not_share_what_is_appended():
+    prompt = [1, 2]
+    first = Sample(tokens=prompt)
+    second = dataclasses.replace(first)
+    append(first, "model", [(3, -1.0)])
+    append(second, "model", [(4, -2.0)])
+    assert (first.tokens, second.tokens, prompt) == ([1, 2, 3], [1, 2, 4], [1, 2])
 
 
 def test_a_snapshot_does_not_grow_with_its_sample():

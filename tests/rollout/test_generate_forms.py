@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from slime.rollout import generation
 from slime.rollout.generation import generate_and_rm
 from slime.rollout.sample_errors import SampleError
 from slime.utils.misc import load_function
+from slime.utils.types import Sample
 from tests.rollout.test_multi_turn import END, call, new_sample, run
 from tests.unit.argument_lines import Check, check, command_line, has
 
@@ -64,6 +67,27 @@ def test_a_function_of_a_list_returns_a_list(run, tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("async def custom_generate(args, samples):\n    return samples[0]\n")
     with pytest.raises(SampleError, match="it got a list of samples and returned a Sample; return a list"):
         run([], function=generate_and_rm, custom_generate_function_path=str(tmp_path / "one.py"), sample=new_sample())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"response": "no", "status": Sample.Status.ABORTED}, ("", [], 0)),  # begun anew with the next weights
+        ({"response": ""}, ("", [112], 0)),  # the model ended at once: there is a prompt to show for it
+        ({"response": "no"}, ("no", [112, 110, 111], 2)),
+        ({"response": "no", "tokens": [112, 9], "response_length": 1}, ("no", [112, 9], 1)),
+    ],
+)
+def test_what_a_function_of_a_list_leaves_out_is_made_from_its_text(monkeypatch, changes, expected) -> None:
+    monkeypatch.setattr(generation, "GenerateState", lambda args: SimpleNamespace(tokenizer=None))
+    monkeypatch.setattr(generation, "encode_text", lambda tokenizer, text: list(text.encode()))
+    sample = generation._of_batch(None, [Sample(prompt="p", **changes)])
+    assert (sample.response, sample.tokens, sample.response_length) == expected
+
+
+def test_tokens_of_a_list_without_a_length_are_refused(monkeypatch) -> None:
+    with pytest.raises(ValueError, match="a response_length of 0; set it"):
+        generation._of_batch(None, [Sample(prompt="p", response="no", tokens=[112, 9])])
 
 
 def test_each_older_form_has_one_warning_with_the_recommended_one(check: Check, agent: str) -> None:

@@ -170,7 +170,9 @@ def test_an_exit_on_the_loop_does_not_end_the_thread_that_waits():
         async_utils.run(cancelled_by_nobody())
 
 
-def test_an_interrupt_of_the_thread_that_waits_is_its_own_and_cancels_the_work():
+def test_an_interrupt_of_the_thread_that_waits_is_its_own_and_cancels_the_work(request):
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs behind
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, ignored))
     heard, waiting = threading.Event(), threading.main_thread().ident
 
     async def interrupted():

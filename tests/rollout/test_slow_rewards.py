@@ -183,9 +183,10 @@ def test_an_unscored_response_that_became_too_old_begins_anew(make, engine, call
 
 
 def test_a_fan_out_begins_anew(make, engine, calls):
-    calls.hang = set(range(4))
-    path = f"{__file__}:in_two"
-    args, source = make("bcz", **PARTIAL, custom_rm_path=f"{__file__}:slow_reward", custom_generate_function_path=path)
+    path = f"{__file__}:in_two"  # the two calls that hang are for a list of two each
+    args, source = make(
+        "bcz", **PARTIAL, custom_rm_path=f"{__file__}:slow_group_reward", custom_generate_function_path=path
+    )
     generate_rollout(args, 0, source)
     (kept,) = source.buffer
     assert [(s.index, s.tokens) for s in kept] == [(4, []), (5, [])]

@@ -28,6 +28,7 @@ from slime.rollout.rm_hub import (
 )
 from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
+from slime.rollout.rm_hub.stop_tokens import without_stop_tokens
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import rollout_args
 
@@ -198,6 +199,10 @@ def test_no_reward_sees_the_engines_stop_token(rm_type: str, monkeypatch: pytest
         expected = score(rm_type, text, labels.get(rm_type, "42"), metadata)
         for marker in STOP_MARKERS:
             assert score(rm_type, text + marker, labels.get(rm_type, "42"), metadata) == expected, (text, marker)
+
+
+def test_a_special_token_that_ends_no_turn_belongs_to_the_answer():
+    assert without_stop_tokens("<|begin_of_box|>42<|end_of_box|><|user|>") == "<|begin_of_box|>42<|end_of_box|>"
 
 
 def test_dapo_scores_as_examples_call_it():

@@ -40,7 +40,7 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
             f"--attention-output-gate with --tensor-model-parallel-size {tensor} and --num-query-groups {groups}: "
             "ranks that share a group would take each other's gates; use at most as many ranks as groups."
         )
-    if args.spec is not None and args.spec[-1] in _NORM_OVER_HEADS and tensor > groups:
+    if args.spec and args.spec[-1] in _NORM_OVER_HEADS and tensor > groups:
         yield (
             f"--spec {' '.join(args.spec)} with --tensor-model-parallel-size {tensor} and --num-query-groups "
             f"{groups}: its norm goes over the keys of all heads, and ranks that share a group would count it twice; "

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import re
 
-# <|im_end|>, <|endoftext|>, <|eot_id|>, <|user|>, ...; DeepSeek's; Llama 2's, Gemma's and MiniMax's.
-_STOP_TOKENS = re.compile(r"(?:(?:<\|\w{1,40}\|>|<｜[\w▁]{1,40}｜>|</s>|<eos>|<end_of_turn>|\[e~\[)\s*)+\Z")
+# Names of end-of-turn and end-of-text tokens, and of the roles whose turn would follow. No other special token: a tag
+# such as <|end_of_box|> may belong to the answer.
+_NAMES = (
+    "im_end|endoftext|end_of_text|eot_id|eom_id|eot|eos|end|end_of_turn|end_of_sentence|return|call"
+    "|im_start|user|assistant|observation|system"
+)
+_STOP_TOKENS = re.compile(rf"(?:(?:<\|(?:{_NAMES})\|>|<｜[\w▁]{{1,40}}｜>|</s>|<eos>|<end_of_turn>|\[e~\[)\s*)+\Z")
 _WINDOW_CHARS = 256  # longer than any such token: the search does not walk through the whole response
 
 

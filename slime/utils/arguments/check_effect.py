@@ -34,6 +34,11 @@ class Mode:
     pointless: tuple[str, ...]
 
 
+def _draws_as_we_do(args: argparse.Namespace) -> bool:
+    """Whether prompts come from no code of a user's, which may read any flag of the data."""
+    return all(path.startswith("slime.") for path in (args.data_source_path, args.rollout_function_path))
+
+
 _POLICY = (
     "advantage_estimator",
     "eps_clip",
@@ -63,11 +68,10 @@ POINTLESS = (
         "--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, ("recompute_old_log_probs", "keep_old_actor")
     ),
     Mode("--loss-type sft_loss", lambda args: args.loss_type == "sft_loss", _POLICY),
-    Mode(
+    Mode(  # not the estimator, which also names the loss and the baseline of the rewards
         "--disable-compute-advantages-and-returns",
-        lambda args: not args.compute_advantages_and_returns,
+        lambda args: not (args.compute_advantages_and_returns or args.rollout_data_postprocess_path),
         (
-            "advantage_estimator",
             "kl_coef",
             "normalize_advantages",
             "custom_advantage_function_path",
@@ -101,12 +105,15 @@ POINTLESS = (
     Mode("--dump-details", lambda args: args.dump_details, ("save_debug_rollout_data", "save_debug_train_data")),
     Mode(
         "--disable-rollout-global-dataset",
-        lambda args: not args.rollout_global_dataset,
+        lambda args: not args.rollout_global_dataset and _draws_as_we_do(args),
         ("rollout_shuffle", "rollout_max_prompt_len"),
     ),
     Mode(
         "--disable-rollout-global-dataset",
-        lambda args: not args.rollout_global_dataset and not args.rollout_buffer_url,  # its generator reads the file
+        lambda args: (
+            not (args.rollout_global_dataset or args.rollout_buffer_url)  # a buffer's generator reads the file
+            and _draws_as_we_do(args)
+        ),
         ("prompt_data",),
     ),
 )

@@ -61,7 +61,7 @@ def check_run_dirs(args: argparse.Namespace, given_load: str | None) -> Iterator
 
 def goes_on(args: argparse.Namespace, given_load: str | None) -> bool:
     """Whether a command line says that its own --save is gone on with, if it holds anything."""
-    return args.resume == AUTO or (args.save is not None and _is_same(given_load, args.save))
+    return args.save is not None and (args.resume == AUTO or _is_same(given_load, args.save))
 
 
 def run_dir_warnings(args: argparse.Namespace, given_load: str | None) -> Iterator[str]:
@@ -186,4 +186,8 @@ def _is_same(path: str | Path | None, other: str | Path | None) -> bool:
 
 
 def _is_in(path: Path, directory: Path) -> bool:
-    return path.resolve().is_relative_to(directory)
+    """Whether a path is in a directory, or would not be found any more because a link to it is."""
+    spelt = Path(os.path.abspath(path))
+    return any(
+        one.resolve().is_relative_to(directory) for one in (spelt, *[p.parent for p in (spelt, *spelt.parents)])
+    )

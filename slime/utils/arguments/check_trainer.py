@@ -113,7 +113,7 @@ def check_int4_training(args: argparse.Namespace, environment: Mapping[str, str]
     Args:
         environment: of this process, which the trainers get, too.
     """
-    if (dict(environment) | args.train_env_vars).get(INT4_FLAG, "0").strip() in ("", "0"):
+    if str((dict(environment) | args.train_env_vars).get(INT4_FLAG, "0")).strip() in ("", "0"):
         return
     yield (
         f"the environment variable {INT4_FLAG} asks for training with weights rounded to int4, which is not supported "

@@ -244,7 +244,7 @@ def batches(args: argparse.Namespace) -> dict[str, Any]:
             num_samples=(args.rollout_batch_size or 0) * args.n_samples_per_prompt,
         ),
         "over_sampling_batch_size": first(args.over_sampling_batch_size, args.rollout_batch_size),
-        "balance_data": args.balance_data or args.balance_by_flops,
+        "balance_data": args.balance_data or (args.balance_by_flops and args.use_dynamic_batch_size),
         # A group of one has no standard deviation to divide by.
         "grpo_std_normalization": args.grpo_std_normalization and args.n_samples_per_prompt > 1,
     }

@@ -375,7 +375,10 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
             of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
             of_critic.extend(validate.collect(critic_args, set(critic_explicit), fields))
             if not args.strict_flags:
-                args.megatron_role_values["critic"].update(of_critic.settle())
+                values = args.megatron_role_values["critic"]
+                for name in of_actor.replaced():  # without an effect for the actor alone
+                    values.setdefault(name, getattr(args, name))
+                values.update(of_critic.settle())
             problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
         problems.wrong += teacher_problems(args)
         problems.extend(kernel_problems(args, hf_config))

@@ -91,6 +91,10 @@ class Problems:
         self.no_effect[:] = dict.fromkeys(self.no_effect)
         return {name: value for sentence in self.no_effect for name, value in sentence.instead.items()}
 
+    def replaced(self) -> set[str]:
+        """Return the attributes whose values `settle` gives."""
+        return {name for one in self.wrong if isinstance(one, NoEffect) for name in one.instead}
+
     def warning(self) -> str | None:
         """One sentence that names every flag without an effect."""
         if not self.no_effect:

@@ -146,7 +146,10 @@ def _shared_or_alone(values: FileValues) -> list[str]:
         if name in values.known
     ]
     if "ckpt_step" in values.known and "load" not in values.known:
-        problems.append(NoEffect(f"{values.places['ckpt_step']}: ckpt_step", "without load", "leave it out"))
+        problems.append(
+            f"{values.places['ckpt_step']}: ckpt_step without load would be an iteration of the actor's --load; give "
+            "load, too, or leave it out."
+        )
     return problems
 
 
