@@ -246,3 +246,14 @@ def test_names_that_are_no_paths_are_refused(check: Check, name: str) -> None:
     for flag in ("--hf-checkpoint", "--prompt-data", "--ref-load", "--load", "--save", "--custom-rm-path"):
         problems = check(f"{flag} {name}").problems
         assert problems.environment or flag == "--load", flag
+
+
+def test_what_is_without_effect_keeps_what_other_code_reads(check: Check) -> None:
+    """The estimator names the loss, too; by FLOPs alone nothing is balanced; a user's data source reads any flag."""
+    kept = check("--disable-compute-advantages-and-returns --advantage-estimator gspo", without="--strict-flags").args
+    assert kept.advantage_estimator == "gspo"
+    assert check("--balance-by-flops", without="--strict-flags").args.balance_data is False
+    own = check(
+        "--disable-rollout-global-dataset --data-source-path mine.Source --prompt-data x", without="--strict-flags"
+    ).args
+    assert own.prompt_data == "x"
