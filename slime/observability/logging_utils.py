@@ -55,7 +55,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:
-        """Of this moment."""
+        """Return what is stderr at this moment: a test or a console may replace it."""
         return sys.stderr
 
     @stream.setter

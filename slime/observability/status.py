@@ -1,4 +1,4 @@
-"""What a run is doing right now: bars at the bottom of a terminal, or a line now and then where there is none.
+"""Show what a run is doing right now: bars at the bottom of a terminal, or a line now and then where there is none.
 
 On a terminal rich keeps the bars below everything that this process prints: it takes the place of stdout and stderr.
 It asks for the phase and for counts; it does not know where these come from.
@@ -95,7 +95,7 @@ class RunStatus:
             self._say(f"{what}{count}: {seconds(phase.seconds)} so far")
 
     def _newest_count(self, phase: Phase) -> Count:
-        """What goes on, and its count where something is counted."""
+        """Return what goes on, and its count where something is counted."""
         if phase.name == START:
             return self._doing or START, 0, 0
         try:

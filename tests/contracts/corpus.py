@@ -1,8 +1,9 @@
 """Command lines of upstream's scripts, end-to-end tests and documents, with the files that they point at.
 
-`command_lines.json` is name -> "script arguments" as a shell would read it. Paths in it are the author's: `place`
-writes what a path is expected to be (a model's config.json, a row of data, a YAML file) below a directory of the test,
-and returns the arguments with those paths. No flag is changed or dropped.
+`command_lines.json` is name -> "script arguments" as a shell would read it. Paths in it are the author's, with
+`$ROOT` for the directory that they lay in: `place` writes what a path is expected to be (a model's config.json, a row
+of data, a YAML file) below a directory of the test, and returns the arguments with those paths. No flag is changed or
+dropped.
 """
 
 from __future__ import annotations

@@ -131,6 +131,20 @@ def test_flags_of_the_actor_may_be_without_effect_beside_the_critics_entry(base:
     assert (args.recompute_granularity, critic.recompute_granularity) == ("selective", "full")
 
 
+def test_a_critic_keeps_what_has_an_effect_for_it_alone(base: dict[str, list[str]]) -> None:
+    """The actor's rate is constant, so a least rate has no effect for it; the critic's rate decays to it."""
+    Path("roles.yaml").write_text("megatron: [{role: critic, overrides: {lr_decay_style: cosine}}]\n")
+    Path("eval.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    Path("eval.yaml").write_text("eval: {datasets: [{name: sums, path: eval.jsonl, rm_type: math}]}\n")
+    flags = "--advantage-estimator ppo --lr 1e-5 --min-lr 1e-6 --lr-decay-style constant"
+    evaluation = "--eval-config eval.yaml --eval-interval 1"
+    more = f"{flags} {evaluation} --megatron-config-path roles.yaml"
+    args = parse_args(argv=line(base, more, without="--strict-flags"))
+    critic = parse_megatron_role_args(args, "critic")
+    assert (critic.lr, critic.min_lr, critic.lr_decay_style) == (1e-5, 1e-6, "cosine")
+    assert (args.min_lr, args.eval_prompt_data) == (0.0, ["sums", "eval.jsonl"])
+
+
 def test_a_file_that_is_not_there_does_not_stop_a_plan(base: dict[str, list[str]]) -> None:
     files = "--custom-config-path a.yaml --megatron-config-path b.yaml --eval-config c.yaml --eval-interval 1"
     problems = CommandLine().check(line(base, files)).problems

@@ -105,7 +105,7 @@ def slice_log_prob_with_cp(
     cp_rank: int | None = None,
     cp_size: int | None = None,
 ) -> torch.Tensor | Sequence[float]:
-    """Of the values of a whole response [R], those whose logits this rank has, in the order of its chunks.
+    """Return those values of a whole response [R] whose logits this rank has, in the order of its chunks.
 
     This rank's part of a response comes back as it is; inside `whole_columns` so does a whole response.
 

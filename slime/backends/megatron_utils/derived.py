@@ -85,17 +85,17 @@ def attention_backend(given: str, *, use_flash_attn: bool) -> str:
 
 
 def asks_for_deepep(args: argparse.Namespace) -> bool:
-    """Whether tokens are to go to their experts by DeepEP's kernels; either flag says so."""
+    """Return whether a flag asks that DeepEP's kernels send tokens to their experts."""
     return bool(args.num_moe_experts and (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex"))
 
 
 def has_deepep() -> bool:
-    """Whether DeepEP is installed."""
+    """Return whether DeepEP is installed."""
     return importlib.util.find_spec("deep_ep") is not None
 
 
 def uses_deepep(args: argparse.Namespace) -> bool:
-    """Whether DeepEP is asked for, can be had here, and has ranks to send tokens between."""
+    """Return whether DeepEP is asked for, can be had here, and has ranks to send tokens between."""
     ranks = (args.tensor_model_parallel_size or 1) * (args.expert_model_parallel_size or 1)
     return asks_for_deepep(args) and ranks > 1 and args.accelerator == "cuda" and has_deepep()
 

@@ -74,7 +74,7 @@ def _expert_problem(path: str | None, config: Mapping[str, Any], tp: int, settin
 
 
 def has_expert_backend(settings: Mapping[str, Any]) -> bool:
-    """Whether tokens go to experts by a backend of its own (DeepEP, ...), for which SGLang sets ep_size itself."""
+    """Return whether tokens go to experts by a backend of its own (DeepEP, ...), for which SGLang sets ep_size."""
     return settings.get("moe_a2a_backend") not in (None, "none")
 
 

@@ -375,10 +375,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
             of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
             of_critic.extend(validate.collect(critic_args, set(critic_explicit), fields))
             if not args.strict_flags:
-                values = args.megatron_role_values["critic"]
-                for name in of_actor.replaced():  # without an effect for the actor alone
-                    values.setdefault(name, getattr(args, name))
-                values.update(of_critic.settle())
+                _settle_critic(args, of_actor, of_critic)
             problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
         problems.wrong += teacher_problems(args)
         problems.extend(kernel_problems(args, hf_config))
@@ -395,6 +392,14 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
     values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
     del args.offload  # only a short form
+
+
+def _settle_critic(args: Args, of_actor: Problems, of_critic: Problems) -> None:
+    """Replace what has no effect for the critic, and keep for it what has none for the actor alone."""
+    own = args.megatron_role_values["critic"]
+    for name in of_actor.replaced():
+        own.setdefault(name, getattr(args, name))
+    own.update(of_critic.settle())
 
 
 def _set_aside_pointless(args: Args, explicit: set[str], problems: Problems, fields: Fields) -> None:
