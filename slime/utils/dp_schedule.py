@@ -119,7 +119,8 @@ def group_into_steps(rollout_indices: Sequence[int], global_batch_size: int) -> 
 def first_fit_pack(lengths: Sequence[int], cap: int) -> list[list[int]]:
     """Put each item, in order, into the first bin that has room for it; one longer than `cap` gets its own bin."""
     bins: list[list[int]] = []
-    first_leaf = 1 << max(len(lengths) - 1, 0).bit_length()
+    most = min(len(lengths), 2 * sum(lengths) // cap + 1)  # of two bins that are half empty the later had none to fill
+    first_leaf = 1 << max(most - 1, 0).bit_length()
     room = [cap] * (2 * first_leaf)  # a tree: each node has the most room of the bins below it, unused ones included
     for item, length in enumerate(lengths):
         node = first_leaf + len(bins) if length > cap else 1
@@ -131,7 +132,10 @@ def first_fit_pack(lengths: Sequence[int], cap: int) -> list[list[int]]:
         room[node] -= length
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            left, right = room[2 * node], room[2 * node + 1]
+            if room[node] == (rest := left if left > right else right):
+                break  # and so for every node above
+            room[node] = rest
     return bins
 
 
