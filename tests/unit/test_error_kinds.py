@@ -12,7 +12,13 @@ from slime.rollout.sample_errors import SampleError, blame, check_completed, che
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 
-ARGS = SimpleNamespace(vocab_size=100, debug_rollout_only=False)
+ARGS = SimpleNamespace(
+    vocab_size=100,
+    debug_rollout_only=False,
+    custom_convert_samples_to_train_data_path=None,
+    custom_reward_post_process_path=None,
+    reward_key=None,
+)
 
 
 def test_a_usage_error_is_a_value_error():
@@ -35,7 +41,7 @@ def test_what_a_hook_returns_of_a_wrong_type_is_a_type_error_too():
     with pytest.raises(SampleError) as of_generate:
         check_completed(ARGS, "my generate", Sample(), 7)
     with pytest.raises(SampleError) as of_reward:
-        check_reward("my reward", Sample(), "good", key=None)
+        check_reward(ARGS, "my reward", Sample(), "good")
     for caught in (of_generate, of_reward):
         assert isinstance(caught.value, TypeError) and not isinstance(caught.value, ValueError)
 

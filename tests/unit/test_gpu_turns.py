@@ -73,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def run_of(calls: list[str], *, critic: bool = False, dies_at: str = "", **flags: Any) -> TrainingRun:
     """A run that is started but for its connection to the engines."""
     values = dict.fromkeys(["debug_train_only", "debug_rollout_only", "eval_only", "skip_eval_before_train"], False)
-    values |= {"save_interval": 1, "eval_interval": 1, "max_weight_staleness": None}
+    values |= {"save_interval": 1, "eval_interval": 1, "max_weight_staleness": None, "num_rollout": 1}
     run = TrainingRun(SimpleNamespace(**(values | ON | flags)))
     run._log = lambda records: None  # type: ignore[method-assign]
     run._parts.take_manager(Manager(calls, dies_at))
@@ -143,7 +143,8 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, *, dies: bool = Fal
 
     monkeypatch.setattr(start_module, "get", wait)
     monkeypatch.setattr(run_parts, "RayTrainGroup", lambda *_, role="actor": Group(role, calls))
-    values = ON | {"debug_train_only": False, "debug_rollout_only": False, "use_critic": True} | flags
+    off = {"debug_train_only": False, "debug_rollout_only": False}
+    values = ON | off | {"use_critic": True, "num_rollout": 1} | flags
     run = TrainingRun(SimpleNamespace(**values))
     run._parts._trainer_placement = None  # type: ignore[assignment]
     run._parts.take_manager(Manager(calls))

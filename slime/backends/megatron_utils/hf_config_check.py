@@ -132,6 +132,9 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
         if kind not in PREDICTING:
             return [f"{what}, and there are rules for those of {', '.join(PREDICTING)}; leave it out."]
         return [f"{what}; give {theirs} or leave it out." if theirs else f"{what}; leave it out."]
+    names = {name for name, _, _ in differences}
+    if "multi_latent_attention" in names:  # the width of a head follows from it
+        differences = [one for one in differences if one[0] != "kv_channels"]
     takes_config = vars(args).get("model_args_from_hf")
     return [
         f"{flag_of(name)}: the flags say {ours}, the HF config says {theirs}; correct the flag or "
