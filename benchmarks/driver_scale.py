@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.rollout_overhead import GROUP, PROMPT, RESPONSE, make_args  # noqa: E402
 from slime.backends.sglang_utils import server_control  # noqa: E402
+from slime.config.args import publish_runtime  # noqa: E402
 from slime.observability.rollout_metrics import compute_rollout_metrics  # noqa: E402
 from slime.ray.rollout.dp_split import split_train_data  # noqa: E402
 from slime.rollout import sglang_streaming_rollout  # noqa: E402
@@ -45,7 +46,6 @@ from slime.rollout.rewards import post_process_rewards  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
 from slime.rollout.train_data import samples_to_train_data  # noqa: E402
 from slime.utils import async_utils, http_utils  # noqa: E402
-from slime.utils.arguments import publish_runtime  # noqa: E402
 from slime.utils.misc import spare_garbage_collector  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 

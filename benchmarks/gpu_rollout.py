@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_models import PROMPT_TOKENS, prepare_model, write_prompts  # noqa: E402
 from benchmarks.gpu_runs import Row, make_parser, parse_options, report  # noqa: E402
 from benchmarks.rollout_overhead import median_ratio, rates_of_both  # noqa: E402
-from slime.utils.arguments import parse_args  # noqa: E402
+from slime.config.parse import parse_args  # noqa: E402
 
 TARGET, GROUP = 0.95, 8
 

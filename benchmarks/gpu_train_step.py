@@ -115,7 +115,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def flags(options: argparse.Namespace) -> Any:
     """The run's flags, through the parser of train.py."""
-    from slime.utils.arguments import parse_args
+    from slime.config.parse import parse_args
 
     _, work = options.meet.split(":", 1)
     line = (

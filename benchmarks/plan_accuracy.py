@@ -96,7 +96,7 @@ def compare(work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 def run_case(name: str, work: Path, accelerator: str) -> dict[str, tuple[float, float]]:
     """Estimate and measure one case in this process: phase -> (estimate, measured), bytes."""
     sys.path.insert(0, str(ROOT))
-    from slime.utils.arguments import parse_args
+    from slime.config.parse import parse_args
 
     model = work / next((name_of for name_of in MODELS if name.startswith(name_of)), "dense")
     flags = (

@@ -39,6 +39,8 @@ sys.path.insert(0, str(ROOT))
 from slime.backends.sglang_utils import server_control  # noqa: E402
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
+from slime.config.args import publish_runtime  # noqa: E402
+from slime.config.parse import parse_args  # noqa: E402
 from slime.ray.rollout.ports import reserve_block  # noqa: E402
 from slime.ray.rollout.router import Router  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
@@ -49,7 +51,6 @@ from slime.rollout.rewards import post_process_rewards  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
 from slime.rollout.train_data import samples_to_train_data  # noqa: E402
 from slime.utils import http_utils  # noqa: E402
-from slime.utils.arguments import parse_args, publish_runtime  # noqa: E402
 
 HOST = "127.0.0.1"
 GROUP, PROMPT, RESPONSE, CONCURRENCY = 8, 64, 64, 512

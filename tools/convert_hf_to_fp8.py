@@ -167,7 +167,7 @@ def config_to_quantize(
         UsageError: it is no HF checkpoint, quantised already or of a family that is not trained so, or the output
             exists.
     """
-    from slime.backends.megatron_utils.hf_config import unsupported_family
+    from slime.models.hf_config import unsupported_family
     from slime.utils.conversion.hf_config import read_hf_config
     from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError

@@ -61,7 +61,7 @@ NO_LAYOUT: dict[str, Any] = {
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line: ours and all of Megatron's flags."""
-    from slime.backends.megatron_utils.arguments import add_megatron_arguments
+    from slime.config.megatron.arguments import add_megatron_arguments
     from slime.utils.conversion.progress import usual_threads
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
@@ -83,12 +83,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UsageError: flags that disagree with the HF config, or directories that cannot work.
     """
-    from slime.backends.megatron_utils.arguments import (
+    from slime.config.megatron.arguments import (
         megatron_problems,
         model_args_from_hf,
         set_default_megatron_args,
     )
-    from slime.utils.arguments.flags import explicit_flags
+    from slime.config.parser import explicit_flags
     from slime.utils.checkpoint_paths import TRACKER_FILE, iteration_dir, latest_iteration
     from slime.utils.conversion.hf_config import read_hf_config
     from slime.utils.conversion.hf_output import check_target
@@ -127,8 +127,8 @@ def convert(args: argparse.Namespace) -> None:
     import torch
 
     from slime.backends.megatron_utils import initialize
-    from slime.backends.megatron_utils.arguments import model_shape
     from slime.backends.megatron_utils.hf_export import config_dtype
+    from slime.config.megatron.arguments import model_shape
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.fp8 import E4M3
     from slime.utils.misc import listen_anywhere

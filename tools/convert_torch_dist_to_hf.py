@@ -64,7 +64,6 @@ def convert(args: argparse.Namespace) -> None:
     """
     import torch._dynamo  # noqa: F401 - tensors without memory load it; libraries are loaded before the clock starts
 
-    from slime.backends.megatron_utils import arguments, hf_export  # noqa: F401
     from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
     from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
@@ -154,7 +153,7 @@ def checkpoint_dir(path: str) -> Path:
 
 def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
     """Return the model's numbers as the checkpoint has them, or as the origin's config says where it has none."""
-    from slime.backends.megatron_utils.hf_config import model_args_from_hf
+    from slime.models.hf_config import model_args_from_hf
     from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
     from slime.utils.conversion.hf_config import read_config_file
     from slime.utils.errors import UsageError
@@ -174,8 +173,8 @@ def check_sizes(saved: Mapping[str, Any], origin: Mapping[str, Any]) -> None:
     Raises:
         UsageError: they are two models; names all that differs.
     """
-    from slime.backends.megatron_utils.arguments import SHAPE_KEYS
-    from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf
+    from slime.config.megatron.arguments import SHAPE_KEYS
+    from slime.models.hf_config import SUPPORTED_MODEL_TYPES, model_args_from_hf
     from slime.utils.errors import UsageError
 
     if origin.get("model_type") not in SUPPORTED_MODEL_TYPES:

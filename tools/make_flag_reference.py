@@ -18,9 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from slime.backends.sglang_utils.options import OWNED, ROUTER_OWNED  # noqa: E402
-from slime.utils.arguments.ask import type_of  # noqa: E402
-from slime.utils.arguments.parse import OLDER_NAMES, CommandLine  # noqa: E402
+from slime.config.ask import type_of  # noqa: E402
+from slime.config.parse import OLDER_NAMES, CommandLine  # noqa: E402
+from slime.config.sglang.options import OWNED, ROUTER_OWNED  # noqa: E402
 
 DEFAULT_OUTPUT = ROOT / "docs" / "reference" / "flags.md"
 INTRODUCTION = """# Flags

@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from slime.config.parse import FLAG_CLASSES  # noqa: E402
 from slime.rollout.base_types import HOOKS  # noqa: E402
 from slime.rollout.hook_signatures import OPTIONAL_KEYWORDS  # noqa: E402
 from slime.rollout.tool_calls import ToolFn  # noqa: E402
-from slime.utils.arguments.parse import FLAG_CLASSES  # noqa: E402
 from slime.utils.misc import load_function  # noqa: E402
 
 DEFAULT_OUTPUT = ROOT / "docs" / "reference" / "hooks.md"

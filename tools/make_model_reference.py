@@ -104,9 +104,9 @@ def quantized(hf_names: list[str]) -> str:
 
 def render() -> str:
     """The whole page, as Markdown."""
-    from slime.backends.megatron_utils.hf_defaults import WITHOUT_FP8
     from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
-    from slime.backends.sglang_utils.topology import NO_CPU_ENGINE
+    from slime.config.sglang.topology import NO_CPU_ENGINE
+    from slime.models.hf_defaults import WITHOUT_FP8
 
     parity, export = import_module(PARITY), import_module(EXPORT)
     tests = {

@@ -16,12 +16,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from slime.config.files.roles import Role, parse_megatron_role_args
 from slime.ray.placement_group import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options
 from slime.utils import memory_saver
-from slime.utils.arguments import parse_megatron_role_args
-from slime.utils.arguments.roles import Role
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.config.files.resume import line_to_go_on
+from slime.config.parse import CommandLine, accept
+from slime.config.problems import collected
 from slime.observability.logging_utils import configure_logger
 from slime.ray.plan_check import check_plan
 from slime.ray.utils import ActorFailure
-from slime.utils.arguments import CommandLine, accept
-from slime.utils.arguments.problems import collected
-from slime.utils.arguments.resume import line_to_go_on
 from slime.utils.checkpoint_paths import latest_iteration
 from slime.utils.errors import UsageError
 from slime.utils.pipes import reader_may_leave

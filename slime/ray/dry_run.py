@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.flags.rollout import RolloutFlags
+from slime.config.parser import defaults_of
 from slime.ray.plan_check import engine_kinds, find_device, find_format, is_for_this_machine
 from slime.rollout.base_types import HOOKS
 from slime.rollout.hook_signatures import signature_problem
-from slime.utils.arguments.flags import defaults_of
-from slime.utils.arguments.rollout import RolloutFlags
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
 from slime.utils.pipes import reader_may_leave
@@ -35,7 +35,7 @@ def dry_run(checked: Any) -> int:
     """Print the plan of a checked command line, and write it to --dry-run-json.
 
     Args:
-        checked: `slime.utils.arguments.Checked`: the args, why a run would be refused, and which flags were given.
+        checked: `slime.config.parse.Checked`: the args, why a run would be refused, and which flags were given.
 
     Returns:
         0, or 2 where a run would be refused.

@@ -13,9 +13,9 @@ from typing import Any
 
 import ray
 
+from slime.config.rules.check_batch import check_micro_batches
 from slime.ray.placement_group import PLACEMENT_DEADLINE_S, Placement
 from slime.ray.utils import ActorFailure
-from slime.utils.arguments.check_batch import check_micro_batches
 from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)

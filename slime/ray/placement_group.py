@@ -70,7 +70,7 @@ class Slot(NamedTuple):
 class Placement:
     """The reserved slots: trainer rank r in `trainer_bundles[r]`, engines in `engine_bundles`.
 
-    Which engine takes which of them, the plan of the engines says (`slime.backends.sglang_utils.topology`).
+    Which engine takes which of them, the plan of the engines says (`slime.config.sglang.topology`).
     """
 
     group: Any

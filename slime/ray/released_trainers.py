@@ -12,12 +12,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from slime.config.args import Args
 from slime.ray.actor_group import Beside, RayTrainGroup
 from slime.ray.placement_group import Placement
 from slime.ray.resume_point import resumed
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.utils import ActorFailure
-from slime.utils.arguments.args import Args
 
 
 class ReleasedTrainGroup(RayTrainGroup):

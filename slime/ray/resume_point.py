@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.files.resume import NEVER
+from slime.config.files.roles import parse_megatron_role_args
 from slime.utils import manifest
-from slime.utils.arguments import parse_megatron_role_args
-from slime.utils.arguments.resume import NEVER
 from slime.utils.checkpoint_paths import (
     MODEL_SHAPE_FILE,
     STATE_MANIFEST,

@@ -19,6 +19,10 @@ from typing import Any, Self
 
 import ray
 
+from slime.config.derive import keeps_requests_in_flight
+from slime.config.files.roles import Role
+from slime.config.rules.check_losses import check_critic_only_steps
+from slime.config.rules.check_run_dirs import move_earlier_runs
 from slime.observability import logging_utils
 from slime.observability.phases import Phases, phase
 from slime.observability.profiler import nothing_recorded
@@ -38,10 +42,6 @@ from slime.ray.run_guard import RunGuard
 from slime.ray.run_parts import WORK_DEADLINE_S, RunParts, try_to_end
 from slime.ray.utils import ActorFailure, get
 from slime.rollout.weight_versions import SyncSchedule
-from slime.utils.arguments.check_losses import check_critic_only_steps
-from slime.utils.arguments.check_run_dirs import move_earlier_runs
-from slime.utils.arguments.derive import keeps_requests_in_flight
-from slime.utils.arguments.roles import Role
 from slime.utils.checkpoint_paths import latest_iteration
 from slime.utils.errors import UsageError
 from slime.utils.misc import should_run_periodic_action

@@ -15,6 +15,8 @@ from typing import Any
 
 import ray
 
+from slime.config.args import with_run_keys
+from slime.config.rules.check_batch import check_schedule_length, check_warmup
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S
 from slime.ray.elastic import usable
@@ -25,8 +27,6 @@ from slime.ray.resume_point import resumed, settle_checkpoint
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, LOAD_DEADLINE_S, RolloutManager
 from slime.ray.start import start_side_by_side
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, on_this_node
-from slime.utils.arguments import with_run_keys
-from slime.utils.arguments.check_batch import check_schedule_length, check_warmup
 from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from slime.backends.sglang_utils import weight_transfer
+from slime.config.files.roles import Role
 from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.observability.memory_metrics import memory_after
 from slime.ray import progress_board
@@ -23,7 +24,6 @@ from slime.ray.ray_actor import RayActor
 from slime.ray.utils import check_network, redirect_output
 from slime.utils import accelerator, stacks
 from slime.utils.api_keys import use_keys
-from slime.utils.arguments.roles import Role
 from slime.utils.collective_state import CollectiveState
 from slime.utils.errors import UsageError
 from slime.utils.network import HOST_IP, out_of_reach

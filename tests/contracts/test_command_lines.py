@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.parse import Checked, CommandLine
 from slime.ray.dry_run import dry_run
-from slime.utils.arguments import Checked, CommandLine
 from tests.contracts.corpus import command_lines, place, write_hooks
 
 LINES = command_lines()

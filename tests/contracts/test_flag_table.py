@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import SglangFlags
-from slime.utils.arguments.flags import Parser, option_name
-from slime.utils.arguments.parse import FLAG_CLASSES, build_parser
+from slime.config.parse import FLAG_CLASSES, build_parser
+from slime.config.parser import Parser, option_name
+from slime.config.sglang.arguments import SglangFlags
 
 with (Path(__file__).parent / "flags.tsv").open() as file:
     CONTRACT = {row["flag"]: row for row in csv.DictReader(file, delimiter="\t")}

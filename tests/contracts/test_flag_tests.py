@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import SglangFlags
-from slime.utils.arguments.flags import option_name
-from slime.utils.arguments.parse import FLAG_CLASSES
+from slime.config.parse import FLAG_CLASSES
+from slime.config.parser import option_name
+from slime.config.sglang.arguments import SglangFlags
 
 TESTS = Path(__file__).resolve().parents[1]
 FIELDS = {option_name(field): field for flags in (*FLAG_CLASSES, SglangFlags) for field in dataclasses.fields(flags)}

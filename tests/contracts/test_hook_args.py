@@ -13,7 +13,7 @@ import torch
 
 from slime.backends.megatron_utils.loss.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.loss.off_policy import correct
-from slime.utils.arguments import Args, publish_runtime
+from slime.config.args import Args, publish_runtime
 from slime.utils.misc import hook_args
 from tests.contracts.rollout_world import World, rollout
 

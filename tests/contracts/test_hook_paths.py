@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.rules.check_hooks import check_hook, check_hooks
 from slime.rollout.base_types import HOOKS
 from slime.rollout.hook_signatures import signature_problem
-from slime.utils.arguments.check_hooks import check_hook, check_hooks
 from tests.contracts.conftest import PATH_FORMS
 from tests.unit.argument_lines import check, command_line  # noqa: F401  fixtures
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.utils.arguments import CommandLine
+from slime.config.parse import CommandLine
 
 LISTED = Path(__file__).parent / "unsupported.txt"
 TOPICS = {

@@ -36,7 +36,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_kernels_give_the_values_and_gradients_of_the_rule_in_fp32(
     package: str, pack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime.backends.megatron_utils.kernel_checks import FLASHQLA_CAPABILITIES, _broken_fla
+    from slime.config.megatron.kernel_checks import FLASHQLA_CAPABILITIES, _broken_fla
     from slime_plugins.models.gated_delta_net import delta_rule_for, torch_delta_rule
 
     if importlib.util.find_spec(package) is None:

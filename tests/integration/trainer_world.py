@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-from slime.utils.arguments.flags import defaults_of
-from slime.utils.arguments.parse import FLAG_CLASSES
+from slime.config.parse import FLAG_CLASSES
+from slime.config.parser import defaults_of
 from tests.unit.megatron_fakes import make_args, run_world
 
 VOCAB = 100

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import train_async
+from slime.config.parse import accept
+from slime.config.problems import Problems
+from slime.config.rules.check_async import correction_warnings
 from slime.ray import driver
-from slime.utils.arguments import accept
-from slime.utils.arguments.check_async import correction_warnings
-from slime.utils.arguments.problems import Problems
 from tests.unit.argument_lines import Check, base, check, command_line, has, line
 
 __all__ = ["base", "check", "command_line"]  # fixtures

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from slime.backends.sglang_utils.server_control import Worker
-from slime.backends.sglang_utils.topology import ModelPlan
+from slime.config.sglang.topology import ModelPlan
 from slime.ray.rollout import router as router_module
 from slime.ray.rollout import router_watch
 from slime.ray.rollout.ports import is_free

@@ -25,6 +25,7 @@ from slime.backends.sglang_utils import server_control, weight_transfer
 from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.config.parse import parse_args
 from slime.ray.http_post import use_distributed_post
 from slime.ray.placement_group import Placement, create_placement, remove_placement
 from slime.ray.rollout.replacements import Replacements
@@ -33,7 +34,6 @@ from slime.ray.rollout.server_group import SHUTDOWN_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.rollout.model_urls import get_model_url
 from slime.utils import http_utils
-from slime.utils.arguments import parse_args
 from slime.utils.errors import HttpError
 from tests.integration.conftest import make_engine
 from tests.own_ray import own_ray

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import Checked, CommandLine, parse_args
+from slime.config.parse import Checked, CommandLine, parse_args
 from slime.utils.errors import UsageError
 from tests.unit.argument_mutations import write_files
 

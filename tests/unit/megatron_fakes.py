@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from slime.backends.megatron_utils.arguments import add_megatron_arguments, derive_megatron, model_args_from_hf
-from slime.backends.megatron_utils.hf_defaults import DELTA_NET
-from slime.utils.arguments.flags import defaults_of
-from slime.utils.arguments.parse import FLAG_CLASSES
+from slime.config.megatron.arguments import add_megatron_arguments, derive_megatron, model_args_from_hf
+from slime.config.parse import FLAG_CLASSES
+from slime.config.parser import defaults_of
+from slime.models.hf_defaults import DELTA_NET
 from slime.utils.misc import listen_anywhere
 
 SLIME_DEFAULTS: dict[str, Any] = {

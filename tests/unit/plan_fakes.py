@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from slime.backends.sglang_utils.arguments import SglangFlags
-from slime.backends.sglang_utils.topology import plan_engines
-from slime.utils.arguments.flags import defaults_of
-from slime.utils.arguments.parse import FLAG_CLASSES
+from slime.config.parse import FLAG_CLASSES
+from slime.config.parser import defaults_of
+from slime.config.sglang.arguments import SglangFlags
+from slime.config.sglang.topology import plan_engines
 
 CPU = {"accelerator": "cpu", "bf16": False, "fp16": False, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
 CUDA = {"accelerator": "cuda", "bf16": True, "fp16": False}

@@ -16,12 +16,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils import cpu_standins, options
-from slime.backends.sglang_utils.arguments import SglangFlags, derive_sglang, explain_unknown
+from slime.backends.sglang_utils import cpu_standins
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
+from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags
+from slime.config.sglang import options
+from slime.config.sglang.arguments import SglangFlags, derive_sglang, explain_unknown
 from slime.ray.rollout.router import RouterAddress, router_values
 from slime.utils.api_keys import make_keys
-from slime.utils.arguments.flags import Parser, add_flags, defaults_of, explicit_flags
 
 # Type -> values of which one is not the default.
 VALUES = {

@@ -17,12 +17,12 @@ from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContac
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
 from slime.backends.sglang_utils.forwarder import Forwarder
 from slime.backends.sglang_utils.server_control import Worker
+from slime.config.args import Args, with_run_keys
 from slime.observability.wandb_utils import public_config
 from slime.ray.rollout.router import RouterAddress, router_values
 from slime.rollout.rm_hub.service import Service, ask, close_reward_client
 from slime.utils import api_keys, http_utils
 from slime.utils.api_keys import ENGINE_ENV, ROUTER_ENV, HiddenText, RunKeys, headers_for, make_keys, protect, use_keys
-from slime.utils.arguments import Args, with_run_keys
 from slime.utils.errors import HttpError
 from slime.utils.http_stream import stream_events
 from slime.utils.secret_names import command_line_without_secrets, is_secret, without_secrets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.utils.arguments import derive
+from slime.config import derive
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import CommandLine, accept, check_files
-from slime.utils.arguments.check_effect import POINTLESS
-from slime.utils.arguments.parse import FLAG_CLASSES
-from slime.utils.arguments.problems import Problems
+from slime.config.parse import FLAG_CLASSES, CommandLine, accept
+from slime.config.problems import Problems
+from slime.config.rules import check_files
+from slime.config.rules.check_effect import POINTLESS
 from tests.unit.argument_lines import NO_OFFLOAD, Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.utils.arguments.flags import Parser, add_flags, defaults_of, explicit_flags, flag, group_title
+from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags, flag, group_title
 
 
 @dataclass

@@ -13,8 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from slime.utils.arguments import CommandLine
-from slime.utils.arguments.parse import build_parser
+from slime.config.parse import CommandLine, build_parser
 from tests.unit.argument_mutations import base_lines, mutate, write_files
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import accept
-from slime.utils.arguments.problems import Problems
+from slime.config.parse import accept
+from slime.config.problems import Problems
 from slime.utils.plan.layout import slot_layout
 from tests.unit.argument_lines import NO_OFFLOAD, Check, check, command_line, has
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import accept
-from slime.utils.arguments.check_batch import check_schedule_length
-from slime.utils.arguments.problems import Problems
+from slime.config.parse import accept
+from slime.config.problems import Problems
+from slime.config.rules.check_batch import check_schedule_length
 from tests.unit.argument_lines import Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures

@@ -16,9 +16,9 @@ from random import Random
 import pytest
 
 import slime
+from slime.config.args import Args, publish_runtime
+from slime.config.parse import FLAG_CLASSES, build_parser, parse_args
 from slime.rollout.base_types import HOOKS
-from slime.utils.arguments import Args, parse_args, publish_runtime
-from slime.utils.arguments.parse import FLAG_CLASSES, build_parser
 from slime.utils.errors import UsageError
 from tests.unit.argument_lines import base, errors, line
 from tests.unit.argument_mutations import HF_CONFIG
@@ -491,7 +491,7 @@ class Absent:
         if name.split(".")[0] in ("sglang", "sglang_router", "ray"):
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Absent())
-from slime.utils.arguments import parse_args
+from slime.config import parse_args
 args = parse_args()
 assert args.sglang_overrides == {} and args.sglang_enable_deterministic_inference is False
 """

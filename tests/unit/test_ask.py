@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from slime.utils.arguments import CommandLine
-from slime.utils.arguments.other_names import HERE
+from slime.config.other_names import HERE
+from slime.config.parse import CommandLine
 from slime.utils.errors import UsageError
 
 

@@ -53,9 +53,9 @@ def train_step(args, state, step):
 
 def save_after_two_steps(args, root, contents=("model", "optimizer", "rng")):
     """Train two steps, save as iteration 1, train two more; rank 0 notes the losses of those and the final weights."""
-    from slime.backends.megatron_utils.arguments import model_shape
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
     from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.config.megatron.arguments import model_shape
 
     state = build(args)
     for step in (0, 1):

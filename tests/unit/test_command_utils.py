@@ -148,7 +148,7 @@ def test_wandb_flags_depend_on_the_key(monkeypatch):
 
 
 def test_wandb_flags_are_flags_of_slime(monkeypatch):
-    from slime.utils.arguments import CommandLine
+    from slime.config.parse import CommandLine
 
     monkeypatch.setenv("WANDB_API_KEY", "k")
     flags = [word for word in U.get_default_wandb_args("x.py").split() if word.startswith("--")]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import CommandLine, parse_args, parse_megatron_role_args
+from slime.config.files.roles import parse_megatron_role_args
+from slime.config.parse import CommandLine, parse_args
 from slime.utils.errors import UsageError
 from tests.unit.argument_lines import base, errors, line
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.utils.arguments.custom_config import FileValues, apply_extra, apply_known, custom_config_values
-from slime.utils.arguments.file_values import FlagReader, read_flag
-from slime.utils.arguments.parse import build_parser
+from slime.config.files.custom_config import FileValues, apply_extra, apply_known, custom_config_values
+from slime.config.files.file_values import FlagReader, read_flag
+from slime.config.parse import build_parser
 from slime.utils.errors import UsageError
 from tests.unit.yaml_mutations import edited
 

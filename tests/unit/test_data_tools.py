@@ -106,7 +106,7 @@ def test_without_a_file_and_without_the_package_the_remedy_is_named(monkeypatch:
 
 
 def test_the_model_script_agrees_with_the_flags_of_the_config():
-    from slime.backends.megatron_utils.hf_config import model_args_from_hf
+    from slime.models.hf_config import model_args_from_hf
 
     smollm2 = {
         "model_type": "llama",

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.kernel_checks import kernel_problems
+from slime.config.megatron.kernel_checks import kernel_problems
+from slime.config.parse import CommandLine
+from slime.config.problems import Problems
 from slime.utils import accelerator
-from slime.utils.arguments import CommandLine
-from slime.utils.arguments.problems import Problems
 from tests.unit.argument_lines import Check, check, command_line, has
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tests.unit.script_fakes import hf_config, script_flags

@@ -13,13 +13,13 @@ import pytest
 
 import train
 import train_async
+from slime.config.args import Args
 from slime.ray import checkpoints, driver, exit_request, run_parts
 from slime.ray.attempts import attempts
 from slime.ray.exit_request import ExitRequest
 from slime.ray.run import RunPlan, TrainingRun
 from slime.ray.run_parts import RunParts
 from slime.ray.utils import ActorFailure, ActorLost
-from slime.utils.arguments.args import Args
 from slime.utils.checkpoint_paths import TRACKER_FILE, state_path
 from slime.utils.errors import UsageError
 

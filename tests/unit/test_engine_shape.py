@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.shape_checks import shape_problems, undivided
 from slime.backends.sglang_utils.start_failures import memory_advice
-from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
+from slime.config.sglang.shape_checks import shape_problems, undivided
+from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from tests.unit.argument_lines import Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures

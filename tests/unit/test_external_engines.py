@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils import external
-from slime.backends.sglang_utils.arguments import derive_engines, external_flag_problems
 from slime.backends.sglang_utils.external import (
     ExternalEngine,
     ExternalEngineInfo,
@@ -21,7 +20,8 @@ from slime.backends.sglang_utils.external import (
     external_engine_problems,
     start_external_rollout_servers,
 )
-from slime.utils.arguments.problems import Problems
+from slime.config.problems import Problems
+from slime.config.sglang.arguments import derive_engines, external_flag_problems
 from slime.utils.errors import UsageError
 from tests.unit.test_server_control import Script
 

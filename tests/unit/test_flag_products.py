@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from slime.utils.arguments import CommandLine
+from slime.config.parse import CommandLine
 from tests.unit.argument_mutations import HF_CONFIG, write_files
 from tests.unit.megatron_fakes import OF_FAMILY, prepare_to_fork
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.utils.arguments import CommandLine
+from slime.config.parse import CommandLine
 from tools.make_flag_reference import DEFAULT_OUTPUT, render
 
 

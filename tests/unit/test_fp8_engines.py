@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.quantization_checks import cut_blocks, quantization_problems
-from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
+from slime.config.sglang.quantization_checks import cut_blocks, quantization_problems
+from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from slime.ray.dry_run import find_format
 from slime.utils.fp8_format import Fp8Format
 from tests.unit.argument_lines import Check, check, command_line, has

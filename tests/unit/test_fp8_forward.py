@@ -123,8 +123,8 @@ def check_linears(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state
 
     from slime.backends.megatron_utils.fp8_forward import compute_in_fp8
-    from slime.backends.megatron_utils.fp8_forward_plan import Fp8Choice
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.config.megatron.fp8_forward_plan import Fp8Choice
 
     model = get_model_provider_func(args)().bfloat16()
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -170,9 +170,9 @@ def test_a_linear_layer_rounds_what_it_multiplies_and_has_the_gradients_of_bf16(
 def check_that_models_agree(args: argparse.Namespace, hf: Path) -> None:
     """The model in fp8 is near the one that does not round, and not the same; its gradients are finite."""
     from slime.backends.megatron_utils.fp8_forward import compute_in_fp8
-    from slime.backends.megatron_utils.fp8_forward_plan import Fp8Choice
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.config.megatron.fp8_forward_plan import Fp8Choice
 
     lengths = [9, 5]
     ids = torch.randint(0, 100, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
@@ -203,9 +203,9 @@ def test_a_model_in_fp8_is_near_the_one_in_full_precision(tmp_path: Path, family
 
 def check_experts(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.fp8_forward import compute_in_fp8, fp8_grouped_product
-    from slime.backends.megatron_utils.fp8_forward_plan import Fp8Choice
     from slime.backends.megatron_utils.model import grouped_experts
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.config.megatron.fp8_forward_plan import Fp8Choice
 
     model = get_model_provider_func(args)().bfloat16()
     compute_in_fp8([model], Fp8Choice.of(args))

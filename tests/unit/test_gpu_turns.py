@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import train
+from slime.config.args import Args
 from slime.ray import actor_group, checkpoints, engine_upkeep, gpu_turns, run_parts
 from slime.ray import run as run_module
 from slime.ray import start as start_module
 from slime.ray.released_trainers import ReleasedTrainGroup
 from slime.ray.run import RunPlan, TrainingRun
 from slime.ray.utils import ActorFailure
-from slime.utils.arguments.args import Args
 
 
 class Group:

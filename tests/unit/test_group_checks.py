@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils import group_checks, initialize
-from slime.backends.megatron_utils.arguments import megatron_problems
-from slime.backends.megatron_utils.layout_checks import layout_problems
+from slime.backends.megatron_utils import initialize
+from slime.config.megatron import group_checks
+from slime.config.megatron.arguments import megatron_problems
+from slime.config.megatron.layout_checks import layout_problems
 from tests.unit.megatron_fakes import make_args
 from tests.unit.test_megatron_layout import EXPERTS, parse
 

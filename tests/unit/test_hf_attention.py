@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from slime.backends.megatron_utils.cp_utils import gathered_places
-from slime.backends.megatron_utils.hf_config import unsupported_model
-from slime.backends.megatron_utils.hf_config_check import config_mismatches
 from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
-from slime.utils.arguments import CommandLine
+from slime.config.parse import CommandLine
+from slime.models.hf_config import unsupported_model
+from slime.models.hf_config_check import config_mismatches
 from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tests.unit.test_hf_weights import assert_same_bytes, run_tool, tensors_of

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron_utils.hf_config import (
+from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
+from slime.models.hf_config import (
     DEFAULTS,
     SUPPORTED_MODEL_TYPES,
     model_args_from_hf,
     moe_layer_pattern,
     unsupported_model,
 )
-from slime.backends.megatron_utils.hf_config_check import CROSS_CHECKED, config_mismatches, flag_of
-from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
+from slime.models.hf_config_check import CROSS_CHECKED, config_mismatches, flag_of
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import text_config
 from tests.unit.megatron_fakes import NAMED_AS

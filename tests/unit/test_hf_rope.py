@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from slime.backends.megatron_utils.hf_config import model_args_from_hf
+from slime.models.hf_config import model_args_from_hf
 from slime.utils.errors import UsageError
 from tests.unit.test_hf_config import KIMI_K2, fixture
 

@@ -16,10 +16,10 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils.hf_config_check import PREDICTING
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, family_of_args, remove_padding
 from slime.backends.megatron_utils.megatron_to_hf.layouts import GateUp, Qkv, TensorShape
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, family_of
+from slime.models.hf_config_check import PREDICTING
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import is_of_other_part
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world

@@ -17,8 +17,8 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import (
     stored_bytes,
 )
 from slime.backends.sglang_utils.int4_engine import _scale_place, _Stored
-from slime.backends.sglang_utils.quantization_checks import cut_blocks, quantization_problems
-from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
+from slime.config.sglang.quantization_checks import cut_blocks, quantization_problems
+from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
 from slime.utils.int4_format import EXPERTS_ONLY, Int4Format

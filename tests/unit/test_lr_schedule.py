@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
-from slime.utils.arguments.check_batch import check_warmup
+from slime.config.rules.check_batch import check_warmup
 from slime.utils.errors import UsageError
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from slime.backends.megatron_utils import arguments
-from slime.backends.megatron_utils.arguments import (
+from slime.config.megatron import arguments
+from slime.config.megatron.arguments import (
     add_megatron_arguments,
     derive_megatron,
     megatron_problems,

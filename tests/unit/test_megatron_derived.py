@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from slime.backends.megatron_utils import derived
-from slime.backends.megatron_utils.arguments import add_megatron_arguments
 from slime.backends.megatron_utils.config_values import torch_type
+from slime.config.megatron import derived
+from slime.config.megatron.arguments import add_megatron_arguments
 from tests.unit.megatron_fakes import SLIME_DEFAULTS
 
 
@@ -159,7 +159,7 @@ def test_options_are_registered_without_torch_and_megatron_core():
     add_megatron_arguments(argparse.ArgumentParser())
     code = (
         "import argparse, sys\n"
-        "from slime.backends.megatron_utils.arguments import add_megatron_arguments\n"
+        "from slime.config.megatron.arguments import add_megatron_arguments\n"
         "add_megatron_arguments(argparse.ArgumentParser())\n"
         "print(sorted({'torch', 'megatron.core'} & set(sys.modules)))"
     )

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils import model_provider
-from slime.backends.megatron_utils.arguments import (
+from slime.backends.megatron_utils.config_values import config_kwargs
+from slime.config import parse as command_line
+from slime.config.megatron.arguments import (
     add_megatron_arguments,
     derive_megatron,
     later_megatron_flags,
     megatron_flag_class,
     megatron_warnings,
 )
-from slime.backends.megatron_utils.config_flags import NO_OPTION, flag_of_field, megatron_configs
-from slime.backends.megatron_utils.config_values import config_kwargs
-from slime.backends.megatron_utils.flag_classes import groups_by_option, refused_flags, registered
-from slime.backends.megatron_utils.megatron_flags import SLIMES, TABLE
-from slime.backends.megatron_utils.parser_flags import int_pair, layer_pattern
-from slime.backends.megatron_utils.refused_values import REFUSED_VALUES, SAME_AS_DEFAULT
-from slime.utils.arguments import parse as command_line
-from slime.utils.arguments.flags import option_name
+from slime.config.megatron.config_flags import NO_OPTION, flag_of_field, megatron_configs
+from slime.config.megatron.flag_classes import groups_by_option, refused_flags, registered
+from slime.config.megatron.megatron_flags import SLIMES, TABLE
+from slime.config.megatron.parser_flags import int_pair, layer_pattern
+from slime.config.megatron.refused_values import REFUSED_VALUES, SAME_AS_DEFAULT
+from slime.config.parser import option_name
 from tests.unit.megatron_fakes import SLIME_DEFAULTS
 
 SOURCES = Path(model_provider.__file__).parents[2]

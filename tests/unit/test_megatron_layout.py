@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
-from slime.backends.megatron_utils.arguments import add_megatron_arguments, derive_megatron, megatron_problems
-from slime.backends.megatron_utils.layout import Layout, nearest_divisor
-from slime.backends.megatron_utils.layout_checks import layout_problems
+from slime.config.megatron.arguments import add_megatron_arguments, derive_megatron, megatron_problems
+from slime.config.megatron.layout import Layout, nearest_divisor
+from slime.config.megatron.layout_checks import layout_problems
 from tests.unit.megatron_fakes import SLIME_DEFAULTS
 
 MODEL = (

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.utils.arguments.args import Args
-from slime.utils.arguments.custom_config import FileValues
-from slime.utils.arguments.parse import build_parser
-from slime.utils.arguments.roles import (
+from slime.config.args import Args
+from slime.config.files.custom_config import FileValues
+from slime.config.files.roles import (
     CRITIC_FORCED,
     NOT_INHERITED,
     Role,
@@ -24,6 +23,7 @@ from slime.utils.arguments.roles import (
     role_overrides,
     role_values,
 )
+from slime.config.parse import build_parser
 from slime.utils.errors import UsageError
 from tests.unit.yaml_mutations import edited
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.train_infer_mismatch_helper import mis, summarize
-from slime.utils.arguments.problems import Problems
+from slime.config.problems import Problems
 from tests.unit.argument_lines import Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
+from slime.models.hf_config import SUPPORTED_MODEL_TYPES
 from tools.make_model_reference import DEFAULT_OUTPUT, axes_of, quantized, render
 
 

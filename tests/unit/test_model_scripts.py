@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.arguments import add_megatron_arguments
-from slime.backends.megatron_utils.hf_config import model_args_from_hf
 from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, strip_wrappers
-from slime.utils.arguments import CommandLine
+from slime.config.megatron.arguments import add_megatron_arguments
+from slime.config.parse import CommandLine
+from slime.models.hf_config import model_args_from_hf
 from slime.utils.hf_text_config import text_config
 from tests.unit.megatron_fakes import WITH_VISION, make_args, run_world
 from tests.unit.script_fakes import FIXTURES, ROOT, SHORTENED, hf_config, script_flags

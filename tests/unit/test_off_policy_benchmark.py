@@ -81,7 +81,7 @@ def test_a_setting_that_is_none_is_refused(text: str):
 
 
 def test_every_correction_is_a_command_line_that_parses(options: argparse.Namespace, monkeypatch, tmp_path: Path):
-    from slime.utils.arguments import CommandLine
+    from slime.config.parse import CommandLine
     from tests.unit.argument_mutations import write_files
 
     monkeypatch.chdir(tmp_path)

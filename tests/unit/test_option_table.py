@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import option_table
-from slime.utils.arguments.flags import Parser
-from slime.utils.arguments.option_table import OptionTable, cached_table, capture, capture_elsewhere
+from slime.config import option_table
+from slime.config.option_table import OptionTable, cached_table, capture, capture_elsewhere
+from slime.config.parser import Parser
 from slime.utils.errors import UsageError
 
 

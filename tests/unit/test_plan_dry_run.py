@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.config.problems import Problems
 from slime.ray import plan_check
 from slime.ray.dry_run import dry_run, hook_report, hook_reports
 from slime.ray.plan_check import engine_kinds, find_device
 from slime.rollout.base_types import GenerateFn, RewardFn
-from slime.utils.arguments.problems import Problems
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.plan import Facts, make_plan

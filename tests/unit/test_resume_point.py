@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.resumed_state import REFERENCE_PART, STATE_FILE, note_state_of_data_source
+from slime.config.args import Args
 from slime.ray.resume_point import settle_checkpoint
 from slime.utils import manifest
-from slime.utils.arguments.args import Args
 from slime.utils.checkpoint_paths import (
     MODEL_SHAPE_FILE,
     STATE_MANIFEST,

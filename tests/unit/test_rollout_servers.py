@@ -12,7 +12,7 @@ import pytest
 
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
 from slime.backends.sglang_utils.server_control import Worker
-from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan
+from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from slime.ray.rollout import servers as module
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.servers import ModelServers, RolloutServers

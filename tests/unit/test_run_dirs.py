@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.files.resume import line_to_go_on
+from slime.config.problems import Problems
+from slime.config.rules.check_run_dirs import move_earlier_runs
 from slime.utils import run_records
-from slime.utils.arguments.check_run_dirs import move_earlier_runs
-from slime.utils.arguments.problems import Problems
-from slime.utils.arguments.resume import line_to_go_on
 from slime.utils.errors import UsageError
 from slime.utils.run_dir import EarlierRun, earlier_run
 from tests.unit.argument_lines import Check, base, check, command_line, has
@@ -181,7 +181,7 @@ def test_a_fresh_output_that_cannot_be_moved_is_one_error(check: Check, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr("slime.utils.arguments.check_run_dirs.os.rename", refuse)
+    monkeypatch.setattr("slime.config.rules.check_run_dirs.os.rename", refuse)
     with pytest.raises(UsageError, match=r"--fresh-output cannot move .*/out to .*/out\.1: Device or resource busy"):
         move_earlier_runs(args)
 

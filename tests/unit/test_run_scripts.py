@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.flags.debug import AskFlags
+from slime.config.parse import CommandLine
+from slime.config.parser import option_name
 from slime.ray.dry_run import dry_run
-from slime.utils.arguments import CommandLine
-from slime.utils.arguments.debug import AskFlags
-from slime.utils.arguments.flags import option_name
 from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
 from tests.unit.script_fakes import ROOT, hf_config, run_script, script_flags, start_script
 

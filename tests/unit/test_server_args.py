@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils.options import OWNED
 from slime.backends.sglang_utils.server_args import (
     EnginePlace,
     EngineSpec,
@@ -16,6 +15,7 @@ from slime.backends.sglang_utils.server_args import (
     device_defaults,
     server_environment,
 )
+from slime.config.sglang.options import OWNED
 
 
 def arguments(**changed: object) -> Namespace:
@@ -133,8 +133,8 @@ def test_an_encoder_has_no_language_model_and_the_engines_that_use_it_only_that(
 
 
 def test_the_arguments_are_fields_of_the_installed_sglang() -> None:
-    from slime.backends.sglang_utils.options import server_table
-    from slime.utils.arguments.flags import Parser
+    from slime.config.parser import Parser
+    from slime.config.sglang.options import server_table
 
     parser = Parser()
     server_table().add_to(parser)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils import arguments as sglang
-from slime.backends.sglang_utils import options
-from slime.utils.arguments.flags import Parser, add_flags, defaults_of, explicit_flags
-from slime.utils.arguments.problems import Problems
+from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags
+from slime.config.problems import Problems
+from slime.config.sglang import arguments as sglang
+from slime.config.sglang import options
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = list(defaults_of(sglang.SglangFlags))

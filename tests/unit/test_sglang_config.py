@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.backends.sglang_utils.options import OWNED, server_table
-from slime.backends.sglang_utils.sglang_config import (
+from slime.config.sglang.options import OWNED, server_table
+from slime.config.sglang.sglang_config import (
     GROUP_OWNED,
     ModelConfig,
     ServerGroupConfig,

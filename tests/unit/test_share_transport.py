@@ -11,8 +11,8 @@ import pytest
 import ray
 import torch
 
+from slime.config.rules import check_devices
 from slime.ray.rollout import share_transport
-from slime.utils.arguments import check_devices
 from slime.utils.columns import restore_columns
 
 SHARE = {

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.megatron_utils.attention_checks import check_attention, check_indexer_stages
-from slime.backends.megatron_utils.hf_config import indexer_types
-from slime.utils.arguments import CommandLine
-from slime.utils.arguments.check_trainer import check_indexers
+from slime.config.megatron.attention_checks import check_attention, check_indexer_stages
+from slime.config.parse import CommandLine
+from slime.config.rules.check_trainer import check_indexers
+from slime.models.hf_config import indexer_types
 from slime.utils.plan.shape import linear_attention_pattern
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tests.unit.script_fakes import hf_config, script_flags

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.external import ExternalEngineInfo
-from slime.backends.sglang_utils.topology import (
+from slime.config.sglang.topology import (
     EngineGroupPlan,
     ModelPlan,
     num_policy_engines,

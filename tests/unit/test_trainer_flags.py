@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import Checked, CommandLine
+from slime.config.parse import Checked, CommandLine
 from tests.unit.argument_mutations import write_files
 
 BASE = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from slime.backends.megatron_utils import kernel_checks
+from slime.config.megatron import kernel_checks
 from tests.unit.argument_lines import Check, check, command_line
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed
 

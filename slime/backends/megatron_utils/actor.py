@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils import initialize
-from slime.backends.megatron_utils.arguments import model_shape
 from slime.backends.megatron_utils.checkpoint import (
     CheckpointSource,
     UnfinishedCheckpoint,
@@ -68,6 +67,7 @@ from slime.backends.megatron_utils.spiky_loss import SpikyLoss
 from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.training_passes import passes_over
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
+from slime.config.megatron.arguments import model_shape
 from slime.observability.memory_recorder import recorder_of
 from slime.observability.profiler import Profiler
 from slime.observability.timer import Timer, timer

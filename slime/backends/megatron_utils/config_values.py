@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from slime.backends.megatron_utils.flag_classes import fields_without_effect
+from slime.config.megatron.flag_classes import fields_without_effect
 
 if TYPE_CHECKING:
     import torch

@@ -25,14 +25,14 @@ from slime.backends.sglang_utils.engine_client import FLUSH_DEADLINE_S, MEMORY_T
 from slime.backends.sglang_utils.external import ExternalEngine, start_external_rollout_servers
 from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
-from slime.backends.sglang_utils.topology import EngineGroupPlan, ModelPlan, releases_memory
+from slime.config.args import publish_runtime
+from slime.config.sglang.topology import EngineGroupPlan, ModelPlan, releases_memory
 from slime.ray.placement_group import Slot
 from slime.ray.rollout.engine_nodes import nodes_of_engine
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, threads_per_engine
 from slime.ray.utils import ActorFailure, get, node_address
 from slime.utils.api_keys import protect_engine
-from slime.utils.arguments import publish_runtime
 from slime.utils.errors import HttpError
 from slime.utils.misc import url_host
 from slime.utils.wait import WaitTimeout

@@ -17,8 +17,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.hf_config import indexer_types
 from slime.backends.megatron_utils.model.spec import assemble_block
+from slime.models.hf_config import indexer_types
 from slime_plugins.models.sparse_attention import IndexerPlan, SparseAttention, SparseLatentAttention
 
 

@@ -23,7 +23,7 @@ MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-to
 
 
 def mode_args(mode, **changes):
-    per_token = mode == "token-mean"  # as slime.utils.arguments.derive says
+    per_token = mode == "token-mean"  # as slime.config.derive says
     values = {"loss_agg_mode": mode, "calculate_per_token_loss": per_token, "rollout_max_response_len": MAX_RESPONSE}
     return make_args(**values, **changes)
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slime.config.flags import algorithm
 from slime.rollout.rewards import post_process_rewards
-from slime.utils.arguments import algorithm
 from slime.utils.ppo_utils import ESTIMATORS, chunked_discounted_returns, whiten, whitening
 from slime.utils.types import Sample
 from tests.unit.argument_lines import Check, check, command_line, has

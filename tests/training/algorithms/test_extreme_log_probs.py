@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.train_infer_mismatch_helper import mis
-from slime.utils.arguments.algorithm import AlgorithmFlags
+from slime.config.flags.algorithm import AlgorithmFlags
 from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, compute_policy_loss
 from slime.utils.ppo_utils.kl import KL_LOSS_TYPES
 from tests.training.algorithms.loss_world import LENGTHS, MASKS, MAX_RESPONSE, make_args, make_world, run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.utils.arguments.problems import Problems
+from slime.config.problems import Problems
 from tests.integration.trainer_world import NUM_SAMPLES, parameters, train, trainer_args
 from tests.unit.argument_lines import Check, check, command_line, has
 

@@ -15,7 +15,6 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from slime.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
 from slime.backends.megatron_utils.megatron_to_hf.layouts import (
     DeltaNetConv,
     DeltaNetRows,
@@ -29,6 +28,7 @@ from slime.backends.megatron_utils.megatron_to_hf.layouts import (
     SwappedHalves,
     Vocab,
 )
+from slime.models.hf_config import SUPPORTED_MODEL_TYPES
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
-from slime.backends.megatron_utils.hf_config import moe_layer_pattern
+from slime.models.hf_config import moe_layer_pattern
 from slime.utils import accelerator
 
 LOSSES = ("load_balancing_loss", "z_loss")

@@ -21,12 +21,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slime.backends.megatron_utils.hf_config import moe_layer_pattern
 from slime.backends.megatron_utils.model.grouped_experts import GroupedExperts
 from slime.backends.megatron_utils.model.latent_attention import LatentAttention
 from slime.backends.megatron_utils.model.routing import ReplayRouter
 from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
+from slime.models.hf_config import moe_layer_pattern
 from slime.utils import accelerator
 from slime.utils.fusion import kernel_on_cuda
 from slime.utils.misc import hook_args, load_function

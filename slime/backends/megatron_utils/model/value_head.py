@@ -29,7 +29,7 @@ CHECKPOINT_PREFIX = "value_head."
 
 
 def is_value_model(args: Any) -> bool:
-    """Whether these args are a critic's (slime.utils.arguments.roles)."""
+    """Whether these args are a critic's (slime.config.files.roles)."""
     return args.loss_type == "value_loss"
 
 

@@ -49,7 +49,7 @@ def at_least(lowest: float, kind: type) -> Callable[[str], Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line: ours, then all of Megatron's flags."""
-    from slime.backends.megatron_utils.arguments import add_megatron_arguments
+    from slime.config.megatron.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(
         prog="python -m slime.backends.megatron_utils.server.megatron_server",
@@ -149,7 +149,7 @@ def parse_server_args(argv: Sequence[str] | None, world_size: int) -> argparse.N
     Raises:
         UsageError: flags that disagree with each other, with the HF config or with what is at their paths.
     """
-    from slime.backends.megatron_utils.arguments import (
+    from slime.config.megatron.arguments import (
         kernel_problems,
         megatron_problems,
         model_args_from_hf,

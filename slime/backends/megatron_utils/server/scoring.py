@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.arguments import model_differences
 from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint
 from slime.backends.megatron_utils.data import Packing, pack
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
@@ -20,6 +19,7 @@ from slime.backends.megatron_utils.model.forward_only import run_model
 from slime.backends.megatron_utils.model.setup import build_model
 from slime.backends.megatron_utils.model_weights import named_tensors
 from slime.backends.megatron_utils.server.protocol import Alternatives, Score, ScoreRequest
+from slime.config.megatron.arguments import model_differences
 from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.distributed_utils import get_gloo_group

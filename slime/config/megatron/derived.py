@@ -1,0 +1,185 @@
+"""Values that follow from Megatron's flags: small pure functions, and `derive_megatron`, which applies them.
+
+Nothing here judges a value, and torch is not needed; a directory's config.json is read for the vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from slime.config.megatron.layout import Layout, ffn_size, query_groups, virtual_stages
+from slime.utils.hf_text_config import text_config
+
+CONSTANTS: dict[str, Any] = {
+    "use_distributed_optimizer": True,
+    "variable_seq_lengths": True,
+    "attention_softmax_in_fp32": True,
+    "use_persistent_ckpt_worker": True,
+    "ckpt_assume_constant_structure": True,
+    "ckpt_fully_parallel_load": True,
+    "dist_ckpt_save_pre_mcore_014": True,
+    "rank": 0,
+}
+"""What is so whatever the flags say; hooks written for upstream read these."""
+
+
+def derive_megatron(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values that follow from Megatron's flags: {attribute: value}; changes nothing in `args`."""
+    bf16 = trains_in_bf16(args.accelerator, fp16=args.fp16)
+    tensor, latent = args.tensor_model_parallel_size, args.multi_latent_attention
+    derived: dict[str, Any] = {
+        **CONSTANTS,
+        "bf16": bf16,
+        "params_dtype": parameter_type(bf16=bf16, fp16=args.fp16),
+        "grad_reduce_in_fp32": gradients_in_fp32(
+            args.grad_reduce_in_fp32,
+            bf16=bf16,
+            in_bf16=args.grad_reduce_in_bf16
+            or (args.use_precision_aware_optimizer and args.main_grads_dtype == "bf16"),
+        ),
+        "attention_backend": attention_backend(args.attention_backend, use_flash_attn=args.use_flash_attn),
+        "apply_wd_to_qk_layernorm": args.apply_wd_to_qk_layernorm or args.no_weight_decay_cond_type is not None,
+        "moe_token_dispatcher_type": token_dispatcher(args.moe_token_dispatcher_type, has_deepep=uses_deepep(args)),
+        "moe_enable_deepep": uses_deepep(args),
+        "rope_type": args.rope_type or ("yarn" if latent else "rope"),
+        **lengths(args.seq_length, args.max_position_embeddings),
+        **weight_decay_range(args.weight_decay, args.start_weight_decay, args.end_weight_decay),
+        **tokenizer(args.tokenizer_type, args.tokenizer_model, args.hf_checkpoint),
+        **parallel_sizes(args),
+    }
+    for name in ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "cuda_graph_scope"):
+        derived[name] = single(vars(args)[name])
+    if args.num_attention_heads and args.hidden_size:
+        derived |= model_sizes(args)
+        if derived["vocab_size"] and not args.padded_vocab_size:
+            derived["padded_vocab_size"] = padded_vocab(
+                derived["vocab_size"],
+                multiple=args.make_vocab_size_divisible_by,
+                tensor=tensor,
+            )
+    return derived
+
+
+def trains_in_bf16(accelerator: str, *, fp16: bool) -> bool:
+    """bfloat16 unless float16 is asked for; without a GPU neither."""
+    return accelerator != "cpu" and not fp16
+
+
+def parameter_type(*, bf16: bool, fp16: bool) -> str:
+    """The name of the weights' torch type; config_values.torch_type has the type (torch takes a second to import)."""
+    return "bfloat16" if bf16 else "float16" if fp16 else "float32"
+
+
+def gradients_in_fp32(given: bool, *, bf16: bool, in_bf16: bool) -> bool:
+    """Gradients are kept and reduced in fp32 when asked to, and under bfloat16 unless asked not to (as Megatron)."""
+    return given or (bf16 and not in_bf16)
+
+
+def attention_backend(given: str, *, use_flash_attn: bool) -> str:
+    """The older switch asks for flash, unless a backend is named."""
+    return "flash" if use_flash_attn and given == "auto" else given
+
+
+def asks_for_deepep(args: argparse.Namespace) -> bool:
+    """Return whether a flag asks that DeepEP's kernels send tokens to their experts."""
+    return bool(args.num_moe_experts and (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex"))
+
+
+def has_deepep() -> bool:
+    """Return whether DeepEP is installed."""
+    return importlib.util.find_spec("deep_ep") is not None
+
+
+def uses_deepep(args: argparse.Namespace) -> bool:
+    """Return whether DeepEP is asked for, can be had here, and has ranks to send tokens between."""
+    ranks = (args.tensor_model_parallel_size or 1) * (args.expert_model_parallel_size or 1)
+    return asks_for_deepep(args) and ranks > 1 and args.accelerator == "cuda" and has_deepep()
+
+
+def without_deepep(args: argparse.Namespace) -> str | None:
+    """Say why a line that asks for DeepEP goes without; None where it does not ask, or gets it."""
+    if not asks_for_deepep(args) or uses_deepep(args):
+        return None
+    flag = "--moe-enable-deepep" if args.moe_enable_deepep else "--moe-token-dispatcher-type flex"
+    if args.accelerator != "cuda":
+        why = f"DeepEP needs CUDA, and --accelerator is {args.accelerator}"
+    elif not has_deepep():
+        why = "DeepEP (the package deep_ep) is not installed here"
+    else:
+        why = "one rank has all experts"
+    return f"{flag}: {why}; tokens go to their experts by --moe-token-dispatcher-type alltoall"
+
+
+def token_dispatcher(given: str, *, has_deepep: bool) -> str:
+    """Megatron's dispatcher of DeepEP where it is, and else the one that can handle lengths that vary."""
+    return "flex" if has_deepep else "alltoall" if given in ("allgather", "flex") else given
+
+
+def lengths(seq_length: int | None, max_position_embeddings: int | None) -> dict[str, int]:
+    """Lengths that Megatron is told about; packed micro-batches have their own."""
+    seq_length = seq_length or 4096
+    return {"seq_length": seq_length, "max_position_embeddings": max_position_embeddings or seq_length}
+
+
+def weight_decay_range(weight_decay: float, start: float | None, end: float | None) -> dict[str, float]:
+    """Weight decay at the first and the last step."""
+    return {
+        "start_weight_decay": weight_decay if start is None else start,
+        "end_weight_decay": weight_decay if end is None else end,
+    }
+
+
+def tokenizer(kind: str | None, model: str | None, hf_checkpoint: str | None) -> dict[str, str | None]:
+    """The tokenizer is the HF checkpoint's."""
+    return {"tokenizer_type": kind or "HuggingFaceTokenizer", "tokenizer_model": model or hf_checkpoint}
+
+
+def parallel_sizes(args: argparse.Namespace) -> dict[str, int | None]:
+    """Sizes of groups that follow from the layout; rounded down where it does not divide."""
+    layout, given = Layout.of(args), args.expert_tensor_parallel_size
+    return {
+        "world_size": layout.world,
+        "data_parallel_size": layout.data,
+        "expert_tensor_parallel_size": layout.expert_tensor if given is None else given,
+        "virtual_pipeline_model_parallel_size": virtual_stages(args, layout.pipeline),
+    }
+
+
+def single(value: Any) -> Any:
+    """A list of one value as that value; Megatron's options accept one per layer or per loss."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def padded_vocab(vocab_size: int, *, multiple: int, tensor: int) -> int:
+    """Rows of the embedding: the vocabulary, rounded up so that each tensor-parallel rank gets a multiple."""
+    multiple = max(1, multiple) * max(1, tensor)
+    return -(-vocab_size // multiple) * multiple
+
+
+def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes of the model that were left to their defaults."""
+    heads = args.num_attention_heads
+    return {
+        "num_query_groups": query_groups(args),
+        # Latent attention has heads of sizes of its own, whatever is given here.
+        "kv_channels": (args.v_head_dim if args.multi_latent_attention else args.kv_channels)
+        or args.hidden_size // heads,
+        "ffn_hidden_size": ffn_size(args),
+        "vocab_size": args.vocab_size or vocab_size_of(args.hf_checkpoint),
+    }
+
+
+def vocab_size_of(hf_checkpoint: str | None) -> int | None:
+    """The vocabulary of an HF directory; None where there is no readable config.json."""
+    config = Path(hf_checkpoint or "") / "config.json"
+    if not hf_checkpoint or not config.is_file():
+        return None
+    try:
+        size = text_config(json.loads(config.read_text())).get("vocab_size")
+    except (ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None

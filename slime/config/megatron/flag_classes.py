@@ -1,0 +1,130 @@
+"""What follows from the table in megatron_flags.py: the class of an option, warnings and refusals.
+
+It compares values with defaults and knows no rule between options; arguments.py and layout_checks.py do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Collection
+from typing import Any
+
+from slime.config.megatron.config_flags import add_config_flags
+from slime.config.megatron.megatron_flags import (
+    ALWAYS,
+    SLIMES,
+    TABLE,
+    Group,
+    Kind,
+)
+from slime.config.megatron.parser_flags import add_parser_flags
+from slime.config.megatron.refused_values import REFUSED_VALUES, SAME_AS_DEFAULT
+
+
+@functools.cache
+def groups_by_option() -> dict[str, Group]:
+    """option -> its row of the table."""
+    return {option: group for group in TABLE for option in group.options.split()}
+
+
+@functools.cache
+def registered() -> dict[str, argparse.Action]:
+    """First name of each of Megatron's options -> its action, in the order of --help."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_parser_flags(parser)
+    add_config_flags(parser)
+    return {action.option_strings[0]: action for action in parser._actions}
+
+
+def option_of(attribute: str) -> str:
+    """The option string of one of Megatron's attributes; for any other, its name as an option."""
+    return _options_by_attribute().get(attribute, "--" + attribute.replace("_", "-"))
+
+
+@functools.cache
+def _options_by_attribute() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for option, action in registered().items():
+        if option == "--" + action.dest.replace("_", "-"):  # an older name may stand before it
+            found[action.dest] = option
+        elif action.nargs != 0 or action.const in (True, False):  # not the short forms of other options
+            found.setdefault(action.dest, option)
+    return found
+
+
+def megatron_flag_class(option: str) -> tuple[Kind, str] | None:
+    """(class, reason) of one of Megatron's options; None for any other option, slime's own included."""
+    for first, action in registered().items():
+        if option in action.option_strings and first not in SLIMES:
+            group = groups_by_option()[first]
+            later = f"not supported yet ({group.later})" if group.later else ""
+            return group.kind, ": ".join(text for text in (later, group.reason) if text)
+    return None
+
+
+def later_megatron_flags() -> dict[str, str]:
+    """option, or "option value" -> topic of the work that brings it, in the order of the table."""
+    options = {option: group.later for option, group in groups_by_option().items() if group.later}
+    values = {
+        f"{option} {value}": topic
+        for option, refused in REFUSED_VALUES.items()
+        for value, (_, topic) in refused.items()
+        if topic
+    }
+    return options | values
+
+
+def megatron_warnings(args: argparse.Namespace, explicit: Collection[str]) -> list[str]:
+    """One sentence that names every given option without an effect here; an empty list when there is none.
+
+    Args:
+        args: parsed flags.
+        explicit: attributes whose flags are on the command line.
+    """
+    given: dict[str, list[str]] = {}
+    for option, action in registered().items():
+        group = groups_by_option().get(option)
+        if group is not None and group.kind == "warned" and action.dest in explicit:
+            given.setdefault(group.reason, []).append(option)
+    if not given:
+        return []
+    return ["accepted, without effect: " + "; ".join(f"{', '.join(o)} ({why})" for why, o in given.items()) + "."]
+
+
+def refused_flags(args: argparse.Namespace, derived: Collection[str] = ()) -> list[str]:
+    """One sentence for each group of refused options that have another value than their default.
+
+    Args:
+        args: parsed flags, before or after derivation.
+        derived: attributes that were not given but derived; they are left alone.
+    """
+    found: dict[tuple[str, str | None], list[str]] = {}
+    for option, action in registered().items():
+        group, value = groups_by_option().get(option), vars(args).get(action.dest, action.default)
+        if group is None or value == action.default or (group.kind == "refused" and action.dest in derived):
+            continue
+        if group.kind == "refused" and value not in SAME_AS_DEFAULT.get(option, ()):
+            found.setdefault((group.reason, group.later), []).append(_shown(option, value))
+        elif not isinstance(value, list) and value in REFUSED_VALUES.get(option, {}):
+            found.setdefault(REFUSED_VALUES[option][value], []).append(_shown(option, value))
+    return [_refusal(options, reason, later) for (reason, later), options in found.items()]
+
+
+def _shown(option: str, value: Any) -> str:
+    text = "" if isinstance(value, bool) else f" {value}"
+    return option + (text if len(text) <= 40 else text[:36] + " ...")
+
+
+def _refusal(options: list[str], reason: str, later: str | None) -> str:
+    verb = "is" if len(options) == 1 else "are"
+    if later is None:
+        return f"{', '.join(options)} {verb} not supported: {reason}; leave {'it' if verb == 'is' else 'them'} out."
+    return f"{', '.join(options)} {verb} not supported yet ({later}){': ' + reason if reason else ''}."
+
+
+def fields_without_effect() -> frozenset[str]:
+    """Attributes of warned options that are not passed on to Megatron's configs."""
+    groups = groups_by_option().items()
+    ignored = [option for option, group in groups if group.kind == "warned" and group.reason != ALWAYS]
+    return frozenset(registered()[option].dest for option in ignored)

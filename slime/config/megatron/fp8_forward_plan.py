@@ -1,0 +1,273 @@
+"""Which linear layers compute their forward pass in fp8 (--megatron-deepgemm-*), and which cannot.
+
+The forward pass is to be the engine's, so what counts is what the engine computes: the checkpoint has to be one of fp8
+blocks, a layer that it keeps in 16 bit stays so here, and the blocks of a rank's share of a weight have to be blocks
+of the HF tensors. A block of 128 rows must therefore not hold the end of one tensor and the start of the next one: not
+two heads that are neighbours only in Megatron's order of rows, nor a gate and its up projection. It reads flags and
+config.json and computes nothing; fp8_forward.py does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.config.megatron.layout import Layout
+from slime.utils.errors import UsageError
+from slime.utils.fp8_format import DEFAULT_BLOCK, Fp8Format
+from slime.utils.plan.shape import ModelShape
+from slime.utils.weight_format import format_of_checkpoint, weight_format_of
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.megatron_to_hf.rules import Family
+
+LAYERS, MODULES = "--megatron-deepgemm-forward-layers", "--megatron-deepgemm-forward-modules"
+MOE_LAYERS, MOE_MODULES = "--megatron-deepgemm-moe-forward-layers", "--megatron-deepgemm-moe-forward-modules"
+BLOCK = 128
+"""Rows and columns of a weight, and channels of a token, that share a scale."""
+PART_OF_BLOCK = 64
+"""SGLang's rule: the rows of a weight are a multiple of it, else it takes another kernel."""
+EXPERTS = "mlp.experts"
+OF_EXPERT = tuple(f"{EXPERTS}.local_experts.0.{name}" for name in ("linear_fc1", "linear_fc2"))
+
+
+@dataclass(frozen=True)
+class Fp8Choice:
+    """What the flags choose.
+
+    Attributes:
+        layers: decoder layers of the whole model, from 0, whose linear layers are chosen.
+        modules: ends of the names of these; None: all.
+        expert_layers: decoder layers whose experts are.
+        fmt: of the engines' checkpoint.
+        family: the names of its tensors.
+        num_layers: of the model.
+    """
+
+    layers: frozenset[int]
+    modules: tuple[str, ...] | None
+    expert_layers: frozenset[int]
+    fmt: Fp8Format
+    family: Family
+    num_layers: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Fp8Choice | None:
+        """The choice of checked flags; None where nothing computes in fp8."""
+        if args.megatron_deepgemm_forward_layers is None and args.megatron_deepgemm_moe_forward_layers is None:
+            return None
+        fmt = format_of_checkpoint(args.hf_checkpoint)
+        assert isinstance(fmt, Fp8Format), f"--hf-checkpoint {args.hf_checkpoint} is not fp8"  # checked at parse time
+        return cls._with(args, fmt)
+
+    @classmethod
+    def _with(cls, args: argparse.Namespace, fmt: Fp8Format) -> Fp8Choice:
+        from slime.backends.megatron_utils.megatron_to_hf import family_of_args
+
+        modules = args.megatron_deepgemm_forward_modules
+        return cls(
+            frozenset(args.megatron_deepgemm_forward_layers or ()),
+            None if modules is None else tuple(modules),
+            frozenset(args.megatron_deepgemm_moe_forward_layers or ()),
+            fmt,
+            family_of_args(args),
+            args.num_layers,
+        )
+
+    def takes(self, layer: int, module: str) -> bool:
+        """Whether a linear layer outside of experts ("self_attention.linear_proj") computes in fp8."""
+        if layer not in self.layers or not (self.modules is None or any(ends_with(module, m) for m in self.modules)):
+            return False
+        return self.engine_quantizes(layer, module)
+
+    def engine_quantizes(self, layer: int, module: str) -> bool:
+        """Whether the checkpoint has all HF tensors of a linear layer in fp8; not where no rule names it."""
+        try:
+            _, names = self.family.find(f"decoder.layers.{layer}.{module}.weight", self.num_layers)
+        except KeyError:
+            return False
+        return all(self.fmt.quantizes(name) for name in names)
+
+
+def ends_with(name: str, suffix: str) -> bool:
+    """Whether a dotted name ends with the parts of `suffix`."""
+    return name == suffix or name.endswith("." + suffix)
+
+
+@dataclass(frozen=True)
+class LinearSize:
+    """A rank's share of a linear layer's weight.
+
+    Attributes:
+        rows: those that lie together in an HF tensor: of one head, of a gate, or all.
+        columns: inputs.
+        may_end_in_part: the share ends where the HF tensor does, whose last block may be smaller.
+    """
+
+    rows: int
+    columns: int
+    may_end_in_part: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether its blocks are the HF tensors', and SGLang multiplies such ones with DeepGEMM."""
+        step = PART_OF_BLOCK if self.may_end_in_part else BLOCK
+        return self.rows % step == 0 and self.columns % BLOCK == 0
+
+
+def linear_sizes(shape: ModelShape, layer: int, tensor: int) -> dict[str, LinearSize]:
+    """Name -> size of a layer's linear layers outside of experts, on one of `tensor` tensor-parallel ranks."""
+    hidden, found = shape.hidden_size, {}
+    if not shape.is_linear(layer):
+        found = {f"self_attention.{name}": size for name, size in _attention_sizes(shape, tensor).items()}
+    mlp, width = "mlp", shape.ffn_hidden_size
+    if shape.moe_layers[layer]:
+        mlp, width = "mlp.shared_experts", shape.experts.shared_ffn_hidden_size if shape.experts else 0
+    if width:
+        found |= {f"{mlp}.{name}": size for name, size in _mlp_sizes(hidden, width // tensor).items()}
+    return found
+
+
+def _attention_sizes(shape: ModelShape, tensor: int) -> dict[str, LinearSize]:
+    hidden, latent = shape.hidden_size, shape.latent
+    proj = {"linear_proj": LinearSize(hidden, shape.attention_out_width // tensor, True)}
+    if latent is None:
+        return {"linear_qkv": LinearSize(shape.kv_channels, hidden)} | proj
+    is_whole, heads = tensor == 1, shape.num_attention_heads // tensor
+    queries = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
+    keys = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+    if latent.q_lora_rank is None:
+        found = {"linear_q_proj": LinearSize(queries, hidden, is_whole)}
+    else:
+        found = {
+            "linear_q_down_proj": LinearSize(latent.q_lora_rank // tensor, hidden, is_whole),
+            "linear_q_up_proj": LinearSize(queries, latent.q_lora_rank, is_whole),
+        }
+    values = heads * (latent.qk_head_dim + latent.v_head_dim)
+    found["linear_kv_down_proj"] = LinearSize(keys // tensor, hidden, is_whole)
+    found["linear_kv_up_proj"] = LinearSize(values, latent.kv_lora_rank, is_whole)
+    return found | proj
+
+
+def _mlp_sizes(hidden: int, width: int) -> dict[str, LinearSize]:
+    return {"linear_fc1": LinearSize(width, hidden), "linear_fc2": LinearSize(hidden, width, True)}
+
+
+def check_fp8_forward(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
+    """What contradicts what among the flags of a forward pass in fp8; one sentence each.
+
+    Args:
+        args: after derivation.
+        hf_config: of --hf-checkpoint; None where it cannot be read, which is said elsewhere.
+    """
+    given = given_flags(args)
+    if not given:
+        return
+    flags = " ".join(given)
+    if args.accelerator != "cuda":
+        yield f"{flags} needs CUDA: DeepGEMM has no kernels for --accelerator {args.accelerator}; leave it out."
+    if not args.bf16:
+        yield f"{flags} needs --bf16: DeepGEMM's products are in bf16; give it, or leave {flags} out."
+    fmt = _format_of(hf_config)
+    if hf_config is not None and (fmt is None or fmt.block_size != DEFAULT_BLOCK):
+        how = "in 16 bit" if not hf_config.get("quantization_config") else "with other scales than one a block of 128"
+        yield (
+            f"{flags}: the engines of --hf-checkpoint {args.hf_checkpoint} compute {how}, and the forward pass is "
+            "meant to be theirs; convert it with tools/convert_hf_to_fp8.py, or leave the flag out."
+        )
+    shape = None if args.custom_model_provider_path or args.spec else ModelShape.of(args)
+    out_of_range = list(_check_range(args))
+    yield from out_of_range
+    if MOE_LAYERS in given:
+        yield from _check_experts(args)
+    if fmt is None or shape is None or out_of_range:
+        return
+    try:
+        choice = Fp8Choice._with(args, fmt)
+    except UsageError:  # an unknown family, which is said elsewhere
+        return
+    layout = Layout.of(args)
+    yield from _check_modules(choice, shape, layout.tensor)
+    yield from _check_expert_sizes(choice, shape, layout.expert_tensor)
+
+
+def given_flags(args: argparse.Namespace) -> list[str]:
+    """The flags of layers that are given."""
+    values = {LAYERS: args.megatron_deepgemm_forward_layers, MOE_LAYERS: args.megatron_deepgemm_moe_forward_layers}
+    return [flag for flag, layers in values.items() if layers is not None]
+
+
+def _format_of(hf_config: Mapping[str, Any] | None) -> Fp8Format | None:
+    try:
+        fmt = None if hf_config is None else weight_format_of(hf_config)
+    except UsageError:  # another quantisation, which is said elsewhere
+        return None
+    return fmt if isinstance(fmt, Fp8Format) else None
+
+
+def _check_range(args: argparse.Namespace) -> Iterator[str]:
+    asked = {LAYERS: args.megatron_deepgemm_forward_layers, MOE_LAYERS: args.megatron_deepgemm_moe_forward_layers}
+    for flag, layers in asked.items():
+        if wrong := [layer for layer in layers or () if not 0 <= layer < (args.num_layers or 1)]:
+            yield (
+                f"{flag} {_listed(wrong)}: the model has {args.num_layers} decoder layers, 0 to "
+                f"{(args.num_layers or 1) - 1}; choose among them."
+            )
+
+
+def _check_experts(args: argparse.Namespace) -> Iterator[str]:
+    if not args.num_moe_experts:
+        yield f"{MOE_LAYERS} is for layers with experts, and the model has none; leave it out, or use {LAYERS}."
+    elif not args.moe_grouped_gemm:
+        yield f"{MOE_LAYERS} computes the experts of a rank as one product; give --moe-grouped-gemm, too."
+    for suffix in args.megatron_deepgemm_moe_forward_modules or ():
+        if not ends_with(EXPERTS, suffix):
+            yield f"{MOE_MODULES} {suffix} names no experts; they are {EXPERTS}, the default, so leave it out."
+
+
+def _check_modules(choice: Fp8Choice, shape: ModelShape, tensor: int) -> Iterator[str]:
+    sizes = {layer: linear_sizes(shape, layer, tensor) for layer in sorted(choice.layers)}
+    known = sorted({name for of_layer in sizes.values() for name in of_layer})
+    for suffix in choice.modules or ():
+        places = [(i, name) for i, of_layer in sizes.items() for name in of_layer if ends_with(name, suffix)]
+        if not places:
+            yield f"{MODULES} {suffix} matches no linear layer of layers {_listed(sizes)}; there are {_listed(known)}."
+        elif not any(choice.engine_quantizes(*place) for place in places):
+            yield (
+                f"{MODULES} {suffix}: the checkpoint keeps it in 16 bit (modules_to_not_convert), and so do the "
+                "engines; leave it out."
+            )
+    taken = [(layer, name) for layer, of_layer in sizes.items() for name in of_layer if choice.takes(layer, name)]
+    if sizes and choice.modules is None and not taken:
+        yield f"{LAYERS} {_listed(sizes)}: the checkpoint has none of their linear layers in fp8; leave it out."
+    for name in dict.fromkeys(name for _, name in taken):
+        size = next(sizes[layer][name] for layer, other in taken if other == name)
+        if not size.fits:
+            yield _misfit(f"{LAYERS}: {name}", size, f"--tensor-model-parallel-size {tensor}", f" of {MODULES}")
+
+
+def _check_expert_sizes(choice: Fp8Choice, shape: ModelShape, tensor: int) -> Iterator[str]:
+    if shape.experts is None:
+        return
+    if dense := [layer for layer in sorted(choice.expert_layers) if not shape.moe_layers[layer]]:
+        yield f"{MOE_LAYERS} {_listed(dense)}: these layers have no experts; leave them out."
+    with_experts = [layer for layer in sorted(choice.expert_layers) if shape.moe_layers[layer]]
+    for layer in with_experts:
+        if not all(choice.engine_quantizes(layer, name) for name in OF_EXPERT):
+            yield f"{MOE_LAYERS} {layer}: the checkpoint keeps its experts in 16 bit; leave the layer out."
+    for name, size in _mlp_sizes(shape.hidden_size, shape.experts.ffn_hidden_size // tensor).items():
+        if with_experts and not size.fits:
+            yield _misfit(f"{MOE_LAYERS}: {name}", size, f"--expert-tensor-parallel-size {tensor}", "")
+
+
+def _misfit(what: str, size: LinearSize, layout: str, where: str) -> str:
+    return (
+        f"{what} with {layout}: a rank has {size.rows} rows (of a head, of a gate, or all) and {size.columns} "
+        f"columns, which are not blocks of {BLOCK} as the engine has them; change the layout, or leave it out{where}."
+    )
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items))

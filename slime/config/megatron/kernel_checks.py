@@ -1,0 +1,196 @@
+"""Which kernels of other libraries can run the model that the flags describe, on the machine they are asked for.
+
+TransformerEngine (--transformer-impl), FlashQLA (--qwen-gdn-backend flashqla) and DeepGEMM (--megatron-deepgemm-*).
+What the kernels cannot compute is read from their code (flash-qla 0.1.3, sgl-deep-gemm 0.1.5 and 0.2.5), and refused
+here with the reason, for they would say it in the middle of a step. It reads flags and, where the kernels are to run
+on this machine, imports the packages: their libraries are built for one version of torch, and do not load beside
+another. What can be chosen of a model for a forward pass in fp8 is in fp8_forward_plan.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from packaging.version import Version
+
+from slime.config.megatron.flag_classes import option_of
+from slime.config.megatron.fp8_forward_plan import check_fp8_forward, given_flags
+from slime.config.problems import NoEffect, Problems
+from slime.utils import accelerator
+
+TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
+TRANSFORMER_ENGINES = ("2.9.0", "2.12.0")
+"""The first version that Megatron 0.16.1 names in its requirements, and the first that it does not."""
+FLASHQLA = "--qwen-gdn-backend flashqla"
+FLASHQLA_HEAD = 128
+"""Channels of a head's keys and of its values: the kernels assert it."""
+FLASHQLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3), (12, 0))
+"""GPUs that 0.1.3 has kernels for. (Its page names 12.1 too, but its import fails there.)"""
+HOPPER = 9
+TRITONS_WRONG_ON_HOPPER = ("3.4.0", "3.7.1")
+"""The first one, and the first that is right again (flash-linear-attention's issue 640)."""
+
+
+def kernel_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Problems:
+    """What is wrong with the choice of kernels of a run that has trainers.
+
+    Args:
+        args: after derivation.
+        hf_config: the dict of --hf-checkpoint's config.json; None where it cannot be read.
+    """
+    problems = Problems()
+    looks = args.accelerator == "cuda" and not args.dry_run  # a plan for GPUs can be made elsewhere
+    if args.transformer_impl == "transformer_engine":
+        problems.wrong += _check_transformer_engine(args)
+        problems.environment += _missing_transformer_engine(args.attention_backend) if looks else ()
+    elif args.attention_backend == "fused":
+        problems.wrong.append(
+            f"--attention-backend fused is TransformerEngine's; add {TRANSFORMER_ENGINE}, or use auto."
+        )
+    if args.qwen_gdn_backend == "flashqla":
+        problems.wrong += _check_flashqla(args)
+        problems.environment += _missing_flashqla() if looks else ()
+    elif args.experimental_attention_variant == "gated_delta_net":
+        problems.environment += _broken_fla() if looks else ()
+    if given := given_flags(args):
+        problems.wrong += check_fp8_forward(args, hf_config)
+        problems.environment += _missing_deep_gemm(" ".join(given)) if looks else ()
+    return problems
+
+
+def _check_transformer_engine(args: argparse.Namespace) -> Iterator[str]:
+    use_local = "give --transformer-impl local or leave it out"
+    if args.accelerator != "cuda":
+        yield f"{TRANSFORMER_ENGINE} needs CUDA, and --accelerator is {args.accelerator}; {use_local}."
+    elif not (args.bf16 or args.fp16):
+        yield f"{TRANSFORMER_ENGINE}: its attention takes packed samples in 16 bit alone; give --bf16, or {use_local}."
+    for option, given in (
+        ("--spec", args.spec and " ".join(args.spec)),
+        ("--experimental-attention-variant", args.experimental_attention_variant),
+        ("--custom-model-provider-path", args.custom_model_provider_path),
+        *((flag, "") for flag in given_flags(args)),
+    ):
+        if given is not None:
+            yield (
+                f"{TRANSFORMER_ENGINE} with {option} {given}".rstrip() + ": those layers have kernels of their own, "
+                f"which it would not replace; {use_local}."
+            )
+
+
+def _missing_transformer_engine(attention_backend: str) -> Iterator[str]:
+    first, end = TRANSFORMER_ENGINES
+    install = (
+        f'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]>={first},<{end}", or leave it out'
+    )
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield f"{TRANSFORMER_ENGINE} needs TransformerEngine, which is not installed; {install}."
+    elif problem := _load_problem("transformer_engine.pytorch"):
+        yield f"{TRANSFORMER_ENGINE} needs TransformerEngine, which does not load: {problem}; {install}."
+    elif (found := _version_of("transformer-engine")) and not Version(first) <= found < Version(end):
+        yield (
+            f"{TRANSFORMER_ENGINE}: TransformerEngine {found} is installed, and Megatron 0.16.1 goes with those "
+            f"from {first} until {end}; {install}."
+        )
+    elif attention_backend == "flash" and importlib.util.find_spec("flash_attn") is None:
+        yield (
+            f"--attention-backend flash with {TRANSFORMER_ENGINE} needs the package flash-attn, which is not "
+            "installed; use auto or fused."
+        )
+
+
+def _check_flashqla(args: argparse.Namespace) -> Iterator[str]:
+    use_fla = "leave it out: fla takes flash-linear-attention where it is installed and torch's operations elsewhere"
+    if args.accelerator != "cuda":
+        yield f"{FLASHQLA} needs CUDA: its kernels are for GPUs, and --accelerator is {args.accelerator}; {use_fla}."
+    if args.experimental_attention_variant != "gated_delta_net":
+        if not (args.spec or args.custom_model_provider_path):  # those may have such layers
+            yield NoEffect(
+                FLASHQLA,
+                "without --experimental-attention-variant gated_delta_net, whose layers it computes",
+                "leave it out",
+            )
+        return
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if vars(args)[name] != FLASHQLA_HEAD:
+            yield (
+                f"{FLASHQLA} with {option_of(name)} {vars(args)[name]}: its kernels are for heads of {FLASHQLA_HEAD} "
+                f"channels; {use_fla}."
+            )
+    if not (args.bf16 or args.fp16):
+        yield f"{FLASHQLA} computes in 16 bit, and the model is trained in fp32; give --bf16, or {use_fla}."
+
+
+def _missing_flashqla() -> Iterator[str]:
+    install = 'pip install "flash-qla>=0.1.3", or leave it out'
+    for module in ("flash_qla", "tilelang"):
+        if importlib.util.find_spec(module) is None:
+            yield f"{FLASHQLA} needs the package {module.replace('_', '-')}, which is not installed; {install}."
+            return
+    found = accelerator.compute_capability()
+    if found is None:  # the driver's node has no GPU
+        return
+    if found not in FLASHQLA_CAPABILITIES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in FLASHQLA_CAPABILITIES)
+        yield (
+            f"{FLASHQLA} has no kernels for GPUs of compute capability {found[0]}.{found[1]}, which this machine has "
+            f"(it has them for {known}); leave it out."
+        )
+    elif problem := _load_problem("flash_qla"):
+        yield f"{FLASHQLA} needs the package flash-qla, which does not load: {problem}; {install}."
+
+
+def _broken_fla() -> Iterator[str]:
+    """What flash-linear-attention 0.6.0 says in the first backward pass, with a traceback."""
+    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("tilelang") is not None:
+        return  # with tilelang it has another kernel
+    capability, triton = accelerator.compute_capability(), _version_of("triton")
+    if capability is None or capability[0] != HOPPER or triton is None:
+        return
+    first_wrong, first_right = map(Version, TRITONS_WRONG_ON_HOPPER)
+    if first_wrong <= triton < first_right:
+        yield (
+            "flash-linear-attention is installed, and its backward pass of gated delta nets is wrong with triton "
+            f"{triton} on Hopper GPUs (from {first_wrong} until {first_right}); pip install tilelang, whose kernel it "
+            "takes then, or pip uninstall flash-linear-attention fla-core to compute with torch's operations."
+        )
+
+
+def _version_of(package: str) -> Version | None:
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _missing_deep_gemm(flags: str) -> Iterator[str]:
+    needs = f"{flags} needs the package sgl-deep-gemm (module deep_gemm), which"
+    remedy = "install the one that SGLang names in its requirements, or leave the flag out."
+    if importlib.util.find_spec("deep_gemm") is None:
+        yield f"{needs} is not installed; {remedy}"
+        return
+    found = accelerator.compute_capability()
+    if found is None:
+        return
+    if found[0] != HOPPER:
+        yield (
+            f"{flags} is for Hopper (compute capability {HOPPER}.0), and this machine's GPU has {found[0]}.{found[1]}"
+            ": elsewhere SGLang computes with other scales (on Blackwell powers of two), which are not built; leave "
+            "the flag out."
+        )
+    elif problem := _load_problem("deep_gemm"):
+        yield f"{needs} does not load: {problem} (it is built for one version of torch); {remedy}"
+
+
+def _load_problem(module: str) -> str | None:
+    """Why a package that is installed cannot be imported."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # what loading another's library may raise
+        cause = error.__cause__ or error
+        return f"{type(cause).__name__}: {cause}"
+    return None

@@ -1,0 +1,505 @@
+"""From the command line to checked, frozen `Args`: where slime's, Megatron's and SGLang's flags come together.
+
+Order: parse -> derive -> validate -> freeze. Problems of all stages are collected and reported together, before
+anything starts. This is the one module of `slime.config` that imports `slime.rollout`, inside functions: the hook
+Protocols and the reward names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config import ask, derive, other_names
+from slime.config.args import Args
+from slime.config.files.config_files import apply_config_files
+from slime.config.files.custom_config import FileValues, apply_extra
+from slime.config.files.resume import resume_values
+from slime.config.files.roles import FLAG as ROLES_FLAG
+from slime.config.files.roles import Role, critic_entry
+from slime.config.flags.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
+from slime.config.flags.cluster import ClusterFlags, FaultToleranceFlags
+from slime.config.flags.data import DataFlags
+from slime.config.flags.debug import AskFlags, CiFlags, DebugFlags
+from slime.config.flags.eval import EvalFlags
+from slime.config.flags.observability import ObservabilityFlags
+from slime.config.flags.profile import ProfileFlags
+from slime.config.flags.rollout import RolloutBufferFlags, RolloutFlags
+from slime.config.flags.train import ModelPartFlags, TrainFlags
+from slime.config.flags.weight_sync import WeightSyncFlags
+from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags, group_title
+from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
+from slime.config.rules import (
+    check_debug,
+    check_devices,
+    check_files,
+    check_generation,
+    check_rollout,
+    later,
+    validate,
+)
+from slime.config.rules.check_devices import check_trainer
+from slime.config.rules.check_effect import Fields, check_pointless
+from slime.config.rules.check_hooks import (
+    check_hook,
+    check_hooks,
+    check_settings,
+    check_tool_function,
+    form_notes,
+)
+from slime.config.rules.check_run_dirs import check_run_dirs, run_dir_warnings
+from slime.config.rules.check_trainer import check_int4_training
+from slime.config.rules.deterministic import check_deterministic, deterministic_values
+from slime.utils.checkpoint_paths import classify_checkpoint
+from slime.utils.errors import UsageError
+from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, load_eval_config
+from slime.utils.misc import is_port_available
+
+logger = logging.getLogger(__name__)
+
+FLAG_CLASSES: tuple[type, ...] = (
+    AskFlags,
+    ClusterFlags,
+    CheckpointFlags,
+    DataFlags,
+    RolloutFlags,
+    RolloutBufferFlags,
+    RewardFlags,
+    AlgorithmFlags,
+    DistillationFlags,
+    EvalFlags,
+    TrainFlags,
+    ModelPartFlags,
+    WeightSyncFlags,
+    FaultToleranceFlags,
+    ObservabilityFlags,
+    ProfileFlags,
+    DebugFlags,
+    CiFlags,
+)
+OLDER_NAMES = {
+    "--prompt-key": "--input-key",
+    "--rollout-generate-func-path": "--custom-generate-function-path",
+    "--reward-fn-path": "--custom-rm-path",
+}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A command line after all checks.
+
+    Attributes:
+        args: frozen; where `problems` is not empty they are only good for a plan.
+        problems: why a run would be refused.
+        explicit: the attributes whose flags were given.
+        given_load: --load as it was given (`args.load` is what the trainer starts from).
+        driver_warnings: what works with this driver but is seldom meant.
+    """
+
+    args: Args
+    problems: Problems
+    explicit: frozenset[str]
+    given_load: str | None
+    driver_warnings: tuple[str, ...] = ()
+
+    def warnings(self) -> list[str]:
+        """What has no effect, and what works but is seldom meant."""
+        from slime.config.megatron.arguments import megatron_warnings
+
+        without_effect = self.problems.warning()
+        own = validate.warnings(self.args, self.explicit, given_load=self.given_load)
+        earlier = run_dir_warnings(self.args, self.given_load)
+        of_megatron = megatron_warnings(self.args, self.explicit)
+        of_effect = [without_effect] if without_effect else []
+        return [*of_effect, *self.problems.notes, *own, *earlier, *self.driver_warnings, *of_megatron]
+
+
+def parse_args(
+    add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None, *, argv: Sequence[str] | None = None
+) -> Args:
+    """Parse, derive, validate and freeze the command line.
+
+    Args:
+        add_custom_arguments: adds flags of your own to the parser (slime's win where names clash).
+        argv: the command line without the program; default `sys.argv[1:]`.
+
+    Raises:
+        UsageError: with every problem that was found.
+        SystemExit: after answering --help, --explain, --list-unsupported or --completion (status 0).
+    """
+    line, command_line = sys.argv[1:] if argv is None else argv, CommandLine(add_custom_arguments)
+    if (text := command_line.answer(line)) is not None:
+        sys.stdout.write(text)
+        raise SystemExit(0)
+    return accept(command_line.check(line))
+
+
+def accept(checked: Checked) -> Args:
+    """The args of a command line without problems; logs what works but is seldom meant.
+
+    Raises:
+        UsageError: with every problem of the command line.
+    """
+    if sentences := checked.problems.all():
+        raise UsageError(sentences)
+    for warning in checked.warnings():
+        logger.warning("%s", warning)
+    return checked.args
+
+
+class CommandLine:
+    """Checks command lines.
+
+    Args:
+        add_custom_arguments: as for `parse_args`.
+
+    Attributes:
+        parser: built once, for all lines.
+    """
+
+    def __init__(self, add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> None:
+        self.parser = build_parser(add_custom_arguments)
+
+    def answer(self, argv: Sequence[str]) -> str | None:
+        """The answer of a command line that asks (--help, --explain, --list-unsupported, --completion), else None.
+
+        Raises:
+            UsageError: the question cannot be answered.
+        """
+        tokens = with_current_names(argv, say=False)
+        if any(token.split("=", 1)[0] in ask.HELP for token in tokens):
+            titles = [group_title(flags_class)[0] for flags_class in _own_classes()]
+            return ask.help_text(self.parser, ask.value_after(tokens, *ask.HELP), own_titles=titles)
+        asked = Args()
+        self.parser.parse_all(tokens, asked, explain_unknown=lambda name: None)
+        if asked.completion:
+            return ask.completion_script(self.parser, asked.completion)
+        if asked.list_unsupported:
+            return ask.unsupported_text(self.unsupported())
+        if not asked.explain:
+            return None
+        checked = self.check(argv)
+        return ask.explanation(
+            self.parser,
+            asked.explain,
+            older_names=OLDER_NAMES,
+            status_of=self.status_of,
+            values=vars(checked.args),
+            explicit=checked.explicit,
+        )
+
+    def unsupported(self) -> list[tuple[str, str]]:
+        """(flag, or flag and value; topic of the work that brings it) of everything declared but not built."""
+        from slime.config.megatron.arguments import later_megatron_flags
+
+        return [*later.unsupported_flags(_own_classes()), *later_megatron_flags().items()]
+
+    def status_of(self, action: argparse.Action) -> ask.FlagStatus:
+        """What a flag does today."""
+        from slime.config.megatron.arguments import megatron_flag_class
+
+        own = {f.name: later.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
+        if action.dest in own:
+            topic = own[action.dest]
+            return ask.FlagStatus("not supported yet", topic) if topic else ask.FlagStatus("works")
+        found = megatron_flag_class(action.option_strings[0])
+        if found is None or found[0] == "used":
+            return ask.FlagStatus("works", found[1] if found else "")
+        kind, why = found
+        if kind == "warned":
+            return ask.FlagStatus("no effect here", why)
+        return ask.FlagStatus(why) if why.startswith("not supported") else ask.FlagStatus("not supported", why)
+
+    def check(self, argv: Sequence[str]) -> Checked:
+        """Parse, derive and validate one command line (without the program's name); starts nothing."""
+        tokens = with_current_names(argv)
+        from slime.config.sglang.arguments import explain_unknown as of_sglang
+        from slime.config.sglang.arguments import set_aside
+
+        def explain_unknown(name: str) -> str | None:
+            return of_sglang(name) or other_names.here(name, self.parser.options())
+
+        args, problems = Args(), Problems()
+        tokens = set_aside(tokens, self.parser.options())
+        line_problems = self.parser.parse_all(tokens, args, explain_unknown=explain_unknown)
+        explicit = explicit_flags(self.parser, tokens)
+        custom, by_role = apply_config_files(
+            args, explicit, problems, options=self._options(), explain_unknown=explain_unknown
+        )
+        resumed, unusable = collected(problems.wrong, resume_values, args) or ({}, [])
+        vars(args).update(resumed)
+        problems.wrong += unusable
+        given_load = args.load
+        _finish(args, explicit, problems, by_role)
+        problems.wrong += apply_extra(args, custom)
+        problems.environment += _check_tools(args)
+        problems.wrong += _check_hook_settings(args)
+        if not args.strict_flags:
+            vars(args).update(problems.settle())
+        for kind in (problems.wrong, problems.environment, problems.unsupported):
+            kind[:] = without_repeats(kind, line_problems)
+        if not args.dry_run:  # a plan can be made elsewhere, and says what it lacks
+            problems.environment += problems.lacking
+        problems.no_effect[:] = without_repeats(problems.no_effect, line_problems)
+        problems.wrong[:0] = line_problems
+        return Checked(args.freeze(), problems, frozenset(explicit), given_load)
+
+    def _options(self) -> dict[str, argparse.Action]:
+        """Every option string -> action, older names too."""
+        options = self.parser.options()
+        return options | {older: options[current] for older, current in OLDER_NAMES.items()}
+
+
+def _own_classes() -> tuple[type, ...]:
+    from slime.config.sglang.arguments import SglangFlags
+
+    return (*FLAG_CLASSES, SglangFlags)
+
+
+def with_current_names(tokens: Sequence[str], *, say: bool = True) -> list[str]:
+    """The command line with names from older documents replaced; each use prints one line (unless `say` is False)."""
+    current = []
+    for token in tokens:
+        name, equals, value = token.partition("=")
+        if say and name in OLDER_NAMES:
+            logger.warning("%s is called %s now", name, OLDER_NAMES[name])
+        current.append(OLDER_NAMES.get(name, name) + equals + value)
+    return current
+
+
+def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> Parser:
+    """The parser of a command line; help lists slime's groups first, then Megatron's, then SGLang's."""
+    import slime.config.sglang.arguments as sglang
+    from slime.config.megatron.arguments import add_megatron_arguments
+
+    parser = Parser(
+        prog="train.py",
+        add_help=False,  # `CommandLine.answer` does it, and never ends the process
+        usage="python train.py --hf-checkpoint DIR --prompt-data FILE --rollout-batch-size N --num-rollout N [flags]",
+        description="Train a language model by reinforcement learning: slime's flags, then Megatron's, then SGLang's.",
+        epilog="A wrong command line ends with status 2 and one 'error:' line per problem, before anything starts.",
+    )
+    classes = (*FLAG_CLASSES, sglang.SglangFlags)
+    # Our groups are made first (order of --help) and filled last (our flags win over the user's and Megatron's).
+    groups = [parser.add_argument_group(*group_title(flags_class)) for flags_class in classes]
+    groups[0].add_argument(
+        *ask.HELP, nargs="?", metavar="GROUP", default=argparse.SUPPRESS, help="these flags, or those of one group"
+    )
+    with ThreadPoolExecutor(1) as asking:
+        # The first time, another process imports SGLang to ask for its options, and this one meanwhile Megatron.
+        tables = asking.submit(sglang.sglang_tables)
+        if add_custom_arguments is not None:
+            add_custom_arguments(parser)
+        add_megatron_arguments(parser)
+    for group, flags_class in zip(groups, classes, strict=True):
+        add_flags(group, flags_class)
+    sglang.add_sglang_arguments(parser, tables.result())
+    return parser
+
+
+def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping[Role, FileValues]) -> None:
+    """Derive and validate, in place; what is wrong goes to `problems`."""
+    from slime.config.megatron.arguments import (
+        args_implied_by_hf,
+        derive_megatron,
+        kernel_problems,
+        megatron_problems,
+        model_args_from_hf,
+        teacher_problems,
+        without_deepep,
+    )
+    from slime.config.sglang.arguments import (
+        SglangFlags,
+        derive_engines,
+        derive_sglang,
+        served_model_problems,
+        sglang_problems,
+    )
+
+    values, given_load = vars(args), args.load
+    classes = _own_classes()
+    fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]
+    if not args.strict_flags:
+        _set_aside_pointless(args, explicit, problems, fields)
+    args.accelerator = _accelerator(args, problems)
+    if trainer_problems := list(check_trainer(args)):
+        problems.wrong += trainer_problems
+        args.tensor_model_parallel_size, args.sequence_parallel = 1, False
+    hf_config, hf_problems = check_files.read_hf_config(args.hf_checkpoint)
+    problems.environment += hf_problems
+    if args.model_args_from_hf and hf_config is not None:
+        from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
+        values.update({name: value for name, value in from_hf.items() if name not in explicit})
+    elif hf_config is not None:
+        latent = args.multi_latent_attention
+        implied_by_hf = args_implied_by_hf(hf_config, args.spec, has_latent_attention=latent)
+        values.update({name: value for name, value in implied_by_hf.items() if name not in explicit})
+    problems.wrong += check_deterministic(args, explicit)
+    implied = deterministic_values(args)
+    values.update(implied)
+    explicit |= set(implied)  # engines are started with what is explicit
+    now = time.strftime("%Y%m%d-%H%M%S")
+    values.update(derive.derive_flags(args, explicit, kind_of=classify_checkpoint, now=now))
+    if (sentence := without_deepep(args)) and not args.debug_rollout_only:
+        if args.require_deepep:
+            problems.environment.append(f"{sentence}, which --require-deepep refuses; install it, or leave that out.")
+        else:
+            problems.notes.append(f"{sentence} (--require-deepep refuses that).")
+    values.update(collected(problems.wrong, derive_megatron, args) or {})
+    own = list(defaults_of(SglangFlags))
+    values.update(derive_sglang(args, explicit, own))
+    derive_engines(args, explicit, problems)
+    values["eval_datasets"] = _eval_datasets(args, problems)
+    if args.num_rollout is None:
+        problems.notes += check_files.small_data_note(args)
+        args.num_rollout = derive.rollouts_of_epochs(
+            args.num_epoch, num_rows=check_files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
+        )
+    problems.extend(validate.collect(args, explicit, fields))
+    problems.unsupported += later.unsupported_uses(args, explicit, classes)
+    if not args.debug_rollout_only:  # V16: no trainers
+        of_actor = megatron_problems(args.replace(load=given_load), hf_config, explicit)
+        problems.extend(of_actor)
+        if critic := critic_entry(args.replace(load=given_load), by_role):
+            critic_args, critic_explicit = critic
+            of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
+            of_critic.extend(validate.collect(critic_args, set(critic_explicit), fields))
+            if not args.strict_flags:
+                _settle_critic(args, of_actor, of_critic)
+            problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
+        problems.wrong += teacher_problems(args)
+        problems.extend(kernel_problems(args, hf_config))
+    if not args.debug_train_only:
+        problems.extend(sglang_problems(args, port_is_free=is_port_available))
+        if hf_config is not None:
+            synced = not args.debug_rollout_only
+            problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
+    problems.lacking += check_devices.missing_transport(args)
+    problems.notes += check_debug.template_notes(args)
+    problems.lacking += check_int4_training(args, os.environ)
+    problems.notes += _generate_notes(args)
+    _check_rewards(args, problems)
+    _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
+    values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
+    del args.offload  # only a short form
+
+
+def _settle_critic(args: Args, of_actor: Problems, of_critic: Problems) -> None:
+    """Replace what has no effect for the critic, and keep for it what has none for the actor alone."""
+    own = args.megatron_role_values["critic"]
+    for name in of_actor.replaced():
+        own.setdefault(name, getattr(args, name))
+    own.update(of_critic.settle())
+
+
+def _set_aside_pointless(args: Args, explicit: set[str], problems: Problems, fields: Fields) -> None:
+    """Take flags that a mode switches off from the line before anything is derived from them."""
+    pointless = list(check_pointless(args, explicit, fields))
+    problems.wrong += pointless
+    for sentence in pointless:
+        vars(args).update(sentence.instead)
+        explicit -= set(sentence.instead)
+
+
+def _accelerator(args: argparse.Namespace, problems: Problems) -> str:
+    """The device to run, or only to plan, on. A plan for GPUs can be made without one."""
+    from slime.utils import accelerator
+
+    if args.dry_run and args.accelerator != "auto":
+        return str(args.accelerator)
+    return collected(problems.environment, accelerator.resolve, args.accelerator) or str(args.accelerator)
+
+
+def _eval_datasets(args: argparse.Namespace, problems: Problems) -> list[EvalDatasetConfig]:
+    raw, defaults = derive.raw_eval_datasets(args.eval_prompt_data), {}
+    if args.eval_config:
+        config = read_file(problems, load_eval_config, args.eval_config)
+        if config is None:
+            return []
+        raw, defaults = config.datasets, config.defaults
+        problems.wrong += [NoEffect(setting, "on an evaluation", "leave it out") for setting in config.ignored]
+    return collected(problems.wrong, build_eval_dataset_configs, args, raw, defaults) or []
+
+
+def _check_rewards(args: Args, problems: Problems) -> None:
+    """Rewards have a grader, and it has what it reads."""
+    from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
+
+    fields = check_files.fields_text(args)
+    problems.wrong += check_rollout.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields)
+    problems.wrong += check_rollout.check_tensorboard(args, os.environ)
+    reads_reward = check_rollout.uses_builtin_reward(args)
+    problems.environment += check_files.check_train_data(args, reads_reward=reads_reward)
+    has_default_eval = args.eval_function_path == check_rollout.DEFAULT_ROLLOUT
+    problems.environment += check_files.check_eval_data(args, reads_reward=reads_reward and has_default_eval)
+
+
+def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:
+    """What else the flags point at: checkpoints, hooks, directories."""
+    from slime.rollout.base_types import HOOKS
+    from slime.rollout.hook_signatures import signature_problem
+
+    if has_config:
+        reads_weights = not args.debug_train_only and args.sglang_load_format != "dummy"
+        needs_weights = reads_weights or args.load == args.hf_checkpoint
+        problems.extend(check_files.check_hf_files(args.hf_checkpoint, needs_weights=needs_weights))
+    problems.extend(
+        check_files.check_checkpoints(
+            load=given_load, ref_load=args.ref_load, save=args.save, teacher_load=args.opd_teacher_load
+        )
+    )
+    if args.check_weight_update_equal and args.hf_checkpoint:
+        problems.extend(check_files.check_weight_update_equal(load=args.load, hf_checkpoint=args.hf_checkpoint))
+    problems.extend(check_files.check_weight_dir(args.update_weight_disk_dir))
+    problems.extend(check_files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout))
+    problems.extend(check_debug.missing_recorder(args))
+    if not args.dry_run:  # a plan for GPUs can be made elsewhere
+        problems.extend(check_devices.check_memory_saver(args, os.environ))
+    problems.extend(check_generation.check_generation_files(args))
+    defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
+    defaults["eval_function_path"] = check_rollout.DEFAULT_ROLLOUT
+    problems.extend(check_hooks(vars(args), defaults, HOOKS, signature_problem))
+    for dataset in args.eval_datasets:
+        for name in ("custom_rm_path", "custom_generate_function_path"):
+            if path := vars(dataset)[name]:
+                problems.extend(
+                    check_hook(f"evaluation data set {dataset.name}: {name}", path, HOOKS[name], signature_problem)
+                )
+    problems.extend(check_files.check_output_dirs(check_files.output_dirs(args)))
+    problems.extend(check_files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
+    collected(problems, lambda: problems.extend(check_run_dirs(args, given_load)))
+
+
+def _generate_notes(args: Args) -> list[str]:
+    """Generate functions that are given in another form than the recommended one."""
+    from slime.rollout.hook_signatures import is_batch_generate
+
+    given = {"--custom-generate-function-path": args.custom_generate_function_path}
+    for dataset in args.eval_datasets:
+        where = f"evaluation data set {dataset.name}: custom_generate_function_path"
+        given[where] = dataset.custom_generate_function_path
+    return [note for option, path in given.items() for note in form_notes(option, path, is_batch_generate)]
+
+
+def _check_tools(args: Args) -> list[str]:
+    """What is wrong with the tool function, which the custom config names."""
+    from slime.rollout.hook_signatures import signature_problem
+    from slime.rollout.tool_calls import ToolFn
+
+    generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
+    return list(check_tool_function(generates, vars(args).get("tool_function_path"), ToolFn, signature_problem))
+
+
+def _check_hook_settings(args: Args) -> list[str]:
+    """What hooks that have settings in the custom config say about them."""
+    from slime.rollout.base_types import HOOKS
+
+    return list(check_settings(vars(args), HOOKS))

@@ -1,0 +1,204 @@
+"""Rules of devices and weight transport: trainer and engine GPUs (slots), sharing them, and how weights travel.
+
+Each check reads `args` after derivation and returns sentences. It looks at no device: a layout for machines that are
+not here is judged all the same. Only packages (`check_memory_saver`, a checksum's) are looked for on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+from slime.config.derive import backend_of
+from slime.utils.errors import UsageError
+
+_ADDRESS = re.compile(r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d+)/?")
+
+
+def check_trainer(args: argparse.Namespace) -> Iterable[str]:
+    """A size that others divide by (that it divides the trainer's GPUs is checked with Megatron's flags)."""
+    if args.tensor_model_parallel_size < 1:
+        yield f"--tensor-model-parallel-size {args.tensor_model_parallel_size} must be at least 1."
+
+
+def check_backend(args: argparse.Namespace) -> Iterable[str]:
+    """The collectives are those of the device."""
+    expected = backend_of(args.accelerator)
+    if args.accelerator in ("cuda", "cpu") and args.distributed_backend != expected:
+        yield (
+            f"--distributed-backend {args.distributed_backend} does not work with --accelerator {args.accelerator}, "
+            f"whose trainers need {expected}; leave it out."
+        )
+
+
+def check_nodes(args: argparse.Namespace, explicit: Collection[str]) -> Iterable[str]:
+    """A node gives the trainer no more GPUs than it has, where that is said of nodes that engines share with it.
+
+    Elsewhere it may be said of the engines' nodes alone, and slots of one machine have no bound.
+    """
+    each, per_node = args.actor_num_gpus_per_node, args.num_gpus_per_node
+    is_said = args.colocate and args.accelerator != "cpu" and "num_gpus_per_node" in explicit
+    if not is_said or not 0 < per_node < each:
+        return
+    nodes, rest = divmod(args.actor_num_nodes * each, per_node)
+    fewer = f"--actor-num-gpus-per-node {per_node}" + (f" with --actor-num-nodes {nodes}" if not rest else "")
+    yield (
+        f"--actor-num-gpus-per-node {each} is more than a node has (--num-gpus-per-node {per_node}); give {fewer}, "
+        f"or --num-gpus-per-node {each}."
+    )
+
+
+def check_engines(args: argparse.Namespace) -> Iterable[str]:
+    """There are engines, and each gets its GPUs."""
+    if args.debug_train_only or args.rollout_external:
+        return
+    gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if gpus is None:
+        yield "--rollout-num-gpus is required without --colocate: the GPUs (slots) of all engines together."
+    elif args.sglang_config is None and per_engine > 0 and gpus % per_engine:
+        yield f"--rollout-num-gpus {gpus} does not divide into engines of --rollout-num-gpus-per-engine {per_engine}."
+
+
+def check_external_engines(args: argparse.Namespace) -> Iterable[str]:
+    """Addresses of engines that run already have a host and a port (V14)."""
+    for address in args.rollout_external_engine_addrs or []:
+        match = _ADDRESS.fullmatch(address)
+        if match is None or not 0 < int(match[1]) < 65536:
+            yield (
+                f"--rollout-external-engine-addrs {address} is no address; write host:port, http://host:port or "
+                "[IPv6]:port, with a port from 1 to 65535."
+            )
+
+
+def check_offload(args: argparse.Namespace) -> Iterable[str]:
+    """Releasing memory is refused where it cannot do anything (V16, V17)."""
+    for name in ("offload-train", "offload-rollout"):
+        if args.accelerator == "cpu" and vars(args)[name.replace("-", "_")]:
+            yield f"--{name} (or --offload) is refused with --accelerator cpu: nothing could be freed; leave it out."
+
+
+def check_memory_saver(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterable[str]:
+    """What releases GPU memory is installed here, and goes with how torch allocates.
+
+    Args:
+        environment: of this process, which the trainers get, too.
+    """
+    from slime.utils import memory_saver
+
+    if args.offload_train:
+        try:
+            memory_saver.environment({**environment, **args.train_env_vars})
+        except UsageError as error:
+            yield from error.messages
+    if args.offload_rollout and not memory_saver.is_installed():
+        yield (
+            f"--offload-rollout needs the package {memory_saver.PACKAGE}, which is not installed; install it, or give "
+            "--no-offload-rollout."
+        )
+
+
+def check_debug_modes(args: argparse.Namespace) -> Iterable[str]:
+    """A run starts trainers or engines or both (V16)."""
+    if args.debug_rollout_only and args.debug_train_only:
+        other = "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
+        yield f"--debug-rollout-only starts no trainers and {other} no engines, so nothing is left; keep one of them."
+
+
+def check_transport(args: argparse.Namespace) -> Iterable[str]:
+    """What weights on disk and their deltas need (V27)."""
+    if args.update_weight_transport == "disk" and not args.update_weight_disk_dir:
+        yield "--update-weight-transport disk needs --update-weight-disk-dir, a directory that all hosts share."
+    if args.update_weight_local_checkpoint_dir and args.rollout_external:
+        yield (
+            f"--update-weight-local-checkpoint-dir {args.update_weight_local_checkpoint_dir} does not go with "
+            "--rollout-external-engine-addrs: what keeps it runs in engines that the run starts; leave it out, with "
+            "--update-weight-mode full."
+        )
+    if args.update_weight_mode != "delta":
+        return
+    if args.update_weight_delta_checksum == "blake3" and importlib.util.find_spec("blake3") is None:
+        yield (
+            "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed; install it here "
+            "and on the engines' hosts, or give xxh3-128."
+        )
+    if args.update_weight_transport != "disk":
+        yield (
+            f"--update-weight-mode delta needs --update-weight-transport disk, not {args.update_weight_transport}: "
+            "only files can hold changed bytes."
+        )
+    if args.colocate:
+        yield (
+            "--update-weight-mode delta does not go with --colocate, where engines read the trainer's memory; leave "
+            "one of the two out."
+        )
+    if not args.update_weight_local_checkpoint_dir:
+        yield (
+            "--update-weight-mode delta needs --update-weight-local-checkpoint-dir, where each engine's host applies "
+            "the deltas."
+        )
+
+
+def check_release_train(args: argparse.Namespace) -> Iterable[str]:
+    """Trainers that end while engines generate have everything on disk (V27)."""
+    if not args.release_train:
+        return
+    if args.use_critic:
+        yield "--release-train does not go with a critic (--advantage-estimator ppo); leave one of the two out."
+    if args.keep_old_actor:
+        yield "--release-train does not go with --keep-old-actor, whose weights would be lost; leave one of them out."
+    if not args.save:
+        yield "--release-train needs --save: the trainers start again from the checkpoint."
+    if args.save_interval not in (None, 1):
+        yield (
+            f"--release-train needs --save-interval 1, not {args.save_interval}: what is not saved ends with the "
+            "trainers."
+        )
+    if args.async_save:
+        yield "--release-train does not go with --async-save: the next trainers need what is saved."
+    missing = [part for part in ("optimizer", "rng") if part not in args.checkpoint_contents]
+    if missing:
+        yield (
+            f"--release-train needs --checkpoint-contents with {' and '.join(missing)}: the trainers start again from "
+            "the checkpoint in the middle of the run."
+        )
+    if (args.update_weight_transport, args.update_weight_mode) != ("disk", "full"):
+        yield (
+            f"--release-train needs --update-weight-transport disk and --update-weight-mode full, not "
+            f"{args.update_weight_transport} and {args.update_weight_mode}."
+        )
+
+
+def check_peer_copies(args: argparse.Namespace) -> Iterable[str]:
+    """Copies of trainers in memory are of use where trainers stay, and the data source's state is on disk."""
+    if args.peer_checkpoint_interval is None:
+        return
+    if not args.save:
+        yield "--peer-checkpoint-interval needs --save, where the state of the data source is kept."
+    if args.release_train:
+        yield (
+            "--peer-checkpoint-interval does not go with --release-train, whose trainers end after every rollout with "
+            "everything saved; leave one of the two out."
+        )
+
+
+def missing_transport(args: argparse.Namespace) -> Iterable[str]:
+    """Say that what carries training data is not installed."""
+    if args.rollout_data_transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        yield (
+            "--rollout-data-transport nixl needs the package nixl, which is not installed; install it on every node, "
+            "or leave it out (object-store)."
+        )
+
+
+CHECKS = (
+    check_backend,
+    check_engines,
+    check_external_engines,
+    check_offload,
+    check_debug_modes,
+    check_transport,
+    check_release_train,
+    check_peer_copies,
+)

@@ -1,0 +1,236 @@
+"""Which given flags have no effect: those that need another one, and those that some mode makes pointless.
+
+What a single flag needs is said where it is declared (`needs=` of `flags.flag`); `POINTLESS` has the modes that switch
+a group of flags off. A debug mode is added to a command line that was written for a whole run, so what it leaves
+without effect is no error there: `without_effect` names it for a warning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from slime.config.flags.algorithm import DIVIDED_BY_STD, WITHOUT_REWARD_BASELINE
+from slime.config.parser import default_of, option_name
+from slime.config.problems import NoEffect
+
+Fields = Iterable[dataclasses.Field[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """Some flags that switch others off.
+
+    Attributes:
+        option: the flag, as on the command line.
+        is_on: whether the args are in this mode.
+        pointless: attributes of the flags that it leaves without effect.
+    """
+
+    option: str
+    is_on: Callable[[argparse.Namespace], bool]
+    pointless: tuple[str, ...]
+
+
+def _draws_as_we_do(args: argparse.Namespace) -> bool:
+    """Whether prompts come from no code of a user's, which may read any flag of the data."""
+    return all(path.startswith("slime.") for path in (args.data_source_path, args.rollout_function_path))
+
+
+_POLICY = (
+    "advantage_estimator",
+    "eps_clip",
+    "eps_clip_high",
+    "eps_clip_c",
+    "kl_coef",
+    "use_kl_loss",
+    "entropy_coef",
+    "use_rollout_logprobs",
+    "recompute_old_log_probs",
+    "use_tis",
+    "get_mismatch_metrics",
+    "use_opsm",
+    "use_rollout_entropy",
+    "pf_ppo_reweight",
+    "use_opd",
+    "keep_old_actor",
+    "custom_pg_loss_reducer_function_path",
+    "normalize_advantages",
+    "gamma",
+    "custom_advantage_function_path",
+    "overlong_buffer_len",
+)
+POINTLESS = (
+    Mode("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("micro_batch_size",)),
+    Mode(
+        "--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, ("recompute_old_log_probs", "keep_old_actor")
+    ),
+    Mode("--loss-type sft_loss", lambda args: args.loss_type == "sft_loss", _POLICY),
+    Mode(  # not the estimator, which also names the loss and the baseline of the rewards
+        "--disable-compute-advantages-and-returns",
+        lambda args: not (args.compute_advantages_and_returns or args.rollout_data_postprocess_path),
+        (
+            "kl_coef",
+            "normalize_advantages",
+            "custom_advantage_function_path",
+            "use_opd",
+            "use_rollout_entropy",
+            "keep_old_actor",
+        ),
+    ),
+    Mode(
+        "an --advantage-estimator that does not divide by the group's standard deviation",
+        lambda args: args.advantage_estimator not in DIVIDED_BY_STD,
+        ("grpo_std_normalization",),
+    ),
+    Mode(
+        "an --advantage-estimator that subtracts no baseline of a group",
+        lambda args: args.advantage_estimator in WITHOUT_REWARD_BASELINE,
+        ("rewards_normalization",),
+    ),
+    Mode("--advantage-estimator cispo", lambda args: args.advantage_estimator == "cispo", ("eps_clip_c",)),
+    Mode(
+        "--custom-convert-samples-to-train-data-path",
+        lambda args: args.custom_convert_samples_to_train_data_path,
+        ("pf_ppo_reweight",),
+    ),
+    Mode("--release-train", lambda args: args.release_train, ("offload_train",)),
+    Mode(
+        "--rollout-external-engine-addrs",
+        lambda args: args.rollout_external_engine_addrs,
+        ("rollout_num_gpus", "colocate"),
+    ),
+    Mode("--dump-details", lambda args: args.dump_details, ("save_debug_rollout_data", "save_debug_train_data")),
+    Mode(
+        "--disable-rollout-global-dataset",
+        lambda args: not args.rollout_global_dataset and _draws_as_we_do(args),
+        ("rollout_shuffle", "rollout_max_prompt_len"),
+    ),
+    Mode(
+        "--disable-rollout-global-dataset",
+        lambda args: (
+            not (args.rollout_global_dataset or args.rollout_buffer_url)  # a buffer's generator reads the file
+            and _draws_as_we_do(args)
+        ),
+        ("prompt_data",),
+    ),
+)
+
+_ENGINES = (
+    "rollout_num_gpus",
+    "rollout_num_gpus_per_engine",
+    "colocate",
+    "offload",
+    "offload_rollout",
+    "offload_train",
+    "update_weights_interval",
+    "update_weight_buffer_size",
+    "update_weight_transport",
+    "update_weight_mode",
+    "check_weight_update_equal",
+    "use_fault_tolerance",
+    "keep_old_actor",
+)
+_TRAINERS = (
+    "actor_num_nodes",
+    "actor_num_gpus_per_node",
+    "colocate",
+    "offload",
+    "offload_train",
+    "offload_rollout",
+    "save",
+    "save_hf",
+    "save_interval",
+    "peer_checkpoint_interval",
+    "save_debug_train_data",
+    "record_memory_history",
+    "ci_test",
+)
+_GENERATION = (
+    "prompt_data",
+    "rollout_function_path",
+    "custom_generate_function_path",
+    "rm_type",
+    "custom_rm_path",
+    "dynamic_sampling_filter_path",
+    "over_sampling_batch_size",
+    "partial_rollout",
+    "max_weight_staleness",
+)
+
+_TRAINING = ("prompt_data", "rollout_shuffle", "num_epoch", "save_interval", "save_hf", "update_weights_interval")
+
+
+def option_of(attribute: str) -> str:
+    """The flag of an attribute that has a plain name."""
+    return "--" + attribute.replace("_", "-")
+
+
+def check_needs(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
+    """Say which given flags need another one that is not set; read after derivation."""
+    for field in fields:
+        needs = field.metadata["needs"]
+        if needs and _is_said(args, field.name, explicit) and not any(_is_met(args, need) for need in needs):
+            yield NoEffect(option_name(field), f"without {' or '.join(map(_text_of, needs))}")
+
+
+def _is_said(args: argparse.Namespace, name: str, explicit: set[str]) -> bool:
+    """Whether a flag asks for something; a coefficient of 0 is as good as none."""
+    return name in explicit and not (type(vars(args)[name]) in (int, float) and vars(args)[name] == 0)
+
+
+def _is_met(args: argparse.Namespace, need: str) -> bool:
+    name, equals, value = need.partition("=")
+    return str(vars(args)[name]) == value if equals else bool(vars(args)[name])
+
+
+def _text_of(need: str) -> str:
+    name, _, value = need.partition("=")
+    return f"{option_of(name)} {value}".strip()
+
+
+def check_pointless(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
+    """Say which given flags a mode switches off; read before derivation or after it."""
+    by_name = {field.name: field for field in fields}
+    for mode in POINTLESS:
+        if not mode.is_on(args):
+            continue
+        for name in mode.pointless:
+            if _is_said(args, name, explicit):
+                field = by_name[name]
+                yield NoEffect(
+                    option_name(field),
+                    f"with {mode.option}",
+                    "leave one of the two out",
+                    instead={name: default_of(field)},
+                )
+
+
+def check_offload_forms(args: argparse.Namespace, explicit: set[str]) -> Iterable[str]:
+    """--offload stands for both of its parts, which are not given next to it."""
+    for name in ("offload_train", "offload_rollout"):
+        if args.offload and name in explicit:
+            yield f"{option_of(name)} and --offload, which is short for both, exclude each other; keep one."
+
+
+def without_effect(args: argparse.Namespace, explicit: Iterable[str]) -> Iterable[str]:
+    """What a debug mode leaves without effect: one sentence for each mode, naming the given flags."""
+    given = sorted(explicit)
+    if args.debug_train_only:
+        names = [name for name in given if name in _ENGINES or name.startswith(("sglang_", "router_"))]
+        mode = "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
+        if args.load_debug_rollout_data is not None:
+            names += [name for name in given if name in _GENERATION]
+        if names:
+            yield f"{mode} starts no engines, so these flags have no effect: {' '.join(map(option_of, names))}."
+    if args.debug_rollout_only and (names := [name for name in given if name in _TRAINERS]):
+        yield (
+            "--debug-rollout-only starts no trainers, so these flags have no effect: "
+            f"{' '.join(map(option_of, names))}."
+        )
+    if args.eval_only and (names := [name for name in given if name in _TRAINING]):
+        yield (f"--eval-only trains nothing, so these flags have no effect: {' '.join(map(option_of, names))}.")
+    elif args.num_epoch is not None and {"num_rollout", "num_epoch"} <= set(given):
+        yield f"--num-epoch {args.num_epoch} has no effect: --num-rollout {args.num_rollout} says how long to train."

@@ -1,0 +1,249 @@
+"""Rules of sampling, losses, advantages and KL: parameters that exclude, need or bound each other.
+
+Each check reads `args` after derivation and returns sentences. It computes no loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Iterable
+
+from slime.config.flags.algorithm import KL_IN_REWARDS
+from slime.config.problems import NoEffect
+
+
+def check_sampling(args: argparse.Namespace) -> Iterable[str]:
+    """Sampling parameters are ones that an engine accepts and a trainer can divide by (V2)."""
+    if args.rollout_temperature <= 0:
+        yield f"--rollout-temperature {args.rollout_temperature} must be > 0: the trainer divides its logits by it."
+    if args.rollout_fire_temperature is not None and args.rollout_fire_temperature <= 0:
+        yield f"--rollout-fire-temperature {args.rollout_fire_temperature} must be > 0."
+    for option, value in {"--rollout-top-p": args.rollout_top_p, "--eval-top-p": args.eval_top_p}.items():
+        if value is not None and not 0 < value <= 1:
+            yield f"{option} {value} must lie in (0, 1]; 1 keeps every token."
+    for option, value in {"--rollout-top-k": args.rollout_top_k, "--eval-top-k": args.eval_top_k}.items():
+        if value is not None and value != -1 and value < 1:
+            yield f"{option} {value} must be -1 (every token) or at least 1."
+
+
+def check_loss(args: argparse.Namespace) -> Iterable[str]:
+    """Losses and their parameters fit each other (V11)."""
+    if args.loss_type == "custom_loss" and not args.custom_loss_function_path:
+        yield "--loss-type custom_loss needs --custom-loss-function-path."
+    fills_advantages = args.compute_advantages_and_returns or args.rollout_data_postprocess_path
+    if args.loss_type == "policy_loss" and not fills_advantages:
+        yield (
+            "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; use another "
+            "loss, or fill them in a --rollout-data-postprocess-path hook."
+        )
+    if args.loss_agg_mode == "seq-mean-token-sum-norm" and args.rollout_max_response_len is None:
+        yield "--loss-agg-mode seq-mean-token-sum-norm needs --rollout-max-response-len, which it divides by."
+    if args.calculate_per_token_loss != (args.loss_agg_mode == "token-mean"):
+        yield (
+            f"--calculate-per-token-loss is --loss-agg-mode token-mean and contradicts --loss-agg-mode "
+            f"{args.loss_agg_mode}; leave one of the two out."
+        )
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        yield f"--eps-clip-c {args.eps_clip_c} must be > 1."
+    if args.use_stateless_adam and not (args.optimizer == "adam" and args.no_save_optim):
+        yield "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam and --no-save-optim."
+
+
+def check_critic_only_steps(args: argparse.Namespace, num_rollout: int | None = None) -> Iterable[str]:
+    """After the rollouts that train only the critic there are others; `num_rollout` is the run's if args lack it."""
+    rollouts = args.num_rollout or num_rollout
+    if args.use_critic and rollouts and args.num_critic_only_steps >= rollouts:
+        yield (
+            f"--num-critic-only-steps {args.num_critic_only_steps} leaves none of the {rollouts} rollouts of the run "
+            "to the actor, which would never be trained; lower it."
+        )
+
+
+def check_passes(args: argparse.Namespace) -> Iterable[str]:
+    """There are a second pass and a second train step, between which samples can be exchanged."""
+    if not args.shuffle_mini_batches:
+        return
+    if args.ppo_epochs == 1:
+        yield NoEffect(
+            "--shuffle-mini-batches",
+            "with --ppo-epochs 1: it changes the passes after the first",
+            "give more passes, or leave it out",
+        )
+    samples = (args.rollout_batch_size or 0) * args.n_samples_per_prompt
+    if samples and args.global_batch_size and samples // args.global_batch_size == 1:
+        yield NoEffect(
+            "--shuffle-mini-batches",
+            f"with --global-batch-size {args.global_batch_size}: a rollout is one train step, which has all samples "
+            "in every pass",
+            "lower it, or leave the flag out",
+        )
+
+
+def check_advantages(args: argparse.Namespace) -> Iterable[str]:
+    """REINFORCE++ is defined by its whitened advantages (V8)."""
+    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+        yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
+
+
+def check_mismatch(args: argparse.Namespace) -> Iterable[str]:
+    """Corrections between trainer and engine have both log-probs, and bounds in order (V9)."""
+    if args.use_rollout_logprobs and args.use_tis:
+        yield (
+            "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old ones "
+            "there is no ratio to truncate; keep one."
+        )
+    if args.get_mismatch_metrics and not args.custom_tis_function_path:
+        yield "--get-mismatch-metrics needs --custom-tis-function-path, the function that measures."
+    if args.tis_clip_low > args.tis_clip:
+        yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; lower it."
+
+
+def check_nucleus(args: argparse.Namespace) -> Iterable[str]:
+    """Log-probs of a nucleus are compared with log-probs of a nucleus only."""
+    if args.rollout_top_p == 1.0 or args.loss_type == "sft_loss":
+        return
+    of_whole_distributions = {
+        "--use-tis": args.use_tis,
+        "--use-rollout-logprobs": args.use_rollout_logprobs,
+        "--get-mismatch-metrics": args.get_mismatch_metrics,
+        "--use-opd": args.use_opd,
+    }
+    for option in (option for option, is_given in of_whole_distributions.items() if is_given):
+        whose = "a teacher's" if option == "--use-opd" else "the engine's"
+        yield (
+            f"--rollout-top-p {args.rollout_top_p} and {option} exclude each other: {whose} log-probs are of the "
+            f"whole distribution, the policy's of its nucleus; use --rollout-top-p 1, or leave {option} out."
+        )
+
+
+def check_kl(args: argparse.Namespace) -> Iterable[str]:
+    """The KL penalty is either inside the reward or a loss of its own, and needs a reference (V3, V7)."""
+    if args.kl_coef and args.kl_loss_coef:
+        yield (
+            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL twice, once in the "
+            "reward and once in the loss; keep one."
+        )
+    if (args.kl_coef or args.use_kl_loss) and not args.ref_load:
+        asked = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
+        yield (
+            f"{asked} needs --ref-load, the reference checkpoint; it may be an HF directory such as --hf-checkpoint's."
+        )
+    if args.kl_coef and args.advantage_estimator not in KL_IN_REWARDS and not args.custom_advantage_function_path:
+        yield NoEffect(
+            f"--kl-coef {args.kl_coef}",
+            f"with --advantage-estimator {args.advantage_estimator}, which does not take the KL into its rewards",
+            "use --use-kl-loss --kl-loss-coef",
+        )
+    if args.kl_target is not None and args.kl_target <= 0:
+        yield f"--kl-target {args.kl_target} must be > 0: the measured KL is divided by it."
+    if args.kl_ctrl == "adaptive" and (args.kl_target is None or args.kl_horizon is None):
+        yield "--kl-ctrl adaptive needs --kl-target and --kl-horizon."
+
+
+def check_distillation(args: argparse.Namespace) -> Iterable[str]:
+    """The teacher is in one known place (V4)."""
+    if not args.use_opd:
+        return  # the other flags say that they need it
+    if args.opd_type is None:
+        yield "--use-opd needs --opd-type, where the teacher runs: sglang or megatron."
+    if args.opd_type == "megatron" and not args.opd_teacher_load:
+        yield "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint."
+    if args.opd_type == "sglang" and args.opd_teacher_load:
+        yield NoEffect(
+            f"--opd-teacher-load {args.opd_teacher_load}",
+            "with --opd-type sglang, whose teacher is a server",
+            "leave one of the two out",
+            instead={"opd_teacher_load": None},
+        )
+    if args.opd_type == "sglang" and _only_built_in_code(args):
+        yield (
+            "--opd-type sglang needs samples with the teacher's log-probs, and nothing sets them; give "
+            "--custom-rm-path slime.rollout.on_policy_distillation.reward_func and the teacher's --rm-url."
+        )
+
+
+def _only_built_in_code(args: argparse.Namespace) -> bool:
+    """Whether no code of the user's could set a field of a sample."""
+    hooks = (
+        args.custom_rm_path,
+        args.custom_generate_function_path,
+        args.custom_convert_samples_to_train_data_path,
+        args.custom_reward_post_process_path,
+        args.load_debug_rollout_data,
+    )
+    places = (args.rollout_function_path, args.data_source_path)
+    return not any(hooks) and all(path.startswith("slime.rollout.") for path in places)
+
+
+def check_trained_parameters(args: argparse.Namespace) -> Iterable[str]:
+    """Parameters are chosen either by name or by exception (V26), with expressions that can be read."""
+    for option, patterns in {
+        "--only-train-params-name-list": args.only_train_params_name_list,
+        "--freeze-params-name-list": args.freeze_params_name_list,
+    }.items():
+        if patterns == []:
+            yield f"{option} needs a regular expression; give one, or leave it out."
+        for pattern in patterns or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"{option} {pattern!r} is no regular expression: {error}; correct it."
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        yield (
+            "--only-train-params-name-list and --freeze-params-name-list exclude each other: the first freezes "
+            "everything else already; keep one."
+        )
+
+
+def check_routing_replay(args: argparse.Namespace) -> Iterable[str]:
+    """There is a routing of experts to replay (V23)."""
+    if args.use_routing_replay and not args.num_moe_experts and not args.custom_model_provider_path:
+        given = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
+        yield f"{given} needs --num-experts: a dense model routes nothing; leave it out."
+
+
+CHECKS = (
+    check_sampling,
+    check_loss,
+    check_critic_only_steps,
+    check_passes,
+    check_advantages,
+    check_mismatch,
+    check_nucleus,
+    check_kl,
+    check_distillation,
+    check_trained_parameters,
+    check_routing_replay,
+)
+
+
+def without_effect(args: argparse.Namespace, explicit: Collection[str]) -> Iterable[str]:
+    """What a loss or an optimizer leaves without effect: one sentence for each, naming the given flags."""
+    of_moments = ("reset_optimizer_states", "adam_beta1", "adam_beta2", "exp_avg_dtype", "exp_avg_sq_dtype")
+    if args.use_stateless_adam and (names := [name for name in of_moments if name in explicit and vars(args)[name]]):
+        options = " ".join("--" + name.replace("_", "-") for name in names)
+        yield f"--use-stateless-adam keeps no moments, so these flags have no effect: {options}."
+    samples = (args.rollout_batch_size or 0) * args.n_samples_per_prompt
+    is_one_step = args.ppo_epochs == 1 and samples < 2 * args.global_batch_size
+    has_old = args.use_rollout_logprobs or args.keep_old_actor
+    if args.use_opsm and is_one_step and not (has_old or args.debug_rollout_only):
+        yield (
+            "--use-opsm has no effect with one train step per rollout, whose old log-probs are of the weights that "
+            "are trained; give --use-rollout-logprobs, to compare with the engine's."
+        )
+
+
+# ---- what works later
+
+
+def sampling_not_built(args: argparse.Namespace) -> Iterable[str]:
+    """Rollout sampling must be the distribution whose log-probs the trainer computes."""
+    if args.loss_type == "policy_loss" and args.rollout_top_k != -1:
+        yield (
+            f"--rollout-top-k {args.rollout_top_k} is not supported yet with --loss-type policy_loss (algorithms); "
+            "use -1."
+        )
+
+
+UNSUPPORTED = (sampling_not_built,)

@@ -1,0 +1,115 @@
+"""--deterministic: what it sets, and what cannot be repeated bit for bit.
+
+It opens no file and starts nothing; what a user's own functions do, it does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from slime.config.derive import keeps_requests_in_flight
+
+ONE_REQUEST = {"sglang_max_running_requests": 1, "sglang_disable_radix_cache": True}
+"""On CPU an engine's logits move by 4e-6 with what else is in the batch and in the cache, which flips a rare token."""
+ORDERED = {"NCCL_ALGO": "Ring"}
+"""NCCL otherwise chooses an algorithm, and so the order of a sum, by what it measures."""
+
+
+def deterministic_values(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flag sets, attribute -> value.
+
+    Args:
+        args: parsed flags; `accelerator` is resolved.
+    """
+    if not args.deterministic:
+        return {}
+    values: dict[str, Any] = {"deterministic_mode": True}
+    if not args.debug_train_only:
+        values["sglang_enable_deterministic_inference"] = True
+    if args.accelerator == "cpu":
+        return values | (ONE_REQUEST if not args.debug_train_only else {})
+    return values | {"train_env_vars": ORDERED | dict(args.train_env_vars)}
+
+
+def check_deterministic(args: argparse.Namespace, explicit: set[str]) -> Iterable[str]:
+    """Nothing depends on when samples happen to end.
+
+    Args:
+        args: parsed flags, before `deterministic_values` are set.
+        explicit: attributes whose flags are on the command line.
+    """
+    if not args.deterministic:
+        return
+    because = "what it takes depends on which samples end first, and cannot be repeated; leave one of the two out."
+    for flag, is_set in (
+        ("--partial-rollout", args.partial_rollout),
+        ("--dynamic-sampling-filter-path", args.dynamic_sampling_filter_path),
+        (
+            "--over-sampling-batch-size",
+            args.over_sampling_batch_size not in (None, args.rollout_batch_size),
+        ),
+    ):
+        if is_set:
+            yield f"--deterministic does not go with {flag}: {because}"
+    if args.update_weights_in_flight:
+        yield (
+            "--deterministic does not go with --update-weights-in-flight: at which token a response goes over to new "
+            "weights depends on the time, and cannot be repeated; leave one of the two out."
+        )
+    if keeps_requests_in_flight(args.rollout_function_path):
+        yield from _check_fully_async(args)
+    if args.elastic_dp:
+        yield (
+            "--deterministic does not go with --elastic-dp: fewer ranks add gradients in another order; leave one of "
+            "the two out."
+        )
+    if args.sglang_speculative_algorithm:
+        yield (
+            "--deterministic does not go with --sglang-speculative-algorithm, whose drafts are not sampled with the "
+            "seeds of the samples; leave one of the two out."
+        )
+    for name, value in ONE_REQUEST.items() if args.accelerator == "cpu" else ():
+        if name in explicit and vars(args)[name] != value:
+            yield (
+                f"--deterministic with --accelerator cpu needs --{name.replace('_', '-')}"
+                f"{'' if value is True else f' {value}'}, not {vars(args)[name]}: logits change with the batch there."
+            )
+
+
+def _check_fully_async(args: argparse.Namespace) -> Iterable[str]:
+    """Which groups have which weights follows from their numbers."""
+    path = f"--rollout-function-path {args.rollout_function_path}"
+    if args.max_weight_staleness is None:
+        yield (
+            f"--deterministic with {path} needs --max-weight-staleness, which says how many rollouts are begun with "
+            "the same weights; without it that depends on the time."
+        )
+    yield from check_ahead(args, because=path)
+
+
+def check_ahead(args: argparse.Namespace, *, because: str) -> Iterable[str]:
+    """With --deterministic, a run that generates ahead of the trainer can be resumed only where that was foreseen.
+
+    Args:
+        args: parsed flags.
+        because: what generates ahead.
+    """
+    if not args.deterministic or args.save is None:
+        return
+    if args.update_weights_interval > 1:
+        yield (
+            f"--deterministic with {because} and --save needs --update-weights-interval 1, not "
+            f"{args.update_weights_interval}: a run that is resumed begins with the weights of its checkpoint, which "
+            "engines of the run before did not have yet."
+        )
+    for flag, is_set in (
+        ("--exit-signal-handler", args.exit_signal_handler),
+        ("--exit-duration-in-mins", args.exit_duration_in_mins is not None),
+    ):
+        if is_set:
+            yield (
+                f"--deterministic with {because} does not go with {flag}: it saves a rollout behind which others are "
+                "begun already, and a resumed run begins them with newer weights; leave one of the two out."
+            )

@@ -1,0 +1,117 @@
+"""All rules that flag values have to keep, and what works but is seldom meant.
+
+The rules themselves are in the check_* modules, one small function each: it reads `args` after derivation and returns
+sentences that name the value, the flag and the remedy. A module's CHECKS find contradictions, its UNSUPPORTED what is
+not built yet. All always run, so that one error lists everything. Files, ports and hooks are judged elsewhere
+(check_files, check_hooks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Collection, Iterable
+
+from slime.config.flags.algorithm import WITHOUT_REWARD_BASELINE
+from slime.config.parser import option_name
+from slime.config.problems import Problems
+from slime.config.rules import (
+    check_async,
+    check_batch,
+    check_debug,
+    check_devices,
+    check_generation,
+    check_losses,
+    check_rollout,
+)
+from slime.config.rules.check_effect import (
+    Fields,
+    check_needs,
+    check_offload_forms,
+    check_pointless,
+    without_effect,
+)
+from slime.config.rules.check_trainer import TRAINER_CHECKS
+from slime.utils.checkpoint_paths import classify_checkpoint
+
+Check = Callable[[argparse.Namespace], Iterable[str]]
+
+CHECKS: tuple[Check, ...] = (
+    *check_batch.CHECKS,
+    *check_devices.CHECKS,
+    *check_async.CHECKS,
+    *check_losses.CHECKS,
+    *check_rollout.CHECKS,
+    *check_debug.CHECKS,
+    *check_generation.CHECKS,
+    *TRAINER_CHECKS,
+)
+UNSUPPORTED: tuple[Check, ...] = (
+    *check_losses.UNSUPPORTED,
+    *check_generation.UNSUPPORTED,
+)
+
+
+def collect(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Problems:
+    """The sentences of all rules, in order.
+
+    Args:
+        explicit: attributes whose flags are on the command line.
+        fields: the dataclass fields of slime's flags.
+    """
+    wrong = [sentence for check in CHECKS for sentence in check(args)]
+    wrong += check_devices.check_nodes(args, explicit)
+    wrong += check_offload_forms(args, explicit)
+    for check in (check_range, check_needs, check_pointless):
+        wrong += check(args, explicit, fields)
+    return Problems(wrong=wrong, unsupported=[sentence for check in UNSUPPORTED for sentence in check(args)])
+
+
+def check_range(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[str]:
+    """Every given number is finite, and neither smaller nor larger than makes sense."""
+    for field in fields:
+        value, least, most = vars(args)[field.name], field.metadata["at_least"], field.metadata["at_most"]
+        if field.name not in explicit or value is None:
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{option_name(field)} {value} is no finite number."
+        if least is not None and value < least:
+            yield f"{option_name(field)} {value} must be at least {least}."
+        if most is not None and value > most:
+            yield f"{option_name(field)} {value} must be at most {most}."
+
+
+def warnings(args: argparse.Namespace, explicit: Collection[str], *, given_load: str | None) -> Iterable[str]:
+    """What works but is seldom meant.
+
+    Args:
+        explicit: attributes whose flags are on the command line.
+        given_load: --load before derivation.
+    """
+    yield from without_effect(args, explicit)
+    yield from check_losses.without_effect(args, explicit)
+    yield from check_async.in_flight_warnings(args)
+    if given_load not in (None, args.load, args.save):
+        yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
+    if "ckpt_step" in explicit and not args.debug_rollout_only and classify_checkpoint(args.load) != "megatron":
+        yield (
+            f"--ckpt-step {args.ckpt_step} has no effect: what is loaded, {args.load}, is no Megatron checkpoint with "
+            "iterations."
+        )
+    trains_policy = args.loss_type == "policy_loss" and not args.debug_train_only and not args.eval_only
+    of_group = args.rewards_normalization and args.advantage_estimator not in (*WITHOUT_REWARD_BASELINE, "remax")
+    if args.n_samples_per_prompt == 1 and of_group and trains_policy:
+        yield (
+            "--n-samples-per-prompt 1: a group of one minus its mean is 0, so nothing is learned; use more, or "
+            "--disable-rewards-normalization."
+        )
+    if args.rollout_min_new_tokens and trains_policy:
+        yield (
+            f"--rollout-min-new-tokens {args.rollout_min_new_tokens}: up to there the engine samples without the end "
+            "token, but the trainer's log-probs count it in, so the two differ by its probability."
+        )
+    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
+        yield (
+            f"--advantage-estimator cispo with --eps-clip {args.eps_clip} also bounds the ratio from below, which "
+            "CISPO does not; give --eps-clip 1 or more to turn that off."
+        )

@@ -1,0 +1,211 @@
+"""slime's own flags for engines and router, what follows from all of theirs, and which cannot work together.
+
+The options of SGLang and its router themselves are in `options.py`. It knows nothing about placement, free ports or
+how an engine is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.backends.sglang_utils.external import (
+    FLAG,
+    apply_external_engine_info_to_args,
+    discover_external_engines,
+    external_engine_problems,
+)
+from slime.config.parser import flag
+from slime.config.problems import NoEffect, Problems, collected
+from slime.config.rules.check_devices import check_external_engines
+from slime.config.sglang.options import (
+    INSTALL,
+    PREFIX,
+    READ_BY_SLIME,
+    ROUTER_DEFAULTS,
+    ROUTER_PREFIX,
+    add_sglang_arguments,
+    explain_unknown,
+    missing_packages,
+    set_aside,
+    sglang_tables,
+)
+from slime.config.sglang.served_model import served_model_problems
+from slime.config.sglang.topology import num_policy_engines, plan_engines, topology_problems
+from slime.utils.misc import url_host
+
+__all__ = [
+    "SglangFlags",
+    "add_sglang_arguments",
+    "derive_engines",
+    "derive_sglang",
+    "explain_unknown",
+    "served_model_problems",
+    "set_aside",
+    "sglang_problems",
+    "sglang_tables",
+]
+
+# ServerArgs field -> the other attribute that upstream's users read.
+_OTHER_SIZE_NAMES = {
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "dp_size": "data_parallel_size",
+    "ep_size": "expert_parallel_size",
+    "moe_dp_size": "moe_data_parallel_size",
+}
+
+
+@dataclass
+class SglangFlags:
+    """Engines and router (slime's own flags)."""
+
+    sglang_router_ip: str | None = flag(None, "use the router that runs at this address")
+    sglang_router_port: int | None = flag(
+        None, "port of that router, or of the one that slime starts (default: a free one)"
+    )
+    sglang_router_request_timeout_secs: int = flag(14400, "seconds the router waits for one request", at_least=1)
+    sglang_server_concurrency: int = flag(512, "requests in flight per engine", at_least=1)
+    api_key_per_run: bool = flag(
+        True,
+        "engines and routers answer anybody; otherwise they ask for the run's key, which slime's HTTP helpers send",
+    )
+    sglang_config: str | None = flag(None, "YAML file with the models and engines of the run")
+    prefill_num_servers: int | None = flag(
+        None, "engines that only prefill, of one model without --sglang-config", at_least=1
+    )
+
+
+def derive_sglang(args: argparse.Namespace, explicit: set[str], own: Sequence[str]) -> dict[str, Any]:
+    """What follows from the parsed flags.
+
+    Args:
+        args: the parsed flags.
+        explicit: attributes whose flags are on the command line.
+        own: attributes of `SglangFlags`, which are no server options.
+
+    Returns:
+        sglang_overrides: ServerArgs field -> value, explicit ones only.
+        router_overrides: RouterArgs option (without `router_`) -> value: slime's changed defaults and explicit ones.
+        sglang_tp_size, the other sizes under both their names, and sglang_router_ip as a URL has it.
+    """
+    values = vars(args)
+
+    def pick(prefix: str) -> dict[str, Any]:
+        names = sorted(name for name in explicit if name.startswith(prefix) and name not in own)
+        return {name.removeprefix(prefix): values[name] for name in names}
+
+    server = pick(PREFIX)
+    sizes = {PREFIX + name: value for name, value in engine_sizes(args.rollout_num_gpus_per_engine, server).items()}
+    return sizes | {
+        "sglang_router_ip": args.sglang_router_ip and url_host(args.sglang_router_ip),
+        "sglang_overrides": server,
+        "router_overrides": ROUTER_DEFAULTS | pick(ROUTER_PREFIX),
+    }
+
+
+def derive_engines(args: argparse.Namespace, explicit: set[str], problems: Problems) -> None:
+    """Set which engines there are, in place: `engine_models` (list of `ModelPlan`) and `rollout_num_engines`.
+
+    External engines are asked what they are first; then `rollout_external_engine_infos` and `rollout_num_gpus` follow
+    from their answers. Where they do not answer, one engine each is assumed, and `problems` says so.
+    """
+    args.rollout_external_engine_infos = []
+    num_external = 0
+    if args.rollout_external and not args.debug_train_only:
+        addresses = args.rollout_external_engine_addrs
+        num_external = len(addresses)
+        if not any(check_external_engines(args)):
+            key = args.sglang_overrides.get("api_key")
+            infos = collected(problems.environment, discover_external_engines, addresses, api_key=key) or []
+            if infos:
+                apply_external_engine_info_to_args(args, infos)
+            problems.environment += external_engine_problems(args, infos, explicit)
+    args.engine_models = plan_engines(args)
+    args.rollout_num_engines = num_policy_engines(args.engine_models, num_external=num_external)
+
+
+def engine_sizes(gpus_per_engine: int, overrides: dict[str, Any]) -> dict[str, int]:
+    """The parallel sizes of an engine under both names that SGLang has for each; TP is what PP leaves of its GPUs."""
+    sizes = {short: overrides.get(short, 1) for short in _OTHER_SIZE_NAMES}
+    sizes["tp_size"] = gpus_per_engine // max(1, sizes["pp_size"])
+    return sizes | {long: sizes[short] for short, long in _OTHER_SIZE_NAMES.items()}
+
+
+def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], bool]) -> Problems:
+    """What is wrong with the engine and router flags of a run with engines."""
+    wrong = [
+        *pipeline_problems(args.sglang_pp_size, args.rollout_num_gpus_per_engine),
+        *data_parallel_problems(args.sglang_dp_size, bool(args.sglang_overrides.get("enable_dp_attention"))),
+        *descriptions_problems(args.sglang_config, args.prefill_num_servers, args.rollout_external_engine_addrs),
+        *external_flag_problems(args.sglang_overrides if args.rollout_external else {}),
+    ]
+    if args.sglang_router_ip and args.sglang_router_port is None:
+        wrong.append(f"--sglang-router-ip {args.sglang_router_ip} needs --sglang-router-port too.")
+    problems = Problems(wrong=wrong, environment=installation_problems())
+    problems.extend(topology_problems(args))
+    is_ours = not args.sglang_router_ip
+    for option, port, is_listening in (
+        ("--sglang-router-port", args.sglang_router_port, is_ours),
+        ("--router-prometheus-port", args.router_overrides.get("prometheus_port"), is_ours),
+    ):
+        if port is not None:
+            problems.extend(port_problems(option, port, port_is_free if is_listening else None))
+    return problems
+
+
+def installation_problems() -> list[str]:
+    """A sentence about packages that engines need."""
+    missing = missing_packages()
+    return (
+        [f"{' and '.join(missing)} not installed, but engines need sglang and sglang_router: {INSTALL}."]
+        if missing
+        else []
+    )
+
+
+def pipeline_problems(pp_size: int, gpus_per_engine: int) -> list[str]:
+    """A sentence if the pipeline stages of an engine cannot have equally many GPUs."""
+    if pp_size >= 1 and gpus_per_engine % pp_size == 0:
+        return []
+    return [f"--sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {gpus_per_engine}."]
+
+
+def data_parallel_problems(dp_size: int, has_dp_attention: bool) -> list[str]:
+    """A sentence about several data-parallel ranks in one engine, which only data-parallel attention makes use of."""
+    if dp_size <= 1 or has_dp_attention:
+        return []
+    return [f"--sglang-dp-size {dp_size} needs --sglang-enable-dp-attention."]
+
+
+def descriptions_problems(config: str | None, num_prefill: int | None, external: Sequence[str] | None) -> list[str]:
+    """A sentence if more than one flag says which engines there are."""
+    given = {
+        f"--sglang-config {config}": config is not None,
+        f"--prefill-num-servers {num_prefill}": num_prefill is not None,
+        f"--rollout-external-engine-addrs {' '.join(external or [])}": bool(external),
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    return [f"{' and '.join(names)} exclude each other; keep the one that describes the engines."] * (len(names) > 1)
+
+
+def external_flag_problems(overrides: dict[str, Any]) -> list[str]:
+    """Sentences about options of servers that run already; some of them slime itself reads."""
+    return [
+        NoEffect(f"--sglang-{name.replace('_', '-')}", f"with {FLAG}, whose servers run already", "give it to them")
+        for name in overrides
+        if name not in READ_BY_SLIME
+    ]
+
+
+def port_problems(option: str, port: int, port_is_free: Callable[[int], bool] | None) -> Problems:
+    """What is wrong with a port; `port_is_free` is None for one that no process of ours is to listen on."""
+    if not 0 < port < 65536:
+        return Problems(wrong=[f"{option} {port} is no port; choose one from 1 to 65535."])
+    if port_is_free is None or port_is_free(port):
+        return Problems()
+    reuse = ", or add --sglang-router-ip to use a router that runs there" if option == "--sglang-router-port" else ""
+    remedy = f"choose another, or leave it out (slime finds a free one){reuse}"
+    return Problems(environment=[f"{option} {port} is taken on this host; {remedy}."])
