@@ -3,7 +3,7 @@
     python benchmarks/parse_time.py [--rounds 5] [--output results.json]
 
 The command line is the GRPO line of scripts/run-tiny-cpu.sh, with model and data that exist. The time is that of
-`from slime.config import parse_args; parse_args(argv=...)`; `CPU` is what the process and its children
+`from slime.config.parse import parse_args; parse_args(argv=...)`; `CPU` is what the process and its children
 compute for it, which other work on the machine changes less; `process` adds Python's own start and end.
 
     cold   SLIME_CACHE_DIR is empty: SGLang, its router and megatron-core are imported once, to ask for their options
@@ -31,7 +31,7 @@ HEAVY = ("torch", "transformers", "megatron", "sglang", "sglang_router", "ray", 
 PROGRAM = f"""
 import json, os, sys, time
 start, cpu = time.perf_counter(), sum(os.times()[:4])
-from slime.config import parse_args
+from slime.config.parse import parse_args
 parse_args(argv=sys.argv[1:])
 seconds = time.perf_counter() - start
 cpu = sum(os.times()[:4]) - cpu

@@ -3,13 +3,115 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.api_keys import make_keys
 from slime.utils.misc import hook_args
 
+if TYPE_CHECKING:
+    from typing import Literal
 
-class Args(argparse.Namespace):
+    from slime.backends.sglang_utils.external import ExternalEngineInfo
+    from slime.config.flags.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
+    from slime.config.flags.cluster import ClusterFlags, FaultToleranceFlags
+    from slime.config.flags.data import DataFlags
+    from slime.config.flags.debug import AskFlags, CiFlags, DebugFlags
+    from slime.config.flags.eval import EvalFlags
+    from slime.config.flags.observability import ObservabilityFlags
+    from slime.config.flags.profile import ProfileFlags
+    from slime.config.flags.rollout import RolloutBufferFlags, RolloutFlags
+    from slime.config.flags.train import ModelPartFlags, TrainFlags
+    from slime.config.flags.weight_sync import WeightSyncFlags
+    from slime.config.megatron.values import MegatronValues
+    from slime.config.sglang.arguments import SglangFlags
+    from slime.config.sglang.topology import ModelPlan
+    from slime.config.sglang.values import SglangValues
+    from slime.utils.api_keys import RunKeys
+    from slime.utils.eval_config import EvalDatasetConfig
+
+    class Settled:
+        """What `parse_args` sets beside the flags, and flags that have a value behind it though none need be given."""
+
+        # Not flags: what follows from them.
+        api_key_per_run: bool
+        engine_models: list[ModelPlan]
+        eval_datasets: list[EvalDatasetConfig]
+        megatron_role_values: dict[str, dict[str, Any]]
+        params_dtype: str
+        rank: int
+        rollout_external: bool
+        rollout_external_engine_infos: list[ExternalEngineInfo]
+        rollout_num_engines: int
+        router_overrides: dict[str, Any]
+        run_keys: RunKeys
+        sglang_dp_size: int
+        sglang_overrides: dict[str, Any]
+        sglang_pp_size: int
+        use_critic: bool
+        virtual_pipeline_model_parallel_size: int | None
+        # What `publish_runtime` adds once the engines run.
+        sglang_model_routers: dict[str, tuple[str, int]]
+
+        # Flags without a default that have a value behind `parse_args`.
+        checkpoint_contents: list[str]
+        distributed_backend: str
+        eps_clip_high: float
+        eval_function_path: str
+        ffn_hidden_size: int
+        global_batch_size: int
+        hf_checkpoint: str
+        hidden_size: int
+        kv_channels: int
+        load: str
+        max_position_embeddings: int
+        num_attention_heads: int
+        num_layers: int
+        num_query_groups: int
+        offload_rollout: bool
+        offload_train: bool
+        output_dir: str
+        over_sampling_batch_size: int
+        padded_vocab_size: int
+        rollout_batch_size: int
+        rollout_num_gpus: int
+        rope_type: str
+        seq_length: int
+        update_weights_in_flight: bool
+        vocab_size: int
+
+        # Flags whose choices say more than their type.
+        verify_checkpoint: Literal["full", "sizes", "none"]
+
+    class _Flags(  # type: ignore[misc]  # ours and `Settled` win over Megatron's and SGLang's
+        Settled,
+        AlgorithmFlags,
+        AskFlags,
+        CheckpointFlags,
+        CiFlags,
+        ClusterFlags,
+        DataFlags,
+        DebugFlags,
+        DistillationFlags,
+        EvalFlags,
+        FaultToleranceFlags,
+        ModelPartFlags,
+        ObservabilityFlags,
+        ProfileFlags,
+        RewardFlags,
+        RolloutBufferFlags,
+        RolloutFlags,
+        SglangFlags,
+        TrainFlags,
+        WeightSyncFlags,
+        MegatronValues,
+        SglangValues,
+    ): ...
+else:
+    _Flags = argparse.Namespace
+
+
+class Args(_Flags):
     """A Namespace that can be frozen. Copies and pickles (Ray sends it to every actor) stay frozen."""
 
     __slots__ = ("_copy", "_frozen")
@@ -40,9 +142,15 @@ class Args(argparse.Namespace):
 
     def replace(self, **changes: Any) -> Args:
         """A copy with other values (and new attributes), frozen if this is."""
-        changed = Args()
-        vars(changed).update(vars(self) | changes)  # not one by one through __setattr__
+        changed = Args.of(vars(self) | changes)
         return changed.freeze() if self.is_frozen else changed
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Args:
+        """Return args with these values, not frozen."""
+        args = cls()
+        vars(args).update(values)  # not one by one through __setattr__
+        return args
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.is_frozen:
@@ -79,7 +187,7 @@ def with_run_keys(args: Args) -> Args:
 
 
 def publish_runtime(
-    args: argparse.Namespace,
+    args: Args,
     *,
     sglang_router_ip: str,
     sglang_router_port: int,

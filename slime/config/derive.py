@@ -6,16 +6,17 @@ check_* modules say why it is wrong. The numbers V1-V29 are those of the contrac
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Collection
 from typing import Any
+
+from slime.config.args import Args
 
 GPUS_OF_A_ROLLOUT_ONLY_NODE = 8
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
 def derive_flags(
-    args: argparse.Namespace, explicit: set[str], *, kind_of: Callable[[str | None], str | None], now: str
+    args: Args, explicit: set[str], *, kind_of: Callable[[str | None], str | None], now: str
 ) -> dict[str, Any]:
     """All derived values, attribute -> value.
 
@@ -26,7 +27,7 @@ def derive_flags(
         now: time stamp for the default output directory.
     """
     evaluation = evaluation_only(args)
-    args = argparse.Namespace(**{**vars(args), **evaluation})
+    args = Args.of(vars(args) | evaluation)
     return {
         **evaluation,
         **trackers(args.tracker, use_wandb=args.use_wandb, use_tensorboard=args.use_tensorboard),
@@ -68,7 +69,7 @@ def keeps_requests_in_flight(rollout_function_path: str) -> bool:
     return rollout_function_path.replace(":", ".") == FULLY_ASYNC_ROLLOUT
 
 
-def evaluation_only(args: argparse.Namespace) -> dict[str, Any]:
+def evaluation_only(args: Args) -> dict[str, Any]:
     """What --eval-only sets, and --num-rollout 0, which is its other name.
 
     Nothing is trained, so batch sizes are only a formality, and of a checkpoint only the weights are read.
@@ -97,7 +98,7 @@ def trackers(names: list[str], *, use_wandb: bool, use_tensorboard: bool) -> dic
 # ---- devices
 
 
-def devices(args: argparse.Namespace, explicit: set[str]) -> dict[str, Any]:
+def devices(args: Args, explicit: set[str]) -> dict[str, Any]:
     """Who runs, on how many GPUs (slots), and who gives memory back (V13-V17)."""
     train_only = args.debug_train_only or args.load_debug_rollout_data is not None
     use_critic = args.advantage_estimator == "ppo" and not (args.eval_only or args.debug_rollout_only)
@@ -157,7 +158,7 @@ def backend_of(accelerator: str) -> str:
     return "gloo" if accelerator == "cpu" else "nccl"
 
 
-def offloads(args: argparse.Namespace, *, use_critic: bool, has_engines: bool) -> dict[str, bool]:
+def offloads(args: Args, *, use_critic: bool, has_engines: bool) -> dict[str, bool]:
     """Whether trainer and engines release their memory for each other (V16, V17).
 
     Unset means: where they share GPUs, yes; actor and critic always do. On a CPU nothing could be freed, so it stays
@@ -235,7 +236,7 @@ def dump_templates(directory: str | None, *, rollout: str | None, train: str | N
 # ---- batches
 
 
-def batches(args: argparse.Namespace) -> dict[str, Any]:
+def batches(args: Args) -> dict[str, Any]:
     """Batch arithmetic (V10, V19, V20, V21)."""
     return {
         "global_batch_size": samples_per_step(
@@ -270,7 +271,7 @@ def longest_prompt(given: int | None, *, context: int | None) -> int | None:
 # ---- losses and data sets
 
 
-def losses(args: argparse.Namespace, explicit: Collection[str]) -> dict[str, Any]:
+def losses(args: Args, explicit: Collection[str]) -> dict[str, Any]:
     """Parameters of losses that follow from others (V11, V23)."""
     return {
         "eps_clip_high": first(args.eps_clip_high, args.eps_clip),

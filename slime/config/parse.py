@@ -409,7 +409,7 @@ def _set_aside_pointless(args: Args, explicit: set[str], problems: Problems, fie
         explicit -= set(sentence.instead)
 
 
-def _accelerator(args: argparse.Namespace, problems: Problems) -> str:
+def _accelerator(args: Args, problems: Problems) -> str:
     """The device to run, or only to plan, on. A plan for GPUs can be made without one."""
     from slime.utils import accelerator
 
@@ -418,7 +418,7 @@ def _accelerator(args: argparse.Namespace, problems: Problems) -> str:
     return collected(problems.environment, accelerator.resolve, args.accelerator) or str(args.accelerator)
 
 
-def _eval_datasets(args: argparse.Namespace, problems: Problems) -> list[EvalDatasetConfig]:
+def _eval_datasets(args: Args, problems: Problems) -> list[EvalDatasetConfig]:
     raw, defaults = derive.raw_eval_datasets(args.eval_prompt_data), {}
     if args.eval_config:
         config = read_file(problems, load_eval_config, args.eval_config)

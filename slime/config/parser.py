@@ -192,7 +192,7 @@ class Parser(argparse.ArgumentParser):
         return {name: action for action in self._actions for name in action.option_strings}
 
     def parse_all(
-        self, tokens: Sequence[str], namespace: argparse.Namespace, *, explain_unknown: Callable[[str], str | None]
+        self, tokens: Sequence[str], namespace: Any, *, explain_unknown: Callable[[str], str | None]
     ) -> list[str]:
         """Parse into `namespace` and return one sentence per problem.
 

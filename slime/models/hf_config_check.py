@@ -6,7 +6,7 @@ What the config means in Megatron's terms is slime.models.hf_config's; files it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.models.hf_config import (
     SUPPORTED_MODEL_TYPES,
@@ -16,6 +16,10 @@ from slime.models.hf_config import (
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import text_config
 from slime.utils.plan.shape import linear_attention_pattern
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 PREDICTING = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 """`model_type`s with rules for layers that predict further tokens."""
@@ -113,7 +117,7 @@ def flag_of(attribute: str) -> str:
     return FLAG_OF.get(attribute, "--" + attribute.replace("_", "-"))
 
 
-def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
+def config_mismatches(args: Args, hf_config: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each model flag that disagrees with the HF config (all of them, not the first).
 
     Of a config of a type without a translation only that is compared which no shape of a weight would tell.
@@ -143,7 +147,7 @@ def config_mismatches(args: Any, hf_config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _plain_mismatches(args: Any, hf: Mapping[str, Any]) -> Iterator[str]:
+def _plain_mismatches(args: Args, hf: Mapping[str, Any]) -> Iterator[str]:
     """What configs of most architectures say under the same name, and weights of these shapes do not."""
     expected = {
         "num_layers": hf.get("num_hidden_layers"),
@@ -159,7 +163,7 @@ def _plain_mismatches(args: Any, hf: Mapping[str, Any]) -> Iterator[str]:
         yield f"the HF config has hidden_act {hf['hidden_act']!r}, and our MLP computes silu (--swiglu)."
 
 
-def config_differences(args: Any, hf_config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def config_differences(args: Args, hf_config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(attribute, value of the flags, value of the HF config) of everything that makes them two models.
 
     Raises:

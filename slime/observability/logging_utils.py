@@ -15,12 +15,12 @@ import math
 import sys
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from slime.config.args import Args
 from slime.observability.appended_lines import AppendedLines
 from slime.observability.console import ConsoleSink
 from slime.observability.eval_samples import EVAL_SAMPLES_FILE, EvalSample, EvalSamplesFile, TextSink
@@ -113,7 +113,7 @@ class JsonlSink:
 class TensorboardSink:
     """Records to TensorBoard, at their own step."""
 
-    def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
+    def __init__(self, args: Args, runs: TrackerRuns) -> None:
         self._adapter = _TensorboardAdapter(args, runs)
 
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
@@ -133,7 +133,7 @@ class TensorboardSink:
 class WandbSink:
     """Records to W&B, which takes the step from the record."""
 
-    def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
+    def __init__(self, args: Args, runs: TrackerRuns) -> None:
         self._adapter = WandbAdapter(args, runs)
 
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
@@ -153,7 +153,7 @@ class _Tracking:
     """The owner of this process's sinks and of what it collected for another process."""
 
     def __init__(self) -> None:
-        self.args: Namespace | None = None
+        self.args: Args | None = None
         self.sinks: list[Sink] | None = None
         self.console: ConsoleSink | None = None
         self.text_sinks: list[TextSink] = []
@@ -167,7 +167,7 @@ class _Tracking:
 _tracking = _Tracking()
 
 
-def init_tracking(args: Namespace, primary: bool = True) -> None:
+def init_tracking(args: Args, primary: bool = True) -> None:
     """Open the sinks (`primary`) or make this process one that only collects.
 
     Args:
@@ -192,7 +192,7 @@ def init_tracking(args: Namespace, primary: bool = True) -> None:
     _tracking.text_sinks = [EvalSamplesFile(directory / EVAL_SAMPLES_FILE), *trackers]
 
 
-def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
+def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
     """Write one record, or collect it in a process that does not write.
 
     Args:
@@ -293,7 +293,7 @@ def finish_tracking() -> None:
         logger.warning("no curves.png: %s (pip install matplotlib); the numbers are in %s", error, METRICS_FILE)
 
 
-def _train_step(args: Namespace, rollout_id: float) -> int:
+def _train_step(args: Args, rollout_id: float) -> int:
     steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return int(rollout_id) * max(steps_per_rollout, 1) * args.ppo_epochs
 

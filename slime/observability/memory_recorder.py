@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from slime.config.args import Args
+
 logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 1_000_000
@@ -87,7 +89,7 @@ class _Memray:
         self._tracker.__exit__(None, None, None)
 
 
-def recorder_of(args: Any, rank: int, *, role: str = "actor") -> MemoryRecorder | None:
+def recorder_of(args: Args, rank: int, *, role: str = "actor") -> MemoryRecorder | None:
     """The recorder that the flags ask for, of this rank's own file; None without --record-memory-history.
 
     Args:

@@ -6,12 +6,12 @@ It reads samples and a few flags and returns plain dicts; it neither logs nor kn
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from slime.config.args import Args
 from slime.observability.metric_utils import compute_pass_rate, compute_statistics, dict_add_prefix, has_repetition
 from slime.utils.misc import is_finite_number
 from slime.utils.overlong import overlong_metrics, overlong_penalties
@@ -25,7 +25,7 @@ ENGINE_SAYS = {
 """Family of metrics -> attribute of a sample's trace (slime.observability.trace_utils)."""
 
 
-def compute_rollout_metrics(args: Namespace, samples: Sequence[Sample], rollout_time_s: float) -> dict[str, float]:
+def compute_rollout_metrics(args: Args, samples: Sequence[Sample], rollout_time_s: float) -> dict[str, float]:
     """Metrics of one generated batch: families `rollout/`, `perf/`, and `passrate/` and `multi_turn/` where asked.
 
     Args:
@@ -53,7 +53,7 @@ def compute_rollout_metrics(args: Namespace, samples: Sequence[Sample], rollout_
     return metrics
 
 
-def compute_eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def compute_eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Metrics of one evaluation.
 
     Args:
@@ -140,7 +140,7 @@ def correct_metrics(rewards: Sequence[float], samples: Sequence[Sample]) -> dict
     return {"ratio": len(correct) / len(samples), **sample_metrics(correct)}
 
 
-def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def zero_std_counts(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     """How many groups got one and the same reward throughout (no signal for GRPO), by that reward.
 
     Rewards that are no numbers, which only a hook of the user's reads, are left out.
@@ -206,7 +206,7 @@ def pass_rate(rewards: Sequence[float], samples: Sequence[Sample], group_size: i
     return compute_pass_rate(rewards, group_size)
 
 
-def _rewards(args: Namespace, samples: Sequence[Sample]) -> list[float]:
+def _rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
     return [0.0 if s.reward is None else float(s.get_reward_value(args)) for s in samples]
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.observability.eval_samples import EvalSample, text_of
 from slime.observability.tracker_runs import TENSORBOARD_DIR, TrackerRuns
 from slime.utils.errors import UsageError
@@ -30,7 +30,7 @@ class _TensorboardAdapter:
         UsageError: neither the variable nor `--tb-project-name` is given, or tensorboard is not installed.
     """
 
-    def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
+    def __init__(self, args: Args, runs: TrackerRuns) -> None:
         directory = tensorboard_dir(args)
         before = runs.known(TENSORBOARD_DIR)
         if before is not None and args.tb_experiment_name is None and Path(before).parent == directory.parent:
@@ -85,7 +85,7 @@ class _TensorboardAdapter:
             self._writer = None
 
 
-def tensorboard_dir(args: Namespace) -> Path:
+def tensorboard_dir(args: Args) -> Path:
     """Where the event files go: --tb-project-name wins over the environment, whose directory is that of one run."""
     root = args.tb_project_name or os.environ.get("TENSORBOARD_DIR")
     if not root:

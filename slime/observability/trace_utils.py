@@ -242,11 +242,11 @@ def trace_function(
     def decorate(fn: F) -> F:
         find = target_getter or _target_finder(fn, target)
 
-        def span(args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace_span:
+        def span(positional: tuple[Any, ...], named: dict[str, Any]) -> trace_span:
             found = attrs = None
             try:
-                found = find(*args, **kwargs)
-                attrs = attrs_getter(*args, **kwargs) if attrs_getter else None
+                found = find(*positional, **named)
+                attrs = attrs_getter(*positional, **named) if attrs_getter else None
             except Exception as error:
                 _report(f"the target or attributes of span {name}", error)
             return trace_span(found, name, attrs=attrs, record_error=record_error)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from argparse import Namespace
 from pathlib import Path
 
+from slime.config.args import Args
 from slime.utils.checkpoint_paths import latest_iteration
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ class TrackerRuns:
         os.replace(partial, self._path)
 
 
-def tracker_runs(args: Namespace) -> TrackerRuns:
+def tracker_runs(args: Args) -> TrackerRuns:
     """Those of the run of these flags (reads `save`, `load`, `finetune`)."""
-    goes_on = args.save is not None and args.load == args.save and not args.finetune
-    return TrackerRuns(args.save, goes_on=goes_on and latest_iteration(args.save) is not None)
+    goes_on = args.load == args.save and not args.finetune
+    return TrackerRuns(args.save, goes_on=goes_on and latest_iteration(args.load) is not None)
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -10,7 +10,6 @@ import os
 import secrets
 import sys
 import threading
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from slime.config.args import Args
 from slime.observability.eval_samples import EvalSample, text_of
 from slime.observability.tracker_runs import WANDB_RUN, TrackerRuns
 from slime.utils.errors import UsageError
@@ -51,7 +51,7 @@ class WandbAdapter:
         UsageError: wandb is not installed, or WANDB_FINISH_TIMEOUT is no number of seconds.
     """
 
-    def __init__(self, args: Namespace, runs: TrackerRuns) -> None:
+    def __init__(self, args: Args, runs: TrackerRuns) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -157,14 +157,14 @@ def _end_service() -> None:
             continue  # it has ended
 
 
-def run_name(args: Namespace) -> str | None:
+def run_name(args: Args) -> str | None:
     """`<group>-<random>`, so that runs of a group differ; the bare group with `--disable-wandb-random-suffix`."""
     if not args.wandb_group or not args.wandb_random_suffix:
         return args.wandb_group
     return f"{args.wandb_group}-{secrets.token_hex(3)}"
 
 
-def public_config(args: Namespace) -> dict[str, Any]:
+def public_config(args: Args) -> dict[str, Any]:
     """Every flag, secret ones hidden; values that are no plain data become their text."""
     plain = (str, int, float, bool, type(None), list, tuple, dict)
     return without_secrets(
@@ -177,7 +177,7 @@ def public_config(args: Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def _public_command_line(args: Namespace) -> Iterator[None]:
+def _public_command_line(args: Args) -> Iterator[None]:
     """Hide secrets in sys.argv inside the block: W&B (0.31) uploads it, and no setting of it leaves that alone out."""
     own = sys.argv
     sys.argv = [own[0], *command_line_without_secrets(own[1:], vars(args))]

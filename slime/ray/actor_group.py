@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from slime.config.args import Args
 from slime.config.files.roles import Role, parse_megatron_role_args
 from slime.ray.placement_group import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
@@ -49,7 +50,7 @@ class RayTrainGroup:
     """
 
     def __init__(
-        self, args: Any, placement: Placement, *, role: Role = "actor", actor_cls: type = TrainRayActor
+        self, args: Args, placement: Placement, *, role: Role = "actor", actor_cls: type = TrainRayActor
     ) -> None:
         self.args = args = parse_megatron_role_args(args, role)
         self.role = role

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.config.args import Args
 from slime.config.files.resume import line_to_go_on
 from slime.config.parse import CommandLine, accept
 from slime.config.problems import collected
@@ -51,7 +52,7 @@ def drive(
     configure_logger()
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it reports each optional package that is not there
     signal.signal(signal.SIGTERM, _leave)
-    args: Any = None
+    args: Args | None = None
     try:
         command_line = CommandLine()
         if (text := command_line.answer(sys.argv[1:])) is not None:
@@ -102,7 +103,7 @@ def _leave(signum: int, frame: Any) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
-def _say_how_to_go_on(args: Any) -> None:
+def _say_how_to_go_on(args: Args | None) -> None:
     """Print the command that goes on with a run that was interrupted as the last line; nothing where none can."""
     if args is None or not args.save or args.eval_only or args.debug_rollout_only:
         return

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.flags.rollout import RolloutFlags
 from slime.config.parser import defaults_of
 from slime.ray.plan_check import engine_kinds, find_device, find_format, is_for_this_machine
@@ -70,7 +71,7 @@ def write_json(plan: Plan, path: str) -> None:
         raise UsageError(f"--dry-run-json {path} cannot be written: {error.strerror}; name another file.") from error
 
 
-def gather_facts(args: Any, refused: list[str], warnings: list[str], lacking: Sequence[str] = ()) -> Facts:
+def gather_facts(args: Args, refused: list[str], warnings: list[str], lacking: Sequence[str] = ()) -> Facts:
     """Everything that the plan needs and that is not in the flags; `lacking` is what only a run needs."""
     data, rows, missing = read_rows_of(args)
     missing += lacking
@@ -90,7 +91,7 @@ def gather_facts(args: Any, refused: list[str], warnings: list[str], lacking: Se
     )
 
 
-def hook_reports(args: Any) -> Iterator[HookReport]:
+def hook_reports(args: Args) -> Iterator[HookReport]:
     """Every hook that a flag names, with where it was found or why it could not be used."""
     own = defaults_of(RolloutFlags)["rollout_function_path"]
     for attribute, protocol in HOOKS.items():

@@ -6,13 +6,13 @@ copies of the model are left out: fewer data-parallel ranks share the same globa
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 from typing import Any
 
 import ray
 
+from slime.config.args import Args
 from slime.config.rules.check_batch import check_micro_batches
 from slime.ray.placement_group import PLACEMENT_DEADLINE_S, Placement
 from slime.ray.utils import ActorFailure
@@ -24,7 +24,7 @@ RETURN_S = 30.0
 """How long slots may take to come back before a run shrinks."""
 
 
-def usable(placement: Placement, args: Any) -> tuple[Placement, Any]:
+def usable(placement: Placement, args: Args) -> tuple[Placement, Any]:
     """The slots that trainers can take now, and the flags with their number.
 
     Args:
@@ -52,7 +52,7 @@ def usable(placement: Placement, args: Any) -> tuple[Placement, Any]:
     return dataclasses.replace(placement, trainer_bundles=left[:size]), sized(args, size)
 
 
-def largest_world(args: argparse.Namespace, slots: int) -> int:
+def largest_world(args: Args, slots: int) -> int:
     """The most ranks, `slots` or fewer, that are whole copies of the model and can share a train step; 0 if none."""
     copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
@@ -63,7 +63,7 @@ def largest_world(args: argparse.Namespace, slots: int) -> int:
     return 0
 
 
-def sized(args: Any, size: int) -> Any:
+def sized(args: Args, size: int) -> Any:
     """The flags with so many trainer ranks."""
     copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if size == args.actor_num_nodes * args.actor_num_gpus_per_node:

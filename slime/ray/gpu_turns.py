@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from slime.config.args import Args
 from slime.ray.actor_group import Beside, RayTrainGroup
 from slime.ray.rollout.servers import MEMORY_DEADLINE_S
 from slime.ray.utils import get
@@ -36,7 +37,7 @@ class GpuTurns:
         manager: the rollout manager's actor.
     """
 
-    def __init__(self, args: Any, manager: Any) -> None:
+    def __init__(self, args: Args, manager: Any) -> None:
         self.trainers_leave: bool = args.offload_train or args.release_train
         self.engines_leave: bool = args.offload_rollout and args.colocate
         self._leave_to_engines: bool = args.colocate or args.release_train

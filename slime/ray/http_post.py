@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.config.args import Args
 from slime.ray.utils import actor_env, get
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
@@ -39,7 +40,7 @@ that it is still dead (its node may be gone for good)."""
 class PostActor:
     """Sends what it is given, from the node that it is on."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         http_utils.init_http_client(args)
 
     async def post(self, url: str, body: bytes, headers: dict[str, str] | None, max_retries: int) -> Any:
@@ -51,7 +52,7 @@ class PostActor:
         return str(ray.get_runtime_context().get_node_id())
 
 
-def use_distributed_post(args: Any) -> list[Any]:
+def use_distributed_post(args: Args) -> list[Any]:
     """Start an actor on every node and have `http_utils.post` of this process go through them.
 
     Args:
@@ -68,7 +69,7 @@ def use_distributed_post(args: Any) -> list[Any]:
     return actors
 
 
-def _start(args: Any, node_id: str) -> Any:
+def _start(args: Args, node_id: str) -> Any:
     return (
         ray.remote(PostActor)
         .options(

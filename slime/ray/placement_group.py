@@ -33,6 +33,7 @@ from ray._private.utils import estimate_available_memory, resolve_object_store_m
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError
 
+from slime.config.args import Args
 from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
 from slime.utils.host_memory import address_limit
@@ -85,7 +86,7 @@ class Placement:
         return [Slot(self.group, bundle, self.nodes[bundle]) for bundle in self.engine_bundles]
 
 
-def connect_ray(args: Any) -> Path | None:
+def connect_ray(args: Args) -> Path | None:
     """Join the Ray that RAY_ADDRESS names (`ray job submit` sets it), or start a local one with the slots asked for.
 
     Returns:
@@ -223,7 +224,7 @@ def slot_shortage(asked: int, available: int, resource: str, *, started_here: bo
     return f"{asked} {unit} asked / {available} available on {where}; {remedy}"
 
 
-def create_placement(args: Any) -> Placement:
+def create_placement(args: Args) -> Placement:
     """Reserve the run's slots.
 
     Raises:

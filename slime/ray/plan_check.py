@@ -9,8 +9,8 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
+from slime.config.args import Args
 from slime.utils.accelerator import cuda_is_available
 from slime.utils.errors import UsageError
 from slime.utils.host_memory import host_memory
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PLACEHOLDER = "placeholder"
 
 
-def is_for_this_machine(args: Any) -> bool:
+def is_for_this_machine(args: Args) -> bool:
     """Whether a plan is for the memory that the run will find: not where its device is assumed or named, nor where
     the slots of a run without GPUs may be on other machines than this one."""
     if args.accelerator == "cpu":
@@ -33,7 +33,7 @@ def is_for_this_machine(args: Any) -> bool:
     return args.plan_device is None and cuda_is_available()
 
 
-def check_plan(args: Any) -> None:
+def check_plan(args: Args) -> None:
     """Refuse a run that takes far more memory than this machine has; warn of one that may not fit.
 
     The prompt file is read only where the run does not fit with the prompts that are assumed without it.
@@ -80,7 +80,7 @@ def find_format(hf_checkpoint: str | None) -> WeightFormat | None:
         return None
 
 
-def engine_kinds(args: Any) -> list[EngineKind]:
+def engine_kinds(args: Args) -> list[EngineKind]:
     """Engines of the command line, with the ServerArgs values that slime and the user choose."""
     from slime.backends.sglang_utils.server_args import device_defaults
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.files.resume import NEVER
 from slime.config.files.roles import parse_megatron_role_args
 from slime.utils import manifest
@@ -31,13 +32,13 @@ from slime.utils.errors import UsageError
 logger = logging.getLogger(__name__)
 
 
-def resumed(args: Any) -> Any:
+def resumed(args: Args) -> Any:
     """The flags of a run that goes on from the last checkpoint of its own."""
     values = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
     return args.replace(load=args.save, ckpt_step=None, start_rollout_id=None, **values)
 
 
-def settle_checkpoint(args: Any) -> Any:
+def settle_checkpoint(args: Args) -> Any:
     """The flags with the iteration of --load that can be loaded as `ckpt_step`, where its newest one cannot.
 
     Args:
@@ -57,7 +58,7 @@ def settle_checkpoint(args: Any) -> Any:
         ("--ref-load", args.ref_load, args.ref_ckpt_step),
         ("--opd-teacher-load", args.opd_teacher_load, args.opd_teacher_ckpt_step),
     ):
-        if path != args.load and classify_checkpoint(path) == "megatron":
+        if path is not None and path != args.load and classify_checkpoint(path) == "megatron":
             wanted = read_tracker(path) if step is None else step
             if problem := _problem([Path(path)], wanted, depth, with_state=False):
                 raise UsageError(f"{flag} {path}: {problem}; give a checkpoint that is whole.")
@@ -79,7 +80,7 @@ def _refuse_lost_tracker(root: Path) -> None:
         )
 
 
-def _settle_load(args: Any, depth: manifest.Depth) -> Any:
+def _settle_load(args: Args, depth: manifest.Depth) -> Any:
     root = Path(args.load)
     newest: Any = read_tracker(root) if args.ckpt_step is None else args.ckpt_step
     roots = [root]
@@ -102,7 +103,7 @@ def _settle_load(args: Any, depth: manifest.Depth) -> Any:
     return args.replace(ckpt_step=whole)
 
 
-def _takes_state(args: Any, step: Any) -> bool:
+def _takes_state(args: Args, step: Any) -> bool:
     """Whether the data source goes on from its state after an iteration: not where the run begins elsewhere, nor where
     nothing is drawn from it."""
     if args.finetune or args.eval_only or args.load_debug_rollout_data is not None or not str(step).isdigit():

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import ray
 
+from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
 from slime.config.files.roles import Role
 from slime.config.rules.check_losses import check_critic_only_steps
@@ -90,7 +91,7 @@ class TrainingRun:
         sync_interval: the driver syncs the weights after every so many rollouts.
     """
 
-    def __init__(self, args: Any, *, sync_interval: int = 1) -> None:
+    def __init__(self, args: Args, *, sync_interval: int = 1) -> None:
         self._parts = RunParts(args)
         self._sync_interval = sync_interval
         self._first_version = 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from slime.config.args import with_run_keys
+from slime.config.args import Args, with_run_keys
 from slime.config.rules.check_batch import check_schedule_length, check_warmup
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S
@@ -47,7 +47,7 @@ class RunParts:
         actor, critic: the trainer ranks; None where there are none.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self.manager: Any = None
         self.actor: RayTrainGroup | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from slime.backends.sglang_utils import weight_transfer
+from slime.config.args import Args
 from slime.config.files.roles import Role
 from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.observability.memory_metrics import memory_after
@@ -38,7 +39,7 @@ NAMES: dict[Role, str] = {"actor": "trainer", "critic": "critic"}
 class TrainRayActor(RayActor):
     """One trainer rank, of the actor or of the critic."""
 
-    def __init__(self, args: Any, rank: int, world_size: int, log_path: str, role: Role = "actor") -> None:
+    def __init__(self, args: Args, rank: int, world_size: int, log_path: str, role: Role = "actor") -> None:
         redirect_output(log_path)
         use_private_temp_dir()
         self._name = f"{NAMES[role]} {rank}"

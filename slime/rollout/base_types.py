@@ -8,11 +8,11 @@ starts whether a function can be called that way. Nothing here calls a hook exce
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slime.config.args import Args
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.hook_errors import blame_hook
 from slime.utils.misc import function_name, kind_of
@@ -48,7 +48,7 @@ class RolloutFn(Protocol):
         samples, of groups, or of groups of fan-out lists; for an evaluation, the data dict alone.
     """
 
-    def __call__(self, args: Namespace, rollout_id: int, data_source: Any, *, evaluation: bool = False) -> Any: ...
+    def __call__(self, args: Args, rollout_id: int, data_source: Any, *, evaluation: bool = False) -> Any: ...
 
 
 class GenerateFn(Protocol):
@@ -61,7 +61,7 @@ class GenerateFn(Protocol):
     """
 
     def __call__(
-        self, args: Namespace, sample: Sample, sampling_params: dict[str, Any]
+        self, args: Args, sample: Sample, sampling_params: dict[str, Any]
     ) -> Awaitable[Sample | list[Sample]]: ...
 
 
@@ -72,7 +72,7 @@ class SampleHook(Protocol):
     Returns: a Sample, or None, which keeps the one that came in.
     """
 
-    def __call__(self, args: Namespace, sample: Sample) -> Sample | None | Awaitable[Sample | None]: ...
+    def __call__(self, args: Args, sample: Sample) -> Sample | None | Awaitable[Sample | None]: ...
 
 
 class RewardFn(Protocol):
@@ -84,7 +84,7 @@ class RewardFn(Protocol):
     Returns: a finite number, or a dict that --reward-key reads; of a list a list of them, one for each sample.
     """
 
-    def __call__(self, args: Namespace, sample: Any, **kwargs: Any) -> Awaitable[Any]: ...
+    def __call__(self, args: Args, sample: Any, **kwargs: Any) -> Awaitable[Any]: ...
 
 
 class DynamicFilter(Protocol):
@@ -94,7 +94,7 @@ class DynamicFilter(Protocol):
     Returns: slime.rollout.filter_hub.base_types.DynamicFilterOutput, or a bool.
     """
 
-    def __call__(self, args: Namespace, group: Group) -> DynamicFilterOutput | bool: ...
+    def __call__(self, args: Args, group: Group) -> DynamicFilterOutput | bool: ...
 
 
 class BufferFilter(Protocol):
@@ -104,7 +104,7 @@ class BufferFilter(Protocol):
     Returns: the list of the groups that it picked, which it must have removed from `buffer`.
     """
 
-    def __call__(self, args: Namespace, rollout_id: None, buffer: list[Group], num_samples: int) -> list[Group]: ...
+    def __call__(self, args: Args, rollout_id: None, buffer: list[Group], num_samples: int) -> list[Group]: ...
 
 
 class RolloutSampleFilter(Protocol):
@@ -114,7 +114,7 @@ class RolloutSampleFilter(Protocol):
     Returns: nothing; it changes the samples.
     """
 
-    def __call__(self, args: Namespace, data: list[Group]) -> None: ...
+    def __call__(self, args: Args, data: list[Group]) -> None: ...
 
 
 class AllSamplesProcess(Protocol):
@@ -125,7 +125,7 @@ class AllSamplesProcess(Protocol):
     Returns: anything; it is ignored.
     """
 
-    def __call__(self, args: Namespace, all_samples: list[Group], data_source: Any) -> None: ...
+    def __call__(self, args: Args, all_samples: list[Group], data_source: Any) -> None: ...
 
 
 class RewardPostProcess(Protocol):
@@ -135,7 +135,7 @@ class RewardPostProcess(Protocol):
     Returns: (raw rewards, rewards for training), two lists with one number for each sample.
     """
 
-    def __call__(self, args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]: ...
+    def __call__(self, args: Args, samples: list[Sample]) -> tuple[list[float], list[float]]: ...
 
 
 class ConvertSamples(Protocol):
@@ -147,7 +147,7 @@ class ConvertSamples(Protocol):
         be there. Columns of your own reach a custom loss.
     """
 
-    def __call__(self, args: Namespace, samples: list[Sample]) -> dict[str, Any]: ...
+    def __call__(self, args: Args, samples: list[Sample]) -> dict[str, Any]: ...
 
 
 class RolloutLog(Protocol):
@@ -161,7 +161,7 @@ class RolloutLog(Protocol):
     def __call__(
         self,
         rollout_id: int,
-        args: Namespace,
+        args: Args,
         samples: list[Sample],
         rollout_extra_metrics: dict[str, Any] | None,
         rollout_time: float,
@@ -176,7 +176,7 @@ class EvalLog(Protocol):
     """
 
     def __call__(
-        self, rollout_id: int, args: Namespace, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None
+        self, rollout_id: int, args: Args, data: dict[str, dict[str, Any]], extra_metrics: dict[str, Any] | None
     ) -> bool | dict[str, Any] | None: ...
 
 
@@ -188,7 +188,7 @@ class DataSourceClass(Protocol):
         `load(rollout_id=None)` and `__len__` (slime.rollout.data_source.DataSource is such a class).
     """
 
-    def __call__(self, args: Namespace) -> Any: ...
+    def __call__(self, args: Args) -> Any: ...
 
 
 class ModelProvider(Protocol):
@@ -208,7 +208,7 @@ class MegatronInit(Protocol):
     Returns: nothing.
     """
 
-    def __call__(self, args: Namespace) -> None: ...
+    def __call__(self, args: Args) -> None: ...
 
 
 class BeforeLogProb(Protocol):
@@ -218,7 +218,7 @@ class BeforeLogProb(Protocol):
     Returns: nothing.
     """
 
-    def __call__(self, args: Namespace, model: list[torch.nn.Module], store_prefix: str) -> None: ...
+    def __call__(self, args: Args, model: list[torch.nn.Module], store_prefix: str) -> None: ...
 
 
 class BeforeTrainStep(Protocol):
@@ -230,7 +230,7 @@ class BeforeTrainStep(Protocol):
 
     def __call__(
         self,
-        args: Namespace,
+        args: Args,
         rollout_id: int,
         step_id: int,
         model: list[torch.nn.Module],
@@ -246,7 +246,7 @@ class RolloutDataPostprocess(Protocol):
     Returns: nothing.
     """
 
-    def __call__(self, args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None: ...
+    def __call__(self, args: Args, rollout_id: int, rollout_data: dict[str, Any]) -> None: ...
 
 
 class CustomLoss(Protocol):
@@ -258,7 +258,7 @@ class CustomLoss(Protocol):
 
     def __call__(
         self,
-        args: Namespace,
+        args: Args,
         batch: dict[str, Any],
         logits: torch.Tensor,
         sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
@@ -272,7 +272,7 @@ class CustomAdvantage(Protocol):
     Returns: nothing; it sets rollout_data["advantages"] and ["returns"].
     """
 
-    def __call__(self, args: Namespace, rollout_data: dict[str, Any]) -> None: ...
+    def __call__(self, args: Args, rollout_data: dict[str, Any]) -> None: ...
 
 
 class TisFunction(Protocol):
@@ -288,7 +288,7 @@ class TisFunction(Protocol):
     def __call__(
         self,
         *,
-        args: Namespace,
+        args: Args,
         pg_loss: torch.Tensor,
         train_log_probs: list[torch.Tensor],
         rollout_log_probs: list[torch.Tensor],
@@ -323,7 +323,7 @@ class PostWrite(Protocol):
     Returns: nothing.
     """
 
-    def __call__(self, args: Namespace, version_dir: str, rollout_engines: list[Any]) -> None: ...
+    def __call__(self, args: Args, version_dir: str, rollout_engines: list[Any]) -> None: ...
 
 
 HOOKS: dict[str, type] = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 
+from slime.config.args import Args
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -45,7 +45,7 @@ class Collector:
         unused: groups to give back to the data source.
     """
 
-    def __init__(self, args: Namespace, rollout_id: int) -> None:
+    def __init__(self, args: Args, rollout_id: int) -> None:
         self.args, self.rollout_id = args, rollout_id
         path = args.dynamic_sampling_filter_path
         self._filter = load_function(path) if path else None

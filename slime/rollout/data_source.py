@@ -10,9 +10,9 @@ import copy
 import logging
 import os
 from abc import ABC, abstractmethod
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_picked
 from slime.rollout.weight_versions import WeightClock, of_earlier_run
@@ -20,7 +20,7 @@ from slime.utils.checkpoint_paths import manifest_of_state, state_path
 from slime.utils.data import Dataset
 from slime.utils.dumps import load_dump
 from slime.utils.manifest import entries_of, to_disk, write_manifest
-from slime.utils.misc import load_function
+from slime.utils.misc import load_function, needed
 from slime.utils.private_files import READABLE, open_new
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -68,7 +68,7 @@ class RolloutDataSource(DataSource):
             that makes its own prompts.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self.epoch_id = 0
         self.sample_group_index = 0
@@ -194,10 +194,10 @@ class RolloutDataSource(DataSource):
         logger.info("data source goes on at prompt %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path)
 
 
-def _open_dataset(args: Namespace) -> Dataset:
+def _open_dataset(args: Args) -> Dataset:
     trust = args.trust_remote_code
     return Dataset(
-        args.prompt_data,
+        needed(args.prompt_data),
         load_tokenizer(args.hf_checkpoint, trust_remote_code=trust),
         load_processor(args.hf_checkpoint, trust_remote_code=trust) if args.multimodal_keys else None,
         args.rollout_max_prompt_len,
@@ -219,7 +219,7 @@ def _open_dataset(args: Namespace) -> Dataset:
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """The prompt file behind a buffer of groups: what was given back is handed out first. The buffer is saved too."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         super().__init__(args)
         self.buffer: list[Group] = []
         self._pick = load_function(args.buffer_filter_path) if args.buffer_filter_path else pop_first
@@ -281,7 +281,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 sample.weight_versions = of_earlier_run(sample.weight_versions, trained_at)
 
 
-def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
     """The default buffer filter: first in, first out."""
     picked = buffer[:num_samples]
     del buffer[: len(picked)]

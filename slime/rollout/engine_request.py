@@ -5,9 +5,9 @@ It builds and reads plain dicts; it sends nothing and knows no rollout.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.progress_counts import went_on
 from slime.utils.types import Sample
@@ -33,7 +33,7 @@ def engine_payload(
     return {"text": sample.prompt + sample.response, "image_data": data, **payload}
 
 
-def engine_headers(args: Namespace, sample: Sample) -> dict[str, str] | None:
+def engine_headers(args: Args, sample: Sample) -> dict[str, str] | None:
     """The header that keeps the calls of one session on one engine, where the router's policy reads it."""
     if args.router_policy != AFFINITY_POLICY or not sample.session_id:
         return None
@@ -61,7 +61,7 @@ def call_budget(
     return params
 
 
-def append_engine_output(args: Namespace, sample: Sample, output: Any, *, trainable: bool = True) -> None:
+def append_engine_output(args: Args, sample: Sample, output: Any, *, trainable: bool = True) -> None:
     """Append what /generate answered: tokens, log-probs, text, and how it ended.
 
     Args:

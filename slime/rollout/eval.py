@@ -14,9 +14,9 @@ import asyncio
 import copy
 import logging
 import time
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten
 from slime.rollout.generation import GenerateState, generate_and_rm, sampling_seed
@@ -41,7 +41,7 @@ class EvalDatasets(metaclass=SingletonMeta):
     def __init__(self) -> None:
         self._read: dict[tuple[Any, ...], Dataset] = {}
 
-    def get(self, args: Namespace, config: EvalDatasetConfig, tokenizer: Any) -> Dataset:
+    def get(self, args: Args, config: EvalDatasetConfig, tokenizer: Any) -> Dataset:
         """The data set, read once."""
         key = (*config.cache_key, args.eval_max_prompt_len)
         if key not in self._read:
@@ -65,7 +65,7 @@ class EvalDatasets(metaclass=SingletonMeta):
         return self._read[key]
 
 
-async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
+async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     """Evaluate every data set of args.eval_datasets.
 
     Raises:
@@ -80,9 +80,7 @@ async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data=data, metrics={name: count for name, count in failures.items() if count})
 
 
-async def eval_rollout_single_dataset(
-    args: Namespace, rollout_id: int, dataset_cfg: EvalDatasetConfig
-) -> dict[str, Any]:
+async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
     """Evaluate one data set.
 
     Returns:
@@ -145,11 +143,11 @@ def eval_sample(config: EvalDatasetConfig, prompt: Sample, *, index: int, group:
     return sample
 
 
-def _with_seed(args: Namespace, params: dict[str, Any], seed: int) -> dict[str, Any]:
+def _with_seed(args: Args, params: dict[str, Any], seed: int) -> dict[str, Any]:
     return {**params, "sampling_seed": seed} if args.sglang_enable_deterministic_inference else dict(params)
 
 
-async def _one(args: Namespace, sample: Sample, params: dict[str, Any], bar: Any) -> Sample | None:
+async def _one(args: Args, sample: Sample, params: dict[str, Any], bar: Any) -> Sample | None:
     """The sample, generated and graded; None where it failed and --on-sample-error goes on without it."""
     tries = args.max_group_retries if args.on_sample_error == "retry" else 0
     while True:
@@ -166,7 +164,7 @@ async def _one(args: Namespace, sample: Sample, params: dict[str, Any], bar: Any
             tries -= 1
 
 
-async def _until_not_aborted(args: Namespace, sample: Sample, params: dict[str, Any]) -> Sample:
+async def _until_not_aborted(args: Args, sample: Sample, params: dict[str, Any]) -> Sample:
     state = GenerateState(args)
     for _ in range(_MOST_ABORTS):
         completed = flatten(await generate_and_rm(args, sample.snapshot(), dict(params), evaluation=True))

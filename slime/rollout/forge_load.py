@@ -9,9 +9,9 @@ rewards are used.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.sglang_rollout import generate_rollout as generate_live
 from slime.utils.dumps import load_samples, subsample
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def generate_rollout(
-    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The samples that were dumped for this rollout, in their groups.
 

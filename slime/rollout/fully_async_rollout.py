@@ -34,11 +34,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config.args import Args
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
@@ -65,7 +65,7 @@ _MOST_CRASHES_PER_PROMPT = 4
 
 
 def generate_rollout_fully_async(
-    args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The next rollout_batch_size groups of the background worker, or one evaluation beside it.
 
@@ -131,7 +131,7 @@ class AsyncRolloutWorker:
         concurrency: groups in flight; as many more may wait to be taken.
     """
 
-    def __init__(self, args: Namespace, data_buffer: Any, concurrency: int = 10) -> None:
+    def __init__(self, args: Args, data_buffer: Any, concurrency: int = 10) -> None:
         self.args, self.data_buffer, self.concurrency = args, data_buffer, concurrency
         self.num_accepted = 0
         self._is_ordered = bool(args.deterministic)
@@ -384,7 +384,7 @@ class _Workers(metaclass=SingletonMeta):
     def __init__(self) -> None:
         self.worker: AsyncRolloutWorker | None = None
 
-    def get(self, args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
+    def get(self, args: Args, data_buffer: Any) -> AsyncRolloutWorker:
         """The worker that draws from this data source."""
         if self.worker is not None and self.worker.data_buffer is not data_buffer:
             self.worker.stop()

@@ -11,11 +11,11 @@ import functools
 import inspect
 import logging
 import uuid
-from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.config.args import Args
 from slime.observability.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
@@ -81,7 +81,7 @@ class GenerateState(metaclass=SingletonMeta):
     turns to stop. `scorings` holds what waits for rewards of a training rollout.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * get_rollout_num_engines(args))
@@ -191,9 +191,7 @@ def sampling_seed(*parts: int | str) -> int:
     return stable_hash("sampling", *parts)
 
 
-async def generate(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
-) -> Sample:
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """The default generate function: one call to the router's /generate, answer appended to the sample.
 
     With --rollout-fire-temperature the first token of a new response is a call of its own, at that temperature. It is
@@ -244,7 +242,7 @@ async def tokenize_prompt(state: GenerateState, sample: Sample) -> None:
     sample.multimodal_train_inputs = rest or None
 
 
-async def _call_engine(args: Namespace, sample: Sample, params: dict[str, Any], *, trainable: bool = True) -> None:
+async def _call_engine(args: Args, sample: Sample, params: dict[str, Any], *, trainable: bool = True) -> None:
     url = f"{router_url(args)}/generate"
     with span_if_traced(sample, "engine call") as span:
         payload = engine_payload(sample, params, with_routed_experts=args.use_rollout_routing_replay)
@@ -257,7 +255,7 @@ async def _call_engine(args: Namespace, sample: Sample, params: dict[str, Any], 
             span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
 
 
-def _is_fire(args: Namespace, params: dict[str, Any]) -> bool:
+def _is_fire(args: Args, params: dict[str, Any]) -> bool:
     return args.rollout_fire_temperature is not None and params.get("temperature") != 0
 
 
@@ -274,7 +272,7 @@ async def _generate_hot_token(state: GenerateState, sample: Sample, params: dict
 
 
 async def generate_and_rm(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
     """Complete one sample, run the sample hooks, score it.
 
@@ -317,7 +315,7 @@ async def generate_and_rm(
 
 
 async def _call_generate(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
     name, before = generate_name(args, sample), sample.snapshot()
     if args.save_debug_rollout_data is not None:
@@ -344,7 +342,7 @@ async def _call_generate(
     return completed
 
 
-def _of_batch(args: Namespace, completed: Any) -> Any:
+def _of_batch(args: Args, completed: Any) -> Any:
     """What a function that takes lists made of a list of one sample; text without tokens gets them.
 
     Such a function may write only `response`. Then the prompt, a conversation with all turns before the last among
@@ -400,7 +398,7 @@ def _share_rollout_id(origin: Sample, siblings: list[Sample]) -> None:
 
 
 async def generate_and_rm_group(
-    args: Namespace, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
     """Complete and score the samples of one prompt; fan-out lists are flattened into the group.
 
@@ -439,16 +437,16 @@ async def generate_and_rm_group(
     return completed
 
 
-def is_unfinished(args: Namespace, group: Group) -> bool:
+def is_unfinished(args: Args, group: Group) -> bool:
     """Whether something of a group was aborted: one of its samples, or its greedy baseline."""
     return any(sample.status is Status.ABORTED for sample in group) or _lacks_baseline(args, group)
 
 
-def _lacks_baseline(args: Namespace, group: Group) -> bool:
+def _lacks_baseline(args: Args, group: Group) -> bool:
     return args.advantage_estimator == "remax" and any(GREEDY_REWARD not in sample.metadata for sample in group)
 
 
-async def _greedy_reward(args: Namespace, sample: Sample, params: dict[str, Any]) -> float | None:
+async def _greedy_reward(args: Args, sample: Sample, params: dict[str, Any]) -> float | None:
     """The reward of the prompt's greedy response; None when the rollout ended first."""
     twin = fresh_copy(sample)
     twin.session_id = uuid.uuid4().hex

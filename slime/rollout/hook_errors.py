@@ -44,8 +44,8 @@ def _class_of_all(classes: Any) -> Any:
     return type(base.__name__, classes, names) if kinds else base
 
 
-def _rebuild(classes: tuple[type[Exception], ...], args: tuple[str, ...]) -> Any:
-    return _class_of_all(classes)(*args)
+def _rebuild(classes: tuple[type[Exception], ...], texts: tuple[str, ...]) -> Any:
+    return _class_of_all(classes)(*texts)
 
 
 def as_kind_of(base: type[E], error: BaseException) -> type[E]:

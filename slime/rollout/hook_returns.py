@@ -7,16 +7,16 @@ of rollout functions in slime.rollout.base_types. Nothing here calls a hook.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.hook_errors import HookError, blame_hook, hook_name
 from slime.rollout.hook_signatures import missing_methods
 from slime.rollout.sample_errors import SampleValueError, check_distinct, check_reward, describe
 from slime.rollout.sample_values import LOG_PROBS, as_list, to_lists, train_problem, values_problem
 from slime.rollout.train_data import mask_sums
-from slime.utils.misc import is_finite_number, kind_of, shown
+from slime.utils.misc import is_finite_number, kind_of, needed, shown
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def check_data_source(path: str, source: Any) -> Any:
     return source
 
 
-def draw_groups(args: Namespace, source: Any, num_groups: int) -> list[Group]:
+def draw_groups(args: Args, source: Any, num_groups: int) -> list[Group]:
     """Draw groups from a data source and check them.
 
     Raises:
@@ -70,7 +70,7 @@ def draw_groups(args: Namespace, source: Any, num_groups: int) -> list[Group]:
     return groups
 
 
-def return_groups(args: Namespace, source: Any, groups: list[Group]) -> None:
+def return_groups(args: Args, source: Any, groups: list[Group]) -> None:
     """Give groups back to a data source.
 
     Raises:
@@ -80,7 +80,7 @@ def return_groups(args: Namespace, source: Any, groups: list[Group]) -> None:
         source.add_samples(groups)
 
 
-def check_picked(args: Namespace, picked: Any, buffer: list[Group], num_samples: int) -> list[Group]:
+def check_picked(args: Args, picked: Any, buffer: list[Group], num_samples: int) -> list[Group]:
     """The groups that a buffer filter picked.
 
     Raises:
@@ -136,7 +136,7 @@ def check_rewards(path: str, returned: Any, num_samples: int) -> tuple[list[floa
     return [float(value) for value in raw], [float(value) for value in rewards]
 
 
-def check_trainable(args: Namespace, name: str, samples: list[Sample]) -> None:
+def check_trainable(args: Args, name: str, samples: list[Sample]) -> None:
     """Every sample of a rollout can be trained on, wherever it comes from: the last check before the trainer.
 
     Args:
@@ -159,14 +159,14 @@ def check_trainable(args: Namespace, name: str, samples: list[Sample]) -> None:
             check_reward(args, name, sample, sample.reward)
 
 
-def check_train_data(args: Namespace, columns: Any) -> dict[str, Any]:
+def check_train_data(args: Args, columns: Any) -> dict[str, Any]:
     """The columns that a converter made, with `rollout_mask_sums` filled in where it has none.
 
     Raises:
         HookReturnError: it is no dict, a column that training reads is missing, columns differ in length, or a sample
             cannot be trained on.
     """
-    path = args.custom_convert_samples_to_train_data_path
+    path = needed(args.custom_convert_samples_to_train_data_path)
     name = f"--custom-convert-samples-to-train-data-path {hook_name(path)}"
     if not isinstance(columns, dict):
         raise HookReturnError(f"{name} returned {kind_of(columns)}; it must return a dict of columns")
@@ -190,7 +190,7 @@ def check_train_data(args: Namespace, columns: Any) -> dict[str, Any]:
     return {**columns, "rollout_mask_sums": mask_sums(columns["rollout_ids"], columns["loss_masks"])}
 
 
-def _column_problem(args: Namespace, columns: dict[str, Any], position: int) -> str | None:
+def _column_problem(args: Args, columns: dict[str, Any], position: int) -> str | None:
     """What keeps a converted sample from being trained on."""
     tokens, length = as_list(columns["tokens"][position]), columns["response_lengths"][position]
     if not 0 <= length < len(tokens):

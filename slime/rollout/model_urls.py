@@ -5,22 +5,22 @@ It reads what the rollout manager published (`args.sglang_model_routers`: name -
 
 from __future__ import annotations
 
-from argparse import Namespace
+from slime.config.args import Args
 
 
-def router_url(args: Namespace) -> str:
+def router_url(args: Args) -> str:
     """Address of the default router."""
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
 
 
-def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
+def get_model_url(args: Args, model_name: str, endpoint: str = "/generate") -> str:
     """Address of a model's router by its name; the default router for a name that has none."""
     routers = args.sglang_model_routers or {}
     ip, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
     return f"http://{ip}:{port}{endpoint}"
 
 
-def required_model_url(args: Namespace, model_name: str, endpoint: str, *, remedy: str) -> str:
+def required_model_url(args: Args, model_name: str, endpoint: str, *, remedy: str) -> str:
     """As `get_model_url`, but the model must run: the policy would answer in its place, and nobody would notice.
 
     Raises:

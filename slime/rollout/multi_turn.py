@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import copy
 import time
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.generation import GenerateState
 from slime.rollout.generation import generate as generate_once
 from slime.rollout.tool_calls import ToolError, call_tool, parse_tool_calls, tool_names
@@ -37,9 +37,7 @@ _STATE_KEYS = ("messages", "round_number", "tool_calls", "tool_errors", "templat
 Status = Sample.Status
 
 
-async def generate(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
-) -> Sample:
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """Complete one sample in as many turns as it takes.
 
     Args:
@@ -75,7 +73,7 @@ async def generate(
 
 
 async def generate_turns(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample]:
     """Complete one sample as a fan-out: every turn becomes a sample whose prompt is the conversation before it.
 
@@ -131,7 +129,7 @@ def final_answer(sample: Sample) -> str:
 class Conversation:
     """A sample as messages: writes turns, makes their tool calls, and keeps tokens and metadata in step."""
 
-    def __init__(self, args: Namespace, sample: Sample) -> None:
+    def __init__(self, args: Args, sample: Sample) -> None:
         if not isinstance(sample.prompt, list) or sample.multimodal_inputs:
             raise UsageError(
                 f"slime.rollout.multi_turn needs a prompt that is a list of text messages, not "
@@ -220,7 +218,7 @@ class Conversation:
         )
 
 
-def tool_function(args: Namespace) -> Any:
+def tool_function(args: Args) -> Any:
     """The user's tool function.
 
     Raises:
@@ -238,6 +236,6 @@ def tool_function(args: Namespace) -> Any:
         raise UsageError(f"tool_function_path in --custom-config-path: {error}") from error
 
 
-def tool_timeout_s(args: Namespace) -> float:
+def tool_timeout_s(args: Args) -> float:
     """Seconds that a tool may take: the custom config's `tool_timeout_s`."""
     return float(vars(args).get("tool_timeout_s") or DEFAULT_TOOL_TIMEOUT_S)

@@ -11,9 +11,9 @@ filters, dumps and hooks see a number as its reward, not the teacher's whole ans
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.model_urls import required_model_url
 from slime.rollout.rm_hub.service import Service, ask, unusable
 from slime.utils.async_utils import gather_or_cancel
@@ -25,7 +25,7 @@ TIMEOUT_S = 600.0  # one forward pass, behind those of the others
 SAMPLING_PARAMS = {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False}
 
 
-async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> float | list[float]:
+async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: Any) -> float | list[float]:
     """Put the teacher's log-probs of the response tokens, at temperature 1, on each sample ([R]) and return 0.0s.
 
     Raises:
@@ -37,7 +37,7 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     return await _ask_teacher(args, sample)
 
 
-async def _ask_teacher(args: Namespace, sample: Sample) -> float:
+async def _ask_teacher(args: Args, sample: Sample) -> float:
     if not sample.response_length:
         sample.teacher_log_probs = []
         return 0.0
@@ -55,7 +55,7 @@ async def _ask_teacher(args: Namespace, sample: Sample) -> float:
     return 0.0
 
 
-def post_process_rewards(args: Namespace, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+def post_process_rewards(args: Args, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
     """(raw rewards, rewards for training), all 0.0.
 
     Raises:
@@ -71,7 +71,7 @@ def post_process_rewards(args: Namespace, samples: list[Sample], **kwargs: Any) 
     return [0.0] * len(samples), [0.0] * len(samples)
 
 
-def _teacher(args: Namespace) -> Service:
+def _teacher(args: Args) -> Service:
     if args.rm_url:
         return Service(
             "the teacher of --rm-url", args.rm_url, MAX_IN_FLIGHT, timeout_s=TIMEOUT_S, proxy=args.http_proxy

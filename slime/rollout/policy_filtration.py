@@ -11,7 +11,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.utils.misc import group_by
+from slime.config.args import Args
+from slime.utils.misc import group_by, needed
 from slime.utils.types import Sample
 
 MAX_RANDOM_WEIGHT = 0.4
@@ -39,7 +40,7 @@ def filtration_weights(rewards: Sequence[float], kind: str, weight_pow: float) -
     return weights if any(weights) else [1.0] * len(weights)
 
 
-def filter_train_data(args: Any, data: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+def filter_train_data(args: Args, data: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
     """Columns of the executions that were drawn; each draw is a rollout of its own.
 
     Args:
@@ -53,7 +54,7 @@ def filter_train_data(args: Any, data: Mapping[str, Any], samples: Sequence[Samp
     for members in group_by(range(len(samples)), lambda i: owners[i]).values():
         executions = list(group_by(members, lambda i: data["rollout_ids"][i]).values())
         rewards = [sum(data["raw_reward"][i] for i in one) / len(one) for one in executions]
-        weights = filtration_weights(rewards, args.pf_ppo_reweight, args.pf_ppo_weight_pow)
+        weights = filtration_weights(rewards, needed(args.pf_ppo_reweight), args.pf_ppo_weight_pow)
         picked += draws.choices(executions, weights, k=len(executions))
     order = [i for execution in picked for i in execution]
     columns = {

@@ -9,9 +9,9 @@ responses is added first. It scores nothing.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Sequence
 
+from slime.config.args import Args
 from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_rewards
 from slime.utils.misc import group_by, hook_args, is_finite_number, load_function, shown
@@ -22,7 +22,7 @@ from slime.utils.types import Sample
 _STD_EPSILON = 1e-6
 
 
-def post_process_rewards(args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]:
+def post_process_rewards(args: Args, samples: list[Sample]) -> tuple[list[float], list[float]]:
     """(raw rewards, rewards for training) of a flat list of samples; a custom post-process replaces the default.
 
     Args:
@@ -63,7 +63,7 @@ def _greedy_reward(sample: Sample) -> float:
     return float(sample.metadata[GREEDY_REWARD])
 
 
-def raw_reward(args: Namespace, sample: Sample) -> float:
+def raw_reward(args: Args, sample: Sample) -> float:
     """A sample's reward as a number.
 
     Raises:

@@ -8,12 +8,12 @@ about it (--on-sample-error) is decided by the rollout (slime.rollout.collector)
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.base_types import flatten
 from slime.rollout.hook_errors import HookError, as_kind, as_kind_of, hook_name, must_pass
 from slime.rollout.sample_values import sample_problem, to_lists, train_problem
@@ -50,7 +50,7 @@ SampleValueError = as_kind(SampleError, ValueError, AssertionError)
 """A sample's values do not fit together, or cannot be trained on; upstream asserts some of these."""
 
 
-def generate_name(args: Namespace, sample: Sample) -> str:
+def generate_name(args: Args, sample: Sample) -> str:
     """What completes a sample, for an error."""
     if sample.generate_function_path:
         return f"the sample's generate_function_path {hook_name(sample.generate_function_path)}"
@@ -58,7 +58,7 @@ def generate_name(args: Namespace, sample: Sample) -> str:
     return f"--custom-generate-function-path {hook_name(path)}" if path else "the engine's /generate"
 
 
-def reward_name(args: Namespace, sample: Sample) -> str:
+def reward_name(args: Args, sample: Sample) -> str:
     """What scores a sample, for an error."""
     if sample.custom_rm_path:
         return f"the sample's custom_rm_path {hook_name(sample.custom_rm_path)}"
@@ -108,7 +108,7 @@ def stray_cancellation(group: list[Sample]) -> SampleError:
     return SampleError(f"the task of {describe(group[0])} was cancelled by user code; slime did not cancel it")
 
 
-def check_completed(args: Namespace, name: str, before: Sample, completed: Any, *, evaluation: bool = False) -> None:
+def check_completed(args: Args, name: str, before: Sample, completed: Any, *, evaluation: bool = False) -> None:
     """A generate function returned a sample, or a list of them, that can be trained on (or evaluated).
 
     Args:
@@ -140,7 +140,7 @@ def check_completed(args: Namespace, name: str, before: Sample, completed: Any, 
         check_sample(args, name, sample, evaluation=evaluation)
 
 
-def check_sample(args: Namespace, name: str, sample: Sample, *, evaluation: bool = False) -> None:
+def check_sample(args: Args, name: str, sample: Sample, *, evaluation: bool = False) -> None:
     """A sample's values can be trained on; arrays and tensors become lists.
 
     Args:
@@ -187,7 +187,7 @@ def _goes_on(before: Sample, sample: Sample) -> bool:
     return same_prompt and sample.tokens[: len(before.tokens)] == before.tokens
 
 
-def check_reward(args: Namespace, name: str, sample: Sample, reward: Any, *, evaluation: bool = False) -> None:
+def check_reward(args: Args, name: str, sample: Sample, reward: Any, *, evaluation: bool = False) -> None:
     """A reward is a number, or a dict in which the entry that a flag names is one.
 
     Args:

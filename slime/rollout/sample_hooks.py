@@ -6,10 +6,10 @@ It does not generate or score samples; the rollout id that hooks may ask for is 
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from contextvars import ContextVar
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.hook_signatures import accepts_keyword
 from slime.rollout.sample_errors import SampleTypeError, blame, check_sample, describe, hook_name
 from slime.utils.misc import load_function
@@ -30,7 +30,7 @@ def current_rollout_id() -> int | None:
     return _rollout_id.get(None)  # the value of this context; it waits for nobody
 
 
-async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: Any) -> Any:
+async def apply_rollout_sample_hooks(args: Args, value: Any, **kwargs: Any) -> Any:
     """Run every sample hook on a sample, or on each sample of (nested) lists, once in the sample's life.
 
     Args:
@@ -54,7 +54,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: Any)
     return value
 
 
-async def _apply_one(path: str, args: Namespace, sample: Sample, offered: dict[str, Any]) -> Sample:
+async def _apply_one(path: str, args: Args, sample: Sample, offered: dict[str, Any]) -> Sample:
     hook = load_function(path)
     name = f"--rollout-sample-hook-path {hook_name(path)}"
     with blame(name, sample):

@@ -12,13 +12,13 @@ Cost: about 50 ns a token on one CPU core, so 5 ms for a sample of 100,000 token
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
+from slime.config.args import Args
 from slime.utils.types import Sample
 
 LOG_PROBS = ("rollout_log_probs", "teacher_log_probs")
@@ -46,7 +46,7 @@ def as_list(values: Any) -> Any:
     return values
 
 
-def sample_problem(args: Namespace, sample: Sample, *, evaluation: bool = False) -> str | None:
+def sample_problem(args: Args, sample: Sample, *, evaluation: bool = False) -> str | None:
     """What is wrong with a completed sample; one without tokens is left to `train_problem`.
 
     Args:
@@ -72,7 +72,7 @@ def sample_problem(args: Namespace, sample: Sample, *, evaluation: bool = False)
     ) or (None if args.debug_rollout_only else _image_problem(sample))
 
 
-def train_problem(args: Namespace, sample: Sample) -> str | None:
+def train_problem(args: Args, sample: Sample) -> str | None:
     """What keeps a completed sample from being trained on.
 
     Args:

@@ -5,9 +5,9 @@ Which reward function it is, slime.rollout.rm_hub decides. It does not know when
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.observability.trace_utils import span_if_traced
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_errors import SampleValueError, blame, check_reward, describe, generate_name, reward_name
@@ -15,7 +15,7 @@ from slime.utils.async_utils import gather_or_cancel
 from slime.utils.types import Sample
 
 
-async def score_each(args: Namespace, samples: list[Sample], *, evaluation: bool) -> None:
+async def score_each(args: Args, samples: list[Sample], *, evaluation: bool) -> None:
     """Score every sample that has no reward yet and was not aborted.
 
     Raises:
@@ -28,7 +28,7 @@ async def score_each(args: Namespace, samples: list[Sample], *, evaluation: bool
         sample.reward = reward
 
 
-async def _score(args: Namespace, sample: Sample, evaluation: bool) -> Any:
+async def _score(args: Args, sample: Sample, evaluation: bool) -> Any:
     name = reward_name(args, sample)
     with (
         blame(name, sample, about_label=_why_no_label(args, [sample], evaluation=evaluation)),
@@ -39,7 +39,7 @@ async def _score(args: Namespace, sample: Sample, evaluation: bool) -> Any:
     return reward
 
 
-async def score_fan_out(args: Namespace, siblings: list[Sample], *, evaluation: bool) -> None:
+async def score_fan_out(args: Args, siblings: list[Sample], *, evaluation: bool) -> None:
     """Score the samples that a generate function made of one: as a list, with one call of --custom-rm-path.
 
     Only the samples that `score_each` would score are in the list. A sample with a `custom_rm_path` of its own is
@@ -54,7 +54,7 @@ async def score_fan_out(args: Namespace, siblings: list[Sample], *, evaluation: 
     await score_each(args, siblings, evaluation=evaluation)
 
 
-async def score_group(args: Namespace, group: list[Sample]) -> None:
+async def score_group(args: Args, group: list[Sample]) -> None:
     """Score a group with one call that sees all of it (--group-rm); rewards that are there are kept.
 
     Raises:
@@ -65,7 +65,7 @@ async def score_group(args: Namespace, group: list[Sample]) -> None:
         await _score_together(args, group, "--group-rm", evaluation=False)
 
 
-async def _score_together(args: Namespace, samples: list[Sample], why: str, *, evaluation: bool) -> None:
+async def _score_together(args: Args, samples: list[Sample], why: str, *, evaluation: bool) -> None:
     if not samples:
         return
     name = reward_name(args, samples[0])
@@ -92,7 +92,7 @@ def _unscored(samples: list[Sample]) -> list[Sample]:
     return [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
 
 
-def _check_given(args: Namespace, samples: list[Sample], *, evaluation: bool) -> None:
+def _check_given(args: Args, samples: list[Sample], *, evaluation: bool) -> None:
     """Check the rewards that samples came with: such a sample is not scored again."""
     by_hook = " or a --rollout-sample-hook-path" if args.rollout_sample_hook_path else ""
     for sample in samples:
@@ -100,7 +100,7 @@ def _check_given(args: Namespace, samples: list[Sample], *, evaluation: bool) ->
             check_reward(args, generate_name(args, sample) + by_hook, sample, sample.reward, evaluation=evaluation)
 
 
-def _why_no_label(args: Namespace, samples: list[Sample], *, evaluation: bool) -> str:
+def _why_no_label(args: Args, samples: list[Sample], *, evaluation: bool) -> str:
     """Why samples have no label, where none has one; a reward that fails may have read it."""
     if any(sample.label is not None for sample in samples):
         return ""

@@ -6,9 +6,9 @@ prompt is a message list (no --apply-chat-template); `metadata["tools"]` is rend
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.hook_returns import draw_groups
 from slime.utils.errors import UsageError
@@ -21,14 +21,12 @@ from slime.utils.types import Sample
 class _MaskGenerator(metaclass=SingletonMeta):
     """Owner of this process's mask generator: the tokenizer is loaded once."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         self.masks = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)
 
 
-def generate_rollout(
-    args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
-) -> RolloutFnTrainOutput:
+def generate_rollout(args: Args, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """Tokenise and mask rollout_batch_size conversations.
 
     Raises:

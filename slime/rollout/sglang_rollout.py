@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from argparse import Namespace
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
+from slime.config.args import Args
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
@@ -61,7 +61,7 @@ _ABORT_DEADLINE_S = 60.0
 
 
 def generate_rollout(
-    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One training rollout of rollout_batch_size groups, or one evaluation.
 
@@ -80,7 +80,7 @@ def generate_rollout(
 
 
 async def generate_rollout_async(
-    args: Namespace, rollout_id: int, data_source: Any
+    args: Args, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
     """Generate until rollout_batch_size groups are accepted.
 
@@ -116,7 +116,7 @@ async def generate_rollout_async(
     return output, sorted(unused, key=_first_index)
 
 
-async def abort(args: Namespace, rollout_id: int) -> list[Group]:
+async def abort(args: Args, rollout_id: int) -> list[Group]:
     """End what is in flight: tell every engine to abort until no task is left.
 
     Tasks that do not end within a minute are cancelled, which closes their connections.
@@ -128,7 +128,7 @@ async def abort(args: Namespace, rollout_id: int) -> list[Group]:
     return await _abort(args, rollout_id, Collector(args, rollout_id))
 
 
-async def _abort(args: Namespace, rollout_id: int, collector: Collector) -> list[Group]:
+async def _abort(args: Args, rollout_id: int, collector: Collector) -> list[Group]:
     state = GenerateState(args)
     state.aborted = True  # from here on no scoring begins
     returned = []
@@ -161,7 +161,7 @@ def _result_of(task: asyncio.Task[Group], rollout_id: int) -> Group | None:
     return task.result()
 
 
-async def _abort_engines(args: Namespace) -> None:
+async def _abort_engines(args: Args) -> None:
     """Tell every engine once. One that died or hangs costs no rollout: what it had in flight ends by itself."""
     workers = await server_control.list_workers(router_url(args))
     results = await asyncio.gather(*(server_control.abort_all(worker) for worker in workers), return_exceptions=True)
@@ -176,7 +176,7 @@ async def _cancel_all(state: GenerateState) -> None:
     state.pendings.clear()
 
 
-def finish_rollout(args: Namespace, collector: Collector, data_source: Any) -> RolloutFnTrainOutput:
+def finish_rollout(args: Args, collector: Collector, data_source: Any) -> RolloutFnTrainOutput:
     """Order the groups and run the two hooks at the end of a rollout."""
     data = sorted(collector.accepted, key=_first_index)
     if path := args.rollout_sample_filter_path:
@@ -190,7 +190,7 @@ def finish_rollout(args: Namespace, collector: Collector, data_source: Any) -> R
     return RolloutFnTrainOutput(samples=data, metrics=collector.metrics())
 
 
-def restart_stale(args: Namespace, rollout_id: int, groups: list[Group]) -> list[Group]:
+def restart_stale(args: Args, rollout_id: int, groups: list[Group]) -> list[Group]:
     """The groups; those whose tokens would be older than --max-weight-staleness when trained begin anew."""
     at, bound = WeightClock().trained_at(rollout_id), args.max_weight_staleness
     return [[restarted(sample) for sample in group] if is_too_old(group, at, bound) else group for group in groups]

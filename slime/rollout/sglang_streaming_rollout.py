@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload
 from slime.rollout.generation import GenerateState, tokenize_prompt
 from slime.rollout.model_urls import router_url
@@ -38,7 +38,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 
 
 async def generate_streaming(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample:
     """As slime.rollout.sglang_rollout.generate, with a streamed answer; --rollout-fire-temperature is not supported.
 
@@ -81,7 +81,7 @@ async def generate_streaming(
     return sample
 
 
-async def _stream(args: Namespace, sample: Sample, params: dict[str, Any]) -> None:
+async def _stream(args: Args, sample: Sample, params: dict[str, Any]) -> None:
     """One streamed call; whatever ends it, the sample gets what the last event held.
 
     Raises:
@@ -111,7 +111,7 @@ def _checked(event: Any) -> dict[str, Any]:
     raise HttpError(f"the engine's stream said {str(event)[:500]!r}", status=code if isinstance(code, int) else None)
 
 
-def _keep(args: Namespace, sample: Sample, event: dict[str, Any], versions: list[str]) -> None:
+def _keep(args: Args, sample: Sample, event: dict[str, Any], versions: list[str]) -> None:
     """Append what an event holds; each version of weights that the stream saw is noted once.
 
     An event without an end is noted as an abort: the sample can be gone on with.

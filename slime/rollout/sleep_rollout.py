@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from typing import Any, NoReturn
 
+from slime.config.args import Args
 from slime.rollout.model_urls import router_url
 
 logger = logging.getLogger(__name__)
 _HOUR_S = 3600.0
 
 
-def sleep(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+def sleep(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
     """Wait, and say so every hour.
 
     Args:

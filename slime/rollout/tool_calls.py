@@ -11,11 +11,11 @@ import inspect
 import json
 import logging
 import re
-from argparse import Namespace
 from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from slime.config.args import Args
 from slime.utils.async_utils import cancel_all, is_cancellation
 from slime.utils.misc import SingletonMeta
 from slime.utils.threads import CallTimeout, DaemonThreads
@@ -32,7 +32,7 @@ class ToolFn(Protocol):
     that the model got wrong.
     """
 
-    def __call__(self, args: Namespace, sample: Sample, name: str, arguments: dict[str, Any]) -> Any: ...
+    def __call__(self, args: Args, sample: Sample, name: str, arguments: dict[str, Any]) -> Any: ...
 
 
 class ToolError(Exception):
@@ -86,7 +86,7 @@ class ToolThreads(metaclass=SingletonMeta):
 
     num_timeouts = 0  # on the class: coroutine functions time out without an instance
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.threads = DaemonThreads("tool", args.tool_concurrency, kills_processes=True)
 
 
@@ -98,7 +98,7 @@ def take_tool_timeouts() -> int:
 
 async def call_tool(
     function: ToolFn,
-    args: Namespace,
+    args: Args,
     sample: Sample,
     call: ToolCall,
     *,
@@ -145,7 +145,7 @@ async def call_tool(
     return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), True
 
 
-def _check_threads(args: Namespace, timeout_s: float) -> None:
+def _check_threads(args: Args, timeout_s: float) -> None:
     threads = ToolThreads(args).threads
     if threads.num_lost >= threads.limit:
         raise RuntimeError(
@@ -154,7 +154,7 @@ def _check_threads(args: Namespace, timeout_s: float) -> None:
         )
 
 
-async def _run(function: ToolFn, args: Namespace, sample: Sample, call: ToolCall, timeout_s: float) -> Any:
+async def _run(function: ToolFn, args: Args, sample: Sample, call: ToolCall, timeout_s: float) -> Any:
     given = (args, sample, call.name, call.arguments)
     if inspect.iscoroutinefunction(function):
         return await _in_time(function(*given), timeout_s)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import random
-from argparse import Namespace
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import orjson
 
@@ -24,6 +23,10 @@ from slime.utils.processing_utils import process_vision_info, render_chat
 from slime.utils.prompt_length import CUTS, fit_prompts
 from slime.utils.row_files import JsonlRows, ParquetRows, Row, open_rows, parse_slice, read_file, read_rows
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 FETCH_DEADLINE_S = 1800.0  # a share of a rollout, which the driver waited for: only the way here is left
 
@@ -328,7 +331,7 @@ def get_source(sample: Sample) -> str:
     return str(vars(sample).get("source") or sample.metadata.get("source_name") or "unknown")
 
 
-def process_rollout_data(args: Namespace, refs: list[Any], dp_rank: int, dp_size: int) -> dict[str, Any]:
+def process_rollout_data(args: Args, refs: list[Any], dp_rank: int, dp_size: int) -> dict[str, Any]:
     """Fetch this DP rank's share of a rollout out of Ray's object store.
 
     Args:

@@ -25,10 +25,15 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slime.utils.flops_utils import calculate_fwd_flops
+from slime.utils.misc import needed
 from slime.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +52,7 @@ class DpSchedule(NamedTuple):
 
 
 def build_dp_schedule(
-    args: Any,
+    args: Args,
     train_parallel_config: Mapping[str, int],
     total_lengths: Sequence[int],
     *,
@@ -78,7 +83,7 @@ def build_dp_schedule(
     for samples in steps:
         lengths = [total_lengths[i] for i in samples]
         if args.use_dynamic_batch_size:
-            cap = args.max_tokens_per_gpu * cp_size
+            cap = needed(args.max_tokens_per_gpu) * cp_size
             bins = pack_by_flops(lengths, cap, args) if args.balance_by_flops else first_fit_pack(lengths, cap)
             bins = expand_bins_by_splitting(bins, lengths, -(-len(bins) // multiple) * multiple)
         else:
@@ -139,7 +144,7 @@ def first_fit_pack(lengths: Sequence[int], cap: int) -> list[list[int]]:
     return bins
 
 
-def pack_by_flops(lengths: Sequence[int], cap: int, args: Any) -> list[list[int]]:
+def pack_by_flops(lengths: Sequence[int], cap: int, args: Args) -> list[list[int]]:
     """As many bins as `cap` tokens each would need, of nearly equal FLOPs; a bin may have more tokens than `cap`."""
     num_bins = min(-(-sum(lengths) // cap), len(lengths))
     flops = {length: calculate_fwd_flops([length], args) for length in set(lengths)}

@@ -6,15 +6,18 @@ knows nothing of rollouts.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from slime.utils.errors import UsageError
 from slime.utils.yaml_config import LocatedYaml, load_yaml, validate
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 FLAG = "--eval-config"
 
@@ -180,7 +183,7 @@ class EvalConfig(NamedTuple):
     ignored: list[str]
 
 
-def pick_from_args(args: Namespace, names: tuple[str, ...]) -> Any:
+def pick_from_args(args: Args, names: tuple[str, ...]) -> Any:
     """The value of the first of these flags that is not None; None when all are."""
     return next((value for value in (getattr(args, name) for name in names) if value is not None), None)
 
@@ -202,7 +205,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 
 
 def build_eval_dataset_configs(
-    args: Namespace, raw: list[dict[str, Any]], defaults: Mapping[str, Any] | None = None
+    args: Args, raw: list[dict[str, Any]], defaults: Mapping[str, Any] | None = None
 ) -> list[EvalDatasetConfig]:
     """Resolve every field of every data set.
 

@@ -28,12 +28,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.utils.plan.shape import ModelShape
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
-def calculate_fwd_flops(seqlens: Iterable[int], args: Any) -> float:
+
+def calculate_fwd_flops(seqlens: Iterable[int], args: Args) -> float:
     """FLOPs of one forward pass over sequences of these lengths.
 
     Args:
@@ -46,7 +49,7 @@ def calculate_fwd_flops(seqlens: Iterable[int], args: Any) -> float:
     return forward_flops(_shape_of(args), seqlens)
 
 
-def calculate_train_flops(seqlens: Iterable[int], args: Any) -> float:
+def calculate_train_flops(seqlens: Iterable[int], args: Args) -> float:
     """FLOPs of forward and backward passes over sequences of these lengths, prediction layers left out.
 
     Args:
@@ -69,7 +72,7 @@ def forward_flops(shape: ModelShape, seqlens: Iterable[float]) -> float:
     return float(per_token * sum(lengths) + per_pair * pairs + sum(map(_indexer_flops(shape), lengths)))
 
 
-def _shape_of(args: Any) -> ModelShape:
+def _shape_of(args: Args) -> ModelShape:
     shape = ModelShape.of(args)
     if shape is None:
         raise ValueError("FLOPs cannot be counted: the model's number of layers, heads, channels or words is not set")
@@ -98,7 +101,7 @@ def _indexer_flops(shape: ModelShape) -> Callable[[float], float]:
     return flops
 
 
-def calculate_prediction_flops(seqlens: Iterable[int], num_predicted: int, args: Any) -> float:
+def calculate_prediction_flops(seqlens: Iterable[int], num_predicted: int, args: Args) -> float:
     """FLOPs of training the layers that predict further tokens (--enable-mtp-training), forward and backward.
 
     Each layer is one like the model's last and a projection from two hidden states to one, 3 x the forward pass over

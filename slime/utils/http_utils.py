@@ -27,11 +27,10 @@ import socket
 import subprocess
 import time
 import weakref
-from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
@@ -42,6 +41,10 @@ from slime.utils.http_connection import exchange
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
 from slime.utils.outages import OUTAGES, origin
 from slime.utils.progress_counts import went_on
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 __all__ = [
     "HttpError",
@@ -138,12 +141,12 @@ _client = _Client()
 atexit.register(_client.close_all)
 
 
-def get_rollout_num_engines(args: Namespace) -> int:
+def get_rollout_num_engines(args: Args) -> int:
     """How many engines answer the default router, as far as the flags say (at least 1)."""
     return max(1, args.rollout_num_engines)
 
 
-def init_http_client(args: Namespace) -> None:
+def init_http_client(args: Args) -> None:
     """Size the shared client to the engines of this run; call it once per process, before the first request."""
     _client.limits.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
     _client.limits.request_timeout_s = float(args.sglang_router_request_timeout_secs)
@@ -350,7 +353,7 @@ def find_available_port(base_port: int) -> int:
     return get_free_port(base_port + secrets.randbelow(500))
 
 
-def run_router(args: Any) -> None:
+def run_router(args: Args) -> None:
     """Run an SGLang router in this process until it ends; `args` are `sglang_router`'s RouterArgs."""
     from sglang_router.launch_router import launch_router
 

@@ -23,9 +23,13 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.utils.network import given_address
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 logger = logging.getLogger(__name__)
 _FILE_MODULE = "slime_hook_"
@@ -62,7 +66,7 @@ def load_function(path: str) -> Any:
     return found
 
 
-def hook_args(args: Any) -> Any:
+def hook_args(args: Args) -> Any:
     """Return what hooks of this process get as `args`: one copy for all of them, which they may assign to.
 
     A later hook of the process sees what an earlier one assigned. Frozen `args` stay as they were parsed, and other
@@ -302,6 +306,12 @@ def listen_anywhere(host: str | None = None) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
+
+
+def needed(value: T | None) -> T:
+    """Return the value of a flag that has one here: a rule of the command line has made sure of it."""
+    assert value is not None
+    return value
 
 
 def url_host(host: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from slime.utils.misc import needed
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor: float) -> float:
@@ -33,14 +37,14 @@ def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor
     return -factor * excess / buffer_length if excess else 0.0
 
 
-def overlong_penalties(args: Namespace, samples: Sequence[Sample]) -> list[float]:
+def overlong_penalties(args: Args, samples: Sequence[Sample]) -> list[float]:
     """What each reward loses for a response near --rollout-max-response-len; all 0 without --overlong-buffer-len."""
     if args.overlong_buffer_len is None:
         return [0.0] * len(samples)
     return [
         overlong_penalty(
             sample.response_length,
-            max_length=args.rollout_max_response_len,
+            max_length=needed(args.rollout_max_response_len),
             buffer_length=args.overlong_buffer_len,
             factor=args.overlong_penalty_factor,
         )

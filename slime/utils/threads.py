@@ -121,11 +121,11 @@ class DaemonThreads:
 class _Call:
     """One call of a function, made by a task of the running loop."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], values: tuple[Any, ...]) -> None:
         self._loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[None] = self._loop.create_future()
         self.result: asyncio.Future[Any] = self._loop.create_future()
-        self._function, self._args, self._context = function, args, contextvars.copy_context()
+        self._function, self._args, self._context = function, values, contextvars.copy_context()
         self.thread_id = 0
         self.children_before: set[int] = set()
         self.is_done = self.is_lost = False

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 from slime.utils.misc import decode_int32_meta_array
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Iterable, Sequence
+
+    from slime.config.args import Args
 
 T = TypeVar("T")
 RolloutBatch = dict[str, Any]  # the keys: slime.utils.train_data.RolloutBatch
@@ -187,7 +188,7 @@ class Sample:
         """Trained response tokens: sum of the mask, or the response length when there is no mask."""
         return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
 
-    def get_reward_value(self, args: Namespace) -> Any:
+    def get_reward_value(self, args: Args) -> Any:
         """The reward as a number: `reward`, or its entry `args.reward_key` when that flag is set."""
         if not args.reward_key:
             return self.reward
@@ -236,7 +237,7 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Namespace | None = None,
+        args: Args | None = None,
         *,
         tokens: Sequence[int] | None = None,
         log_probs: Sequence[float] | None = None,
@@ -294,7 +295,7 @@ class Sample:
         if update_terminal_info and meta_info.get("finish_reason"):
             self.update_from_meta_info(args, meta_info)
 
-    def update_from_meta_info(self, args: Namespace | None, meta_info: dict[str, Any]) -> None:
+    def update_from_meta_info(self, args: Args | None, meta_info: dict[str, Any]) -> None:
         """Take over how an engine call ended: status, weight version and counters."""
         if args is not None and args.sglang_speculative_algorithm:
             self.spec_info.add(meta_info)
@@ -332,7 +333,7 @@ class Sample:
         start = 0 if old is None else int(old[-1])
         return ids, [start + offset for offset in offsets[1:]]
 
-    def _routed_experts(self, args: Namespace | None, meta_info: dict[str, Any], *, num_tokens: int) -> Any:
+    def _routed_experts(self, args: Args | None, meta_info: dict[str, Any], *, num_tokens: int) -> Any:
         """[rows, num_layers, topk] of all tokens so far; None where the engine says nothing of experts."""
         flat = decode_int32_meta_array(meta_info, ("routed_experts",))
         if flat is None:

@@ -17,7 +17,6 @@ transformers' own module under its own parameter names. docs/architectures_beyon
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import inspect
@@ -37,6 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.backends.megatron_utils.packs import cu_seqlens_of, host_ends, keep, to_device
+from slime.config.args import Args
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
 
@@ -300,7 +300,7 @@ def _as_from_pretrained(dtype: torch.dtype, *, seed: int) -> Iterator[None]:
 
 
 def hf_attention_block(
-    args: argparse.Namespace,
+    args: Args,
     config: TransformerConfig,
     vp_stage: int | None = None,
     *,
@@ -328,7 +328,7 @@ def hf_attention_block(
 
 
 def get_hf_attention_spec(
-    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
+    args: Args, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Every layer's token mixer is transformers': --spec slime_plugins.models.hf_attention get_hf_attention_spec."""
     return hf_attention_block(args, config, vp_stage)

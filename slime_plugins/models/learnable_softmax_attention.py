@@ -14,7 +14,6 @@ can be wrapped (slime_plugins.models.hf_attention).
 
 from __future__ import annotations
 
-import argparse
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.backends.megatron_utils.model.varlen_attention import Spans, VarlenAttention, key_chunks_of
 from slime.backends.megatron_utils.packs import host_ends, keep, to_device
+from slime.config.args import Args
 from slime.utils import accelerator
 
 SINKS = Rule("decoder.layers.{i}.self_attention.core_attention.softmax_offset", ("model.layers.{i}.self_attn.sinks",))
@@ -134,7 +134,7 @@ class _Plan(NamedTuple):
 
 
 def get_learnable_softmax_spec(
-    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
+    args: Args, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the spec of the layers of this rank's pipeline stage, all with sinks."""
 

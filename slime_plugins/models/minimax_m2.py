@@ -6,8 +6,6 @@ tensor parallelism has some of the heads: the mean of the squares is taken over 
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
@@ -19,11 +17,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.model.spec import assemble_block
+from slime.config.args import Args
 from slime.utils import accelerator
 
 
 def get_minimax_m2_spec(
-    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
+    args: Args, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the spec of the layers of this rank's pipeline stage."""
 

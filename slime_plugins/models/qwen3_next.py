@@ -6,20 +6,19 @@ and slime's (slime.backends.megatron_utils.model.spec).
 
 from __future__ import annotations
 
-import argparse
-
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.model.spec import assemble_block
+from slime.config.args import Args
 from slime.utils.plan.shape import linear_attention_pattern
 from slime_plugins.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
 
 def get_qwen3_next_spec(
-    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
+    args: Args, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the spec of the layers of this rank's pipeline stage."""
     is_linear = linear_attention_pattern(config.linear_attention_freq, config.num_layers)

@@ -26,9 +26,9 @@ import logging
 import math
 import time
 import uuid
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.collector import Collector
@@ -42,7 +42,7 @@ from slime.utils import async_utils
 from slime.utils.api_keys import key_of
 from slime.utils.http_utils import HttpError, get, get_rollout_num_engines, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
-from slime.utils.misc import SingletonMeta
+from slime.utils.misc import SingletonMeta, needed
 from slime.utils.types import Sample
 from slime.utils.wait import WaitTimeout, wait_async
 from slime_plugins.rollout_buffer.protocol import Record
@@ -55,7 +55,7 @@ _IDENTITY = ("index", "group_index", "rollout_id", "metadata")
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
-def generate_rollout(args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> Any:
+def generate_rollout(args: Args, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> Any:
     """One rollout of `rollout_batch_size` groups from the buffer server, or an evaluation by slime itself.
 
     Raises:
@@ -72,8 +72,8 @@ def generate_rollout(args: Namespace, rollout_id: int, data_buffer: Any, evaluat
 class BufferClient(metaclass=SingletonMeta):
     """The requests to the server; one in a process."""
 
-    def __init__(self, args: Namespace) -> None:
-        self.url = args.rollout_buffer_url.rstrip("/")
+    def __init__(self, args: Args) -> None:
+        self.url = needed(args.rollout_buffer_url).rstrip("/")
         self._is_fresh = self._goes_on = self._has_refused = False
 
     async def begin(self) -> None:
@@ -142,7 +142,7 @@ class BufferClient(metaclass=SingletonMeta):
 class _Rollout:
     """One rollout: draws prompts, has them generated, and collects until the batch is full."""
 
-    def __init__(self, args: Namespace, rollout_id: int, source: Any) -> None:
+    def __init__(self, args: Args, rollout_id: int, source: Any) -> None:
         self.args, self.rollout_id, self.source = args, rollout_id, source
         self.name = f"the generator for --rollout-task-type {args.rollout_task_type}"
         self.client, self.state = BufferClient(args), GenerateState(args)
@@ -383,6 +383,6 @@ def _is_finished(group: Group) -> bool:
     return all(sample.status in _FINISHED for sample in group)
 
 
-def least_groups(args: Namespace) -> int:
+def least_groups(args: Args) -> int:
     """Groups that are enough to go on (--min-batch-collection-ratio)."""
     return math.ceil(args.min_batch_collection_ratio * args.rollout_batch_size)

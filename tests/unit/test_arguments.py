@@ -491,7 +491,7 @@ class Absent:
         if name.split(".")[0] in ("sglang", "sglang_router", "ray"):
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Absent())
-from slime.config import parse_args
+from slime.config.parse import parse_args
 args = parse_args()
 assert args.sglang_overrides == {} and args.sglang_enable_deterministic_inference is False
 """

@@ -16,7 +16,7 @@ sys.path.insert(0, sys.argv[1])
 sys.path.insert(0, sys.argv[1] + "/benchmarks")
 from pathlib import Path
 from parse_time import HEAVY, training_line
-from slime.config import CommandLine
+from slime.config.parse import CommandLine
 checked = CommandLine().check([*training_line(Path(sys.argv[2])), *sys.argv[3:]])
 assert not checked.problems.wrong, checked.problems.wrong
 assert checked.args.sglang_mem_fraction_static is None or checked.args.sglang_overrides

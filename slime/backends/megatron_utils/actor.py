@@ -67,6 +67,7 @@ from slime.backends.megatron_utils.spiky_loss import SpikyLoss
 from slime.backends.megatron_utils.train_dump import save_train_data
 from slime.backends.megatron_utils.training_passes import passes_over
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
+from slime.config.args import Args
 from slime.config.megatron.arguments import model_shape
 from slime.observability.memory_recorder import recorder_of
 from slime.observability.profiler import Profiler
@@ -75,7 +76,7 @@ from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
-from slime.utils.misc import hook_args, load_function
+from slime.utils.misc import hook_args, load_function, needed
 from slime.utils.ppo_utils import KlController
 from slime.utils.tensor_backper import TensorBackuper
 
@@ -103,7 +104,7 @@ class MegatronTrainActor:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         *,
         rank: int,
         world_size: int,
@@ -127,8 +128,9 @@ class MegatronTrainActor:
         self.columns_for_critic: Columns = {}
         """What the critic trains on, of the last rollout; with a critic only."""
         self._memory = recorder_of(args, rank, role=self.role)
-        target, horizon = (args.kl_target, args.kl_horizon) if args.kl_ctrl == "adaptive" else (None, 1.0)
-        self._kl_controller = KlController(args.kl_coef, target, horizon)
+        self._kl_controller = KlController(args.kl_coef)
+        if args.kl_ctrl == "adaptive":
+            self._kl_controller = KlController(args.kl_coef, args.kl_target, needed(args.kl_horizon))
         records = args.use_pytorch_profiler and rank in args.profile_ranks
         self._profiler = Profiler(
             Path(args.output_dir) / "profile" if records else "",
@@ -153,10 +155,12 @@ class MegatronTrainActor:
         self._weights = TensorBackuper(self._named_weights)
         if needs_reference(self.args):
             if not load_moved_reference(self.args, self._resumed_dir(), self.state.model):
-                self._load(CheckpointSource(self.args.ref_load, self.args.ref_ckpt_step, False, False))
+                self._load(CheckpointSource(needed(self.args.ref_load), self.args.ref_ckpt_step, False, False))
             self._weights.backup(REFERENCE)
         if needs_teacher(self.args):
-            self._load(CheckpointSource(self.args.opd_teacher_load, self.args.opd_teacher_ckpt_step, False, False))
+            self._load(
+                CheckpointSource(needed(self.args.opd_teacher_load), self.args.opd_teacher_ckpt_step, False, False)
+            )
             self._weights.backup(TEACHER)
         iteration = self._load(self._initial_source())
         restore_controller(self.args, self._resumed_dir(), self._kl_controller)
@@ -256,13 +260,13 @@ class MegatronTrainActor:
         with timer("data_preprocess"):
             to_tensors(rollout_data, accelerator.current_device())
             if self.args.use_rollout_routing_replay and not is_value_model(self.args):
-                take_engine_routing(self.state.model, rollout_data, num_experts=self.args.num_moe_experts)
+                take_engine_routing(self.state.model, rollout_data, num_experts=needed(self.args.num_moe_experts))
             layout = self.parallel_config()
             packing = Packing(
                 multiple=layout["tp_size"] * self.args.data_pad_size_multiplier,
                 cp_rank=layout["cp_rank"],
                 cp_size=layout["cp_size"],
-                num_predictions=self.args.mtp_num_layers if self.args.enable_mtp_training else 0,
+                num_predictions=self.args.mtp_num_layers or 0 if self.args.enable_mtp_training else 0,
                 count_multiple=layout["vpp_group"],
             )
             return MicroBatches(rollout_data, packing)
@@ -368,7 +372,7 @@ class MegatronTrainActor:
         """Add to an unfinished iteration what is no weight and no optimizer state of the policy."""
         args, model = self.args, self.state.model
         if dist.get_rank() == 0:
-            note_state_of_data_source(directory, args.save, rollout_id)
+            note_state_of_data_source(directory, needed(args.save), rollout_id)
         write_resumed_state(args, directory, model=model, weights=self._weights, controller=self._kl_controller)
         if "hf" in args.checkpoint_contents:
             save_hf(args, model, directory / HF_PART)

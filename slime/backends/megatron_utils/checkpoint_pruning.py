@@ -15,8 +15,8 @@ import shutil
 import string
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
+from slime.config.args import Args
 from slime.config.files.roles import critic_save_dir
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
 
@@ -27,7 +27,7 @@ _DATA_STATE = re.compile(r"global_dataset_state_dict_(\d+)\.(?:pt|manifest\.json
 _BEING_DELETED = ".deleted"
 
 
-def prune_after_save(args: Any, rollout_id: int) -> None:
+def prune_after_save(args: Args, rollout_id: int) -> None:
     """Delete what neither --keep-checkpoints nor --save-retain-interval keeps, after a rollout's was written; never
     what a flag says is loaded.
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.forward_passes import REFERENCE
+from slime.config.args import Args
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.tensor_backper import TensorBackuper
 
@@ -48,7 +48,7 @@ class CiChecks:
         role: "actor" or "critic"; part of the file names of gradient norms.
     """
 
-    def __init__(self, args: Any, weights: TensorBackuper, *, role: str = "actor") -> None:
+    def __init__(self, args: Args, weights: TensorBackuper, *, role: str = "actor") -> None:
         self._args, self._role = args, role
         self._num_updates = 0
         self._starts_as_reference = args.ci_test and everywhere(weights.equals(REFERENCE))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from slime.config.args import Args
 from slime.config.megatron.flag_classes import fields_without_effect
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ _TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint
 _TYPED = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
-def config_kwargs(config: type, args: argparse.Namespace) -> dict[str, Any]:
+def config_kwargs(config: type, args: Args) -> dict[str, Any]:
     """Return {field: value} for the fields that `args` has.
 
     Fields whose option has no effect here (`warned` in megatron_flags.py) keep the config's default, and names of

@@ -7,7 +7,6 @@ It adds columns to the rollout (`log_probs`, `ref_log_probs`, ...) and leaves th
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +15,9 @@ from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.model.forward_only import compute_log_probs, compute_values
 from slime.backends.megatron_utils.old_actor import swapped_old_actor
 from slime.backends.megatron_utils.routing_replay import free_routing, recorded_routing
+from slime.config.args import Args
 from slime.observability.timer import timer
+from slime.utils.misc import needed
 from slime.utils.tensor_backper import TensorBackuper
 
 REFERENCE = "ref"
@@ -25,17 +26,17 @@ TEACHER = "teacher"
 """Tag of the weights of --opd-teacher-load."""
 
 
-def needs_reference(args: Any) -> bool:
+def needs_reference(args: Args) -> bool:
     """Whether the run compares the policy with reference weights."""
     return args.use_kl_loss or args.kl_coef != 0
 
 
-def needs_teacher(args: Any) -> bool:
+def needs_teacher(args: Args) -> bool:
     """Whether the trainer itself holds the weights of a teacher (--opd-type megatron)."""
     return args.use_opd and args.opd_type == "megatron"
 
 
-def needs_old_log_probs(args: Any, num_updates: int) -> bool:
+def needs_old_log_probs(args: Args, num_updates: int) -> bool:
     """Whether they take a pass of their own: not where the loss's own forward pass gives the same numbers.
 
     Args:
@@ -51,7 +52,7 @@ def needs_old_log_probs(args: Any, num_updates: int) -> bool:
 
 
 def add_log_probs(
-    args: Any, model: list[torch.nn.Module], weights: TensorBackuper, micro_batches: MicroBatches
+    args: Args, model: list[torch.nn.Module], weights: TensorBackuper, micro_batches: MicroBatches
 ) -> None:
     """Add the log-prob columns that this rollout's training needs.
 
@@ -80,16 +81,16 @@ def add_log_probs(
             data.update(compute_log_probs(args, model, batches, with_entropy=args.use_rollout_entropy))
 
 
-def add_values(args: Any, model: list[torch.nn.Module], micro_batches: MicroBatches) -> None:
+def add_values(args: Args, model: list[torch.nn.Module], micro_batches: MicroBatches) -> None:
     """Add the column `values` of a critic's model."""
     with timer("critic_values"):
         micro_batches.rollout_data.update(compute_values(args, model, _without_gradients(args, micro_batches)))
 
 
-def _without_gradients(args: Any, micro_batches: MicroBatches) -> MicroBatches:
+def _without_gradients(args: Args, micro_batches: MicroBatches) -> MicroBatches:
     """The micro-batches of a pass without gradients, which may hold more tokens."""
     budget = args.log_probs_max_tokens_per_gpu
     if not args.use_dynamic_batch_size or budget == args.max_tokens_per_gpu:
         return micro_batches
     exchange = parallel_state.get_data_parallel_group() if args.expert_model_parallel_size > 1 else None
-    return micro_batches.repacked(budget, as_many_over=exchange)
+    return micro_batches.repacked(needed(budget), as_many_over=exchange)

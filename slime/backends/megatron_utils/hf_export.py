@@ -7,7 +7,6 @@ under its name only when it is complete. It knows nothing about Megatron's own c
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.full_disk import DiskFull
+from slime.config.args import Args
 from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError
@@ -34,7 +34,7 @@ from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
 _SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor
 
 
-def save_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
+def save_hf(args: Args, model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Export the model to `path` as --hf-checkpoint is stored (dtype, fp8, int4); all ranks call it, rank 0 writes.
 
     Raises:
@@ -92,7 +92,7 @@ class _GivesWay:
                 self._writer = None
 
 
-def _copies_in_predictions(args: argparse.Namespace) -> dict[str, list[str]]:
+def _copies_in_predictions(args: Args) -> dict[str, list[str]]:
     """Names under which prediction layers of --hf-checkpoint hold copies of the embedding and the output layer."""
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.expected_names import prediction_copy_of

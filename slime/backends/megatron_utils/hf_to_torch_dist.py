@@ -5,7 +5,6 @@ The rule tables are those of megatron_to_hf. It writes nothing.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.model_provider import build_stage
+from slime.config.args import Args
 from slime.utils.conversion.file_copy import Segment, range_in
 from slime.utils.errors import UsageError
 from slime.utils.expected_names import left_over
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def model_without_memory(args: argparse.Namespace) -> Any:
+def model_without_memory(args: Args) -> Any:
     """The whole model of the flags, with parameters that have shapes and no values."""
     args.perform_initialization = False
     with torch.device("meta"):
@@ -43,7 +43,7 @@ class HfWeights:
         dtypes: HF name -> dtype to train in.
     """
 
-    def __init__(self, args: argparse.Namespace, reader: SafetensorsReader, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, args: Args, reader: SafetensorsReader, dtypes: Mapping[str, torch.dtype]) -> None:
         self._args, self._reader, self._dtypes = args, reader, dtypes
         self._family, self._infos = family_of_args(args), reader.infos()
 
@@ -129,7 +129,7 @@ class HfWeights:
             return None
 
 
-def check_vocabulary(args: argparse.Namespace, weights: HfWeights) -> None:
+def check_vocabulary(args: Args, weights: HfWeights) -> None:
     """Compare the vocabulary of the flags with the rows of the embedding.
 
     Raises:

@@ -7,7 +7,6 @@ an HF export take the same. It does not know where they go.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,12 +15,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.megatron_to_hf import family_of_args
+from slime.backends.megatron_utils.megatron_to_hf import family_of_checkpoint
 from slime.backends.megatron_utils.megatron_to_hf.layouts import Layout, TensorShape
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket, stored_bytes
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family
 from slime.backends.megatron_utils.model_weights import Weight
 from slime.backends.megatron_utils.pipeline import iter_weights_of_all_stages, iter_weights_of_own_stage
+from slime.config.args import Args
 from slime.utils.loaded_together import kept_together
 from slime.utils.weight_format import WeightFormat, format_of_checkpoint
 
@@ -30,7 +30,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 @torch.no_grad()
 def iter_hf_buckets(
-    args: argparse.Namespace, model: Sequence[torch.nn.Module], *, buffer_size: int, only_own_stage: bool = False
+    args: Args, model: Sequence[torch.nn.Module], *, buffer_size: int, only_own_stage: bool = False
 ) -> Iterator[Bucket]:
     """Yield lists of (HF name, full tensor) that together make up the model.
 
@@ -68,9 +68,9 @@ def iter_hf_buckets(
 
 
 @functools.cache
-def _kind_of(model_name: str | None, checkpoint: str | Path | None) -> tuple[Family, WeightFormat | None]:
+def _kind_of(model_name: str | None, checkpoint: str | Path) -> tuple[Family, WeightFormat | None]:
     """Rules and format of a checkpoint. Its config does not change during a run, and may lie on a slow disk."""
-    family = family_of_args(argparse.Namespace(model_name=model_name, hf_checkpoint=checkpoint))
+    family = family_of_checkpoint(model_name, checkpoint)
     return family, format_of_checkpoint(checkpoint)
 
 

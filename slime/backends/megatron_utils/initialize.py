@@ -5,7 +5,6 @@ It builds no model and knows nothing about Ray: whoever starts the process says 
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import socket
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils import megatron_patch
 from slime.backends.megatron_utils.megatron_patch.lone_groups import smallest
+from slime.config.args import Args
 from slime.observability.timer import CudaClock, Timer
 from slime.utils import accelerator, reloadable_process_group
 from slime.utils.distributed_utils import store_at
@@ -25,7 +25,7 @@ from slime.utils.memory_saver import outside_saver
 
 
 def init(
-    args: argparse.Namespace,
+    args: Args,
     *,
     rank: int,
     world_size: int,
@@ -74,7 +74,7 @@ def init(
     set_seeds(args.seed)
 
 
-def initialize_model_parallel(args: argparse.Namespace) -> None:
+def initialize_model_parallel(args: Args) -> None:
     """Make Megatron's process groups for the parallel sizes of `args` (collective over the whole world)."""
     from megatron.core import parallel_state
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.loss.reducers import all_reduce_sum
+from slime.config.args import Args
 from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops
 
 NOT_LOGGED = ("tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums")
@@ -51,7 +52,7 @@ def _column_sum(column: Sequence[Any], response_lengths: Sequence[int], mean_of_
 
 
 def perf_metrics(
-    args: Any, seconds: Mapping[str, float], seqlens: Sequence[int], response_lengths: Sequence[int]
+    args: Args, seconds: Mapping[str, float], seqlens: Sequence[int], response_lengths: Sequence[int]
 ) -> dict[str, float]:
     """Times and rates of one rollout's training on this rank.
 

@@ -6,7 +6,6 @@ parallelism and the optimizer is the business of model/setup. It knows nothing a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +19,11 @@ from slime.backends.megatron_utils.config_values import config_kwargs, torch_typ
 from slime.backends.megatron_utils.model.activation_offload import ActivationOffload
 from slime.backends.megatron_utils.model.prediction import PredictingGPT, prediction_spec
 from slime.backends.megatron_utils.model.spec import RMSNorm, block_spec, last_layer_spec
+from slime.config.args import Args
 from slime.utils.misc import load_function
 
 
-def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+def transformer_config(args: Args) -> TransformerConfig:
     """Return Megatron's config of the model that `args` describes."""
     on_cpu = args.accelerator == "cpu"
     overlaps_p2p = args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None
@@ -62,7 +62,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     return found
 
 
-def get_model_provider_func(args: argparse.Namespace) -> Callable[..., Any]:
+def get_model_provider_func(args: Args) -> Callable[..., Any]:
     """Return fn(pre_process=True, post_process=True, vp_stage=None) -> model of this rank.
 
     The model maps (input_ids [1, T], position_ids, attention_mask=None, packed_seq_params=...) to logits
@@ -78,13 +78,13 @@ def get_model_provider_func(args: argparse.Namespace) -> Callable[..., Any]:
     return provide
 
 
-def virtual_stages_here(args: argparse.Namespace) -> list[int | None]:
+def virtual_stages_here(args: Args) -> list[int | None]:
     """Numbers of the pipeline stages of a rank, one for each chunk of its model; [None] without interleaving."""
     count = args.virtual_pipeline_model_parallel_size
     return [None] if count is None else list(range(count))
 
 
-def build_stage(args: argparse.Namespace, vp_stage: int | None = None) -> Any:
+def build_stage(args: Args, vp_stage: int | None = None) -> Any:
     """The bare module of one of this rank's pipeline stages, with what belongs to the first and the last one."""
     from megatron.core import parallel_state
 
@@ -97,7 +97,7 @@ def build_stage(args: argparse.Namespace, vp_stage: int | None = None) -> Any:
 
 
 def build_gpt(
-    args: argparse.Namespace, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    args: Args, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> GPTModel:
     """Return the GPT of the flags, with the embedding and the output layer where asked for."""
     config = transformer_config(args)
@@ -134,7 +134,7 @@ def build_gpt(
     return model
 
 
-def _offload_activations(layers: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
+def _offload_activations(layers: Sequence[torch.nn.Module], args: Args) -> None:
     """Let what layers save wait in host memory, as far as the flags say so."""
     if args.cpu_offloading:
         ActivationOffload(layers, args.cpu_offloading_num_layers, min_size=args.min_offloaded_tensor_size)
@@ -143,7 +143,7 @@ def _offload_activations(layers: Sequence[torch.nn.Module], args: argparse.Names
         ActivationOffload(layers, len(layers), min_size=min_size, modules=modules)
 
 
-def _scale_rope(rotary: Any, args: argparse.Namespace) -> None:
+def _scale_rope(rotary: Any, args: Args) -> None:
     """Scale the frequencies as Llama 3.1 does; GPTModel itself takes the factor alone, models differ in all four."""
     rotary.inv_freq = rotary._apply_scaling(
         rotary.inv_freq,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from slime.config.args import Args
 from slime.utils.misc import num_weight_versions
 from slime.utils.tensor_backper import TensorBackuper
 
@@ -19,7 +20,7 @@ VERSION_KEY = "weight_version"
 _TAG = "old_actor/"
 
 
-def keep_version(args: Any, weights: TensorBackuper, version: int) -> None:
+def keep_version(args: Args, weights: TensorBackuper, version: int) -> None:
     """Copy the model's weights, which engines have now, and drop what no rollout can come with any more.
 
     Args:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.checkpoint import load_weights, save_weights
 from slime.backends.megatron_utils.forward_passes import REFERENCE
 from slime.backends.megatron_utils.full_disk import holds
+from slime.config.args import Args
 from slime.utils.checkpoint_paths import STATE_MANIFEST, manifest_of_state, state_path
 from slime.utils.manifest import entries_of, write_manifest
 from slime.utils.ppo_utils import KlController
@@ -28,7 +28,7 @@ REFERENCE_PART = "reference"
 
 
 def write_resumed_state(
-    args: Any,
+    args: Args,
     directory: Path,
     *,
     model: Sequence[torch.nn.Module],
@@ -71,13 +71,13 @@ def _note(directory: Path, files: Sequence[Path]) -> None:
     write_manifest(directory / STATE_MANIFEST, {f"../{name}": entry for name, entry in entries.items()})
 
 
-def restore_controller(args: Any, directory: Path | None, controller: KlController) -> None:
+def restore_controller(args: Args, directory: Path | None, controller: KlController) -> None:
     """Give an adaptive controller the weight that it had, where the iteration at `directory` has one."""
     if args.kl_ctrl == "adaptive" and directory is not None and (directory / STATE_FILE).is_file():
         controller.coef = json.loads((directory / STATE_FILE).read_text())["kl_coef"]
 
 
-def load_moved_reference(args: Any, directory: Path | None, model: Sequence[torch.nn.Module]) -> bool:
+def load_moved_reference(args: Args, directory: Path | None, model: Sequence[torch.nn.Module]) -> bool:
     """Put the reference of the iteration at `directory` into the model; False where it has none."""
     if not args.ref_update_interval or directory is None or not (directory / REFERENCE_PART).is_dir():
         return False

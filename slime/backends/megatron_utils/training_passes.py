@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.data import MicroBatches
+from slime.config.args import Args
 from slime.utils import accelerator
 from slime.utils.dp_schedule import build_dp_schedule
 
 
 def passes_over(
-    args: Any,
+    args: Args,
     micro_batches: MicroBatches,
     rollout_id: int,
     *,
@@ -67,7 +68,7 @@ def _whole_rollout(micro_batches: MicroBatches, dp_group: dist.ProcessGroup | No
 
 
 def _share_in_new_order(
-    args: Any, rollout: dict[str, list[Any]], order: random.Random, *, layout: Mapping[str, int], steps: list[int]
+    args: Args, rollout: dict[str, list[Any]], order: random.Random, *, layout: Mapping[str, int], steps: list[int]
 ) -> dict[str, Any]:
     """This rank's columns and schedule of a pass."""
     executions = list(dict.fromkeys(rollout["rollout_ids"]))

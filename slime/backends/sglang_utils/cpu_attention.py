@@ -151,12 +151,12 @@ def _factory() -> Callable[[Any], Any]:
                 return super()._run_sdpa_forward_extend(*args, **kwargs)
             return self._run(super()._run_sdpa_forward_extend, args, kwargs)
 
-        def _run(self, one_by_one: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *rest = args
+        def _run(self, one_by_one: Callable[..., Any], operands: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *rest = operands
             *extend, encoder_lens = rest
             special = encoder_lens is not None or kwargs["is_cross_attn"] or kwargs["sliding_window_size"] is not None
             if special or len(seq_lens) == 1 or not query.dtype == k_cache.dtype == v_cache.dtype:
-                return one_by_one(*args, **kwargs)
+                return one_by_one(*operands, **kwargs)
             if self._buckets is None:
                 query_lens = extend[1] if extend else torch.ones_like(seq_lens)
                 self._buckets = plan(seq_lens, query_lens, req_to_token, req_pool_indices)

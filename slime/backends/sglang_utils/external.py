@@ -7,7 +7,6 @@ does not start or end a server.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient
 from slime.backends.sglang_utils.server_control import Worker
+from slime.config.args import Args
 from slime.utils.api_keys import protect, protect_engine
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.wait import WaitTimeout
@@ -117,7 +117,7 @@ def _ask(url: str, timeout_s: float) -> ExternalEngineInfo:
     )
 
 
-def apply_external_engine_info_to_args(args: argparse.Namespace, infos: Sequence[ExternalEngineInfo]) -> None:
+def apply_external_engine_info_to_args(args: Args, infos: Sequence[ExternalEngineInfo]) -> None:
     """Set what follows from the servers: `rollout_external_engine_infos`, `rollout_num_gpus`, `rollout_num_engines`.
 
     Args:
@@ -129,9 +129,7 @@ def apply_external_engine_info_to_args(args: argparse.Namespace, infos: Sequence
     args.rollout_num_engines = len(infos)
 
 
-def external_engine_problems(
-    args: argparse.Namespace, infos: Sequence[ExternalEngineInfo], explicit: set[str]
-) -> list[str]:
+def external_engine_problems(args: Args, infos: Sequence[ExternalEngineInfo], explicit: set[str]) -> list[str]:
     """Why these servers cannot serve this run: another model, another size, half of a disaggregated pair.
 
     Args:
@@ -153,9 +151,7 @@ def external_engine_problems(
     return problems
 
 
-def _misfits(
-    args: argparse.Namespace, info: ExternalEngineInfo, expected: tuple[str, ...], explicit: set[str]
-) -> Iterator[str]:
+def _misfits(args: Args, info: ExternalEngineInfo, expected: tuple[str, ...], explicit: set[str]) -> Iterator[str]:
     """What is wrong with one server; `expected` are the architectures of the run's model, empty where not known."""
     name = f"{FLAG} {info.url}"
     if expected and info.architectures and expected != info.architectures:
@@ -230,9 +226,7 @@ class ExternalEngine(EngineClient):
         """Nothing: the server goes on."""
 
 
-def start_external_rollout_servers(
-    args: argparse.Namespace, router_url: str, *, first_rank: int = 0
-) -> list[ExternalEngine]:
+def start_external_rollout_servers(args: Args, router_url: str, *, first_rank: int = 0) -> list[ExternalEngine]:
     """Put the servers of `args.rollout_external_engine_infos` behind a router; those that are there already stay.
 
     Args:

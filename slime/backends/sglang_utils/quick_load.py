@@ -156,15 +156,15 @@ class _Watcher(TorchDispatchMode):
         self.fills: list[tuple[torch.Tensor, float]] = []
         self.other: str | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, operands: Any = (), kwargs: Any = None) -> Any:
         """Do it, and note it."""
         if func is torch.ops.aten.copy_.default:
-            self.copies.append((args[0].detach(), args[1].detach()))
+            self.copies.append((operands[0].detach(), operands[1].detach()))
         elif func is torch.ops.aten.fill_.Scalar:
-            self.fills += [(args[0].detach(), args[1])] if args[0].numel() else []
+            self.fills += [(operands[0].detach(), operands[1])] if operands[0].numel() else []
         elif not func.is_view:
             self.other = self.other or str(func)
-        return func(*args, **(kwargs or {}))
+        return func(*operands, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.cpu_standins import CPU_ATTENTION_BACKEND
+from slime.config.args import Args
 from slime.utils.misc import url_host
 
 # Chosen with 512 requests of 8 + 6 tokens to a model of 0.8 M parameters on two cores: 2.0 s of CPU time with
@@ -101,7 +102,7 @@ class EnginePlace:
         return self.meeting or f"{url_host(self.host)}:{self.dist_init_port}"
 
 
-def build_server_args(args: Any, spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:
+def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:
     """The `ServerArgs` keyword arguments of one engine.
 
     Args:

@@ -9,6 +9,7 @@ import argparse
 import logging
 from collections.abc import Callable, Mapping
 
+from slime.config.args import Args
 from slime.config.files import roles
 from slime.config.files.custom_config import FileValues, apply_known, custom_config_values
 from slime.config.problems import Problems, read_file
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def apply_config_files(
-    args: argparse.Namespace,
+    args: Args,
     explicit: set[str],
     problems: Problems,
     *,

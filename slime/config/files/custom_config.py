@@ -118,7 +118,7 @@ def _why_no_attribute(attribute: str, reader: FlagReader, explain_unknown: Calla
     return None
 
 
-def apply_known(args: argparse.Namespace, explicit: set[str], values: FileValues) -> list[str]:
+def apply_known(args: Args, explicit: set[str], values: FileValues) -> list[str]:
     """Set the flags of a file in `args`, as if they had been given; they go before the command line.
 
     Args:
@@ -141,7 +141,7 @@ def apply_known(args: argparse.Namespace, explicit: set[str], values: FileValues
     return replaced
 
 
-def apply_extra(args: argparse.Namespace, values: FileValues) -> list[str]:
+def apply_extra(args: Args, values: FileValues) -> list[str]:
     """Set the other keys of a file in `args`, for hooks; one sentence for each that slime sets itself.
 
     Args:

@@ -5,11 +5,11 @@ It sets --load and what is loaded with it, before anything is derived from them;
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.problems import NoEffect
 from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
 
@@ -18,7 +18,7 @@ _EVERYTHING: dict[str, Any] = {"finetune": False, "no_load_optim": False, "no_lo
 _WEIGHTS_ALONE: dict[str, Any] = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
 
 
-def resume_values(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def resume_values(args: Args) -> tuple[dict[str, Any], list[str]]:
     """What --resume sets, attribute -> value, and sentences about why it cannot be done.
 
     Raises:

@@ -169,7 +169,7 @@ def missing_critic(roles: Mapping[Role, FileValues]) -> list[str]:
     return [f"{values.places['load']}: load: {path} is no checkpoint, neither Megatron's nor HF's; correct the path."]
 
 
-def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> dict[Role, dict[str, Any]]:
+def role_values(args: Args, roles: Mapping[Role, FileValues]) -> dict[Role, dict[str, Any]]:
     """What to change in args for each role, once the actor's values are in them.
 
     Args:
@@ -187,7 +187,7 @@ def role_values(args: argparse.Namespace, roles: Mapping[Role, FileValues]) -> d
     return {"actor": dict(actor), "critic": {**own, **_derived(args, own, critic), **CRITIC_FORCED}}
 
 
-def _derived(args: argparse.Namespace, own: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def _derived(args: Args, own: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """What follows from a critic's own values and would else be the actor's.
 
     Args:
@@ -233,13 +233,13 @@ def parse_megatron_role_args(args: Args, role: Role) -> Args:
     return args.replace(**values)
 
 
-def critic_save_dir(args: argparse.Namespace) -> str | None:
+def critic_save_dir(args: Args) -> str | None:
     """The root of the critic's checkpoints; None without --save."""
     own: str | None = args.megatron_role_values["critic"].get("save")
     return args.save and (own or str(Path(args.save) / CRITIC_DIR))
 
 
-def _critic_checkpoints(args: argparse.Namespace) -> dict[str, Any]:
+def _critic_checkpoints(args: Args) -> dict[str, Any]:
     """What the critic loads and saves.
 
     Of a run that is resumed, its part of the same iteration; else the weights of its entry's `load`, else those that
@@ -252,7 +252,7 @@ def _critic_checkpoints(args: argparse.Namespace) -> dict[str, Any]:
     own = args.megatron_role_values["critic"]
     is_resumed = classify_checkpoint(args.load) == "megatron" and not args.finetune
     if is_resumed:
-        continues = bool(args.save) and Path(args.save) == Path(args.load)
+        continues = args.save is not None and Path(args.save) == Path(args.load)
         root = critic_save_dir(args) if continues else str(Path(args.load) / CRITIC_DIR)
         if classify_checkpoint(root) == "megatron":
             step = latest_iteration(args.load) if args.ckpt_step is None else args.ckpt_step

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.megatron import value_checks
 from slime.config.megatron.attention_checks import check_attention, check_indexer_stages
 from slime.config.megatron.config_flags import add_config_flags
@@ -98,7 +99,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
-def set_default_megatron_args(args: argparse.Namespace) -> argparse.Namespace:
+def set_default_megatron_args(args: Args) -> Args:
     """Set the derived Megatron values on `args` and return it (for tools that build a model without the trainer)."""
     for name, value in derive_megatron(args).items():
         setattr(args, name, value)
@@ -125,7 +126,7 @@ def shadowing_problem() -> str | None:
 
 
 def megatron_problems(
-    args: argparse.Namespace, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None = None
+    args: Args, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None = None
 ) -> Problems:
     """Return everything that is wrong with Megatron's flags.
 
@@ -162,9 +163,7 @@ def megatron_problems(
     return problems
 
 
-def _described_model(
-    args: argparse.Namespace, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None
-) -> Problems:
+def _described_model(args: Args, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None) -> Problems:
     """What is wrong with the model that the flags describe, and with its layout and checkpoints."""
     problems = Problems()
     if missing := [option_of(name) for name in REQUIRED_MODEL_FLAGS if not vars(args)[name]]:
@@ -202,14 +201,14 @@ def _family_problems(model_name: str | None) -> list[str]:
     return []
 
 
-def _missing_checkpoint(args: argparse.Namespace) -> list[str]:
+def _missing_checkpoint(args: Args) -> list[str]:
     if not args.exit_on_missing_checkpoint or classify_checkpoint(args.load) == "megatron":
         return []
     what = f"--load {args.load} has no Megatron checkpoint" if args.load else "--load is not given"
     return [f"{what}, and --exit-on-missing-checkpoint asks for one; correct the path or leave it out."]
 
 
-def checkpoint_shape_problems(args: argparse.Namespace, flag: str, path: str | None, step: int | None) -> list[str]:
+def checkpoint_shape_problems(args: Args, flag: str, path: str | None, step: int | None) -> list[str]:
     """Return a sentence for each model flag in which the Megatron checkpoint at `path` differs from `args`.
 
     One sentence where there is no checkpoint, or its .metadata names what would be run.
@@ -233,12 +232,12 @@ def checkpoint_shape_problems(args: argparse.Namespace, flag: str, path: str | N
     ]
 
 
-def teacher_problems(args: argparse.Namespace) -> list[str]:
+def teacher_problems(args: Args) -> list[str]:
     """Return a sentence for each number in which the teacher of --opd-teacher-load is another model than the actor."""
     path, step = args.opd_teacher_load, args.opd_teacher_ckpt_step
     kind = classify_checkpoint(path)
     is_described = all(vars(args)[name] for name in REQUIRED_MODEL_FLAGS) and not args.custom_model_provider_path
-    if kind is None or not is_described:
+    if path is None or kind is None or not is_described:
         return []  # what is wrong then is said elsewhere
     remedy = "the trainer's teacher has the actor's architecture; serve another one and use --opd-type sglang"
     problems = model_differences(args, "--opd-teacher-load", path, step)
@@ -251,7 +250,7 @@ def teacher_problems(args: argparse.Namespace) -> list[str]:
     return problems
 
 
-def model_differences(args: argparse.Namespace, what: str, path: str, step: int | None) -> list[str]:
+def model_differences(args: Args, what: str, path: str, step: int | None) -> list[str]:
     """Return a sentence for each number in which the checkpoint at `path` is another model than the flags describe.
 
     Args:
@@ -272,7 +271,7 @@ def model_differences(args: argparse.Namespace, what: str, path: str, step: int 
     ]
 
 
-def model_shape(args: argparse.Namespace) -> dict[str, Any]:
+def model_shape(args: Args) -> dict[str, Any]:
     """Return the numbers that a checkpoint's model must share with a run that loads it; saved as model_shape.json."""
     values = vars(args) | model_sizes(args)
     return {name: values[name] for name in SHAPE_KEYS}

@@ -6,13 +6,13 @@ layout_checks.py's.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.megatron.flag_classes import option_of
 from slime.config.megatron.layout import query_groups
 from slime.models.hf_config import indexer_types
@@ -29,7 +29,7 @@ _NORM_OVER_HEADS = ("get_minimax_m2_spec", "get_minimax_m2_layer_spec")
 _INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 
 
-def check_attention(args: argparse.Namespace) -> Iterator[str]:
+def check_attention(args: Args) -> Iterator[str]:
     """One sentence for each contradiction."""
     tensor, groups = args.tensor_model_parallel_size, query_groups(args)
     yield from _check_spec(args.spec)
@@ -72,7 +72,7 @@ def _check_spec(spec: list[str] | None) -> Iterator[str]:
             yield f"--spec {module} {function}: {found.origin} has no {function}."
 
 
-def _check_delta_net(args: argparse.Namespace) -> Iterator[str]:
+def _check_delta_net(args: Args) -> Iterator[str]:
     variant, layers = "--experimental-attention-variant gated_delta_net", args.linear_attention_freq
     if layers is None:
         yield f"{variant} needs --linear-attention-freq, which says which layers have it: 4 leaves every 4th full."
@@ -89,7 +89,7 @@ def _check_delta_net(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def _check_sparse(args: argparse.Namespace) -> Iterator[str]:
+def _check_sparse(args: Args) -> Iterator[str]:
     variant = "--experimental-attention-variant dsa"
     if not args.multi_latent_attention or args.q_lora_rank is None:
         yield f"{variant} needs --multi-latent-attention and --q-lora-rank, from whose queries indexers choose keys."
@@ -103,7 +103,7 @@ def _check_sparse(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def check_indexer_stages(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
+def check_indexer_stages(args: Args, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
     """A layer that takes the choice of an earlier one's indexer is on that one's pipeline stage.
 
     Which layers do is said by config.json alone; the layout has to be one.

@@ -5,12 +5,12 @@ Nothing here judges a value, and torch is not needed; a directory's config.json 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.megatron.layout import Layout, ffn_size, query_groups, virtual_stages
 from slime.utils.hf_text_config import text_config
 
@@ -27,7 +27,7 @@ CONSTANTS: dict[str, Any] = {
 """What is so whatever the flags say; hooks written for upstream read these."""
 
 
-def derive_megatron(args: argparse.Namespace) -> dict[str, Any]:
+def derive_megatron(args: Args) -> dict[str, Any]:
     """Return the values that follow from Megatron's flags: {attribute: value}; changes nothing in `args`."""
     bf16 = trains_in_bf16(args.accelerator, fp16=args.fp16)
     tensor, latent = args.tensor_model_parallel_size, args.multi_latent_attention
@@ -84,7 +84,7 @@ def attention_backend(given: str, *, use_flash_attn: bool) -> str:
     return "flash" if use_flash_attn and given == "auto" else given
 
 
-def asks_for_deepep(args: argparse.Namespace) -> bool:
+def asks_for_deepep(args: Args) -> bool:
     """Return whether a flag asks that DeepEP's kernels send tokens to their experts."""
     return bool(args.num_moe_experts and (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex"))
 
@@ -94,13 +94,13 @@ def has_deepep() -> bool:
     return importlib.util.find_spec("deep_ep") is not None
 
 
-def uses_deepep(args: argparse.Namespace) -> bool:
+def uses_deepep(args: Args) -> bool:
     """Return whether DeepEP is asked for, can be had here, and has ranks to send tokens between."""
     ranks = (args.tensor_model_parallel_size or 1) * (args.expert_model_parallel_size or 1)
     return asks_for_deepep(args) and ranks > 1 and args.accelerator == "cuda" and has_deepep()
 
 
-def without_deepep(args: argparse.Namespace) -> str | None:
+def without_deepep(args: Args) -> str | None:
     """Say why a line that asks for DeepEP goes without; None where it does not ask, or gets it."""
     if not asks_for_deepep(args) or uses_deepep(args):
         return None
@@ -138,7 +138,7 @@ def tokenizer(kind: str | None, model: str | None, hf_checkpoint: str | None) ->
     return {"tokenizer_type": kind or "HuggingFaceTokenizer", "tokenizer_model": model or hf_checkpoint}
 
 
-def parallel_sizes(args: argparse.Namespace) -> dict[str, int | None]:
+def parallel_sizes(args: Args) -> dict[str, int | None]:
     """Sizes of groups that follow from the layout; rounded down where it does not divide."""
     layout, given = Layout.of(args), args.expert_tensor_parallel_size
     return {
@@ -160,7 +160,7 @@ def padded_vocab(vocab_size: int, *, multiple: int, tensor: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
+def model_sizes(args: Args) -> dict[str, Any]:
     """Sizes of the model that were left to their defaults."""
     heads = args.num_attention_heads
     return {

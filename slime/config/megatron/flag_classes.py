@@ -10,6 +10,7 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.megatron.config_flags import add_config_flags
 from slime.config.megatron.megatron_flags import (
     ALWAYS,
@@ -75,7 +76,7 @@ def later_megatron_flags() -> dict[str, str]:
     return options | values
 
 
-def megatron_warnings(args: argparse.Namespace, explicit: Collection[str]) -> list[str]:
+def megatron_warnings(args: Args, explicit: Collection[str]) -> list[str]:
     """One sentence that names every given option without an effect here; an empty list when there is none.
 
     Args:
@@ -92,7 +93,7 @@ def megatron_warnings(args: argparse.Namespace, explicit: Collection[str]) -> li
     return ["accepted, without effect: " + "; ".join(f"{', '.join(o)} ({why})" for why, o in given.items()) + "."]
 
 
-def refused_flags(args: argparse.Namespace, derived: Collection[str] = ()) -> list[str]:
+def refused_flags(args: Args, derived: Collection[str] = ()) -> list[str]:
     """One sentence for each group of refused options that have another value than their default.
 
     Args:

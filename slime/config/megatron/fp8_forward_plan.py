@@ -9,11 +9,11 @@ config.json and computes nothing; fp8_forward.py does.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.config.args import Args
 from slime.config.megatron.layout import Layout
 from slime.utils.errors import UsageError
 from slime.utils.fp8_format import DEFAULT_BLOCK, Fp8Format
@@ -54,7 +54,7 @@ class Fp8Choice:
     num_layers: int
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Fp8Choice | None:
+    def of(cls, args: Args) -> Fp8Choice | None:
         """The choice of checked flags; None where nothing computes in fp8."""
         if args.megatron_deepgemm_forward_layers is None and args.megatron_deepgemm_moe_forward_layers is None:
             return None
@@ -63,7 +63,7 @@ class Fp8Choice:
         return cls._with(args, fmt)
 
     @classmethod
-    def _with(cls, args: argparse.Namespace, fmt: Fp8Format) -> Fp8Choice:
+    def _with(cls, args: Args, fmt: Fp8Format) -> Fp8Choice:
         from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 
         modules = args.megatron_deepgemm_forward_modules
@@ -155,7 +155,7 @@ def _mlp_sizes(hidden: int, width: int) -> dict[str, LinearSize]:
     return {"linear_fc1": LinearSize(width, hidden), "linear_fc2": LinearSize(hidden, width, True)}
 
 
-def check_fp8_forward(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
+def check_fp8_forward(args: Args, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
     """What contradicts what among the flags of a forward pass in fp8; one sentence each.
 
     Args:
@@ -193,7 +193,7 @@ def check_fp8_forward(args: argparse.Namespace, hf_config: Mapping[str, Any] | N
     yield from _check_expert_sizes(choice, shape, layout.expert_tensor)
 
 
-def given_flags(args: argparse.Namespace) -> list[str]:
+def given_flags(args: Args) -> list[str]:
     """The flags of layers that are given."""
     values = {LAYERS: args.megatron_deepgemm_forward_layers, MOE_LAYERS: args.megatron_deepgemm_moe_forward_layers}
     return [flag for flag, layers in values.items() if layers is not None]
@@ -207,7 +207,7 @@ def _format_of(hf_config: Mapping[str, Any] | None) -> Fp8Format | None:
     return fmt if isinstance(fmt, Fp8Format) else None
 
 
-def _check_range(args: argparse.Namespace) -> Iterator[str]:
+def _check_range(args: Args) -> Iterator[str]:
     asked = {LAYERS: args.megatron_deepgemm_forward_layers, MOE_LAYERS: args.megatron_deepgemm_moe_forward_layers}
     for flag, layers in asked.items():
         if wrong := [layer for layer in layers or () if not 0 <= layer < (args.num_layers or 1)]:
@@ -217,7 +217,7 @@ def _check_range(args: argparse.Namespace) -> Iterator[str]:
             )
 
 
-def _check_experts(args: argparse.Namespace) -> Iterator[str]:
+def _check_experts(args: Args) -> Iterator[str]:
     if not args.num_moe_experts:
         yield f"{MOE_LAYERS} is for layers with experts, and the model has none; leave it out, or use {LAYERS}."
     elif not args.moe_grouped_gemm:

@@ -5,12 +5,12 @@ Each check reads `args` and returns sentences. Files are read, nothing is starte
 
 from __future__ import annotations
 
-import argparse
 import ctypes.util
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from slime.config.args import Args
 from slime.config.problems import NoEffect, Problems, read_file
 from slime.utils.yaml_config import LocatedYaml, load_yaml
 
@@ -34,7 +34,7 @@ NETWORKS = ("ib", "socket")
 SHARP_LIBRARY = "sharp_coll"
 
 
-def check_instances(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def check_instances(args: Args, layout: Layout) -> Iterator[str]:
     """The copies of the model divide into instances of the optimizer, and gradients can be reduced among these."""
     count = args.num_distributed_optimizer_instances
     if count <= 1:
@@ -60,7 +60,7 @@ def check_instances(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
         )
 
 
-def nccl_problems(args: argparse.Namespace) -> Problems:
+def nccl_problems(args: Args) -> Problems:
     """What is wrong with the file: it has to have settings that Megatron reads, of groups that it makes."""
     path, problems = args.nccl_communicator_config_path, Problems()
     if path is not None and args.accelerator == "cpu":
@@ -103,7 +103,7 @@ def _wrong_setting(name: str, value: Any) -> str | None:
     return None
 
 
-def check_sharp(args: argparse.Namespace) -> Iterator[str]:
+def check_sharp(args: Args) -> Iterator[str]:
     """Reductions in the switch are for groups that there are, which stay."""
     if args.sharp_enabled_group and not args.use_sharp:
         flag = f"--sharp-enabled-group {args.sharp_enabled_group}"
@@ -122,7 +122,7 @@ def check_sharp(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def check_sharp_library(args: argparse.Namespace) -> Iterator[str]:
+def check_sharp_library(args: Args) -> Iterator[str]:
     """NCCL reaches the switch through NVIDIA's SHARP library."""
     if not args.use_sharp:
         return

@@ -9,7 +9,6 @@ another. What can be chosen of a model for a forward pass in fp8 is in fp8_forwa
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -18,6 +17,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from slime.config.args import Args
 from slime.config.megatron.flag_classes import option_of
 from slime.config.megatron.fp8_forward_plan import check_fp8_forward, given_flags
 from slime.config.problems import NoEffect, Problems
@@ -36,7 +36,7 @@ TRITONS_WRONG_ON_HOPPER = ("3.4.0", "3.7.1")
 """The first one, and the first that is right again (flash-linear-attention's issue 640)."""
 
 
-def kernel_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Problems:
+def kernel_problems(args: Args, hf_config: Mapping[str, Any] | None) -> Problems:
     """What is wrong with the choice of kernels of a run that has trainers.
 
     Args:
@@ -63,7 +63,7 @@ def kernel_problems(args: argparse.Namespace, hf_config: Mapping[str, Any] | Non
     return problems
 
 
-def _check_transformer_engine(args: argparse.Namespace) -> Iterator[str]:
+def _check_transformer_engine(args: Args) -> Iterator[str]:
     use_local = "give --transformer-impl local or leave it out"
     if args.accelerator != "cuda":
         yield f"{TRANSFORMER_ENGINE} needs CUDA, and --accelerator is {args.accelerator}; {use_local}."
@@ -103,7 +103,7 @@ def _missing_transformer_engine(attention_backend: str) -> Iterator[str]:
         )
 
 
-def _check_flashqla(args: argparse.Namespace) -> Iterator[str]:
+def _check_flashqla(args: Args) -> Iterator[str]:
     use_fla = "leave it out: fla takes flash-linear-attention where it is installed and torch's operations elsewhere"
     if args.accelerator != "cuda":
         yield f"{FLASHQLA} needs CUDA: its kernels are for GPUs, and --accelerator is {args.accelerator}; {use_fla}."

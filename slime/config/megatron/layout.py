@@ -5,11 +5,11 @@ It does arithmetic on flags. What is wrong with a layout is said in layout_check
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from slime.config.args import Args
 from slime.utils.pipeline_layout import stages_of_text
 
 LARGEST = 16_384
@@ -36,7 +36,7 @@ class Layout:
     virtual: int = 1
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Layout:
+    def of(cls, args: Args) -> Layout:
         """The layout of the flags."""
         tensor = max(1, args.tensor_model_parallel_size)
         pipeline = max(1, args.pipeline_model_parallel_size)
@@ -61,7 +61,7 @@ class Layout:
         return self.world // self.model
 
 
-def virtual_stages(args: argparse.Namespace, pipeline: int) -> int | None:
+def virtual_stages(args: Args, pipeline: int) -> int | None:
     """Pipeline stages per rank; None without virtual stages, or where the flags contradict each other."""
     if args.pipeline_model_parallel_layout:
         try:
@@ -79,7 +79,7 @@ def virtual_stages(args: argparse.Namespace, pipeline: int) -> int | None:
     return stages if stages > 1 else None
 
 
-def layers_to_split(args: argparse.Namespace) -> int:
+def layers_to_split(args: Args) -> int:
     """Decoder layers, and the embedding and the loss where they count as one each."""
     counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     return int(args.num_layers + counted)
@@ -95,11 +95,11 @@ def nearest_divisor(wanted: int, numbers: Iterable[int]) -> int:
     return min(divisors(math.gcd(*numbers)), key=lambda n: (abs(n - wanted), n))
 
 
-def query_groups(args: argparse.Namespace) -> int:
+def query_groups(args: Args) -> int:
     """Key and value heads."""
     return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads)
 
 
-def ffn_size(args: argparse.Namespace) -> int:
+def ffn_size(args: Args) -> int:
     """Width of the MLP; Megatron's default is four times the hidden size."""
     return int(args.ffn_hidden_size or 4 * args.hidden_size)

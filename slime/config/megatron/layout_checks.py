@@ -5,11 +5,11 @@ It does arithmetic on flags. Whether slime can train with a layout is said in me
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.megatron.group_checks import check_instances
 from slime.config.megatron.layout import Layout, divisors, nearest_divisor, query_groups
 from slime.config.megatron.nearest_layout import (
@@ -46,7 +46,7 @@ DERIVED = ("padded_vocab_size", "expert_tensor_parallel_size")
 
 
 def layout_problems(
-    args: argparse.Namespace, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None = None
+    args: Args, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None = None
 ) -> list[str]:
     """One sentence for each contradiction; the model's sizes (num_layers, ...) have to be given.
 
@@ -56,9 +56,9 @@ def layout_problems(
         explicit: attributes whose flags were given; None means unknown.
     """
     if explicit is not None:
-        args = argparse.Namespace(**{**vars(args), **{name: None for name in DERIVED if name not in explicit}})
+        args = Args.of(vars(args) | {name: None for name in DERIVED if name not in explicit})
     layout = Layout.of(args)
-    checks: tuple[Callable[[argparse.Namespace, Layout], Iterator[str]], ...] = (
+    checks: tuple[Callable[[Args, Layout], Iterator[str]], ...] = (
         check_world,
         check_tensor,
         check_pipeline_flags,
@@ -72,7 +72,7 @@ def layout_problems(
     return problems + list(check_allgather_cp(args, hf_config))
 
 
-def check_world(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def check_world(args: Args, layout: Layout) -> Iterator[str]:
     """The trainer's GPUs make whole copies of the model."""
     if layout.world % layout.model == 0:
         return
@@ -85,7 +85,7 @@ def check_world(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     )
 
 
-def _gpus_that_work(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def _gpus_that_work(args: Args, layout: Layout) -> Iterator[str]:
     """GPUs for the sizes as they are; none where these would be wrong for the model, too."""
     of_experts = layout.expert_tensor * layout.expert * layout.pipeline if args.num_moe_experts else 1
     unit = math.lcm(layout.model, of_experts)
@@ -95,7 +95,7 @@ def _gpus_that_work(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
         yield f"{' or '.join(map(str, numbers))} GPUs"
 
 
-def _sizes_that_work(args: argparse.Namespace, names: Sequence[str]) -> Iterator[str]:
+def _sizes_that_work(args: Args, names: Sequence[str]) -> Iterator[str]:
     """Another size, each by itself; all together where changing one is not enough."""
     fitting = {name: sizes for name in names if (sizes := fitting_sizes(args, name))}
     alone = {name: nearest_size(args, name, vars(args)[name], sizes) for name, sizes in fitting.items()}
@@ -110,18 +110,18 @@ def _sizes_that_work(args: argparse.Namespace, names: Sequence[str]) -> Iterator
         yield " with ".join(f"{OPTIONS[name]} {vars(together)[name]}" for name in names)
 
 
-def _divides(args: argparse.Namespace) -> bool:
+def _divides(args: Args) -> bool:
     layout = Layout.of(args)
     return layout.world % layout.model == 0
 
 
-def _nearest(args: argparse.Namespace, name: str) -> int | None:
+def _nearest(args: Args, name: str) -> int | None:
     """The nearest size for one of OPTIONS; None where none fits the model."""
     sizes = fitting_sizes(args, name)
     return nearest_size(args, name, vars(args)[name], sizes) if sizes else None
 
 
-def check_tensor(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def check_tensor(args: Args, layout: Layout) -> Iterator[str]:
     """What is split over tensor-parallel ranks divides by their number."""
     size, groups, parts = layout.tensor, query_groups(args), tensor_parts(args)
     if not groups_fit(args, size):  # more ranks than groups may share heads
@@ -141,7 +141,7 @@ def check_tensor(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
         )
 
 
-def check_pipeline_flags(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def check_pipeline_flags(args: Args, layout: Layout) -> Iterator[str]:
     """Flags that divide layers over pipeline stages fit each other, and there are stages."""
     uneven = {
         "--decoder-first-pipeline-num-layers": args.num_layers_in_first_pipeline_stage,
@@ -158,7 +158,7 @@ def check_pipeline_flags(args: argparse.Namespace, layout: Layout) -> Iterator[s
         else None,
     }
     text = {"--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout}
-    uneven, counted, virtual, text = (
+    uneven, counted, virtual, text = (  # type: ignore[assignment]
         {option: value for option, value in group.items() if value is not None}
         for group in (uneven, counted, virtual, text)
     )
@@ -176,11 +176,11 @@ def check_pipeline_flags(args: argparse.Namespace, layout: Layout) -> Iterator[s
         yield f"--pipeline-model-parallel-layout and {' and '.join(others)} exclude each other; give one."
     if uneven and counted:
         yield f"{' and '.join([*uneven, *counted])} exclude each other; give one kind."
-    if any(value < 1 for value in uneven.values()):
+    if any((value or 0) < 1 for value in uneven.values()):
         yield f"{' and '.join(f'{o} {n}' for o, n in uneven.items())} must be at least 1."
 
 
-def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def check_pipeline_layers(args: Args, layout: Layout) -> Iterator[str]:
     """The layers divide into equal pipeline stages, apart from a first and a last stage of their own size."""
     text = args.pipeline_model_parallel_layout
     if text and layout.pipeline > 1:
@@ -197,13 +197,13 @@ def check_pipeline_layers(args: argparse.Namespace, layout: Layout) -> Iterator[
     yield from _check_virtual_stages(args, layout, layers // stages if stages else None)
 
 
-def _nearest_pipeline(args: argparse.Namespace) -> int | None:
+def _nearest_pipeline(args: Args) -> int | None:
     """The nearest number of stages; None where it would break another rule, such as that GPUs divide."""
     size = _nearest(args, PIPELINE)
     return size if size and broken_rules(resized(args, **{PIPELINE: size})) < broken_rules(args) else None
 
 
-def _wrong_stages(args: argparse.Namespace, layout: Layout) -> str:
+def _wrong_stages(args: Args, layout: Layout) -> str:
     """The beginning of a sentence on layers that do not divide into stages."""
     stages, layers = middle_stages(args, layout.pipeline)
     size = f"{OPTIONS[PIPELINE]} {layout.pipeline}"
@@ -222,7 +222,7 @@ def _wrong_stages(args: argparse.Namespace, layout: Layout) -> str:
     return f"{where} does not divide into {stages} pipeline stages of one size ({size})"
 
 
-def _stages_that_work(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def _stages_that_work(args: Args, layout: Layout) -> Iterator[str]:
     """Another number of stages, or of layers at one of the ends, or other things counted as layers."""
     if (size := _nearest_pipeline(args)) is not None:
         yield f"{OPTIONS[PIPELINE]} {size}"
@@ -238,7 +238,7 @@ def _stages_that_work(args: argparse.Namespace, layout: Layout) -> Iterator[str]
             yield f"{option} left out" if vars(args)[name] else f"{option} as well"
 
 
-def _check_virtual_stages(args: argparse.Namespace, layout: Layout, equal: int | None) -> Iterator[str]:
+def _check_virtual_stages(args: Args, layout: Layout, equal: int | None) -> Iterator[str]:
     """The layers of every rank divide into its virtual stages; `equal` are those of a rank between the ends."""
     parts = {
         "a stage of": equal,
@@ -271,7 +271,7 @@ def _check_virtual_stages(args: argparse.Namespace, layout: Layout, equal: int |
             )
 
 
-def check_interleaving(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def check_interleaving(args: Args, layout: Layout) -> Iterator[str]:
     """Interleaved stages have as many micro-batches at a time as there are ranks, and ways to exchange them."""
     group = args.microbatch_group_size_per_vp_stage
     if group is not None and layout.virtual > 1 and group < layout.pipeline:
@@ -286,7 +286,7 @@ def check_interleaving(args: argparse.Namespace, layout: Layout) -> Iterator[str
         )
 
 
-def check_experts(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def check_experts(args: Args, layout: Layout) -> Iterator[str]:
     """Experts exist where they are spread, and divide over their ranks."""
     experts = args.num_moe_experts
     if not experts or experts < 1:
@@ -337,7 +337,7 @@ def _nearest_spread(layout: Layout, experts: int, ffn: int, of_stage: int) -> st
     return f"--expert-tensor-parallel-size that works is {nearest}, with --expert-model-parallel-size {more}"
 
 
-def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
+def check_context(args: Args, layout: Layout) -> Iterator[str]:
     """Attention can be split over context-parallel ranks as asked."""
     spread = layout.tensor * layout.context
     if layout.context > 1 and not heads_fit(args, spread):
@@ -349,7 +349,7 @@ def check_context(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
         )
 
 
-def check_allgather_cp(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
+def check_allgather_cp(args: Args, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
     """It asks for what sparse attention does: a rank gets the keys of all. Elsewhere it would be a worse layout."""
     if not vars(args).get("allgather_cp"):
         return

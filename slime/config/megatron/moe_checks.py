@@ -5,14 +5,17 @@ It reads flags and returns sentences; num_moe_experts, num_layers and the like a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
+from typing import TypeVar
 
+from slime.config.args import Args
 from slime.config.megatron.layout import Layout
 from slime.config.problems import NoEffect
 
+T = TypeVar("T")
 
-def check_moe(args: argparse.Namespace) -> Iterator[str]:
+
+def check_moe(args: Args) -> Iterator[str]:
     """One sentence for each contradiction between the flags of experts."""
     if args.multi_latent_attention and Layout.of(args).tensor > 1 and not args.sequence_parallel:
         yield (
@@ -24,7 +27,7 @@ def check_moe(args: argparse.Namespace) -> Iterator[str]:
         yield from _check_losses(args)
 
 
-def _check_choice(args: argparse.Namespace) -> Iterator[str]:
+def _check_choice(args: Args) -> Iterator[str]:
     experts, topk = args.num_moe_experts, args.moe_router_topk
     groups, group_topk = args.moe_router_num_groups, args.moe_router_group_topk
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
@@ -44,7 +47,7 @@ def _check_choice(args: argparse.Namespace) -> Iterator[str]:
             "give both",
             instead={"moe_router_num_groups": None},
         )
-    if groups and group_topk and experts % groups == 0 and group_topk <= groups:
+    if experts and groups and group_topk and experts % groups == 0 and group_topk <= groups:
         if topk > group_topk * (experts // groups):
             yield (
                 f"--moe-router-topk {topk} is more than the {group_topk * (experts // groups)} experts of "
@@ -59,9 +62,13 @@ def _check_choice(args: argparse.Namespace) -> Iterator[str]:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size."
 
 
-def _check_losses(args: argparse.Namespace) -> Iterator[str]:
-    kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    kinds, weights = ([x] if not isinstance(x, list) else x for x in (kinds, weights))
+def _as_list(value: T | list[T]) -> list[T]:
+    return value if isinstance(value, list) else [value]
+
+
+def _check_losses(args: Args) -> Iterator[str]:
+    kinds = _as_list(args.moe_router_load_balancing_type)
+    weights = _as_list(args.moe_aux_loss_coeff)
     if "sinkhorn" in kinds:
         yield "--moe-router-load-balancing-type sinkhorn trains other choices than the engine's; use aux_loss."
     elif len(kinds) != len(weights):

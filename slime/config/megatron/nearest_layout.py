@@ -5,9 +5,9 @@ Rules are arithmetic here, without sentences; layout_checks.py has those, and as
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 
+from slime.config.args import Args
 from slime.config.megatron.layout import (
     Layout,
     divisors,
@@ -35,17 +35,17 @@ OF_STAGES = (
 """What can be given of pipeline stages, apart from --num-virtual-stages-per-pipeline-rank, which may be 1."""
 
 
-def resized(args: argparse.Namespace, **sizes: int) -> argparse.Namespace:
+def resized(args: Args, **sizes: int) -> Args:
     """The flags with other sizes."""
-    return argparse.Namespace(**{**vars(args), **sizes})
+    return Args.of(vars(args) | sizes)
 
 
-def nearest_size(args: argparse.Namespace, name: str, wanted: int, candidates: Iterable[int]) -> int:
+def nearest_size(args: Args, name: str, wanted: int, candidates: Iterable[int]) -> int:
     """The candidate for an attribute that is nearest to what is wanted, of those that break the fewest rules."""
     return min(candidates, key=lambda n: (broken_rules(resized(args, **{name: n})), abs(n - wanted), n))
 
 
-def fitting_sizes(args: argparse.Namespace, name: str) -> list[int]:
+def fitting_sizes(args: Args, name: str) -> list[int]:
     """Sizes for one of OPTIONS by which model and GPUs divide, ascending; other sizes aside."""
     layout = Layout.of(args)
     fits = {
@@ -56,7 +56,7 @@ def fitting_sizes(args: argparse.Namespace, name: str) -> list[int]:
     return [n for n in divisors(max(1, layout.world)) if fits(n)]
 
 
-def broken_rules(args: argparse.Namespace) -> int:
+def broken_rules(args: Args) -> int:
     """How many rules of sizes are broken: what should divide does not."""
     layout = Layout.of(args)
     experts, spread = args.num_moe_experts or 0, layout.expert_tensor * layout.expert * layout.pipeline
@@ -75,7 +75,7 @@ def broken_rules(args: argparse.Namespace) -> int:
     return rules.count(False)
 
 
-def tensor_parts(args: argparse.Namespace) -> dict[str, int]:
+def tensor_parts(args: Args) -> dict[str, int]:
     """What is split over tensor-parallel ranks, apart from keys and values: option -> number."""
     parts = {"--num-attention-heads": args.num_attention_heads, "--ffn-hidden-size": ffn_size(args)}
     if args.padded_vocab_size:
@@ -86,42 +86,42 @@ def tensor_parts(args: argparse.Namespace) -> dict[str, int]:
     return parts
 
 
-def tensor_fits(args: argparse.Namespace, tensor: int) -> bool:
+def tensor_fits(args: Args, tensor: int) -> bool:
     """All that is split over tensor-parallel ranks divides by their number."""
     parts = [*tensor_parts(args).values(), shared_expert(args)]
     return groups_fit(args, tensor) and all(number % tensor == 0 for number in parts)
 
 
-def groups_fit(args: argparse.Namespace, tensor: int) -> bool:
+def groups_fit(args: Args, tensor: int) -> bool:
     """Heads of keys and values divide over the ranks, or each is shared by as many of them."""
     groups = query_groups(args)
     return not groups or args.multi_latent_attention or tensor % groups == 0 or groups % tensor == 0
 
 
-def heads_fit(args: argparse.Namespace, ranks: int) -> bool:
+def heads_fit(args: Args, ranks: int) -> bool:
     """Heads divide over tensor- and context-parallel ranks where these exchange heads."""
     kinds = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
     return "a2a" not in kinds or args.num_attention_heads % ranks == 0
 
 
-def expert_ffn(args: argparse.Namespace) -> int:
+def expert_ffn(args: Args) -> int:
     """Width of an expert."""
     return int(args.moe_ffn_hidden_size or ffn_size(args))
 
 
-def shared_expert(args: argparse.Namespace) -> int:
+def shared_expert(args: Args) -> int:
     """Width of the shared expert; 0 without one."""
     return int(args.num_moe_experts and args.moe_shared_expert_intermediate_size or 0)
 
 
-def middle_stages(args: argparse.Namespace, pipeline: int) -> tuple[int, int]:
+def middle_stages(args: Args, pipeline: int) -> tuple[int, int]:
     """(ranks, layers) apart from a first and a last stage of their own size."""
-    ends = [args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage]
-    ends = [layers for layers in ends if layers is not None]
+    given = (args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage)
+    ends = [layers for layers in given if layers is not None]
     return pipeline - len(ends), layers_to_split(args) - sum(ends)
 
 
-def stages_fit(args: argparse.Namespace, pipeline: int) -> bool:
+def stages_fit(args: Args, pipeline: int) -> bool:
     """Layers divide into the pipeline's stages, virtual ones included."""
     if pipeline == 1:
         return (

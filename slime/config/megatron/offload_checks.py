@@ -5,9 +5,9 @@ It reads flags and returns sentences; it offloads nothing.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection, Iterator
 
+from slime.config.args import Args
 from slime.config.megatron.layout import nearest_divisor
 from slime.config.problems import NoEffect
 from slime.utils.pipeline_layout import stages_of_text
@@ -18,13 +18,13 @@ OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 _OF_EXPERTS = ("expert_fc1", "moe_act")
 
 
-def check_offloading(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+def check_offloading(args: Args, explicit: Collection[str]) -> Iterator[str]:
     """One sentence for each contradiction between the flags of offloading and of the optimizer's precision."""
     yield from _check_activations(args)
     yield from _check_optimizer(args, explicit)
 
 
-def _check_activations(args: argparse.Namespace) -> Iterator[str]:
+def _check_activations(args: Args) -> Iterator[str]:
     by_layer, by_module = args.cpu_offloading, args.fine_grained_activation_offloading
     if by_layer and by_module:
         yield "--cpu-offloading and --fine-grained-activation-offloading exclude each other; give one."
@@ -49,7 +49,7 @@ def _check_activations(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def check_offloaded_layers(args: argparse.Namespace) -> Iterator[str]:
+def check_offloaded_layers(args: Args) -> Iterator[str]:
     """A stage has the layers that are offloaded and one more; the layout works."""
     if not (args.cpu_offloading or args.fine_grained_activation_offloading):
         return
@@ -76,7 +76,7 @@ def check_offloaded_layers(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def layers_of_chunks(args: argparse.Namespace) -> list[int]:
+def layers_of_chunks(args: Args) -> list[int]:
     """The different numbers of layers of virtual pipeline stages; the layout works."""
     if text := args.pipeline_model_parallel_layout:
         return sorted({stage.count("t") for stage in stages_of_text(text)})
@@ -87,7 +87,7 @@ def layers_of_chunks(args: argparse.Namespace) -> list[int]:
     )
 
 
-def check_recomputed_layers(args: argparse.Namespace) -> Iterator[str]:
+def check_recomputed_layers(args: Args) -> Iterator[str]:
     """Layers that are recomputed together divide those of every stage: Megatron counts on behind the last one."""
     if args.recompute_granularity != "full" or args.recompute_method != "uniform" or not args.recompute_num_layers:
         return
@@ -113,7 +113,7 @@ def _check_modules(modules: Collection[str]) -> Iterator[str]:
         yield ("--offload-modules attn_proj needs core_attn, which keeps the same tensor; add core_attn.")
 
 
-def _check_optimizer(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+def _check_optimizer(args: Args, explicit: Collection[str]) -> Iterator[str]:
     fraction = args.optimizer_offload_fraction
     if not 0 < fraction <= 1:
         yield f"--optimizer-offload-fraction {fraction} must lie in (0, 1]; leave --optimizer-cpu-offload out for 0."

@@ -6,12 +6,12 @@ derived before the checks run, and only what was given can be without effect.
 
 from __future__ import annotations
 
-import argparse
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
+from slime.config.args import Args
 from slime.config.megatron.flag_classes import option_of, registered
 from slime.config.megatron.layout import virtual_stages
 from slime.config.problems import NoEffect
@@ -42,7 +42,7 @@ AT_MOST: dict[int, str] = {
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
-def check_ranges(args: argparse.Namespace, derived: Collection[str] = ()) -> Iterator[str]:
+def check_ranges(args: Args, derived: Collection[str] = ()) -> Iterator[str]:
     """No number is smaller or larger than makes sense; what was derived from another is left to that one."""
     values = vars(args)
     for action in registered().values():
@@ -192,9 +192,7 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def check_effects(
-    args: argparse.Namespace, explicit: Collection[str], derived: Collection[str] = ()
-) -> Iterator[NoEffect]:
+def check_effects(args: Args, explicit: Collection[str], derived: Collection[str] = ()) -> Iterator[NoEffect]:
     """Say which given flags have no effect together with the others.
 
     Args:
@@ -217,7 +215,7 @@ def _asks(name: str, value: Any) -> bool:
     return value not in (None, False)
 
 
-def check_buckets(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+def check_buckets(args: Args, explicit: Collection[str]) -> Iterator[str]:
     """The size of gradient buckets is given once, and gradients can be averaged while they are reduced."""
     if {"ddp_num_buckets", "bucket_size"} <= set(explicit):
         yield "--ddp-num-buckets and --ddp-bucket-size exclude each other; give one."
@@ -233,7 +231,7 @@ def check_buckets(args: argparse.Namespace, explicit: Collection[str]) -> Iterat
         )
 
 
-def check_precision(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+def check_precision(args: Args, explicit: Collection[str]) -> Iterator[str]:
     """One precision, and gradients of one type."""
     if args.fp16 and "bf16" in explicit:
         yield "--bf16 and --fp16 exclude each other; give one."
@@ -243,7 +241,7 @@ def check_precision(args: argparse.Namespace, explicit: Collection[str]) -> Iter
         yield "--use-flash-attn and --attention-backend unfused exclude each other; give one."
 
 
-def check_device(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+def check_device(args: Args, explicit: Collection[str]) -> Iterator[str]:
     """What only a GPU can do is not asked of a CPU."""
     if args.accelerator != "cpu":
         return
@@ -257,7 +255,7 @@ def check_device(args: argparse.Namespace, explicit: Collection[str]) -> Iterato
         yield f"{option} needs CUDA; leave it out on --accelerator cpu."
 
 
-def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Iterator[str]:
+def check_schedule(args: Args, explicit: Collection[str]) -> Iterator[str]:
     """Learning rate and weight decay move as their styles say."""
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one."
@@ -292,7 +290,7 @@ def check_schedule(args: argparse.Namespace, explicit: Collection[str]) -> Itera
         yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one."
 
 
-def check_recompute(args: argparse.Namespace) -> Iterator[str]:
+def check_recompute(args: Args) -> Iterator[str]:
     """Recomputation says which layers or modules, and gathers overlap where reductions do."""
     kind = args.recompute_granularity
     needed = ("recompute_method", "recompute_num_layers")
@@ -306,7 +304,7 @@ def check_recompute(args: argparse.Namespace) -> Iterator[str]:
         yield "--overlap-param-gather needs --overlap-grad-reduce."
 
 
-def check_recomputed_modules(args: argparse.Namespace) -> Iterator[str]:
+def check_recomputed_modules(args: Args) -> Iterator[str]:
     """The model has what is recomputed; num_layers is given."""
     if args.recompute_granularity != "selective" or not args.recompute_modules:
         return
@@ -330,7 +328,7 @@ def check_recomputed_modules(args: argparse.Namespace) -> Iterator[str]:
         yield "--recompute-modules moe_act recomputes the activations of grouped experts; add --moe-grouped-gemm."
 
 
-def check_model(args: argparse.Namespace) -> Iterator[str]:
+def check_model(args: Args) -> Iterator[str]:
     """The numbers of the model fit each other; num_layers, hidden_size and num_attention_heads are given."""
     if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
         yield (
@@ -359,7 +357,7 @@ def check_model(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def check_built_models(args: argparse.Namespace) -> Iterator[str]:
+def check_built_models(args: Args) -> Iterator[str]:
     """What our models lack: sentences about models that cannot be trained yet."""
     ours = "is not supported: no family of docs/model_families.md has it;"
     if args.normalization != "RMSNorm":

@@ -5,14 +5,14 @@ Each check reads `args` after derivation and returns sentences; it opens no file
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 
+from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
 from slime.config.rules.check_losses import check_nucleus
 
 
-def check_fully_async(args: argparse.Namespace) -> Iterable[str]:
+def check_fully_async(args: Args) -> Iterable[str]:
     """Engines that never pause have GPUs of their own, and can take groups back."""
     if not keeps_requests_in_flight(args.rollout_function_path):
         return
@@ -26,13 +26,13 @@ def check_fully_async(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_in_flight(args: argparse.Namespace) -> Iterable[str]:
+def check_in_flight(args: Args) -> Iterable[str]:
     """Colocated engines are idle when they get weights."""
     if args.update_weights_in_flight and args.colocate and not keeps_requests_in_flight(args.rollout_function_path):
         yield "--update-weights-in-flight and --colocate exclude each other: no request is in flight then; keep one."
 
 
-def check_old_actor(args: argparse.Namespace) -> Iterable[str]:
+def check_old_actor(args: Args) -> Iterable[str]:
     """The weights of --keep-old-actor are those of one version, so the trained tokens of a rollout are of one."""
     if not args.keep_old_actor:
         return
@@ -53,7 +53,7 @@ def check_old_actor(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def in_flight_warnings(args: argparse.Namespace) -> Iterable[str]:
+def in_flight_warnings(args: Args) -> Iterable[str]:
     """What a sync with requests in flight costs."""
     if args.update_weights_in_flight:
         yield (
@@ -69,7 +69,7 @@ OPSM is not one: without another it compares the trainer's log-probs with themse
 """
 
 
-def correction_warnings(args: argparse.Namespace) -> Iterable[str]:
+def correction_warnings(args: Args) -> Iterable[str]:
     """Rollouts ahead are of older weights; without a correction, the loss takes their tokens for the trainer's."""
     is_fresh = args.max_weight_staleness == 0 and args.update_weights_interval == 1
     trains = not (args.debug_rollout_only or args.debug_train_only or args.eval_only)
@@ -84,9 +84,9 @@ def correction_warnings(args: argparse.Namespace) -> Iterable[str]:
     )
 
 
-def _refusals(args: argparse.Namespace, name: str) -> list[str]:
+def _refusals(args: Args, name: str) -> list[str]:
     """Why a correction could not be added to a command line."""
-    changed = argparse.Namespace(**{**vars(args), name: True})
+    changed = Args.of(vars(args) | {name: True})
     return [*check_old_actor(changed), *check_nucleus(changed)]
 
 

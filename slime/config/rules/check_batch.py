@@ -6,13 +6,13 @@ check_files.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 
+from slime.config.args import Args
 from slime.utils.train_steps import decay_steps, warmup_steps
 
 
-def check_required(args: argparse.Namespace) -> Iterable[str]:
+def check_required(args: Args) -> Iterable[str]:
     """What no run can do without (V22)."""
     if args.rollout_batch_size is None:
         yield "--rollout-batch-size is required: the number of prompts per rollout."
@@ -22,7 +22,7 @@ def check_required(args: argparse.Namespace) -> Iterable[str]:
         yield "--hf-checkpoint is required: the HF directory of the model (engines, tokenizer, config)."
 
 
-def check_length_of_run(args: argparse.Namespace) -> Iterable[str]:
+def check_length_of_run(args: Args) -> Iterable[str]:
     """A number of epochs can be counted, and something is left to do (V22)."""
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
         yield (
@@ -36,7 +36,7 @@ def check_length_of_run(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_schedule_length(args: argparse.Namespace) -> Iterable[str]:
+def check_schedule_length(args: Args) -> Iterable[str]:
     """What changes over the whole run needs to know how long that is; the prompts of --num-epoch are counted."""
     if args.num_rollout is not None or args.num_epoch is None:
         return
@@ -54,7 +54,7 @@ def check_schedule_length(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_warmup(args: argparse.Namespace) -> Iterable[str]:
+def check_warmup(args: Args) -> Iterable[str]:
     """Warm-up and final decay fit into the decay of the learning rate.
 
     Otherwise Megatron would go from the warm-up straight to --min-lr, or begin in the middle of the final decay.
@@ -79,7 +79,7 @@ def check_warmup(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_batch(args: argparse.Namespace) -> Iterable[str]:
+def check_batch(args: Args) -> Iterable[str]:
     """The samples of a rollout divide into train steps, or the rest may be dropped (V19, V21)."""
     if args.rollout_batch_size is None or args.eval_only:
         return
@@ -121,7 +121,7 @@ def check_batch(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_micro_batches(args: argparse.Namespace) -> Iterable[str]:
+def check_micro_batches(args: Args) -> Iterable[str]:
     """Every data-parallel rank gets the same number of micro-batches (V10)."""
     if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size < 1:
         yield f"--log-probs-chunk-size {args.log_probs_chunk_size} must be -1 (one chunk) or at least 1."
@@ -150,7 +150,7 @@ def check_micro_batches(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def _smaller_group(args: argparse.Namespace, works: Iterable[int]) -> str:
+def _smaller_group(args: Args, works: Iterable[int]) -> str:
     """The first of the micro-batches at a time that work, fewer than given, as the end of a sentence; "" without."""
     given, least = args.microbatch_group_size_per_vp_stage, args.pipeline_model_parallel_size
     if args.virtual_pipeline_model_parallel_size is None or given is None:
@@ -160,20 +160,20 @@ def _smaller_group(args: argparse.Namespace, works: Iterable[int]) -> str:
     return "" if found is None else f"; the largest {option} that works is {found}"
 
 
-def data_parallel_size(args: argparse.Namespace) -> int:
+def data_parallel_size(args: Args) -> int:
     """Copies of the model that share a train step's samples; 0 where the trainer has too few GPUs for one."""
     one_copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     return args.actor_num_nodes * args.actor_num_gpus_per_node // max(1, one_copy)
 
 
-def interleaved_group(args: argparse.Namespace) -> int:
+def interleaved_group(args: Args) -> int:
     """Micro-batches that a rank's virtual pipeline stages take at a time; 1 without such stages."""
     if args.virtual_pipeline_model_parallel_size is None:
         return 1
     return int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
 
 
-def check_lengths(args: argparse.Namespace) -> Iterable[str]:
+def check_lengths(args: Args) -> Iterable[str]:
     """A context limit leaves room for a response (V25)."""
     context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
     if context is not None and prompt is not None and prompt > context - 1:

@@ -5,11 +5,11 @@ Each check reads `args` after derivation and returns sentences; it opens no file
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import string
 from collections.abc import Collection, Iterable, Iterator
 
+from slime.config.args import Args
 from slime.config.problems import NoEffect
 from slime.utils.train_steps import total_train_steps
 
@@ -17,7 +17,7 @@ _ID = ("rollout_id",)
 _NORM = ("role", "rollout_id", "step_id")
 
 
-def check_dumps(args: argparse.Namespace) -> Iterable[str]:
+def check_dumps(args: Args) -> Iterable[str]:
     """Dumps overwrite neither each other nor what is replayed (V12)."""
     rollout, train = args.save_debug_rollout_data, args.save_debug_train_data
     if rollout is not None and rollout == train:
@@ -37,7 +37,7 @@ def check_dumps(args: argparse.Namespace) -> Iterable[str]:
     yield from check_template("--save-debug-train-data", train, fields=("rollout_id", "rank"))
 
 
-def check_replays(args: argparse.Namespace) -> Iterable[str]:
+def check_replays(args: Args) -> Iterable[str]:
     """A replay has a file for each rollout, and takes a share of it that there is (V13)."""
     share = args.load_debug_rollout_data_subsample
     if share is not None and not 0 < share <= 1:
@@ -51,7 +51,7 @@ def check_replays(args: argparse.Namespace) -> Iterable[str]:
     yield from check_template("--load-forge-rollout-data", args.load_forge_rollout_data)
 
 
-def check_ci(args: argparse.Namespace) -> Iterable[str]:
+def check_ci(args: Args) -> Iterable[str]:
     """Each gradient norm has a file of its own, and is not compared with itself."""
     yield from check_template("--ci-save-grad-norm", args.ci_save_grad_norm, fields=_NORM)
     yield from check_template("--ci-load-grad-norm", args.ci_load_grad_norm, fields=_NORM)
@@ -62,7 +62,7 @@ def check_ci(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_memory_recorder(args: argparse.Namespace) -> Iterable[str]:
+def check_memory_recorder(args: Args) -> Iterable[str]:
     """The recorder has something to record."""
     if args.record_memory_history and args.memory_recorder == "torch" and args.accelerator == "cpu":
         yield (
@@ -73,13 +73,13 @@ def check_memory_recorder(args: argparse.Namespace) -> Iterable[str]:
         yield NoEffect(f"--memory-snapshot-path {args.memory_snapshot_path}", "without --record-memory-history")
 
 
-def missing_recorder(args: argparse.Namespace) -> Iterable[str]:
+def missing_recorder(args: Args) -> Iterable[str]:
     """The recorder is installed."""
     if args.record_memory_history and args.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
         yield "--memory-recorder memray is not installed here; pip install memray."
 
 
-def template_notes(args: argparse.Namespace) -> Iterator[str]:
+def template_notes(args: Args) -> Iterator[str]:
     """Say where each file of a run takes the place of the one before: templates without {rollout_id}."""
     several = args.num_rollout is None or args.num_rollout - (args.start_rollout_id or 0) > 1
     for option in ("--save-debug-rollout-data", "--save-debug-train-data"):

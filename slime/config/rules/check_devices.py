@@ -6,24 +6,24 @@ not here is judged all the same. Only packages (`check_memory_saver`, a checksum
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import re
 from collections.abc import Collection, Iterable, Mapping
 
+from slime.config.args import Args
 from slime.config.derive import backend_of
 from slime.utils.errors import UsageError
 
 _ADDRESS = re.compile(r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d+)/?")
 
 
-def check_trainer(args: argparse.Namespace) -> Iterable[str]:
+def check_trainer(args: Args) -> Iterable[str]:
     """A size that others divide by (that it divides the trainer's GPUs is checked with Megatron's flags)."""
     if args.tensor_model_parallel_size < 1:
         yield f"--tensor-model-parallel-size {args.tensor_model_parallel_size} must be at least 1."
 
 
-def check_backend(args: argparse.Namespace) -> Iterable[str]:
+def check_backend(args: Args) -> Iterable[str]:
     """The collectives are those of the device."""
     expected = backend_of(args.accelerator)
     if args.accelerator in ("cuda", "cpu") and args.distributed_backend != expected:
@@ -33,7 +33,7 @@ def check_backend(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_nodes(args: argparse.Namespace, explicit: Collection[str]) -> Iterable[str]:
+def check_nodes(args: Args, explicit: Collection[str]) -> Iterable[str]:
     """A node gives the trainer no more GPUs than it has, where that is said of nodes that engines share with it.
 
     Elsewhere it may be said of the engines' nodes alone, and slots of one machine have no bound.
@@ -50,7 +50,7 @@ def check_nodes(args: argparse.Namespace, explicit: Collection[str]) -> Iterable
     )
 
 
-def check_engines(args: argparse.Namespace) -> Iterable[str]:
+def check_engines(args: Args) -> Iterable[str]:
     """There are engines, and each gets its GPUs."""
     if args.debug_train_only or args.rollout_external:
         return
@@ -61,7 +61,7 @@ def check_engines(args: argparse.Namespace) -> Iterable[str]:
         yield f"--rollout-num-gpus {gpus} does not divide into engines of --rollout-num-gpus-per-engine {per_engine}."
 
 
-def check_external_engines(args: argparse.Namespace) -> Iterable[str]:
+def check_external_engines(args: Args) -> Iterable[str]:
     """Addresses of engines that run already have a host and a port (V14)."""
     for address in args.rollout_external_engine_addrs or []:
         match = _ADDRESS.fullmatch(address)
@@ -72,14 +72,14 @@ def check_external_engines(args: argparse.Namespace) -> Iterable[str]:
             )
 
 
-def check_offload(args: argparse.Namespace) -> Iterable[str]:
+def check_offload(args: Args) -> Iterable[str]:
     """Releasing memory is refused where it cannot do anything (V16, V17)."""
     for name in ("offload-train", "offload-rollout"):
         if args.accelerator == "cpu" and vars(args)[name.replace("-", "_")]:
             yield f"--{name} (or --offload) is refused with --accelerator cpu: nothing could be freed; leave it out."
 
 
-def check_memory_saver(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterable[str]:
+def check_memory_saver(args: Args, environment: Mapping[str, str]) -> Iterable[str]:
     """What releases GPU memory is installed here, and goes with how torch allocates.
 
     Args:
@@ -99,14 +99,14 @@ def check_memory_saver(args: argparse.Namespace, environment: Mapping[str, str])
         )
 
 
-def check_debug_modes(args: argparse.Namespace) -> Iterable[str]:
+def check_debug_modes(args: Args) -> Iterable[str]:
     """A run starts trainers or engines or both (V16)."""
     if args.debug_rollout_only and args.debug_train_only:
         other = "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
         yield f"--debug-rollout-only starts no trainers and {other} no engines, so nothing is left; keep one of them."
 
 
-def check_transport(args: argparse.Namespace) -> Iterable[str]:
+def check_transport(args: Args) -> Iterable[str]:
     """What weights on disk and their deltas need (V27)."""
     if args.update_weight_transport == "disk" and not args.update_weight_disk_dir:
         yield "--update-weight-transport disk needs --update-weight-disk-dir, a directory that all hosts share."
@@ -140,7 +140,7 @@ def check_transport(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_release_train(args: argparse.Namespace) -> Iterable[str]:
+def check_release_train(args: Args) -> Iterable[str]:
     """Trainers that end while engines generate have everything on disk (V27)."""
     if not args.release_train:
         return
@@ -170,7 +170,7 @@ def check_release_train(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_peer_copies(args: argparse.Namespace) -> Iterable[str]:
+def check_peer_copies(args: Args) -> Iterable[str]:
     """Copies of trainers in memory are of use where trainers stay, and the data source's state is on disk."""
     if args.peer_checkpoint_interval is None:
         return
@@ -183,7 +183,7 @@ def check_peer_copies(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def missing_transport(args: argparse.Namespace) -> Iterable[str]:
+def missing_transport(args: Args) -> Iterable[str]:
     """Say that what carries training data is not installed."""
     if args.rollout_data_transport == "nixl" and importlib.util.find_spec("nixl") is None:
         yield (

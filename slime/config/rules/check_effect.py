@@ -7,11 +7,11 @@ without effect is no error there: `without_effect` names it for a warning.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.flags.algorithm import DIVIDED_BY_STD, WITHOUT_REWARD_BASELINE
 from slime.config.parser import default_of, option_name
 from slime.config.problems import NoEffect
@@ -25,16 +25,16 @@ class Mode:
 
     Attributes:
         option: the flag, as on the command line.
-        is_on: whether the args are in this mode.
+        is_on: says whether the args are in this mode, by something true.
         pointless: attributes of the flags that it leaves without effect.
     """
 
     option: str
-    is_on: Callable[[argparse.Namespace], bool]
+    is_on: Callable[[Args], object]
     pointless: tuple[str, ...]
 
 
-def _draws_as_we_do(args: argparse.Namespace) -> bool:
+def _draws_as_we_do(args: Args) -> bool:
     """Whether prompts come from no code of a user's, which may read any flag of the data."""
     return all(path.startswith("slime.") for path in (args.data_source_path, args.rollout_function_path))
 
@@ -168,7 +168,7 @@ def option_of(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
 
-def check_needs(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
+def check_needs(args: Args, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
     """Say which given flags need another one that is not set; read after derivation."""
     for field in fields:
         needs = field.metadata["needs"]
@@ -176,12 +176,12 @@ def check_needs(args: argparse.Namespace, explicit: set[str], fields: Fields) ->
             yield NoEffect(option_name(field), f"without {' or '.join(map(_text_of, needs))}")
 
 
-def _is_said(args: argparse.Namespace, name: str, explicit: set[str]) -> bool:
+def _is_said(args: Args, name: str, explicit: set[str]) -> bool:
     """Whether a flag asks for something; a coefficient of 0 is as good as none."""
     return name in explicit and not (type(vars(args)[name]) in (int, float) and vars(args)[name] == 0)
 
 
-def _is_met(args: argparse.Namespace, need: str) -> bool:
+def _is_met(args: Args, need: str) -> bool:
     name, equals, value = need.partition("=")
     return str(vars(args)[name]) == value if equals else bool(vars(args)[name])
 
@@ -191,7 +191,7 @@ def _text_of(need: str) -> str:
     return f"{option_of(name)} {value}".strip()
 
 
-def check_pointless(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
+def check_pointless(args: Args, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
     """Say which given flags a mode switches off; read before derivation or after it."""
     by_name = {field.name: field for field in fields}
     for mode in POINTLESS:
@@ -208,14 +208,14 @@ def check_pointless(args: argparse.Namespace, explicit: set[str], fields: Fields
                 )
 
 
-def check_offload_forms(args: argparse.Namespace, explicit: set[str]) -> Iterable[str]:
+def check_offload_forms(args: Args, explicit: set[str]) -> Iterable[str]:
     """--offload stands for both of its parts, which are not given next to it."""
     for name in ("offload_train", "offload_rollout"):
         if args.offload and name in explicit:
             yield f"{option_of(name)} and --offload, which is short for both, exclude each other; keep one."
 
 
-def without_effect(args: argparse.Namespace, explicit: Iterable[str]) -> Iterable[str]:
+def without_effect(args: Args, explicit: Iterable[str]) -> Iterable[str]:
     """What a debug mode leaves without effect: one sentence for each mode, naming the given flags."""
     given = sorted(explicit)
     if args.debug_train_only:

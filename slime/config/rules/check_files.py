@@ -6,7 +6,6 @@ anything behind on disk.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -16,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
+from slime.utils.misc import needed
 from slime.utils.weight_dir import why_not_ours
 
 # os.path.isfile and its like say no to what cannot be a path (a name that is too long, a null byte); Path's raise.
@@ -118,7 +119,7 @@ def _why_no_checkpoint(path: str) -> str:
     return "is no checkpoint: it has neither latest_checkpointed_iteration.txt (Megatron) nor config.json (HF)."
 
 
-def check_train_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterator[str]:
+def check_train_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
     """The prompt file can be read to its end, and names a reward where no flag does.
 
     Args:
@@ -134,7 +135,7 @@ def check_train_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterato
         yield "no reward is given: use --rm-type or --custom-rm-path (or metadata with an rm_type in every data row)."
 
 
-def small_data_note(args: argparse.Namespace) -> Iterator[str]:
+def small_data_note(args: Args) -> Iterator[str]:
     """Say that a rollout takes prompts several times, where --num-epoch counts them."""
     rows, size = num_prompts(args), args.rollout_batch_size
     if args.num_epoch and rows and size and rows < size:
@@ -144,7 +145,7 @@ def small_data_note(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def num_prompts(args: argparse.Namespace) -> int | None:
+def num_prompts(args: Args) -> int | None:
     """Prompts of an epoch; None where they cannot be counted without a tokenizer, or not at all."""
     is_ours = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
     may_drop_long_ones = args.rollout_max_prompt_len is not None and args.prompt_truncation == "drop"
@@ -153,7 +154,7 @@ def num_prompts(args: argparse.Namespace) -> int | None:
     return _train_data(args).num_rows or None
 
 
-def check_eval_data(args: argparse.Namespace, *, reads_reward: bool) -> Iterator[str]:
+def check_eval_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
     """Every evaluation file can be read to its end, and its answers are graded.
 
     Args:
@@ -222,9 +223,9 @@ def _read_data(
     return DataFacts(num_rows, fields, _names_reward(row.get(metadata_key)))
 
 
-def _train_data(args: argparse.Namespace) -> DataFacts:
+def _train_data(args: Args) -> DataFacts:
     return data_facts(
-        args.prompt_data,
+        needed(args.prompt_data),
         args.input_key,
         args.label_key,
         args.metadata_key,
@@ -240,7 +241,7 @@ def _names_reward(metadata: Any) -> bool:
     return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
 
 
-def fields_text(args: argparse.Namespace) -> str:
+def fields_text(args: Args) -> str:
     """Which fields the prompt file has, for a sentence about a missing one."""
     fields = _train_data(args).fields if args.prompt_data else ()
     return f"the fields are {', '.join(fields)}" if fields else "the data file cannot be read"
@@ -268,7 +269,7 @@ def check_replay(template: str | None, first_rollout: int | None, num_rollout: i
             return
 
 
-def output_dirs(args: argparse.Namespace) -> dict[str, str | None]:
+def output_dirs(args: Args) -> dict[str, str | None]:
     """option -> directory that the run will write."""
     return {
         "--save": args.save,

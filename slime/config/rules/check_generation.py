@@ -5,10 +5,10 @@ Each check reads `args` after derivation and returns sentences; only `check_gene
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterable
 
+from slime.config.args import Args
 from slime.config.problems import NoEffect
 from slime.config.rules.check_rollout import DEFAULT_ROLLOUT
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
@@ -19,12 +19,12 @@ _NO_BUFFER = ("slime.rollout.data_source.RolloutDataSource", "slime.rollout.data
 _KINDS = tuple(kind.name for kind in MultimodalTypes.all())
 
 
-def _makes_no_prompts(args: argparse.Namespace) -> bool:
+def _makes_no_prompts(args: Args) -> bool:
     is_ours = args.data_source_path.startswith("slime.rollout.data_source")
     return args.rollout_function_path == DEFAULT_ROLLOUT and not args.custom_generate_function_path and is_ours
 
 
-def check_prompts_without_file(args: argparse.Namespace) -> Iterable[str]:
+def check_prompts_without_file(args: Args) -> Iterable[str]:
     """Samples without a prompt are completed by something that makes one."""
     if not args.rollout_global_dataset and _makes_no_prompts(args):
         yield (
@@ -33,7 +33,7 @@ def check_prompts_without_file(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_fire(args: argparse.Namespace) -> Iterable[str]:
+def check_fire(args: Args) -> Iterable[str]:
     """The hot first token has a temperature, and is the default generate function's."""
     temperature = args.rollout_fire_temperature
     if temperature is None:
@@ -48,7 +48,7 @@ def check_fire(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_partial(args: argparse.Namespace) -> Iterable[str]:
+def check_partial(args: Args) -> Iterable[str]:
     """Groups that are kept have a buffer to be kept in."""
     if args.partial_rollout and args.data_source_path in _NO_BUFFER:
         yield (
@@ -57,7 +57,7 @@ def check_partial(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_multimodal(args: argparse.Namespace) -> Iterable[str]:
+def check_multimodal(args: Args) -> Iterable[str]:
     """Kinds of input are known, and name fields."""
     for kind, field in (args.multimodal_keys or {}).items():
         if kind not in _KINDS:
@@ -66,7 +66,7 @@ def check_multimodal(args: argparse.Namespace) -> Iterable[str]:
             yield f"--multimodal-keys: {kind} must name a field of the data rows, not {field!r}."
 
 
-def unsupported_multimodal(args: argparse.Namespace) -> Iterable[str]:
+def unsupported_multimodal(args: Args) -> Iterable[str]:
     """Only images reach an engine, and nothing but text the trainer."""
     trains = not args.debug_rollout_only and not args.eval_only
     for kind in args.multimodal_keys or {}:
@@ -80,13 +80,13 @@ def unsupported_multimodal(args: argparse.Namespace) -> Iterable[str]:
             )
 
 
-def check_forge(args: argparse.Namespace) -> Iterable[str]:
+def check_forge(args: Args) -> Iterable[str]:
     """A replay with live engines has its files named."""
     if args.rollout_function_path == FORGE_ROLLOUT and args.load_forge_rollout_data is None:
         yield f"--rollout-function-path {FORGE_ROLLOUT} needs --load-forge-rollout-data, the samples that it replays."
 
 
-def check_generation_files(args: argparse.Namespace) -> Iterable[str]:
+def check_generation_files(args: Args) -> Iterable[str]:
     """The checkpoint sees images where there are some, and the first file of a replay exists."""
     checkpoint = args.hf_checkpoint
     if args.multimodal_keys and checkpoint and os.path.isdir(checkpoint) and not has_processor(checkpoint):

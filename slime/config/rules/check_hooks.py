@@ -5,10 +5,10 @@ It knows no hook: which flags are hooks, and their call, come in as a table. Loa
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from slime.config.args import Args
 from slime.utils.misc import load_function
 
 SignatureProblem = Callable[[Any, type], str | None]
@@ -93,7 +93,7 @@ def check_settings(values: dict[str, Any], hooks: Iterable[str]) -> Iterator[str
             except (Exception, SystemExit):  # check_hook says so
                 continue
             if check_args is not None:
-                yield from check_args(Namespace(**values))
+                yield from check_args(Args.of(values))
 
 
 def check_tool_function(

@@ -5,15 +5,15 @@ Each check reads `args` after derivation and returns sentences. It computes no l
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Collection, Iterable
 
+from slime.config.args import Args
 from slime.config.flags.algorithm import KL_IN_REWARDS
 from slime.config.problems import NoEffect
 
 
-def check_sampling(args: argparse.Namespace) -> Iterable[str]:
+def check_sampling(args: Args) -> Iterable[str]:
     """Sampling parameters are ones that an engine accepts and a trainer can divide by (V2)."""
     if args.rollout_temperature <= 0:
         yield f"--rollout-temperature {args.rollout_temperature} must be > 0: the trainer divides its logits by it."
@@ -27,7 +27,7 @@ def check_sampling(args: argparse.Namespace) -> Iterable[str]:
             yield f"{option} {value} must be -1 (every token) or at least 1."
 
 
-def check_loss(args: argparse.Namespace) -> Iterable[str]:
+def check_loss(args: Args) -> Iterable[str]:
     """Losses and their parameters fit each other (V11)."""
     if args.loss_type == "custom_loss" and not args.custom_loss_function_path:
         yield "--loss-type custom_loss needs --custom-loss-function-path."
@@ -50,7 +50,7 @@ def check_loss(args: argparse.Namespace) -> Iterable[str]:
         yield "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam and --no-save-optim."
 
 
-def check_critic_only_steps(args: argparse.Namespace, num_rollout: int | None = None) -> Iterable[str]:
+def check_critic_only_steps(args: Args, num_rollout: int | None = None) -> Iterable[str]:
     """After the rollouts that train only the critic there are others; `num_rollout` is the run's if args lack it."""
     rollouts = args.num_rollout or num_rollout
     if args.use_critic and rollouts and args.num_critic_only_steps >= rollouts:
@@ -60,7 +60,7 @@ def check_critic_only_steps(args: argparse.Namespace, num_rollout: int | None = 
         )
 
 
-def check_passes(args: argparse.Namespace) -> Iterable[str]:
+def check_passes(args: Args) -> Iterable[str]:
     """There are a second pass and a second train step, between which samples can be exchanged."""
     if not args.shuffle_mini_batches:
         return
@@ -80,13 +80,13 @@ def check_passes(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_advantages(args: argparse.Namespace) -> Iterable[str]:
+def check_advantages(args: Args) -> Iterable[str]:
     """REINFORCE++ is defined by its whitened advantages (V8)."""
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
         yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
 
 
-def check_mismatch(args: argparse.Namespace) -> Iterable[str]:
+def check_mismatch(args: Args) -> Iterable[str]:
     """Corrections between trainer and engine have both log-probs, and bounds in order (V9)."""
     if args.use_rollout_logprobs and args.use_tis:
         yield (
@@ -99,7 +99,7 @@ def check_mismatch(args: argparse.Namespace) -> Iterable[str]:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; lower it."
 
 
-def check_nucleus(args: argparse.Namespace) -> Iterable[str]:
+def check_nucleus(args: Args) -> Iterable[str]:
     """Log-probs of a nucleus are compared with log-probs of a nucleus only."""
     if args.rollout_top_p == 1.0 or args.loss_type == "sft_loss":
         return
@@ -117,7 +117,7 @@ def check_nucleus(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_kl(args: argparse.Namespace) -> Iterable[str]:
+def check_kl(args: Args) -> Iterable[str]:
     """The KL penalty is either inside the reward or a loss of its own, and needs a reference (V3, V7)."""
     if args.kl_coef and args.kl_loss_coef:
         yield (
@@ -141,7 +141,7 @@ def check_kl(args: argparse.Namespace) -> Iterable[str]:
         yield "--kl-ctrl adaptive needs --kl-target and --kl-horizon."
 
 
-def check_distillation(args: argparse.Namespace) -> Iterable[str]:
+def check_distillation(args: Args) -> Iterable[str]:
     """The teacher is in one known place (V4)."""
     if not args.use_opd:
         return  # the other flags say that they need it
@@ -163,7 +163,7 @@ def check_distillation(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def _only_built_in_code(args: argparse.Namespace) -> bool:
+def _only_built_in_code(args: Args) -> bool:
     """Whether no code of the user's could set a field of a sample."""
     hooks = (
         args.custom_rm_path,
@@ -176,7 +176,7 @@ def _only_built_in_code(args: argparse.Namespace) -> bool:
     return not any(hooks) and all(path.startswith("slime.rollout.") for path in places)
 
 
-def check_trained_parameters(args: argparse.Namespace) -> Iterable[str]:
+def check_trained_parameters(args: Args) -> Iterable[str]:
     """Parameters are chosen either by name or by exception (V26), with expressions that can be read."""
     for option, patterns in {
         "--only-train-params-name-list": args.only_train_params_name_list,
@@ -196,7 +196,7 @@ def check_trained_parameters(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_routing_replay(args: argparse.Namespace) -> Iterable[str]:
+def check_routing_replay(args: Args) -> Iterable[str]:
     """There is a routing of experts to replay (V23)."""
     if args.use_routing_replay and not args.num_moe_experts and not args.custom_model_provider_path:
         given = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
@@ -218,7 +218,7 @@ CHECKS = (
 )
 
 
-def without_effect(args: argparse.Namespace, explicit: Collection[str]) -> Iterable[str]:
+def without_effect(args: Args, explicit: Collection[str]) -> Iterable[str]:
     """What a loss or an optimizer leaves without effect: one sentence for each, naming the given flags."""
     of_moments = ("reset_optimizer_states", "adam_beta1", "adam_beta2", "exp_avg_dtype", "exp_avg_sq_dtype")
     if args.use_stateless_adam and (names := [name for name in of_moments if name in explicit and vars(args)[name]]):
@@ -237,7 +237,7 @@ def without_effect(args: argparse.Namespace, explicit: Collection[str]) -> Itera
 # ---- what works later
 
 
-def sampling_not_built(args: argparse.Namespace) -> Iterable[str]:
+def sampling_not_built(args: Args) -> Iterable[str]:
     """Rollout sampling must be the distribution whose log-probs the trainer computes."""
     if args.loss_type == "policy_loss" and args.rollout_top_k != -1:
         yield (

@@ -5,11 +5,11 @@ Each check reads `args` after derivation and returns sentences; it opens no file
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+from slime.config.args import Args
 from slime.config.derive import FULLY_ASYNC_ROLLOUT
 from slime.config.parser import nearest
 from slime.config.problems import NoEffect
@@ -19,7 +19,7 @@ COMPLETING_ROLLOUTS = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
 BUFFER_ROLLOUT = "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout"
 
 
-def check_eval(args: argparse.Namespace) -> Iterable[str]:
+def check_eval(args: Args) -> Iterable[str]:
     """Evaluation has data when it is asked for (V1, V6)."""
     has_data = args.eval_prompt_data or args.eval_config
     if args.eval_only and not has_data:
@@ -36,10 +36,11 @@ def check_eval(args: argparse.Namespace) -> Iterable[str]:
         yield NoEffect(f"--eval-interval {args.eval_interval}", "with --debug-train-only, which starts no engines")
     if args.eval_config and args.eval_prompt_data:
         yield NoEffect("--eval-prompt-data", "with --eval-config", "list all data sets in one of them")
-    if len(args.eval_prompt_data or []) > 1 and len(args.eval_prompt_data) % 2:
+    names_and_paths = args.eval_prompt_data or []
+    if len(names_and_paths) > 1 and len(names_and_paths) % 2:
         yield (
-            f"--eval-prompt-data takes NAME PATH pairs, not {len(args.eval_prompt_data)} values: "
-            f"{' '.join(args.eval_prompt_data)}."
+            f"--eval-prompt-data takes NAME PATH pairs, not {len(names_and_paths)} values: "
+            f"{' '.join(names_and_paths)}."
         )
     if args.eval_only and args.skip_eval_before_train:
         yield NoEffect(
@@ -47,7 +48,7 @@ def check_eval(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
+def check_rollout_source(args: Args) -> Iterable[str]:
     """The rollouts that complete prompts have engines for that."""
     if args.rollout_function_path.replace(":", ".") not in COMPLETING_ROLLOUTS:
         return
@@ -73,7 +74,7 @@ def check_rollout_source(args: argparse.Namespace) -> Iterable[str]:
         yield "--group-rm needs --custom-rm-path or --rm-type."
 
 
-def check_rollout_buffer(args: argparse.Namespace) -> Iterable[str]:
+def check_rollout_buffer(args: Args) -> Iterable[str]:
     """A buffer server is named where, and only where, the rollout function asks one, and brings a whole train step."""
     path, url = args.rollout_function_path.replace(":", "."), args.rollout_buffer_url
     if url is None:
@@ -87,7 +88,7 @@ def check_rollout_buffer(args: argparse.Namespace) -> Iterable[str]:
     yield from _check_collection_ratio(args)
 
 
-def _check_collection_ratio(args: argparse.Namespace) -> Iterable[str]:
+def _check_collection_ratio(args: Args) -> Iterable[str]:
     ratio, batch = args.min_batch_collection_ratio, args.rollout_batch_size
     if not ratio > 0:
         yield f"--min-batch-collection-ratio {ratio:g}: it must be above 0 and at most 1."
@@ -100,14 +101,14 @@ def _check_collection_ratio(args: argparse.Namespace) -> Iterable[str]:
             )
 
 
-def check_prompts(args: argparse.Namespace) -> Iterable[str]:
+def check_prompts(args: Args) -> Iterable[str]:
     """slime's data sources are given a file to read."""
     reads_file = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
     if args.prompt_data is None and reads_file and not args.eval_only and args.load_debug_rollout_data is None:
         yield "--prompt-data is required: a .jsonl or .parquet file with the prompts."
 
 
-def uses_builtin_reward(args: argparse.Namespace) -> bool:
+def uses_builtin_reward(args: Args) -> bool:
     """Whether rewards come from `rm_type`: a rollout of slime's own without hooks that score."""
     has_hook = args.custom_rm_path or args.custom_generate_function_path
     completes = args.rollout_function_path.replace(":", ".") in COMPLETING_ROLLOUTS
@@ -115,7 +116,7 @@ def uses_builtin_reward(args: argparse.Namespace) -> bool:
 
 
 def check_rewards(
-    args: argparse.Namespace, *, known: Collection[str], needs_label: Callable[[str], bool], fields: str
+    args: Args, *, known: Collection[str], needs_label: Callable[[str], bool], fields: str
 ) -> Iterator[str]:
     """Built-in rewards exist and have what they compare with, in training and in every evaluation set.
 
@@ -154,9 +155,7 @@ REWARD_NEEDS = {
 }
 
 
-def check_rm_type(
-    args: argparse.Namespace, rm_type: str | None, where: str, *, known: Collection[str]
-) -> Iterator[str]:
+def check_rm_type(args: Args, rm_type: str | None, where: str, *, known: Collection[str]) -> Iterator[str]:
     """A reward name exists, and the service that it asks has its address."""
     if rm_type is None:
         return
@@ -171,7 +170,7 @@ def check_rm_type(
             yield f"{where} {name} needs --{attribute.replace('_', '-')}, {what}."
 
 
-def check_reward_services(args: argparse.Namespace) -> Iterable[str]:
+def check_reward_services(args: Args) -> Iterable[str]:
     """Addresses of reward services and of their proxy are ones that a client can use."""
     addresses = {
         "--rm-url": args.rm_url,
@@ -183,7 +182,7 @@ def check_reward_services(args: argparse.Namespace) -> Iterable[str]:
             yield f"{option} {value!r} is no address: it must begin with http:// or https:// and name a host."
 
 
-def check_overlong(args: argparse.Namespace) -> Iterable[str]:
+def check_overlong(args: Args) -> Iterable[str]:
     """The penalty for long responses is added by the default reward post-processing."""
     if args.overlong_buffer_len is not None and args.custom_reward_post_process_path:
         yield NoEffect(
@@ -199,7 +198,7 @@ def check_overlong(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_tensorboard(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[str]:
+def check_tensorboard(args: Args, environment: Mapping[str, str]) -> Iterator[str]:
     """TensorBoard has a directory."""
     if args.use_tensorboard and not args.tb_project_name and not environment.get("TENSORBOARD_DIR"):
         yield (

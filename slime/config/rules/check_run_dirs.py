@@ -6,13 +6,13 @@ Functions return sentences; `move_earlier_runs` alone changes something.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.files.resume import AUTO
 from slime.config.files.roles import FLAG as ROLES_FLAG
 from slime.config.files.roles import critic_save_dir
@@ -39,7 +39,7 @@ _FLAGS = {
 }
 
 
-def check_run_dirs(args: argparse.Namespace, given_load: str | None) -> Iterator[str]:
+def check_run_dirs(args: Args, given_load: str | None) -> Iterator[str]:
     """No earlier run is in the way.
 
     Args:
@@ -59,12 +59,12 @@ def check_run_dirs(args: argparse.Namespace, given_load: str | None) -> Iterator
                 yield _refusal(args, flag, directory)
 
 
-def goes_on(args: argparse.Namespace, given_load: str | None) -> bool:
+def goes_on(args: Args, given_load: str | None) -> bool:
     """Whether a command line says that its own --save is gone on with, if it holds anything."""
     return args.save is not None and (args.resume == AUTO or _is_same(given_load, args.save))
 
 
-def run_dir_warnings(args: argparse.Namespace, given_load: str | None) -> Iterator[str]:
+def run_dir_warnings(args: Args, given_load: str | None) -> Iterator[str]:
     """What becomes of an earlier run, where that is not seen at once."""
     if args.fresh_output:
         for flag, directory in _outermost(_used(args)).items():
@@ -83,7 +83,7 @@ def run_dir_warnings(args: argparse.Namespace, given_load: str | None) -> Iterat
             )
 
 
-def move_earlier_runs(args: argparse.Namespace) -> None:
+def move_earlier_runs(args: Args) -> None:
     """Move what --fresh-output moves, before anything of the new run is written; does nothing without it.
 
     Raises:
@@ -102,7 +102,7 @@ def move_earlier_runs(args: argparse.Namespace) -> None:
         logger.info("moved %s to %s (--fresh-output)", source, place)
 
 
-def _used(args: argparse.Namespace) -> dict[str, Path]:
+def _used(args: Args) -> dict[str, Path]:
     """flag -> directory, of those that the run will write and that hold an earlier one."""
     written = {"--save": args.save, "--output-dir": args.output_dir}
     if args.use_critic:
@@ -122,7 +122,7 @@ def _outermost(directories: Mapping[str, Path]) -> dict[str, Path]:
     }
 
 
-def _refusal(args: argparse.Namespace, flag: str, directory: Path) -> str:
+def _refusal(args: Args, flag: str, directory: Path) -> str:
     ways = [f"--fresh-output moves it to {place_aside(directory.resolve())} and begins anew"]
     if args.save is not None:
         newest = latest_iteration(args.save)
@@ -134,7 +134,7 @@ def _refusal(args: argparse.Namespace, flag: str, directory: Path) -> str:
     return f"{flag} {directory} holds another run ({earlier_run(directory)}): {'; '.join(ways)}."
 
 
-def _why_it_stays(args: argparse.Namespace, given_load: str | None, directory: Path) -> str | None:
+def _why_it_stays(args: Args, given_load: str | None, directory: Path) -> str | None:
     """Why a directory cannot be moved aside; None when it can."""
     source = directory.resolve()
     if _is_in(Path.cwd(), source):

@@ -5,10 +5,10 @@ One small function per rule, as in validate.py; each reads `args` after derivati
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Mapping
 
+from slime.config.args import Args
 from slime.utils.names import nearest
 
 CHECKPOINT_PARTS = ("model", "optimizer", "rng", "hf")
@@ -36,7 +36,7 @@ OWNED_ENV_VARS = {
 """Variables that slime sets for a trainer process -> why they cannot be changed."""
 
 
-def check_train_env_vars(args: argparse.Namespace) -> Iterable[str]:
+def check_train_env_vars(args: Args) -> Iterable[str]:
     """Names and values can be an environment, and contradict nothing that slime sets itself."""
     for name, value in args.train_env_vars.items():
         given = f"--train-env-vars: {name}={value!r}"
@@ -50,7 +50,7 @@ def check_train_env_vars(args: argparse.Namespace) -> Iterable[str]:
             yield f"{given} cannot be set: {OWNED_ENV_VARS[name]}; leave it out."
 
 
-def check_checkpoint_contents(args: argparse.Namespace) -> Iterable[str]:
+def check_checkpoint_contents(args: Args) -> Iterable[str]:
     """Parts that exist, the weights among them, and no flag that says the opposite."""
     parts, given = args.checkpoint_contents, ",".join(args.checkpoint_contents)
     for part in parts:
@@ -69,7 +69,7 @@ def check_checkpoint_contents(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_profile(args: argparse.Namespace) -> Iterable[str]:
+def check_profile(args: Args) -> Iterable[str]:
     """Something is recorded, by ranks that exist, in rollouts that the run has."""
     if not args.use_pytorch_profiler:
         return
@@ -95,7 +95,7 @@ def check_profile(args: argparse.Namespace) -> Iterable[str]:
         )
 
 
-def check_indexers(args: argparse.Namespace) -> Iterable[str]:
+def check_indexers(args: Args) -> Iterable[str]:
     """Indexers are frozen where there are some; the error is one of the flag, not of the run."""
     if args.freeze_indexer and args.experimental_attention_variant != "dsa":
         yield (
@@ -107,7 +107,7 @@ def check_indexers(args: argparse.Namespace) -> Iterable[str]:
 INT4_FLAG = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 
 
-def check_int4_training(args: argparse.Namespace, environment: Mapping[str, str]) -> Iterable[str]:
+def check_int4_training(args: Args, environment: Mapping[str, str]) -> Iterable[str]:
     """Say that weights are not rounded to int4 in training, where the environment asks for it.
 
     Args:

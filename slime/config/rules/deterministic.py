@@ -5,10 +5,10 @@ It opens no file and starts nothing; what a user's own functions do, it does not
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
 
 ONE_REQUEST = {"sglang_max_running_requests": 1, "sglang_disable_radix_cache": True}
@@ -17,7 +17,7 @@ ORDERED = {"NCCL_ALGO": "Ring"}
 """NCCL otherwise chooses an algorithm, and so the order of a sum, by what it measures."""
 
 
-def deterministic_values(args: argparse.Namespace) -> dict[str, Any]:
+def deterministic_values(args: Args) -> dict[str, Any]:
     """What the flag sets, attribute -> value.
 
     Args:
@@ -33,7 +33,7 @@ def deterministic_values(args: argparse.Namespace) -> dict[str, Any]:
     return values | {"train_env_vars": ORDERED | dict(args.train_env_vars)}
 
 
-def check_deterministic(args: argparse.Namespace, explicit: set[str]) -> Iterable[str]:
+def check_deterministic(args: Args, explicit: set[str]) -> Iterable[str]:
     """Nothing depends on when samples happen to end.
 
     Args:
@@ -78,7 +78,7 @@ def check_deterministic(args: argparse.Namespace, explicit: set[str]) -> Iterabl
             )
 
 
-def _check_fully_async(args: argparse.Namespace) -> Iterable[str]:
+def _check_fully_async(args: Args) -> Iterable[str]:
     """Which groups have which weights follows from their numbers."""
     path = f"--rollout-function-path {args.rollout_function_path}"
     if args.max_weight_staleness is None:
@@ -89,7 +89,7 @@ def _check_fully_async(args: argparse.Namespace) -> Iterable[str]:
     yield from check_ahead(args, because=path)
 
 
-def check_ahead(args: argparse.Namespace, *, because: str) -> Iterable[str]:
+def check_ahead(args: Args, *, because: str) -> Iterable[str]:
     """With --deterministic, a run that generates ahead of the trainer can be resumed only where that was foreseen.
 
     Args:

@@ -6,11 +6,11 @@ A flag says so itself (`later=`, `later_choices=` of `flags.flag`); this module 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.parser import defaults_of, option_name
 
 Field = dataclasses.Field[Any]
@@ -26,7 +26,7 @@ def unsupported_flags(flags_classes: Iterable[type]) -> Iterator[tuple[str, str]
                 yield f"{option_name(field)} {value}", topic
 
 
-def unsupported_uses(args: argparse.Namespace, explicit: set[str], flags_classes: Iterable[type]) -> Iterator[str]:
+def unsupported_uses(args: Args, explicit: set[str], flags_classes: Iterable[type]) -> Iterator[str]:
     """One sentence for each flag that was given a value which is not built yet."""
     for flags_class in flags_classes:
         defaults = defaults_of(flags_class)

@@ -8,10 +8,10 @@ not built yet. All always run, so that one error lists everything. Files, ports 
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Collection, Iterable
 
+from slime.config.args import Args
 from slime.config.flags.algorithm import WITHOUT_REWARD_BASELINE
 from slime.config.parser import option_name
 from slime.config.problems import Problems
@@ -34,7 +34,7 @@ from slime.config.rules.check_effect import (
 from slime.config.rules.check_trainer import TRAINER_CHECKS
 from slime.utils.checkpoint_paths import classify_checkpoint
 
-Check = Callable[[argparse.Namespace], Iterable[str]]
+Check = Callable[[Args], Iterable[str]]
 
 CHECKS: tuple[Check, ...] = (
     *check_batch.CHECKS,
@@ -52,7 +52,7 @@ UNSUPPORTED: tuple[Check, ...] = (
 )
 
 
-def collect(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Problems:
+def collect(args: Args, explicit: set[str], fields: Fields) -> Problems:
     """The sentences of all rules, in order.
 
     Args:
@@ -67,7 +67,7 @@ def collect(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Pro
     return Problems(wrong=wrong, unsupported=[sentence for check in UNSUPPORTED for sentence in check(args)])
 
 
-def check_range(args: argparse.Namespace, explicit: set[str], fields: Fields) -> Iterable[str]:
+def check_range(args: Args, explicit: set[str], fields: Fields) -> Iterable[str]:
     """Every given number is finite, and neither smaller nor larger than makes sense."""
     for field in fields:
         value, least, most = vars(args)[field.name], field.metadata["at_least"], field.metadata["at_most"]
@@ -81,7 +81,7 @@ def check_range(args: argparse.Namespace, explicit: set[str], fields: Fields) ->
             yield f"{option_name(field)} {value} must be at most {most}."
 
 
-def warnings(args: argparse.Namespace, explicit: Collection[str], *, given_load: str | None) -> Iterable[str]:
+def warnings(args: Args, explicit: Collection[str], *, given_load: str | None) -> Iterable[str]:
     """What works but is seldom meant.
 
     Args:

@@ -6,7 +6,6 @@ how an engine is started.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from slime.backends.sglang_utils.external import (
     discover_external_engines,
     external_engine_problems,
 )
+from slime.config.args import Args
 from slime.config.parser import flag
 from slime.config.problems import NoEffect, Problems, collected
 from slime.config.rules.check_devices import check_external_engines
@@ -78,7 +78,7 @@ class SglangFlags:
     )
 
 
-def derive_sglang(args: argparse.Namespace, explicit: set[str], own: Sequence[str]) -> dict[str, Any]:
+def derive_sglang(args: Args, explicit: set[str], own: Sequence[str]) -> dict[str, Any]:
     """What follows from the parsed flags.
 
     Args:
@@ -106,7 +106,7 @@ def derive_sglang(args: argparse.Namespace, explicit: set[str], own: Sequence[st
     }
 
 
-def derive_engines(args: argparse.Namespace, explicit: set[str], problems: Problems) -> None:
+def derive_engines(args: Args, explicit: set[str], problems: Problems) -> None:
     """Set which engines there are, in place: `engine_models` (list of `ModelPlan`) and `rollout_num_engines`.
 
     External engines are asked what they are first; then `rollout_external_engine_infos` and `rollout_num_gpus` follow
@@ -115,7 +115,7 @@ def derive_engines(args: argparse.Namespace, explicit: set[str], problems: Probl
     args.rollout_external_engine_infos = []
     num_external = 0
     if args.rollout_external and not args.debug_train_only:
-        addresses = args.rollout_external_engine_addrs
+        addresses = args.rollout_external_engine_addrs or []
         num_external = len(addresses)
         if not any(check_external_engines(args)):
             key = args.sglang_overrides.get("api_key")
@@ -134,7 +134,7 @@ def engine_sizes(gpus_per_engine: int, overrides: dict[str, Any]) -> dict[str, i
     return sizes | {long: sizes[short] for short, long in _OTHER_SIZE_NAMES.items()}
 
 
-def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], bool]) -> Problems:
+def sglang_problems(args: Args, *, port_is_free: Callable[[int], bool]) -> Problems:
     """What is wrong with the engine and router flags of a run with engines."""
     wrong = [
         *pipeline_problems(args.sglang_pp_size, args.rollout_num_gpus_per_engine),
@@ -147,10 +147,11 @@ def sglang_problems(args: argparse.Namespace, *, port_is_free: Callable[[int], b
     problems = Problems(wrong=wrong, environment=installation_problems())
     problems.extend(topology_problems(args))
     is_ours = not args.sglang_router_ip
-    for option, port, is_listening in (
+    ports: tuple[tuple[str, int | None, bool], ...] = (
         ("--sglang-router-port", args.sglang_router_port, is_ours),
         ("--router-prometheus-port", args.router_overrides.get("prometheus_port"), is_ours),
-    ):
+    )
+    for option, port, is_listening in ports:
         if port is not None:
             problems.extend(port_problems(option, port, port_is_free if is_listening else None))
     return problems

@@ -7,12 +7,12 @@ among each other. It reads config.json as plain JSON and starts nothing.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.args import Args
 from slime.config.problems import Problems
 from slime.config.sglang.shape_checks import NUM_EXPERTS, expert_ranks, has_expert_backend, read_text_config
 from slime.utils.errors import UsageError
@@ -27,7 +27,7 @@ KERNEL_ROWS = KERNEL_COLUMNS = 64
 """Rows and columns of a tile of SGLang's CUDA kernels for int4 (Marlin)."""
 
 
-def quantization_problems(args: argparse.Namespace, models: Sequence[ModelPlan]) -> Problems:
+def quantization_problems(args: Args, models: Sequence[ModelPlan]) -> Problems:
     """Everything about quantised weights that engines cannot do.
 
     Args:

@@ -12,7 +12,6 @@ It says what is asked for and whether that can work; it starts and places nothin
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 from collections.abc import Iterator
@@ -20,11 +19,13 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from slime.config.args import Args
 from slime.config.files.file_values import FlagReader, read_flag
 from slime.config.parser import Parser
 from slime.config.problems import Problems, read_file
 from slime.config.sglang.options import OTHER_NAMES, OWNED, PREFIX, missing_packages, server_table
 from slime.utils.errors import UsageError
+from slime.utils.misc import needed
 from slime.utils.yaml_config import KeyPath, LocatedYaml, load_yaml, validate
 
 FLAG = "--sglang-config"
@@ -86,7 +87,7 @@ class ModelConfig(_Strict):
         min_length=1, validation_alias=AliasChoices("server_groups", "engine_groups")
     )
 
-    def resolve(self, args: argparse.Namespace) -> None:
+    def resolve(self, args: Args) -> None:
         """Fill in, in place, what the file leaves to flags.
 
         Args:
@@ -145,7 +146,7 @@ class SglangConfig(_Strict):
         return _read(path)[0]
 
     @staticmethod
-    def from_prefill_num_servers(args: argparse.Namespace) -> SglangConfig:
+    def from_prefill_num_servers(args: Args) -> SglangConfig:
         """One model with `--prefill-num-servers` prefill engines; the other engines decode.
 
         Args:
@@ -154,7 +155,7 @@ class SglangConfig(_Strict):
         Raises:
             UsageError: no GPUs are left for decoding.
         """
-        prefill = args.prefill_num_servers * args.rollout_num_gpus_per_engine
+        prefill = needed(args.prefill_num_servers) * args.rollout_num_gpus_per_engine
         decode = args.rollout_num_gpus - prefill
         if decode < 1:
             raise UsageError(
@@ -250,7 +251,7 @@ def _read_override(key: str, value: Any, reader: FlagReader) -> dict[str, Any]:
     return {attribute.removeprefix(PREFIX): item for attribute, item in read_flag(found, value).items()}
 
 
-def read_topology(args: argparse.Namespace) -> tuple[SglangConfig | None, Problems]:
+def read_topology(args: Args) -> tuple[SglangConfig | None, Problems]:
     """The engines that flags ask for, resolved, and what is wrong with them; None where no flag describes them.
 
     Args:
@@ -276,13 +277,13 @@ def read_topology(args: argparse.Namespace) -> tuple[SglangConfig | None, Proble
     return config, problems
 
 
-def _counts_engines(args: argparse.Namespace) -> bool:
+def _counts_engines(args: Args) -> bool:
     """Whether --prefill-num-servers is given and there are numbers to compute with; others are refused elsewhere."""
     prefill, per_engine = args.prefill_num_servers or 0, args.rollout_num_gpus_per_engine
     return prefill > 0 and per_engine > 0 and args.rollout_num_gpus is not None
 
 
-def _size_problems(config: SglangConfig, located: LocatedYaml, args: argparse.Namespace) -> Iterator[str]:
+def _size_problems(config: SglangConfig, located: LocatedYaml, args: Args) -> Iterator[str]:
     """What does not divide or add up."""
     for where, model, group in _groups_of(config, located):
         per_engine = group.num_gpus_per_engine or model.num_gpus_per_engine or args.rollout_num_gpus_per_engine
@@ -300,6 +301,6 @@ def _size_problems(config: SglangConfig, located: LocatedYaml, args: argparse.Na
         yield located.sentence(("sglang",), f"{text}{args.rollout_num_gpus}; make them equal.")
 
 
-def sglang_config_problems(args: argparse.Namespace) -> Problems:
+def sglang_config_problems(args: Args) -> Problems:
     """What is wrong with --sglang-config or --prefill-num-servers (as `read_topology`)."""
     return read_topology(args)[1]

@@ -7,7 +7,6 @@ model, those of the reward model last. It reads files only through `sglang_confi
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.config.problems import Problems
 from slime.config.sglang.quantization_checks import quantization_problems
 from slime.config.sglang.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
@@ -65,7 +65,7 @@ class EngineGroupPlan:
         return self.worker_type in ("regular", "prefill", "decode")
 
 
-def releases_memory(group: EngineGroupPlan, args: argparse.Namespace) -> bool:
+def releases_memory(group: EngineGroupPlan, args: Args) -> bool:
     """Whether engines give their GPU memory up while the trainer works: those on GPUs that are the trainer's, too.
 
     SGLang's encoder server cannot be asked to.
@@ -112,7 +112,7 @@ class ModelPlan:
         return sum(len(group.engine_slots) for group in self.groups if group.worker_type != "encoder")
 
 
-def plan_engines(args: argparse.Namespace) -> list[ModelPlan]:
+def plan_engines(args: Args) -> list[ModelPlan]:
     """The models of a run and their engines; the first one's router is the default.
 
     What is wrong with the flags is said by `topology_problems`; here it is passed through or left out.
@@ -138,13 +138,13 @@ def plan_engines(args: argparse.Namespace) -> list[ModelPlan]:
     return models
 
 
-def _only_model(args: argparse.Namespace, num_slots: int) -> ModelPlan:
+def _only_model(args: Args, num_slots: int) -> ModelPlan:
     per_engine = max(1, args.rollout_num_gpus_per_engine)
     group = EngineGroupPlan("regular", num_slots, per_engine, 0, dict(args.sglang_overrides))
     return ModelPlan(DEFAULT_MODEL, args.hf_checkpoint, True, (group,) if num_slots > 0 else ())
 
 
-def _models_of(config: SglangConfig, args: argparse.Namespace) -> Iterator[ModelPlan]:
+def _models_of(config: SglangConfig, args: Args) -> Iterator[ModelPlan]:
     slot = 0
     for model in config.models:
         groups = []
@@ -157,7 +157,7 @@ def _models_of(config: SglangConfig, args: argparse.Namespace) -> Iterator[Model
         yield ModelPlan(model.name, str(model.model_path), bool(model.update_weights), tuple(groups))
 
 
-def _role_settings(model: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
+def _role_settings(model: ModelConfig, args: Args) -> dict[str, Any]:
     return dict(REWARD_SETTINGS) if args.reward_model_path and model.name == REWARD_MODEL else {}
 
 
@@ -169,7 +169,7 @@ def num_policy_engines(models: list[ModelPlan], *, num_external: int) -> int:
 # ---- what cannot work
 
 
-def topology_problems(args: argparse.Namespace) -> Problems:
+def topology_problems(args: Args) -> Problems:
     """What is wrong with the engines that the flags describe, and what they ask for that is not built.
 
     Args:
@@ -187,7 +187,7 @@ def topology_problems(args: argparse.Namespace) -> Problems:
     return problems
 
 
-def _reward_problems(args: argparse.Namespace, config: SglangConfig | None) -> Problems:
+def _reward_problems(args: Args, config: SglangConfig | None) -> Problems:
     """The managed reward model: where it comes from, and which slots it takes."""
     path, problems = args.reward_model_path, Problems()
     if path is None:
@@ -212,7 +212,7 @@ def _reward_problems(args: argparse.Namespace, config: SglangConfig | None) -> P
     return problems
 
 
-def _cpu_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator[str]:
+def _cpu_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
     """What needs GPUs."""
     for model in models:
         if model.has_pd_disaggregation:
@@ -233,7 +233,7 @@ def _cpu_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator
             )
 
 
-def _stage_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator[str]:
+def _stage_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
     """Pipeline-parallel engines that would take weights in a way that their stages cannot.
 
     A stage of SGLang's hands a request on when it has dealt with it: a stage that waits for the next one in a group
@@ -254,7 +254,7 @@ def _stage_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterat
             )
 
 
-def _node_problems(args: argparse.Namespace, models: list[ModelPlan]) -> Iterator[str]:
+def _node_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
     """Engines that would have unequal shares of the nodes that they lie on; a machine without GPUs is one node."""
     per_node = args.num_gpus_per_node
     if args.accelerator == "cpu" or args.rollout_external or args.rollout_num_gpus is None or per_node < 1:

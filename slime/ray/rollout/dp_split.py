@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slime.config.args import Args
 from slime.utils.dp_schedule import build_dp_schedule
 
 SCHEDULE_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 
 
 def split_train_data(
-    args: Any, train_data: Mapping[str, Any], parallel_config: Mapping[str, int]
+    args: Args, train_data: Mapping[str, Any], parallel_config: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Cut every column of a rollout by rank.
 

@@ -20,6 +20,7 @@ import ray
 
 from slime.backends.sglang_utils.engine_client import MEMORY_TAGS
 from slime.backends.sglang_utils.server_control import Probe
+from slime.config.args import Args
 from slime.observability import logging_utils
 from slime.observability.eval_samples import EvalSample, pick_eval_samples
 from slime.observability.progress import counts_under_way
@@ -51,7 +52,7 @@ from slime.utils.api_keys import use_keys
 from slime.utils.dumps import load_samples, save_dump, subsample
 from slime.utils.full_disk import line_of_full_disk
 from slime.utils.http_utils import init_http_client
-from slime.utils.misc import Box, hook_args, load_function, spare_garbage_collector
+from slime.utils.misc import Box, hook_args, load_function, needed, spare_garbage_collector
 from slime.utils.outages import OUTAGES, origin
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -84,7 +85,7 @@ class RolloutManager(RayActor):
         log_path: where this process's log goes; what user code prints still reaches the driver's terminal.
     """
 
-    def __init__(self, args: Any, engine_slots: list[Slot], *, log_path: str) -> None:
+    def __init__(self, args: Args, engine_slots: list[Slot], *, log_path: str) -> None:
         _configure_output(log_path)
         stacks.can_be_asked()
         use_keys(vars(args).get("run_keys"))
@@ -122,7 +123,7 @@ class RolloutManager(RayActor):
         if self.args.dump_details:
             self._save_tokenizer()
 
-    def _open_data_source(self, args: Any) -> None:
+    def _open_data_source(self, args: Args) -> None:
         path = args.data_source_path
         with blame_hook(f"--data-source-path {hook_name(path)}", only_exits=True):
             source = load_function(path)(hook_args(args))
@@ -503,14 +504,14 @@ class RolloutManager(RayActor):
 
     def _save_tokenizer(self) -> None:
         """Beside the dumps of --dump-details: what turns their tokens into text again."""
-        args, directory = self.args, Path(self.args.dump_details) / "tokenizer"
+        args, directory = self.args, Path(needed(self.args.dump_details)) / "tokenizer"
         load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code).save_pretrained(directory)
         processor = load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         if processor is not None:
             processor.save_pretrained(directory.with_name("processor"))
 
 
-def _draws_prompts(args: Any) -> bool:
+def _draws_prompts(args: Args) -> bool:
     """Whether the data source is used: a replay draws nothing from it, an evaluation nothing from slime's own."""
     if args.load_debug_rollout_data is not None:
         return False

@@ -24,6 +24,7 @@ from typing import Any
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.external import ExternalEngine
 from slime.backends.sglang_utils.server_control import Probe, Worker
+from slime.config.args import Args
 from slime.ray.rollout.hourly import LastHour
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import ModelServers, RolloutServers
@@ -81,7 +82,7 @@ class Replacements:
         args: reads `accelerator`, `rollout_health_check_timeout`, `max_engine_restarts_per_hour`.
     """
 
-    def __init__(self, servers: RolloutServers, args: Any) -> None:
+    def __init__(self, servers: RolloutServers, args: Args) -> None:
         self._args = args
         self._seats: list[_Seat] = []
         self._lock = threading.Lock()

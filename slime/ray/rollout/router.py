@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
+from slime.config.args import Args
 from slime.ray.rollout.ports import PortBlock, is_free, reserve_block
 from slime.utils.api_keys import protect_router
 from slime.utils.errors import UsageError
-from slime.utils.misc import url_host
+from slime.utils.misc import needed, url_host
 from slime.utils.private_files import write_private
 from slime.utils.processes import exit_text, log_tail, registry
 from slime.utils.wait import WaitTimeout, wait
@@ -59,7 +60,9 @@ class Router:
         kind: "generate", "pd" where its engines prefill or decode, "classify" for a model that scores.
     """
 
-    def __init__(self, args: Any, *, host: str, log_path: Path, is_first: bool = True, kind: str = "generate") -> None:
+    def __init__(
+        self, args: Args, *, host: str, log_path: Path, is_first: bool = True, kind: str = "generate"
+    ) -> None:
         self._args = args
         self._log_path = log_path
         self._has_pd = kind == "pd"
@@ -69,7 +72,7 @@ class Router:
         self._port: int | None = args.sglang_router_port if is_first else None
         self._is_first = is_first
         self.is_ours = not (is_first and args.sglang_router_ip)
-        self.address = RouterAddress(host if self.is_ours else args.sglang_router_ip, self._port or 0)
+        self.address = RouterAddress(host if self.is_ours else needed(args.sglang_router_ip), self._port or 0)
         if not self.is_ours:
             protect_router(self.address.url)
 
@@ -176,7 +179,7 @@ class Router:
             self._block.release()
 
 
-def router_values(args: Any, address: RouterAddress, *, prometheus_port: int, has_pd: bool = False) -> dict[str, Any]:
+def router_values(args: Args, address: RouterAddress, *, prometheus_port: int, has_pd: bool = False) -> dict[str, Any]:
     """What the router's command line would hold: ours, overridden by the `--router-*` flags, then the addresses.
 
     Args:

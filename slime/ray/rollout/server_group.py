@@ -20,6 +20,7 @@ from slime.backends.sglang_utils.engine_client import EngineContact
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
+from slime.config.args import Args
 from slime.ray.placement_group import ENGINE_SHARE, Slot
 from slime.ray.rollout.ports import PortBlock, reserve_block
 from slime.ray.utils import actor_env, check_network, get, in_bundle, node_address, slot_options
@@ -58,7 +59,7 @@ class EngineActor(SGLangEngine):
         num_threads: OMP threads of a CPU server.
     """
 
-    def __init__(self, args: Any, spec: EngineSpec, *, host: str | None, log_path: str, num_threads: int) -> None:
+    def __init__(self, args: Args, spec: EngineSpec, *, host: str | None, log_path: str, num_threads: int) -> None:
         use_keys(vars(args).get("run_keys"))
         registry()  # in this thread, the main one: no other can catch signals
         super().__init__({}, rank=spec.rank, log_path=log_path, accelerator=args.accelerator, num_threads=num_threads)
@@ -222,7 +223,7 @@ class ServerGroup:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         specs: Sequence[EngineSpec],
         placements: Sequence[Sequence[Slot]],
         *,

@@ -25,7 +25,7 @@ from slime.backends.sglang_utils.engine_client import FLUSH_DEADLINE_S, MEMORY_T
 from slime.backends.sglang_utils.external import ExternalEngine, start_external_rollout_servers
 from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
-from slime.config.args import publish_runtime
+from slime.config.args import Args, publish_runtime
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan, releases_memory
 from slime.ray.placement_group import Slot
 from slime.ray.rollout.engine_nodes import nodes_of_engine
@@ -80,12 +80,12 @@ class ModelServers:
         ours = [(engine, size) for size, group in groups for engine in group.engines if engine not in self.lost]
         return ours + [(engine, engine.info.num_gpus) for engine in self.external if engine not in self.lost]
 
-    def releasing(self, args: Any) -> list[Any]:
+    def releasing(self, args: Args) -> list[Any]:
         """The engines that give their GPU memory up when asked to."""
         groups = [group for kind, group in self.groups if releases_memory(kind, args)]
         return [engine for group in groups for engine in group.engines if engine not in self.lost]
 
-    def register(self, args: Any, workers: Sequence[Worker]) -> None:
+    def register(self, args: Args, workers: Sequence[Worker]) -> None:
         """Put engines behind the router, external ones too where they are this model's; needs the router to run."""
         url = self.router.address.url
         for worker in workers:
@@ -142,7 +142,7 @@ class ModelServers:
 class RolloutServers:
     """The models of a run; the first one's router is the default."""
 
-    def __init__(self, args: Any, models: list[ModelServers]) -> None:
+    def __init__(self, args: Args, models: list[ModelServers]) -> None:
         self._args = args
         self.models = models
 
@@ -249,7 +249,7 @@ class RolloutServers:
             model.shutdown()
 
 
-def start_rollout_servers(args: Any, *, slots: Sequence[Slot]) -> RolloutServers:
+def start_rollout_servers(args: Args, *, slots: Sequence[Slot]) -> RolloutServers:
     """Start every engine of the run, and the routers unless one is given; returns when all engines take requests.
 
     Args:
@@ -280,7 +280,7 @@ def start_rollout_servers(args: Any, *, slots: Sequence[Slot]) -> RolloutServers
     return servers
 
 
-def _models(args: Any, slots: Sequence[Slot]) -> Iterator[ModelServers]:
+def _models(args: Args, slots: Sequence[Slot]) -> Iterator[ModelServers]:
     """The routers and engine actors of every model; nothing is started yet."""
     host, log_dir = _listening_host(args), Path(args.output_dir).absolute() / "logs"
     num_engines = sum(len(group.engine_slots) for model in args.engine_models for group in model.groups)
@@ -308,7 +308,7 @@ def _models(args: Any, slots: Sequence[Slot]) -> Iterator[ModelServers]:
         yield ModelServers(plan, router, groups)
 
 
-def _specs(args: Any, plan: ModelPlan, kind: EngineGroupPlan, *, first_rank: int) -> list[EngineSpec]:
+def _specs(args: Args, plan: ModelPlan, kind: EngineGroupPlan, *, first_rank: int) -> list[EngineSpec]:
     return [
         EngineSpec(
             rank=first_rank + number,
@@ -324,11 +324,11 @@ def _specs(args: Any, plan: ModelPlan, kind: EngineGroupPlan, *, first_rank: int
     ]
 
 
-def _external_pd(args: Any) -> bool:
+def _external_pd(args: Args) -> bool:
     return args.rollout_external and any(info.worker_type == "prefill" for info in args.rollout_external_engine_infos)
 
 
-def _listening_host(args: Any) -> str | None:
+def _listening_host(args: Args) -> str | None:
     """The loopback where everything is on this machine; None: each server listens on its node's address."""
     is_one_node = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
     has_engines = any(model.groups for model in args.engine_models)  # otherwise they come from who knows where

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import numpy as np
 
+from slime.config.args import Args
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.utils.types import Sample
 
 _MIN_STD = 1e-6
 
 
-def check_reward_nonzero_std(args: Namespace, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: Args, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group whose rewards differ (unbiased standard deviation above 1e-6)."""
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     keep = len(rewards) > 1 and float(np.std(np.asarray(rewards, dtype=np.float64), ddof=1)) > _MIN_STD
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
-def check_reward_nonzero_std_with_fallback(
-    args: Namespace, samples: list[Sample], **kwargs: Any
-) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(args: Args, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """As `check_reward_nonzero_std`, but a batch is never left incomplete: groups are kept when too few remain."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import random
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.rm_hub.classify import classify_reward
 from slime.rollout.rm_hub.code_sandbox import code_reward
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
@@ -45,56 +45,56 @@ __all__ = [
 ]
 
 Reward = float | dict[str, Any]
-Grader = Callable[[Namespace, str, Sample], Awaitable[Reward]]
+Grader = Callable[[Args, str, Sample], Awaitable[Reward]]
 BOXED_PREFIX = "boxed_"
 _threads = DaemonThreads("grader", 32)
 
 
-async def _math(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _math(args: Args, response: str, sample: Sample) -> Reward:
     # In a thread: sympy may take its two seconds, and the event loop feeds the engines meanwhile.
     return int(await _threads.run(grade_answer_verl, response, sample.label))
 
 
-async def _deepscaler(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _deepscaler(args: Args, response: str, sample: Sample) -> Reward:
     return await _threads.run(get_deepscaler_rule_based_reward, response, sample.label)
 
 
-async def _dapo(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _dapo(args: Args, response: str, sample: Sample) -> Reward:
     return compute_score_dapo(response, sample.label)
 
 
-async def _f1(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _f1(args: Args, response: str, sample: Sample) -> Reward:
     return f1_score(response, sample.label)[0]
 
 
-async def _gpqa(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _gpqa(args: Args, response: str, sample: Sample) -> Reward:
     return compute_gpqa_reward(response, sample.label, sample.metadata)
 
 
-async def _ifbench(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _ifbench(args: Args, response: str, sample: Sample) -> Reward:
     return ifbench_reward(response, sample.metadata)
 
 
-async def _code(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _code(args: Args, response: str, sample: Sample) -> Reward:
     return await code_reward(args, response, sample)
 
 
-async def _classify(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _classify(args: Args, response: str, sample: Sample) -> Reward:
     return await classify_reward(args, response, sample)
 
 
-async def _random(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _random(args: Args, response: str, sample: Sample) -> Reward:
     return random.randint(0, 1)
 
 
-async def _remote(args: Namespace, response: str, sample: Sample) -> Reward:
+async def _remote(args: Args, response: str, sample: Sample) -> Reward:
     return await remote_rm(args, sample)
 
 
 def _on_boxed_answer(grade: Grader) -> Grader:
     """Grade the content of the response's last box ("" without one) in place of the response."""
 
-    async def graded(args: Namespace, response: str, sample: Sample) -> Reward:
+    async def graded(args: Args, response: str, sample: Sample) -> Reward:
         return await grade(args, extract_boxed_answer(response) or "", sample)
 
     return graded
@@ -125,7 +125,7 @@ def rm_needs_label(rm_type: str | None) -> bool:
     return (rm_type or "").strip().removeprefix(BOXED_PREFIX) in _NEED_LABEL
 
 
-async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
+async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
     """Score one sample: by its own hook, else by `--custom-rm-path`, else by the name in its metadata or `--rm-type`.
 
     The built-in graders read the response without the engine's stop token; hooks and `remote_rm` get the sample as is.
@@ -150,7 +150,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Reward:
     return await RM_TYPES[rm_type](args, without_stop_tokens(sample.response), sample)
 
 
-async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
+async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
     """Score several samples: one call of `--custom-rm-path` with the list when given, else each by `async_rm`."""
     if args.custom_rm_path is not None:
         rewards = await _call(load_function(args.custom_rm_path), args, samples, **kwargs)

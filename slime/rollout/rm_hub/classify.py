@@ -6,12 +6,12 @@ those of the policy. It does not start the engine: the run does (--reward-model-
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.model_urls import required_model_url
 from slime.rollout.rm_hub.service import Service, ask, unusable
-from slime.utils.misc import SingletonMeta
+from slime.utils.misc import SingletonMeta, needed
 from slime.utils.processing_utils import encode_text, load_tokenizer, render_chat
 from slime.utils.types import Sample
 
@@ -23,8 +23,8 @@ TIMEOUT_S = 600.0  # one forward pass, behind those of the others
 class RewardTokenizer(metaclass=SingletonMeta):
     """The reward model's tokenizer, read once per process."""
 
-    def __init__(self, args: Namespace) -> None:
-        self.tokenizer = load_tokenizer(args.reward_model_path, trust_remote_code=args.trust_remote_code)
+    def __init__(self, args: Args) -> None:
+        self.tokenizer = load_tokenizer(needed(args.reward_model_path), trust_remote_code=args.trust_remote_code)
 
 
 def conversation(sample: Sample, response: str) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def conversation_ids(tokenizer: Any, sample: Sample, response: str) -> list[int]
     return encode_text(tokenizer, text)
 
 
-async def classify_reward(args: Namespace, response: str, sample: Sample) -> float:
+async def classify_reward(args: Args, response: str, sample: Sample) -> float:
     """The reward model's score of the sample with `response`, which has no stop token: the template closes the turn.
 
     Raises:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.rm_hub.service import Service, ask, unusable
 from slime.utils.async_utils import gather_or_cancel
+from slime.utils.misc import needed
 from slime.utils.types import Sample
 
 OPENING_FENCE = re.compile(r"[ \t]*```[ \t]*([\w+#-]*)")
@@ -149,7 +150,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-async def code_reward(args: Namespace, response: str, sample: Sample) -> float:
+async def code_reward(args: Args, response: str, sample: Sample) -> float:
     """1.0 when the response's program passes every test case, else 0.0; no program is 0.0 too.
 
     The first test runs alone, because most wrong programs already fail it; the others run side by side, at most
@@ -175,12 +176,12 @@ async def code_reward(args: Namespace, response: str, sample: Sample) -> float:
 class _Runner:
     """One program and the service that runs it."""
 
-    def __init__(self, args: Namespace, sample: Sample, *, program: str, language: str) -> None:
+    def __init__(self, args: Args, sample: Sample, *, program: str, language: str) -> None:
         self.sample, self.program, self.language = sample, program, language
         self.run_timeout_s = float(sample.metadata.get("run_timeout") or RUN_TIMEOUT_S)
         self.service = Service(
             "the code sandbox of --code-sandbox-url",
-            args.code_sandbox_url.rstrip("/") + "/run_code",
+            needed(args.code_sandbox_url).rstrip("/") + "/run_code",
             max_in_flight=args.code_sandbox_concurrency,
             timeout_s=COMPILE_TIMEOUT_S + self.run_timeout_s + QUEUE_MARGIN_S,
             max_tries=5,

@@ -6,14 +6,15 @@ asked is in `slime.rollout.rm_hub.service`.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.config.args import Args
 from slime.rollout.rm_hub.service import Service, ask
+from slime.utils.misc import needed
 from slime.utils.types import Sample
 
 
-async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> Any:
+async def remote_rm(args: Args, sample: Sample, max_retries: int = 10) -> Any:
     """POST prompt, response and label to `args.rm_url` and return the answer's JSON.
 
     At most 64 requests at a time, 120 s for a try. Server and connection errors are tried again, `max_retries` times
@@ -22,6 +23,8 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
     Raises:
         RewardError: the service refused the request (4xx, at once, with its text) or every try failed.
     """
-    service = Service("the reward service of --rm-url", args.rm_url, max_tries=max_retries, proxy=args.http_proxy)
+    service = Service(
+        "the reward service of --rm-url", needed(args.rm_url), max_tries=max_retries, proxy=args.http_proxy
+    )
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     return await ask(service, payload, sample)

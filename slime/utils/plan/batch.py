@@ -7,11 +7,16 @@ data and schedules nothing (slime.utils.dp_schedule does, with the real lengths)
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from slime.utils.misc import needed
 from slime.utils.plan.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 MEAN_SHARE = 0.5
 """A response is expected to have this share of --rollout-max-response-len: between the runs where all are cut and
@@ -83,7 +88,7 @@ class BatchPlan:
     """Passes over the prompts in the whole run; None where the data could not be read."""
 
 
-def lengths_of(args: argparse.Namespace, facts: DataFacts | None) -> Lengths:
+def lengths_of(args: Args, facts: DataFacts | None) -> Lengths:
     """Expected and longest tokens; a context limit bounds both together."""
     facts = facts or DataFacts(0)
     is_whole = facts.max_prompt is not None and facts.num_measured == facts.num_rows
@@ -106,7 +111,7 @@ def lengths_of(args: argparse.Namespace, facts: DataFacts | None) -> Lengths:
     )
 
 
-def batch_plan(args: argparse.Namespace, layout: ParallelLayout, facts: DataFacts | None) -> BatchPlan:
+def batch_plan(args: Args, layout: ParallelLayout, facts: DataFacts | None) -> BatchPlan:
     """The batch arithmetic of a command line whose --rollout-batch-size is given."""
     prompts, per_prompt = args.rollout_batch_size, args.n_samples_per_prompt
     samples = prompts * per_prompt
@@ -137,12 +142,12 @@ def batch_plan(args: argparse.Namespace, layout: ParallelLayout, facts: DataFact
     )
 
 
-def _is_dynamic(args: argparse.Namespace) -> bool:
+def _is_dynamic(args: Args) -> bool:
     return bool(args.use_dynamic_batch_size and args.max_tokens_per_gpu)
 
 
 def _tokens(
-    args: argparse.Namespace, layout: ParallelLayout, lengths: Lengths, budget: int | None, *, num_samples: int
+    args: Args, layout: ParallelLayout, lengths: Lengths, budget: int | None, *, num_samples: int
 ) -> tuple[int, int]:
     """(most tokens of a micro-batch on a GPU, response tokens among them) under a token budget per GPU."""
     if _is_dynamic(args) and budget:
@@ -157,10 +162,10 @@ def _tokens(
     return padded, math.ceil(responses / layout.cp)
 
 
-def _num_micro_batches(args: argparse.Namespace, layout: ParallelLayout, lengths: Lengths, per_step: int) -> int:
+def _num_micro_batches(args: Args, layout: ParallelLayout, lengths: Lengths, per_step: int) -> int:
     """Expected number per rank and train step."""
     if _is_dynamic(args):
-        size = max(1, args.max_tokens_per_gpu * layout.cp // max(lengths.mean, 1))
+        size = max(1, needed(args.max_tokens_per_gpu) * layout.cp // max(lengths.mean, 1))
     else:
         size = args.micro_batch_size
     count = math.ceil(math.ceil(per_step / size) / layout.dp)
@@ -172,7 +177,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _num_rollouts(args: argparse.Namespace, facts: DataFacts | None) -> int | None:
+def _num_rollouts(args: Args, facts: DataFacts | None) -> int | None:
     if args.num_rollout is not None:
         return int(args.num_rollout)
     if args.num_epoch is None or facts is None:

@@ -5,14 +5,18 @@ It adds up what trainer_memory and engine_memory say for the processes that shar
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from slime.utils.plan.devices import Device
 from slime.utils.plan.engine_memory import EngineMemory
 from slime.utils.plan.layout import SlotLayout
 from slime.utils.plan.trainer_memory import TrainerMemory
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 TOLERANCE = 0.10
 """Of the memory: by so much more a plan may say than a run takes (benchmarks/plan_accuracy.py: 7% at most)."""
@@ -94,7 +98,7 @@ def misfits(found: Iterable[Moment]) -> Misfits:
 
 
 def moments(
-    args: argparse.Namespace,
+    args: Args,
     device: Device,
     slots: SlotLayout,
     *,
@@ -119,11 +123,11 @@ def _moment(where: str, when: str, parts: dict[str, int], limit: int, remedy: st
     return Moment(where, when, parts, total, limit, total <= limit, "" if total <= limit else remedy)
 
 
-def _released(args: argparse.Namespace) -> str:
+def _released(args: Args) -> str:
     return " (offloaded)" if args.offload_train else " (ended)" if args.release_train else ""
 
 
-def _at_rest(args: argparse.Namespace, device: Device, trainers: list[TrainerMemory]) -> int:
+def _at_rest(args: Args, device: Device, trainers: list[TrainerMemory]) -> int:
     """What trainers hold while others work."""
     if args.release_train:
         return 0
@@ -132,7 +136,7 @@ def _at_rest(args: argparse.Namespace, device: Device, trainers: list[TrainerMem
 
 
 def _training(
-    args: argparse.Namespace,
+    args: Args,
     device: Device,
     trainer: TrainerMemory,
     engines: list[EngineMemory],
@@ -164,7 +168,7 @@ def _training(
     return _moment(f"shared GPU ({name})" if waiting else "shared GPU", "training", parts, device.memory_bytes, remedy)
 
 
-def _serving(args: argparse.Namespace, device: Device, trainers: list[TrainerMemory], engine: EngineMemory) -> Moment:
+def _serving(args: Args, device: Device, trainers: list[TrainerMemory], engine: EngineMemory) -> Moment:
     parts = {"weights": engine.weights, "KV cache": max(engine.kv_cache, 0), "context": device.reserved_bytes}
     name = "shared GPU" if trainers else "engine GPU"
     name += f" ({engine.name})" if engine.name else ""

@@ -6,12 +6,15 @@ in the order of that module: by node, then by GPU. It knows nothing about memory
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.pipeline_layout import split_layers, split_text, stages_of_text
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 LAYOUT_DEFAULTS: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -61,7 +64,7 @@ class SlotLayout:
         return [*engines, *range(self.reward_offset, self.total)]
 
 
-def slot_layout(args: Any) -> SlotLayout:
+def slot_layout(args: Args) -> SlotLayout:
     """The layout that the cluster flags ask for (pure; `total` is what Ray must have)."""
     trainers = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     reward = args.reward_model_num_gpus or 0
@@ -93,7 +96,7 @@ class ParallelLayout:
     """Micro-batches that an interleaved stage takes through one of its chunks before the next chunk."""
 
     @classmethod
-    def of(cls, args: argparse.Namespace, num_layers: int) -> ParallelLayout:
+    def of(cls, args: Args, num_layers: int) -> ParallelLayout:
         """The layout that the flags describe; sizes that do not divide are rounded down (validation refuses them)."""
         given = {name: value for name, value in vars(args).items() if name in LAYOUT_DEFAULTS and value is not None}
         values = LAYOUT_DEFAULTS | given

@@ -7,10 +7,9 @@ None, and `missing` says why. `dataclasses.asdict` of a plan is JSON.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.plan import timing, traffic
 from slime.utils.plan.batch import MEAN_SHARE, BatchPlan, DataFacts, batch_plan
@@ -21,6 +20,10 @@ from slime.utils.plan.layout import EngineGroup, ParallelLayout, Seat, SlotLayou
 from slime.utils.plan.shape import ModelShape
 from slime.utils.plan.trainer_memory import TrainerMemory, recompute_of, trainer_memory
 from slime.utils.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 ASSUMED_HOST_MEMORY = 24 * 2**30
 
@@ -117,7 +120,7 @@ class Plan:
         return all(moment.fits for moment in self.fit)
 
 
-def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
+def make_plan(args: Args, facts: Facts | None = None) -> Plan:
     """Plan the run of a command line.
 
     Args:
@@ -168,7 +171,7 @@ def make_plan(args: argparse.Namespace, facts: Facts | None = None) -> Plan:
     )
 
 
-def engine_kinds(args: argparse.Namespace, facts: Facts) -> list[EngineKind]:
+def engine_kinds(args: Args, facts: Facts) -> list[EngineKind]:
     """The kinds of engines: those of the facts, or one kind as the cluster flags say."""
     num_slots = slot_layout(args).num_engine_slots
     if facts.engines is not None:
@@ -211,20 +214,18 @@ def _num_engines(kinds: list[EngineKind]) -> int:
     return max(1, sum(counts))
 
 
-def _node_size(args: argparse.Namespace) -> int:
+def _node_size(args: Args) -> int:
     """Slots of a node; a machine without GPUs is one node."""
     if args.accelerator == "cpu":
         return max(1, slot_layout(args).total)
     return int(args.num_gpus_per_node)
 
 
-def _num_nodes(args: argparse.Namespace, slots: SlotLayout) -> int:
+def _num_nodes(args: Args, slots: SlotLayout) -> int:
     return -(-slots.total // _node_size(args))
 
 
-def _host_memory(
-    args: argparse.Namespace, slots: SlotLayout, trainers: list[TrainerMemory], engines: list[EngineMemory]
-) -> int:
+def _host_memory(args: Args, slots: SlotLayout, trainers: list[TrainerMemory], engines: list[EngineMemory]) -> int:
     if args.accelerator == "cpu":
         return 0
     ranks = min(slots.num_trainers, _node_size(args))
@@ -237,7 +238,7 @@ def _host_memory(
 
 
 def _phases(
-    args: argparse.Namespace,
+    args: Args,
     shape: ModelShape | None,
     device: Device,
     layout: ParallelLayout,
@@ -285,7 +286,7 @@ def _phases(
     return found
 
 
-def num_log_prob_passes(args: argparse.Namespace, steps_per_rollout: int) -> int:
+def num_log_prob_passes(args: Args, steps_per_rollout: int) -> int:
     """Forward-only passes of the trainer over a rollout: the reference's, and old log-probs that the loss lacks."""
     if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
         return 0
@@ -296,7 +297,7 @@ def num_log_prob_passes(args: argparse.Namespace, steps_per_rollout: int) -> int
 
 
 def _assumptions(
-    args: argparse.Namespace, device: Device, batch: BatchPlan | None, engines: list[EngineMemory], facts: Facts
+    args: Args, device: Device, batch: BatchPlan | None, engines: list[EngineMemory], facts: Facts
 ) -> list[str]:
     found = [f"device {device.name} with {device.memory_bytes / 1e9:.0f} GB; rates: {device.source}"]
     if batch is not None:

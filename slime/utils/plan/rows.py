@@ -6,10 +6,9 @@ be read becomes a sentence, never an error: a plan is made without data and with
 
 from __future__ import annotations
 
-import argparse
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.data import Dataset, parse_slice, read_rows
 from slime.utils.errors import UsageError
@@ -19,6 +18,11 @@ from slime.utils.plan.plan import RowReport
 from slime.utils.processing_utils import load_tokenizer, render_chat
 from slime.utils.types import Sample
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.utils.eval_config import EvalDatasetConfig
+
+
 MEASURED_ROWS = 200
 """Rows at the start of the prompt file whose lengths are measured."""
 
@@ -27,14 +31,16 @@ Shown = tuple[str, list[tuple[str, bool]], int, int | None]
 Found = tuple[DataFacts | None, list[RowReport], list[str]]
 
 
-def read_rows_of(args: argparse.Namespace) -> Found:
+def read_rows_of(args: Args) -> Found:
     """What the data of a command line tells.
 
     Returns:
         facts about the prompts (None without them), one report per data file, and a sentence for each thing missing.
     """
     missing: list[str] = []
-    wanted = [("prompts", args.prompt_data, None)] if args.prompt_data else []
+    wanted: list[tuple[str, str, EvalDatasetConfig | None]] = []
+    if args.prompt_data:
+        wanted.append(("prompts", args.prompt_data, None))
     wanted += [(dataset.name, dataset.path, dataset) for dataset in args.eval_datasets]
     readable = [entry for entry in wanted if parse_slice(entry[1])[0].is_file()]
     missing += [f"{name}: {path} does not exist" for name, path, _ in wanted if (name, path) not in _names(readable)]
@@ -52,7 +58,7 @@ def _names(entries: list[tuple[str, str, Any]]) -> set[tuple[str, str]]:
     return {(name, path) for name, path, _ in entries}
 
 
-def _tokenizer(args: argparse.Namespace, missing: list[str]) -> Any:
+def _tokenizer(args: Args, missing: list[str]) -> Any:
     if not args.hf_checkpoint or not Path(args.hf_checkpoint).is_dir():
         missing.append(f"a tokenizer: --hf-checkpoint {args.hf_checkpoint} is no directory; data rows are shown raw")
         return None
@@ -64,7 +70,7 @@ def _tokenizer(args: argparse.Namespace, missing: list[str]) -> Any:
         return None
 
 
-def _keys(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
+def _keys(args: Args, dataset: Any) -> dict[str, Any]:
     """The keyword arguments of `Dataset` for the prompts, or for an evaluation data set."""
     source = dataset or args
     return {
@@ -78,7 +84,7 @@ def _keys(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
     }
 
 
-def row_report(args: argparse.Namespace, name: str, path: str, *, keys: dict[str, Any], tokenizer: Any) -> RowReport:
+def row_report(args: Args, name: str, path: str, *, keys: dict[str, Any], tokenizer: Any) -> RowReport:
     """The first row of a file; rendered and counted where there is a tokenizer, else as it is written."""
     where = None
     try:
@@ -124,7 +130,7 @@ def _prompt(sample: Sample, tokenizer: Any, *, is_whole: bool = False) -> Shown:
     return text, [], len(tokenizer.encode(text, add_special_tokens=False)), None
 
 
-def _masked(args: argparse.Namespace, sample: Sample, tokenizer: Any) -> Shown:
+def _masked(args: Args, sample: Sample, tokenizer: Any) -> Shown:
     """(text, spans, tokens, trained tokens) of a demonstration."""
     if not isinstance(sample.prompt, list):
         raise UsageError(
@@ -137,7 +143,7 @@ def _masked(args: argparse.Namespace, sample: Sample, tokenizer: Any) -> Shown:
     return "".join(text for text, _ in pieces), pieces, len(tokens), sum(mask)
 
 
-def _left_out(args: argparse.Namespace) -> list[str] | None:
+def _left_out(args: Args) -> list[str] | None:
     """Where read_rows may put lines that are no JSON; None: they are an error."""
     return [] if args.skip_malformed_data else None
 

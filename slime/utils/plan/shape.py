@@ -6,11 +6,14 @@ knows nothing about bytes, devices or parallel layout, and builds no model.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 MODEL_DEFAULTS: dict[str, Any] = {
     "num_layers": None,
@@ -61,7 +64,7 @@ MODEL_DEFAULTS: dict[str, Any] = {
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def model_values(args: argparse.Namespace) -> dict[str, Any]:
+def model_values(args: Args) -> dict[str, Any]:
     """The model flags among `args`; one that no parser has registered, or that is unset, has Megatron's default."""
     given = {name: value for name, value in vars(args).items() if name in MODEL_DEFAULTS and value is not None}
     return MODEL_DEFAULTS | given
@@ -184,7 +187,7 @@ class ModelShape:
     """Counted in every layer: which ones take the choice of an earlier one (GLM-5.2), no flag says."""
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> ModelShape | None:
+    def of(cls, args: Args) -> ModelShape | None:
         """The shape that the flags describe; None where they leave out what a model cannot do without."""
         values = model_values(args)
         if any(not values[name] for name in REQUIRED) or not (values["padded_vocab_size"] or values["vocab_size"]):

@@ -5,15 +5,17 @@ It reads flags and counts parameters; it opens no file and no connection.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.plan.devices import Device
 from slime.utils.plan.shape import ModelShape
 from slime.utils.plan.timing import DISK_BANDWIDTH
 from slime.utils.plan.trainer_memory import Precision
 from slime.utils.weight_format import WeightFormat, quantized_parts
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Output:
 
 
 def transport(
-    args: argparse.Namespace, shape: ModelShape, device: Device, *, num_nodes: int, fmt: WeightFormat | None = None
+    args: Args, shape: ModelShape, device: Device, *, num_nodes: int, fmt: WeightFormat | None = None
 ) -> Transport | None:
     """The way of the weights, which are quantised where the engines' checkpoint is (`fmt`); None without engines."""
     if args.debug_train_only or args.debug_rollout_only:
@@ -73,7 +75,7 @@ def transport(
     return Transport(way, num_bytes, bucket, -(-num_bytes // max(1, bucket)), every, bandwidth)
 
 
-def hf_bytes(args: argparse.Namespace, shape: ModelShape, fmt: WeightFormat | None) -> int:
+def hf_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None) -> int:
     """Of the model as HF tensors: in the trainer's precision, but for what `fmt` quantises."""
     parts, itemsize = shape.components, Precision.of(args).weight
     if fmt is None:
@@ -82,7 +84,7 @@ def hf_bytes(args: argparse.Namespace, shape: ModelShape, fmt: WeightFormat | No
     return fmt.bytes_of_params(quantized, itemsize=itemsize) + (parts["total"] - quantized) * itemsize
 
 
-def outputs(args: argparse.Namespace, shape: ModelShape | None, fmt: WeightFormat | None = None) -> list[Output]:
+def outputs(args: Args, shape: ModelShape | None, fmt: WeightFormat | None = None) -> list[Output]:
     """Everything that the run writes, in the order in which it happens; HF exports are stored as `fmt` says."""
     directory = args.output_dir
     found = [
@@ -107,7 +109,7 @@ def outputs(args: argparse.Namespace, shape: ModelShape | None, fmt: WeightForma
     return found
 
 
-def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape, fmt: WeightFormat | None = None) -> int:
+def checkpoint_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None = None) -> int:
     """What --checkpoint-contents says: weights as trained, the optimizer's fp32 state, an HF export."""
     precision, contents = Precision.of(args), args.checkpoint_contents or ("model", "optimizer")
     optimizer = precision.saved if "optimizer" in contents else 0
@@ -115,11 +117,11 @@ def checkpoint_bytes(args: argparse.Namespace, shape: ModelShape, fmt: WeightFor
     return shape.num_params * (precision.weight + optimizer) + export
 
 
-def _when_files_are_sent(args: argparse.Namespace) -> str:
+def _when_files_are_sent(args: Args) -> str:
     return "every weight sync" + ("" if args.update_weight_transport == "disk" else ", if there is no other way")
 
 
-def _dumps(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+def _dumps(args: Args) -> list[tuple[str, Any, str]]:
     return [
         ("rollout dump", args.save_debug_rollout_data, "every rollout"),
         ("trainer's inputs", args.save_debug_train_data, "every rollout"),

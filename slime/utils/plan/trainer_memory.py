@@ -27,9 +27,8 @@ and libraries.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.misc import num_weight_versions
 from slime.utils.plan.activations import (
@@ -49,6 +48,10 @@ from slime.utils.plan.activations import (
 from slime.utils.plan.batch import BatchPlan
 from slime.utils.plan.layout import ParallelLayout
 from slime.utils.plan.shape import ModelShape
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 ROW_BYTES = 32
 """Per token of a rank's share of a rollout: ids, positions, the packed row (int64 each) and two int32 masks."""
@@ -131,7 +134,7 @@ class Precision:
     """Of --optimizer-cpu-offload in host memory, sharded as well."""
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Precision:
+    def of(cls, args: Args) -> Precision:
         """What the precision flags make Megatron allocate."""
         flags = PRECISION_DEFAULTS | vars(args)
         found = cls("fp32", weight=4, gradient=4, optimizer=8, step=4, saved=8)
@@ -147,7 +150,7 @@ class Precision:
         return replace(found, optimizer=(1 - share) * held, step=0, on_host=on_host)
 
 
-def recompute_of(args: argparse.Namespace) -> Recompute:
+def recompute_of(args: Args) -> Recompute:
     """The recomputation that the flags ask for."""
     values = RECOMPUTE_DEFAULTS | {name: value for name, value in vars(args).items() if name in RECOMPUTE_DEFAULTS}
     return Recompute(
@@ -159,7 +162,7 @@ def recompute_of(args: argparse.Namespace) -> Recompute:
 
 
 def trainer_memory(
-    args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout, batch: BatchPlan, *, is_critic: bool = False
+    args: Args, shape: ModelShape, layout: ParallelLayout, batch: BatchPlan, *, is_critic: bool = False
 ) -> TrainerMemory:
     """Bytes of every pipeline stage of the trainer (see the module's docstring for the formula).
 
@@ -203,7 +206,7 @@ def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> float:
     return min(warm_up, micro_batches * layout.vpp) / layout.vpp
 
 
-def num_host_copies(args: argparse.Namespace) -> int:
+def num_host_copies(args: Args) -> int:
     """Sets of weights kept in host memory: each other model, old versions, and what the first of them pushes aside."""
     others = [args.use_kl_loss or args.kl_coef != 0, args.use_opd and args.opd_type == "megatron"]
     count = sum(map(bool, others))
@@ -227,7 +230,7 @@ class _Passes:
 class _Trainer:
     """What the memory of a stage depends on."""
 
-    args: argparse.Namespace
+    args: Args
     shape: ModelShape
     layout: ParallelLayout
     batch: BatchPlan

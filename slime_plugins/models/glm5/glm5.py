@@ -7,7 +7,6 @@ rotates (`indexer_rope_interleave`, which SGLang reads and transformers does not
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +17,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.model.spec import assemble_block
+from slime.config.args import Args
 from slime.models.hf_config import indexer_types
 from slime_plugins.models.sparse_attention import IndexerPlan, SparseAttention, SparseLatentAttention
 
 
-def get_glm5_spec(
-    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
-) -> TransformerBlockSubmodules:
+def get_glm5_spec(args: Args, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the spec of the layers of this rank's pipeline stage; none takes the choice of another stage."""
     plans = indexer_plans(_hf_config(args.hf_checkpoint), config.num_layers)
     here: list[int] = []

@@ -6,7 +6,6 @@ afterwards.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
 from slime.backends.megatron_utils.model.value_head import is_of_head, load_head_from_hf, value_head_of
 from slime.backends.megatron_utils.model_weights import EMBEDDING, Weight, is_tied_copy, iter_weights
+from slime.config.args import Args
 from slime.models.hf_config import SUPPORTED_MODEL_TYPES
 from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.distributed_utils import gathered
@@ -28,7 +28,7 @@ __all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]
 
 
 @torch.no_grad()
-def load_hf_weights(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | Path) -> None:
+def load_hf_weights(args: Args, model: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Copy the HF checkpoint at `path` into the parameters of `model`; a value head stays fresh where it has none.
 
     Collective, once, before a weight is read: which tensors no rank has a place for.

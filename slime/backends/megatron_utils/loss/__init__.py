@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.loss.reducers import pack_report
 from slime.backends.megatron_utils.loss.responses import get_responses
 from slime.backends.megatron_utils.loss.sft import sft_loss_function
 from slime.backends.megatron_utils.loss.value import get_values, value_loss_function
+from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
 
 __all__ = [
@@ -50,7 +51,7 @@ LOSS_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, dict[str, Any]]]] = 
 
 
 def loss_function(
-    args: Any,
+    args: Args,
     batch: dict[str, Any],
     logits: torch.Tensor | DeferredLogits,
     *,

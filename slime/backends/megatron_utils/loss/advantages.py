@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.loss.aggregation import zero_masked
 from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_advantages
+from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
 from slime.utils.ppo_utils import (
     ESTIMATORS,
@@ -23,7 +24,7 @@ from slime.utils.ppo_utils import (
 )
 
 
-def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_coef: float | None = None) -> None:
+def compute_advantages_and_returns(args: Args, rollout_data: dict[str, Any], kl_coef: float | None = None) -> None:
     """Fill `kl`, `advantages` and `returns` of a RolloutBatch in place, each [S][R] float32.
 
     Args:
@@ -66,7 +67,7 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any], kl_c
         rollout_data["advantages"] = whiten(rollout_data["advantages"], masks, group)
 
 
-def _estimate_with_values(args: Any, rollout_data: dict[str, Any], rewards: torch.Tensor, kl_coef: float) -> None:
+def _estimate_with_values(args: Args, rollout_data: dict[str, Any], rewards: torch.Tensor, kl_coef: float) -> None:
     """GAE with the critic's `values`."""
     masks = rollout_data["loss_masks"]
     rollout_data["advantages"], rollout_data["returns"] = get_advantages_and_returns_batch(
@@ -80,7 +81,7 @@ def _estimate_with_values(args: Any, rollout_data: dict[str, Any], rewards: torc
     )
 
 
-def _call_custom(args: Any, rollout_data: dict[str, Any]) -> None:
+def _call_custom(args: Args, rollout_data: dict[str, Any]) -> None:
     load_function(args.custom_advantage_function_path)(hook_args(args), rollout_data)
     for name in ("advantages", "returns"):
         if name not in rollout_data:

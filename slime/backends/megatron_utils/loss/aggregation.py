@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
-from slime.utils.misc import load_function
+from slime.config.args import Args
+from slime.utils.misc import load_function, needed
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
 Masks = Sequence[torch.Tensor]
@@ -36,7 +37,7 @@ def zero_masked(batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.cat(list(batch["loss_masks"])).bool(), values, 0)
 
 
-def loss_reducer(args: Any, batch: dict[str, Any], loss_masks: Masks) -> Reducer:
+def loss_reducer(args: Args, batch: dict[str, Any], loss_masks: Masks) -> Reducer:
     """[sum of R] -> scalar, by --loss-agg-mode.
 
     Args:
@@ -45,14 +46,14 @@ def loss_reducer(args: Any, batch: dict[str, Any], loss_masks: Masks) -> Reducer
         loss_masks: [S][R]; the batch's own, or fewer tokens of them, which then count as zeros: what the sums are
             divided by stays.
     """
-    constant = {"seq-mean-token-sum": 1, "seq-mean-token-sum-norm": args.rollout_max_response_len}
-    if args.loss_agg_mode not in constant:
+    if args.loss_agg_mode not in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
         return metric_reducer(args, batch, loss_masks)
-    denominators = [constant[args.loss_agg_mode]] * len(loss_masks)
+    constant = needed(args.rollout_max_response_len) if args.loss_agg_mode.endswith("norm") else 1
+    denominators = [constant] * len(loss_masks)
     return get_sum_of_sample_mean(batch["total_lengths"], batch["response_lengths"], loss_masks, denominators)
 
 
-def metric_reducer(args: Any, batch: dict[str, Any], loss_masks: Masks) -> Reducer:
+def metric_reducer(args: Args, batch: dict[str, Any], loss_masks: Masks) -> Reducer:
     """[sum of R] -> scalar: the mean of a rollout's tokens, or of the step's with token-mean, in every mode."""
     return get_sum_of_sample_mean(
         batch["total_lengths"],
@@ -63,7 +64,7 @@ def metric_reducer(args: Any, batch: dict[str, Any], loss_masks: Masks) -> Reduc
     )
 
 
-def pg_loss_reducer(args: Any, batch: dict[str, Any], loss_masks: Masks, default: Reducer) -> Reducer:
+def pg_loss_reducer(args: Args, batch: dict[str, Any], loss_masks: Masks, default: Reducer) -> Reducer:
     """The reducer of the policy loss: `default`, or what --custom-pg-loss-reducer-function-path returns."""
     path = args.custom_pg_loss_reducer_function_path
     if not path:

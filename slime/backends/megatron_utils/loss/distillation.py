@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from slime.config.args import Args
+
 
 def apply_opd_kl_to_advantages(
-    args: Any,
+    args: Args,
     rollout_data: dict[str, Any],
     advantages: Sequence[torch.Tensor],
     student_log_probs: Sequence[torch.Tensor] | None,

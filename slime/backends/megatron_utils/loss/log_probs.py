@@ -13,11 +13,12 @@ from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.cp_utils import gather_responses
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
+from slime.config.args import Args
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 
 def get_log_probs_and_entropy(
-    args: Any,
+    args: Args,
     batch: dict[str, Any],
     logits: torch.Tensor | DeferredLogits,
     *,
@@ -42,7 +43,7 @@ def get_log_probs_and_entropy(
 
 
 def get_token_columns(
-    args: Any,
+    args: Args,
     batch: dict[str, Any],
     logits: torch.Tensor | DeferredLogits,
     *,

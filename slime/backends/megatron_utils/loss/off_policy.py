@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.cp_utils import whole_columns
+from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
 from slime.utils.ppo_utils.kl import clamp_log_ratio
 
@@ -21,7 +22,7 @@ Corrected = tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]
 
 def vanilla_tis_function(
     *,
-    args: Any,
+    args: Args,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
     rollout_log_probs: Sequence[torch.Tensor],
@@ -41,7 +42,7 @@ def vanilla_tis_function(
 
 def icepop_function(
     *,
-    args: Any,
+    args: Args,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
     rollout_log_probs: Sequence[torch.Tensor],
@@ -58,7 +59,7 @@ def icepop_function(
 
 
 def correct(
-    args: Any, batch: dict[str, Any], pg_loss: torch.Tensor, train_log_probs: Sequence[torch.Tensor]
+    args: Args, batch: dict[str, Any], pg_loss: torch.Tensor, train_log_probs: Sequence[torch.Tensor]
 ) -> Corrected:
     """Apply --custom-tis-function-path, or TIS.
 

@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.loss.aggregation import (
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_token_columns
 from slime.backends.megatron_utils.loss.off_policy import correct
+from slime.config.args import Args
 from slime.utils.ppo_utils import (
     ESTIMATORS,
     clamp_log_ratio,
@@ -41,7 +42,7 @@ COLUMNS = ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs")
 
 
 def policy_loss_function(
-    args: Any, batch: dict[str, Any], logits: torch.Tensor | DeferredLogits, sum_of_sample_mean: Reducer
+    args: Args, batch: dict[str, Any], logits: torch.Tensor | DeferredLogits, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and metrics of one micro-batch, each a sum over it.
 
@@ -88,7 +89,7 @@ def policy_loss_function(
 
 
 def _pg_losses(
-    args: Any,
+    args: Args,
     batch: dict[str, Any],
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,

@@ -13,11 +13,12 @@ import torch
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.cp_utils import gather_responses
+from slime.config.args import Args
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 
 def prediction_loss(
-    args: Any, batch: dict[str, Any], sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor]
+    args: Args, batch: dict[str, Any], sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and metrics of one micro-batch, both summed by `sum_of_sample_mean`.
 
@@ -35,7 +36,7 @@ def prediction_loss(
     return args.mtp_loss_scaling_factor * mean, metrics
 
 
-def _log_probs(args: Any, batch: dict[str, Any], layer: int) -> torch.Tensor:
+def _log_probs(args: Args, batch: dict[str, Any], layer: int) -> torch.Tensor:
     """[sum of R]; 0 for a token that has too few before it to be predicted from."""
     tp_group = parallel_state.get_tensor_model_parallel_group()
 

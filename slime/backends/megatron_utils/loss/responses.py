@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from slime.config.args import Args
+
 
 def get_responses(
-    args: Any, batch: dict[str, Any], logits: torch.Tensor
+    args: Args, batch: dict[str, Any], logits: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (logits [R, V/tp] at --rollout-temperature, tokens [R]) of each sample of a micro-batch.
 

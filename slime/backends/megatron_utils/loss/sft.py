@@ -12,10 +12,11 @@ import torch
 
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
+from slime.config.args import Args
 
 
 def sft_loss_function(
-    args: Any,
+    args: Args,
     batch: dict[str, Any],
     logits: torch.Tensor | DeferredLogits,
     sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],

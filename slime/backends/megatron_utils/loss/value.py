@@ -13,9 +13,10 @@ import torch
 
 from slime.backends.megatron_utils.loss.aggregation import Reducer, metric_reducer, zero_masked
 from slime.backends.megatron_utils.loss.log_probs import whole_responses
+from slime.config.args import Args
 
 
-def get_values(args: Any, batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
+def get_values(args: Args, batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
     """The critic's value before each response token, [sum of R], float32, the samples' tokens in order.
 
     Args:
@@ -27,7 +28,7 @@ def get_values(args: Any, batch: dict[str, Any], values: torch.Tensor) -> torch.
 
 
 def value_loss_function(
-    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: Args, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and metrics of one micro-batch, each a sum over it.
 

@@ -27,7 +27,7 @@ def _on_cpu(device: Any) -> Any:
 class CudaMeansCpu(TorchFunctionMode):
     """Factories and .to() take "cuda" as the CPU; Tensor.type() names torch.cuda types, which optimizers check."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, operands: Any = (), kwargs: Any = None) -> Any:
         """Run `func` with every CUDA device replaced."""
         if kwargs:
             if kwargs.get("device") is not None:
@@ -37,12 +37,12 @@ class CudaMeansCpu(TorchFunctionMode):
         else:
             kwargs = {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
-            args = (args[0], _on_cpu(args[1]), *args[2:])
-        return func(*args, **kwargs)
+            return operands[0]
+        if func is torch.Tensor.type and len(operands) == 1 and not kwargs:
+            return func(*operands).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(operands) > 1 and isinstance(operands[1], str | torch.device):
+            operands = (operands[0], _on_cpu(operands[1]), *operands[2:])
+        return func(*operands, **kwargs)
 
 
 class _NoStream:

@@ -5,7 +5,6 @@ It gathers nothing and writes nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.megatron_to_hf.processors import quantize_params
 from slime.backends.megatron_utils.megatron_to_hf.rules import Family, family_of, numbered_in_model
+from slime.config.args import Args
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["convert_to_hf", "family_of_args", "remove_padding"]
 
 
-def family_of_args(args: argparse.Namespace) -> Family:
+def family_of_args(args: Args) -> Family:
     """Return the rule table for `--model-name`, or for the model_type of --hf-checkpoint's config."""
-    if args.model_name:
-        return family_of(args.model_name)
-    config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
-    return family_of(config["model_type"])
+    return family_of_checkpoint(args.model_name, args.hf_checkpoint)
+
+
+def family_of_checkpoint(model_name: str | None, checkpoint: str | Path) -> Family:
+    """Return the rule table for a family's name; without one for the model_type of a checkpoint's config."""
+    if model_name:
+        return family_of(model_name)
+    return family_of(json.loads((Path(checkpoint) / "config.json").read_text())["model_type"])
 
 
 def convert_to_hf(
-    args: argparse.Namespace, model_name: str, name: str, param: torch.Tensor, quantization_config: Any = None
+    args: Args, model_name: str, name: str, param: torch.Tensor, quantization_config: Any = None
 ) -> list[tuple[str, torch.Tensor]]:
     """Return the HF (name, tensor) pairs that a full Megatron parameter holds; tensors may be views of `param`.
 

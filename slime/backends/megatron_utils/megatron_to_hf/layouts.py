@@ -5,11 +5,12 @@ Everything works on full tensors and in both directions. Nothing here knows name
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from slime.config.args import Args
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ class TensorShape:
     linear_value_head_dim: int = 0
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> TensorShape:
+    def of(cls, args: Args) -> TensorShape:
         """Read them from derived flags."""
         return cls.of_saved(vars(args))
 

@@ -25,6 +25,7 @@ from slime.backends.megatron_utils.model.prediction import as_predicting
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import columns_from_last_stage
 from slime.backends.megatron_utils.routing_replay import tell_routers
+from slime.config.args import Args
 from slime.utils.errors import UsageError
 from slime.utils.misc import hook_args, load_function
 
@@ -93,7 +94,7 @@ def deferred_logits(gpt: Any, hidden: torch.Tensor, *, is_trained: bool = True) 
 
 
 def compute_log_probs(
-    args: Any,
+    args: Args,
     model: list[torch.nn.Module],
     micro_batches: MicroBatches,
     *,
@@ -122,7 +123,7 @@ def compute_log_probs(
 
 
 def compute_values(
-    args: Any, model: list[torch.nn.Module], micro_batches: MicroBatches
+    args: Args, model: list[torch.nn.Module], micro_batches: MicroBatches
 ) -> dict[str, list[torch.Tensor]]:
     """{"values": [S][R]}: what a model with a value head says before every response token, as `compute_log_probs`."""
     return compute_columns(args, model, micro_batches, lambda *of: {"values": get_values(args, *of)}, names=["values"])
@@ -130,7 +131,7 @@ def compute_values(
 
 @torch.no_grad()
 def compute_columns(
-    args: Any,
+    args: Args,
     model: list[torch.nn.Module],
     micro_batches: MicroBatches,
     read: Callable[[dict[str, Any], torch.Tensor], dict[str, torch.Tensor]],

@@ -7,17 +7,16 @@ groups): without it, Megatron's optimizer would decay them too.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime.config.args import Args
 from slime.config.rules.check_batch import check_schedule_length, check_warmup
 from slime.utils.errors import UsageError
 from slime.utils.train_steps import decay_steps, total_train_steps, warmup_steps
 
 
-def make_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def make_scheduler(args: Args, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """The scheduler of a run, at its first step.
 
     The flags of this command decide; a loaded checkpoint gives only the position, unless

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.config.args import Args
 from slime.utils.accelerator import reserve_segment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -208,7 +209,7 @@ class _threads:
         torch.set_num_threads(self._before)
 
 
-def held_by(args: Any) -> Held | None:
+def held_by(args: Args) -> Held | None:
     """What the flags say about state that Adam holds itself; None where Megatron holds the fp32 weights."""
     from slime.backends.megatron_utils.config_values import torch_type
 

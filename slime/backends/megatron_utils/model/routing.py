@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
+from slime.config.args import Args
 from slime.models.hf_config import moe_layer_pattern
 from slime.utils import accelerator
 
@@ -146,7 +147,7 @@ class ReplayRouter(TopKRouter):
         return here / everywhere.clamp(min=1.0)
 
 
-def load_balancing_metrics(args: Any, num_microbatches: int) -> dict[str, float]:
+def load_balancing_metrics(args: Args, num_microbatches: int) -> dict[str, float]:
     """The load-balancing losses of a train step, without their coefficients; every rank calls it.
 
     Each is a mean over the layers with experts, the micro-batches and the data-parallel ranks: `load_balancing_loss`
@@ -156,7 +157,7 @@ def load_balancing_metrics(args: Any, num_microbatches: int) -> dict[str, float]
     if not has_load_balancing_loss(args):
         return {}
     pattern = moe_layer_pattern(args.moe_layer_freq, args.num_layers)
-    layers = sum(pattern) + pattern[-1] * (args.mtp_num_layers if args.enable_mtp_training else 0)
+    layers = sum(pattern) + pattern[-1] * (args.mtp_num_layers or 0 if args.enable_mtp_training else 0)
     known = torch.zeros(len(LOSSES), dtype=torch.float64, device=accelerator.current_device())
     for i, name in enumerate(LOSSES):
         if name in tracker:
@@ -169,7 +170,7 @@ def load_balancing_metrics(args: Any, num_microbatches: int) -> dict[str, float]
     return {name: value / (layers * num_microbatches * copies) for name, value in sums.items() if value}
 
 
-def has_load_balancing_loss(args: Any) -> bool:
+def has_load_balancing_loss(args: Args) -> bool:
     """Whether a loss on the routers' choices is trained."""
     weights = args.moe_aux_loss_coeff
     return bool(args.moe_z_loss_coeff) or any(weights if isinstance(weights, list) else [weights])

@@ -25,6 +25,7 @@ from slime.backends.megatron_utils.model.trained_parameters import NOTHING, free
 from slime.backends.megatron_utils.model.value_head import HEAD, is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model_provider import build_stage, virtual_stages_here
 from slime.backends.megatron_utils.model_weights import keep_expert_biases_in_fp32
+from slime.config.args import Args
 from slime.config.megatron.fp8_forward_plan import Fp8Choice
 from slime.utils import accelerator
 
@@ -51,7 +52,7 @@ class TrainState:
     scheduler: OptimizerParamScheduler
 
 
-def setup_model_and_optimizer(args: Any) -> TrainState:
+def setup_model_and_optimizer(args: Args) -> TrainState:
     """Build model, optimizer and schedule; `initialize.init` has run on every rank before."""
     stages = virtual_stages_here(args)
     bare = [build_model(args, stage) for stage in stages]
@@ -74,7 +75,7 @@ def setup_model_and_optimizer(args: Any) -> TrainState:
     return TrainState(model, optimizer, make_scheduler(args, optimizer))
 
 
-def _make_optimizer(args: Any, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+def _make_optimizer(args: Args, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     held = held_by(args)
     ours = {
         "optimizer_cpu_offload": False,
@@ -100,7 +101,7 @@ def _master_sizes(model: list[DistributedDataParallel]) -> Iterator[int]:
                 yield 4 * buffer.numel // buffer.data_parallel_world_size
 
 
-def build_model(args: Any, vp_stage: int | None = None) -> torch.nn.Module:
+def build_model(args: Args, vp_stage: int | None = None) -> torch.nn.Module:
     """This rank's part of the model, on its device, in the precision of the flags.
 
     Args:
@@ -117,7 +118,7 @@ def build_model(args: Any, vp_stage: int | None = None) -> torch.nn.Module:
     return model
 
 
-def gradient_buckets(args: Any, first: torch.nn.Module) -> DistributedDataParallelConfig:
+def gradient_buckets(args: Args, first: torch.nn.Module) -> DistributedDataParallelConfig:
     """Megatron's config of the data-parallel wrapper, one for all chunks of a rank: its optimizer insists on that.
 
     Args:

@@ -8,7 +8,6 @@ Layers of other kinds are slime_plugins.models', loaded by path.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from slime.backends.megatron_utils.model.latent_attention import LatentAttention
 from slime.backends.megatron_utils.model.routing import ReplayRouter
 from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
 from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
+from slime.config.args import Args
 from slime.models.hf_config import moe_layer_pattern
 from slime.utils import accelerator
 from slime.utils.fusion import kernel_on_cuda
@@ -66,7 +66,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: 
     return torch.nn.functional.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
 
 
-def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_experts: int | None = None) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, args: Args, *, num_experts: int | None = None) -> ModuleSpec:
     """Return the spec of one transformer layer, dense without `num_experts`; no other layer shares it."""
     latent = config.multi_latent_attention
     spec = get_gpt_layer_local_spec(
@@ -104,20 +104,20 @@ def layer_spec(config: TransformerConfig, args: argparse.Namespace, *, num_exper
     return spec
 
 
-def last_layer_spec(config: TransformerConfig, args: argparse.Namespace) -> ModuleSpec:
+def last_layer_spec(config: TransformerConfig, args: Args) -> ModuleSpec:
     """Return the spec of the model's last layer."""
     has_experts = config.num_moe_experts and moe_layer_pattern(config.moe_layer_freq, config.num_layers)[-1]
     return layer_spec(config, args, num_experts=config.num_moe_experts if has_experts else None)
 
 
 def block_spec(
-    config: TransformerConfig, args: argparse.Namespace, vp_stage: int | None = None
+    config: TransformerConfig, args: Args, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """Return the spec of the layers of this rank's pipeline stage, and of the final norm behind the last.
 
     --spec says where it comes from, else --experimental-attention-variant, else it is `assemble_block`'s.
     """
-    path = ".".join(args.spec) if args.spec else OF_VARIANT.get(args.experimental_attention_variant)
+    path = ".".join(args.spec) if args.spec else OF_VARIANT.get(args.experimental_attention_variant or "")
     if path is None:
         return assemble_block(args, config, vp_stage)
     found: TransformerBlockSubmodules | ModuleSpec = load_function(path)(hook_args(args), config, vp_stage)
@@ -125,7 +125,7 @@ def block_spec(
 
 
 def assemble_block(
-    args: argparse.Namespace,
+    args: Args,
     config: TransformerConfig,
     vp_stage: int | None = None,
     adapt: Callable[[ModuleSpec, int], None] | None = None,

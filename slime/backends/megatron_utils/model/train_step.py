@@ -22,11 +22,12 @@ from slime.backends.megatron_utils.model.routing import load_balancing_metrics
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.pipeline import from_last_stage
+from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
 
 
 def train_one_step(
-    args: Any, state: TrainState, micro_batches: MicroBatches, *, rollout_id: int, step_id: int
+    args: Args, state: TrainState, micro_batches: MicroBatches, *, rollout_id: int, step_id: int
 ) -> dict[str, float]:
     """Accumulate gradients over this rank's micro-batches, reduce them over ranks, and step optimizer and schedule.
 
@@ -70,7 +71,7 @@ def train_one_step(
 
 
 def _forward_backward(
-    args: Any, model: list[torch.nn.Module], micro_batches: MicroBatches, step_id: int
+    args: Args, model: list[torch.nn.Module], micro_batches: MicroBatches, step_id: int
 ) -> list[dict[str, Any]]:
     num_microbatches = micro_batches.num_microbatches[step_id]
     scale = {

@@ -18,6 +18,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from slime.backends.megatron_utils.model_provider import unwrap
+from slime.config.args import Args
 
 if TYPE_CHECKING:
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
@@ -28,7 +29,7 @@ CHECKPOINT_PREFIX = "value_head."
 """Its name in a checkpoint, so that the output layer of a policy is not taken for it."""
 
 
-def is_value_model(args: Any) -> bool:
+def is_value_model(args: Args) -> bool:
     """Whether these args are a critic's (slime.config.files.roles)."""
     return args.loss_type == "value_loss"
 

@@ -6,7 +6,6 @@ model failed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import time
@@ -17,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.requests import Request
 from fastapi.responses import JSONResponse
 
+from slime.backends.megatron_utils.server.arguments import ServerArgs
 from slime.backends.megatron_utils.server.model_loop import ModelLoop
 from slime.backends.megatron_utils.server.protocol import GenerateBody, UpdateBody, answer_of, request_of
 from slime.backends.megatron_utils.server.waiting_line import Job, LineFull, WaitingLine
@@ -28,7 +28,7 @@ KIND = "megatron_teacher"
 class Handlers:
     """What the paths do; they run in the event loop and only wait for the model."""
 
-    def __init__(self, args: argparse.Namespace, line: WaitingLine, loop: ModelLoop) -> None:
+    def __init__(self, args: ServerArgs, line: WaitingLine, loop: ModelLoop) -> None:
         self._args, self._line, self._loop = args, line, loop
         self._model_path, self._weight_version, self._num_updates = args.load or args.hf_checkpoint, "0", 0
         self.is_ready = False

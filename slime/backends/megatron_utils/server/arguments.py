@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.args import Args
 from slime.utils.errors import UsageError
 
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -32,6 +33,23 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "trust_remote_code": False,
 }
 """Attributes that the trainer's own flags give, with the values that mean nothing here."""
+
+
+class ServerArgs(Args):
+    """The flags of the server, beside Megatron's."""
+
+    megatron_server_max_length: int
+    megatron_server_update_timeout_s: float
+    megatron_server_warmup: bool
+    teacher_host: str
+    teacher_label_reduction_chunk_size: int
+    teacher_max_tokens_per_batch: int
+    teacher_max_waiting_requests: int
+    teacher_port: int
+    teacher_request_timeout_s: float
+    teacher_sample_reduction_chunk_size: int
+    teacher_warmup_port: int
+    teacher_warmup_timeout_s: int
 
 
 def at_least(lowest: float, kind: type) -> Callable[[str], Any]:
@@ -139,7 +157,7 @@ def _add_limit_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def parse_server_args(argv: Sequence[str] | None, world_size: int) -> argparse.Namespace:
+def parse_server_args(argv: Sequence[str] | None, world_size: int) -> ServerArgs:
     """Parse, derive and check.
 
     Args:
@@ -159,7 +177,7 @@ def parse_server_args(argv: Sequence[str] | None, world_size: int) -> argparse.N
     from slime.utils import accelerator
     from slime.utils.checkpoint_paths import classify_checkpoint
 
-    args = make_parser().parse_args(argv)
+    args = make_parser().parse_args(argv, namespace=ServerArgs())
     vars(args).update(TRAINER_DEFAULTS, actor_num_gpus_per_node=world_size)
     args.accelerator = accelerator.resolve(args.accelerator)
     args.teacher_warmup_port = args.teacher_warmup_port or args.teacher_port

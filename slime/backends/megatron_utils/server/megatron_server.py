@@ -10,7 +10,6 @@ process of /info's `pid` may be sent it instead).
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from slime.backends.megatron_utils.server.arguments import parse_server_args
+from slime.backends.megatron_utils.server.arguments import ServerArgs, parse_server_args
 from slime.utils.errors import UsageError
 from slime.utils.misc import listen_anywhere
 from slime.utils.wait import WaitTimeout, wait
@@ -74,7 +73,7 @@ def _meeting_point(world_size: int) -> tuple[str, int | socket.socket]:
     return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
 
 
-def _serve(args: argparse.Namespace, rank: int, world_size: int, listener: socket.socket | None) -> int:
+def _serve(args: ServerArgs, rank: int, world_size: int, listener: socket.socket | None) -> int:
     from slime.backends.megatron_utils import initialize
 
     address, port = _meeting_point(world_size)
@@ -101,7 +100,7 @@ def _serve(args: argparse.Namespace, rank: int, world_size: int, listener: socke
     return status
 
 
-def _lead(args: argparse.Namespace, loop: ModelLoop, line: WaitingLine, listener: socket.socket) -> int:
+def _lead(args: ServerArgs, loop: ModelLoop, line: WaitingLine, listener: socket.socket) -> int:
     """Rank 0: HTTP in a thread, the model here."""
     import uvicorn
 
@@ -128,7 +127,7 @@ def _lead(args: argparse.Namespace, loop: ModelLoop, line: WaitingLine, listener
     return 1 if failed else 0
 
 
-def _warm_up(args: argparse.Namespace, handlers: Handlers, server: uvicorn.Server, failed: list[str]) -> None:
+def _warm_up(args: ServerArgs, handlers: Handlers, server: uvicorn.Server, failed: list[str]) -> None:
     """Say that the server is there, after it has answered a request; end it when it does not."""
     url = f"http://{_reachable(args.teacher_host)}:{args.teacher_warmup_port}/generate"
     body = json.dumps({"input_ids": [0] * 8}).encode()

@@ -5,7 +5,6 @@ Every tensor-parallel rank calls the same methods with the same arguments. It kn
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +17,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model.forward_only import run_model
 from slime.backends.megatron_utils.model.setup import build_model
 from slime.backends.megatron_utils.model_weights import named_tensors
+from slime.backends.megatron_utils.server.arguments import ServerArgs
 from slime.backends.megatron_utils.server.protocol import Alternatives, Score, ScoreRequest
 from slime.config.megatron.arguments import model_differences
 from slime.utils import accelerator
@@ -37,7 +37,7 @@ class Scorer:
         args: flags of the server; `initialize.init` has run with them.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: ServerArgs) -> None:
         self.args = args
         self.model = build_model(args).eval()
         self._weights = TensorBackuper(lambda: ((name, t.data) for name, t in named_tensors(self.model)))

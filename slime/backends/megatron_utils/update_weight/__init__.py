@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.backends.megatron_utils.update_weight.base import NoLinkError, WeightSyncError, WeightUpdater
+from slime.config.args import Args
 
 __all__ = [
     "NoLinkError",
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def connected_weight_updater(
-    args: Any,
+    args: Args,
     model: list[Any],
     engines: Sequence[Any],
     *,
@@ -94,7 +95,7 @@ def _over_files(updater: WeightUpdater, error: WeightSyncError) -> WeightUpdater
     return other
 
 
-def build_weight_updater(args: Any, model: list[Any], *, colocated: bool) -> WeightUpdater:
+def build_weight_updater(args: Args, model: list[Any], *, colocated: bool) -> WeightUpdater:
     """The updater for this run's transport.
 
     Args:

@@ -42,6 +42,7 @@ from slime.backends.megatron_utils.update_weight.engines import EngineFleet, NoL
 from slime.backends.megatron_utils.update_weight.spot_check import SpotCheck
 from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
+from slime.config.args import Args
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.expected_names import expected_hf_names
 
@@ -81,7 +82,7 @@ class WeightUpdater(ABC):
         engines: as given to `connect`. engine_sizes: likewise.
     """
 
-    def __init__(self, args: Any, model: list[Any]) -> None:
+    def __init__(self, args: Args, model: list[Any]) -> None:
         self.args = args
         self.model = model
         self.weight_version = 0

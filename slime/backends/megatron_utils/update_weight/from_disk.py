@@ -24,9 +24,10 @@ from slime.backends.megatron_utils.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
 from slime.backends.megatron_utils.update_weight.bucket_stream import check_versions
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Transport
+from slime.config.args import Args
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
-from slime.utils.misc import hook_args, load_function
+from slime.utils.misc import hook_args, load_function, needed
 from slime.utils.weight_dir import FLAG, WeightDir
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,9 @@ class DiskWeightUpdater(WeightUpdater):
         model: this rank's Megatron model chunks.
     """
 
-    def __init__(self, args: Any, model: list[Any]) -> None:
+    def __init__(self, args: Args, model: list[Any]) -> None:
         super().__init__(args, model)
-        root = Path(args.update_weight_disk_dir).absolute()
+        root = Path(needed(args.update_weight_disk_dir)).absolute()
         self._dir = WeightDir(root, keeps_files=args.update_weight_disk_keep_files, run=str(args.output_dir))
         path = args.custom_update_weight_post_write_path
         self._hook: Callable[[Any, str, list[Any]], None] | None = load_function(path) if path else None

@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater, Writer
 from slime.backends.megatron_utils.update_weight.transport import Bucket
+from slime.config.args import Args
 from slime.utils.weight_delta import COMPRESSION, Bytes, checksum, encode_part, parts_of
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class DeltaWeightUpdater(DiskWeightUpdater):
         model: this rank's Megatron model chunks.
     """
 
-    def __init__(self, args: Any, model: list[Any]) -> None:
+    def __init__(self, args: Args, model: list[Any]) -> None:
         super().__init__(args, model)
         # Of the source rank:
         self._base: int | None = None  # the version that all hosts have and `_held` holds; None: a whole one is due

@@ -32,6 +32,7 @@ from slime.backends.megatron_utils.update_weight.engines import EngineFleet, Wei
 from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
 from slime.backends.sglang_utils.weight_transfer import Place
+from slime.config.args import Args
 from slime.utils import accelerator
 from slime.utils.accelerator import process_group_backend
 from slime.utils.distributed_utils import gathered, get_gloo_group
@@ -45,7 +46,7 @@ class DistributedWeightUpdater(WeightUpdater):
     each other. While one stage sends, the others gather and flatten their first bucket.
     """
 
-    def __init__(self, args: Any, model: list[Any]) -> None:
+    def __init__(self, args: Args, model: list[Any]) -> None:
         super().__init__(args, model)
         self._place = stage_place()
 

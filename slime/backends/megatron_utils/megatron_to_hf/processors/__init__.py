@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from slime.config.args import Args
 
 if TYPE_CHECKING:
     import torch
@@ -13,7 +14,7 @@ __all__ = ["quantize_params"]
 
 
 def quantize_params(
-    args: argparse.Namespace,
+    args: Args,
     megatron_name: str,
     converted_named_params: Sequence[tuple[str, torch.Tensor]],
     quantization_config: Mapping[str, Any] | None,
