@@ -35,6 +35,7 @@ CONFIG_MAY_IMPORT = {
 }
 # The public path of something that moved: it only imports its names.
 PUBLIC_PATHS = {"slime.utils.arguments": "slime.config.parse"}
+ARGS = ROOT / "slime" / "config" / "args.py"
 TRANSFER_GATE = "slime.backends.sglang_utils.weight_transfer"
 OWNERS = {
     "ray": ("slime.ray", "slime.utils.data", "slime.backends.megatron_utils.update_weight"),
@@ -53,8 +54,19 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path) -> set[str]:
+    """What a module imports; the type of `args` may be named anywhere, and names what it is made of."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+        if path == ARGS or (isinstance(node, ast.ImportFrom) and node.module == "slime.config.args")
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -33,7 +33,7 @@ TYPES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--check", action="store_true", help="write nothing; end with status 1 where a stub is stale")
     options = parser.parse_args()
     stale = []
     for path, text in stubs().items():

@@ -48,7 +48,7 @@ class TrackerRuns:
 
 def tracker_runs(args: Args) -> TrackerRuns:
     """Those of the run of these flags (reads `save`, `load`, `finetune`)."""
-    goes_on = args.load == args.save and not args.finetune
+    goes_on = args.save is not None and args.load == args.save and not args.finetune
     return TrackerRuns(args.save, goes_on=goes_on and latest_iteration(args.load) is not None)
 
 
