@@ -75,7 +75,11 @@ ALLOWED: dict[tuple[str, str, str], str] = {
         "DeltaWriter.discard",
         "self._threads.shutdown",
     ): "reads and writes files",
-    ("slime/backends/sglang_utils/open_handle.py", "main", "sys.stdin.read"): "of its parent, which ends it in time",
+    (
+        "slime/backends/sglang_utils/weight_transfer.py",
+        "main",
+        "sys.stdin.read",
+    ): "of its parent, which ends it in time",
     (
         "slime/observability/wandb_utils.py",
         "WandbAdapter.finish.end",

@@ -1,5 +1,7 @@
 """SGLang's side of a weight sync, for the sender: engines to call, buckets, handles and process groups.
 
+Run as a script it is the process that `opened_elsewhere` starts.
+
 The one module that `megatron_utils/update_weight` imports from this package. It does not know which tensors there
 are, what they are called, or which engines take them.
 """
@@ -7,12 +9,14 @@ are, what they are called, or which engines take them.
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
-from slime.backends.sglang_utils.open_handle import EXPECTED, NUM_BYTES, opened_elsewhere
 from slime.backends.sglang_utils.weight_samples import agrees, on_host, sample
 
 __all__ = [
@@ -34,6 +38,11 @@ __all__ = [
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+NUM_BYTES = 2 * 1024**2
+EXPECTED = 7
+"""What each byte of the memory has to be that `opened_elsewhere` opens."""
+OPEN_DEADLINE_S = 120.0
 
 Place = tuple[str, "torch.Size", "torch.dtype", int]
 """Name, shape and type of a tensor, and the byte at which it begins."""
@@ -160,3 +169,29 @@ def _prepare() -> None:
 
     # Handles then name the GPU by its id: trainer and engine count the GPUs that they see differently.
     monkey_patch_torch_reductions()
+
+
+def opened_elsewhere(handle: str) -> str | None:
+    """Open a handle to `NUM_BYTES` of `EXPECTED` in another process, as an engine does; returns why that failed."""
+    # The saver of GPU memory is not for this process; nothing of it is to be given up.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" and not name.startswith("TMS_")}
+    command = [sys.executable, "-m", "slime.backends.sglang_utils.weight_transfer"]
+    try:
+        done = subprocess.run(command, input=handle, env=env, capture_output=True, text=True, timeout=OPEN_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return f"another process did not open the memory within {OPEN_DEADLINE_S:.0f} s"
+    if done.returncode == 0:
+        return None
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def main() -> None:
+    """Open the handle on standard input and read its memory."""
+    data = open_flat(sys.stdin.read().strip())
+    if data.numel() != NUM_BYTES or not bool((data == EXPECTED).all()):
+        raise SystemExit("the memory that was opened holds something else")
+
+
+if __name__ == "__main__":
+    main()
