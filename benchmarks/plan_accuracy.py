@@ -154,7 +154,8 @@ def start_trainer(args: Any) -> Any:
 
 def watch(meter: Any) -> None:
     """Let the meter see the phases of `train_on`."""
-    from slime.backends.megatron_utils import actor, forward_passes
+    from slime.backends.megatron_utils import actor
+    from slime.backends.megatron_utils.passes import forward_passes
 
     for module, function, phase in (
         (forward_passes, "compute_log_probs", "log-probs"),

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+    from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
     from slime.utils.conversion.file_copy import Segment
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
@@ -53,8 +53,8 @@ def convert(args: argparse.Namespace) -> int:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.backends.megatron_utils.hf_export import config_dtype
-    from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+    from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
+    from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
     from slime.utils.conversion.hf_config import read_hf_config, without_quantization
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.errors import UsageError

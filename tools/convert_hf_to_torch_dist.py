@@ -127,7 +127,7 @@ def convert(args: argparse.Namespace) -> None:
     import torch
 
     from slime.backends.megatron_utils import initialize
-    from slime.backends.megatron_utils.hf_export import config_dtype
+    from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
     from slime.config.megatron.arguments import model_shape
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.fp8 import E4M3
@@ -141,8 +141,12 @@ def convert(args: argparse.Namespace) -> None:
     args.params_dtype = usual or torch.float32
     initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere("127.0.0.1"))
     try:
-        from slime.backends.megatron_utils.hf_to_torch_dist import HfWeights, check_vocabulary, model_without_memory
-        from slime.backends.megatron_utils.torch_dist_writer import parameters_of, write_release
+        from slime.backends.megatron_utils.checkpoint.hf_to_torch_dist import (
+            HfWeights,
+            check_vocabulary,
+            model_without_memory,
+        )
+        from slime.backends.megatron_utils.checkpoint.torch_dist_writer import parameters_of, write_release
 
         start = time.perf_counter()
         weights = HfWeights(args, reader, stored)

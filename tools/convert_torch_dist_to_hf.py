@@ -64,8 +64,8 @@ def convert(args: argparse.Namespace) -> None:
     """
     import torch._dynamo  # noqa: F401 - tensors without memory load it; libraries are loaded before the clock starts
 
+    from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
     from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
-    from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.hf_text_config import text_config
@@ -226,7 +226,7 @@ def weight_jobs(
     """
     import torch
 
-    from slime.backends.megatron_utils.hf_export import config_dtype
+    from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
     from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
     from slime.backends.megatron_utils.megatron_to_hf.rules import numbered_in_model

@@ -64,7 +64,7 @@ def open_checkpoint(path: str, origin: str | None, model_name: str | None) -> Ch
     Raises:
         UsageError: it is no checkpoint that is known, or not whole; names the file.
     """
-    from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+    from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
     from slime.utils.checkpoint_paths import TRACKER_FILE, resolve_checkpoint_dir
     from slime.utils.conversion.raw_tensors import RawTensors
     from slime.utils.errors import UsageError

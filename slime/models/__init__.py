@@ -1,0 +1,1 @@
+"""Model families: what their config.json says."""

@@ -6,7 +6,7 @@ of the node before it too, so that a node may be lost with its holder. The copie
 all ranks are there; only then are older ones given up, so a loss on the way leaves the ones before.
 
 `PeerCopies` is the driver's side. It knows which ranks there are and where they sit; what a state is made of, the
-trainer knows (slime.backends.megatron_utils.rank_state).
+trainer knows (slime.backends.megatron_utils.checkpoint.rank_state).
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def take_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) ->
 
 def pieces_of(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[Piece]:
     """Name -> bytes, as many tensors at a time as have `limit` bytes together, one at least."""
-    from slime.backends.megatron_utils.rank_state import bytes_of  # the driver imports this module, without torch
+    from slime.backends.megatron_utils.checkpoint.rank_state import (
+        bytes_of,  # the driver imports this module, without torch
+    )
 
     piece: Piece = {}
     size = 0

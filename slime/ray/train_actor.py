@@ -190,7 +190,7 @@ class TrainRayActor(RayActor):
 
 
 def _why_not_written(write: Callable[[], None]) -> str | None:
-    from slime.backends.megatron_utils.full_disk import DiskFull
+    from slime.backends.megatron_utils.checkpoint.out_of_space import DiskFull
 
     try:
         write()

@@ -25,10 +25,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from slime.backends.megatron_utils.cp_utils import KeyChunks
+from slime.backends.megatron_utils.layers.packs import host_ends, keep, to_device
+from slime.backends.megatron_utils.layers.varlen_attention import Spans, VarlenAttention, key_chunks_of
 from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
 from slime.backends.megatron_utils.model.spec import assemble_block
-from slime.backends.megatron_utils.model.varlen_attention import Spans, VarlenAttention, key_chunks_of
-from slime.backends.megatron_utils.packs import host_ends, keep, to_device
 from slime.config.args import Args
 from slime.utils import accelerator
 

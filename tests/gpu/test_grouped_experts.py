@@ -20,7 +20,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_values_and_gradients_are_those_of_a_product_for_each_expert(
     counts: list[int], in_one_storage: bool, fused: bool
 ) -> None:
-    from slime.backends.megatron_utils.model import grouped_experts
+    from slime.backends.megatron_utils.layers import grouped_experts
 
     generator = torch.Generator("cuda").manual_seed(0)
     # as in a data-parallel buffer: another parameter lies between two of these

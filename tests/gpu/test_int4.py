@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.megatron_utils.hf_export import HfWriter
+from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.sglang_utils import weight_transfer
 from slime.utils.conversion.safetensors_reader import SafetensorsReader

@@ -39,7 +39,7 @@ def compare(left: Any, right: Any) -> None:
 
 def note_forward_batches(args: Any, check: Any, out: Path, **changes: Any) -> None:
     """Train, and save what `save` does and the tokens of each micro-batch of each pass without gradients."""
-    from slime.backends.megatron_utils.model import forward_only
+    from slime.backends.megatron_utils.passes import forward_only
 
     seen: list[int] = []
     real = forward_only.run_model

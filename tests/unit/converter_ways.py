@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils import torch_dist_writer
+from slime.backends.megatron_utils.checkpoint import torch_dist_writer
 from slime.utils.conversion import hf_output, partial_dir
 from tests.unit.megatron_fakes import make_hf_model
 from tests.unit.test_convert_gguf import write_gguf

@@ -53,8 +53,8 @@ def train_step(args, state, step):
 
 def save_after_two_steps(args, root, contents=("model", "optimizer", "rng")):
     """Train two steps, save as iteration 1, train two more; rank 0 notes the losses of those and the final weights."""
-    from slime.backends.megatron_utils.checkpoint import save_checkpoint
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
     from slime.config.megatron.arguments import model_shape
 
     state = build(args)
@@ -76,8 +76,8 @@ def save_after_two_steps(args, root, contents=("model", "optimizer", "rng")):
 
 
 def resume(args, root, tolerance):
-    from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, load_checkpoint
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 
     state = build(args)
     train_step(args, state, 7)  # anything that loading must undo
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_one_rank_resumes_on_two_tensor_parallel_ranks(tmp_path)
 
 
 def load_what_is_there(args, root):
-    from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, load_checkpoint, save_checkpoint
 
     state = build(args)
     with pytest.raises(UsageError, match="iter_0000001"):
@@ -161,7 +161,7 @@ def load_with_a_warning(args, root, contents):
     """Load everything from a checkpoint of these contents: what is not there is said once and is as it was before."""
     import logging
 
-    from slime.backends.megatron_utils import checkpoint as module
+    from slime.backends.megatron_utils.checkpoint import iterations as module
 
     said = []
     module.logger.addHandler(handler := logging.Handler())
@@ -195,7 +195,7 @@ def test_what_a_checkpoint_does_not_hold_is_said_once_and_starts_fresh(tmp_path,
 def fail_while_saving(args, root):
     from megatron.core import dist_checkpointing
 
-    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
 
     state = build(args)
     save_checkpoint(root, 3, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)

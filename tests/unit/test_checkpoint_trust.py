@@ -41,7 +41,7 @@ def in_object(directory: Path, code: RunsCode) -> None:
 
 def load_crafted(args, root):
     """Each rank is refused with the file or the object, and nothing is run."""
-    from slime.backends.megatron_utils.checkpoint import (
+    from slime.backends.megatron_utils.checkpoint.iterations import (
         CheckpointSource,
         load_checkpoint,
         load_weights,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils import torch_dist_writer
-from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+from slime.backends.megatron_utils.checkpoint import torch_dist_writer
+from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
 from slime.utils import manifest
 from slime.utils.conversion import file_copy, raw_tensors
 from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils import torch_dist_writer
+from slime.backends.megatron_utils.checkpoint import torch_dist_writer
 from slime.utils.conversion.partial_dir import PLAN_FILE
 from tests.unit.converter_ways import WAYS, EndOfWriting, contents, killed, make_inputs, no_room, run_apart
 from tests.unit.test_hf_weights import tensors_of

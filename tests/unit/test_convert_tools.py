@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils import torch_dist_writer
-from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+from slime.backends.megatron_utils.checkpoint import torch_dist_writer
+from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
 from slime.utils import manifest
 from slime.utils.conversion import hf_output, partial_dir
 from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
@@ -83,8 +83,8 @@ def test_what_no_trainer_changes_comes_from_the_origin_and_nothing_may_be_missin
 
 
 def load_and_export(args, root, out):
-    from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint
-    from slime.backends.megatron_utils.hf_export import save_hf
+    from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
+    from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, load_checkpoint
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     model = [get_model_provider_func(args)()]

@@ -18,8 +18,8 @@ from slime.backends.megatron_utils.cp_utils import (
     zigzag_positions,
 )
 from slime.backends.megatron_utils.data import Packing, pack, response_rows
+from slime.backends.megatron_utils.layers.varlen_attention import attend_packed
 from slime.backends.megatron_utils.loss.off_policy import correct
-from slime.backends.megatron_utils.model.varlen_attention import attend_packed
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
 LENGTHS = [3, 2, 1]

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils import hf_export
+from slime.backends.megatron_utils.checkpoint import hf_export
 from slime.backends.megatron_utils.update_weight import base, build_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater

@@ -223,10 +223,10 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 def sync_and_export(args, out, buffer_size):
     """A trainer starts from the fp8 checkpoint; what it would sync is that checkpoint, and what it exports, too."""
-    from slime.backends.megatron_utils.hf_export import save_hf
+    from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
     from slime.utils.expected_names import expected_hf_names
 
     model = [get_model_provider_func(args)()]

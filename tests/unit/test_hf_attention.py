@@ -215,7 +215,7 @@ def test_masks_and_positions_are_those_of_the_layers_kind(tmp_path, family):
 
 def save_and_send(args, out):
     """Load, export in buckets, and tell which names a sync would send."""
-    from slime.backends.megatron_utils.hf_export import save_hf
+    from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.model_provider import build_stage
 

@@ -136,8 +136,8 @@ def test_a_parameter_that_no_rule_names_is_an_error(tmp_path):
 
 
 def walk_twice(args):
+    from slime.backends.megatron_utils.model.model_weights import iter_weights, named_tensors
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
-    from slime.backends.megatron_utils.model_weights import iter_weights, named_tensors
 
     model = get_model_provider_func(args)()
     first = list(iter_weights(model))
@@ -159,10 +159,10 @@ def test_a_model_is_walked_over_once_and_its_tensors_are_read_each_time(tmp_path
 
 
 def export(args, out, buffer_size):
-    from slime.backends.megatron_utils.hf_export import save_hf
+    from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
     from slime.backends.megatron_utils.model_provider import build_stage
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 
     model = [build_stage(args)]
     load_hf_weights(args, model, args.hf_checkpoint)
@@ -210,9 +210,9 @@ def test_an_exported_model_is_the_loaded_one(tmp_path, family, tied, flags):
 
 def change_each_parameter(args):
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.model.model_weights import iter_weights
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
-    from slime.backends.megatron_utils.model_weights import iter_weights
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 
     def exported() -> dict[str, torch.Tensor]:
         return {name: t.clone() for bucket in iter_hf_buckets(args, model, buffer_size=10**9) for name, t in bucket}
@@ -284,7 +284,7 @@ def test_hf_to_torch_dist_to_hf_is_byte_equal_and_does_not_read_the_origins_tens
 
 
 def convert_with_one_parameter_changed(args, name, root):
-    from slime.backends.megatron_utils.checkpoint import CheckpointSource, load_checkpoint, save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, load_checkpoint, save_checkpoint
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     model = [get_model_provider_func(args)()]

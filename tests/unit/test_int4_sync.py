@@ -62,10 +62,10 @@ KIMI_K2_THINKING = {
 
 def sync_and_export(args: Namespace, unquantized: Path, out: Path) -> None:
     """A trainer with the unquantised weights; what it syncs to engines of the int4 checkpoint is that checkpoint."""
-    from slime.backends.megatron_utils.hf_export import save_hf
+    from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
     from slime.utils.expected_names import expected_hf_names
 
     model = [get_model_provider_func(args)().bfloat16()]

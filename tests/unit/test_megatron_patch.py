@@ -55,7 +55,7 @@ def test_gradients_have_the_norm_of_their_concatenation_and_are_clipped_in_place
 
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [4, 1, 7, 4, 0, 1, 4], [12]])
 def test_attention_by_equal_lengths_is_attention_sequence_by_sequence(lengths):
-    from slime.backends.megatron_utils.model.varlen_attention import attend_packed
+    from slime.backends.megatron_utils.layers.varlen_attention import attend_packed
 
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(sum(lengths), 4, 8, generator=generator, requires_grad=True)

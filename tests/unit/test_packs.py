@@ -10,9 +10,8 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from slime.backends.megatron_utils import packs
 from slime.backends.megatron_utils.data import Packing, pack
-from slime.backends.megatron_utils.model import varlen_attention
+from slime.backends.megatron_utils.layers import packs, varlen_attention
 from slime_plugins.models import learnable_softmax_attention
 from tests.unit.megatron_fakes import packed
 

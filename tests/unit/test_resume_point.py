@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.resumed_state import REFERENCE_PART, STATE_FILE, note_state_of_data_source
+from slime.backends.megatron_utils.checkpoint.resumed_state import (
+    REFERENCE_PART,
+    STATE_FILE,
+    note_state_of_data_source,
+)
 from slime.config.args import Args
 from slime.ray.resume_point import settle_checkpoint
 from slime.utils import manifest
@@ -76,7 +80,7 @@ def write_state(root: Path, step: int) -> None:
 
 
 def save_with_state(args: Any, root: Path) -> None:
-    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
     from tests.unit.test_checkpoint import build
 
     def write_more(directory: Path) -> None:
@@ -249,14 +253,14 @@ def test_a_checkpoint_of_megatrons_own_is_taken_as_it_is(two: Path) -> None:
 
 
 def save_where_nothing_fits(args, root):
-    from slime.backends.megatron_utils import full_disk
-    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+    from slime.backends.megatron_utils.checkpoint import out_of_space
+    from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
     from tests.unit.test_checkpoint import build
 
     state = build(args)
-    for margin in (full_disk.MARGIN, -(2**40)):  # seen before anything is written, and while it is
-        full_disk.MARGIN = margin
-        with pytest.raises(full_disk.DiskFull, match="GB free, and it takes" if margin > 0 else "became full"):
+    for margin in (out_of_space.MARGIN, -(2**40)):  # seen before anything is written, and while it is
+        out_of_space.MARGIN = margin
+        with pytest.raises(out_of_space.DiskFull, match="GB free, and it takes" if margin > 0 else "became full"):
             save_checkpoint(root, 0, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)
         assert not list(root.iterdir()), "what was written is gone again"
         torch.distributed.barrier()  # before another save begins
@@ -293,9 +297,9 @@ FAILS_ON_ONE_RANK = (
 
 def save_where_one_file_finds_no_room(args: Any, root: Path) -> None:
     """Of two ranks one opens a device that is always full in place of a file; then fsync fails, then all is well."""
-    from slime.backends.megatron_utils.checkpoint import begin_checkpoint
-    from slime.backends.megatron_utils.full_disk import DiskFull
-    from slime.backends.megatron_utils.resumed_state import write_resumed_state
+    from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint
+    from slime.backends.megatron_utils.checkpoint.out_of_space import DiskFull
+    from slime.backends.megatron_utils.checkpoint.resumed_state import write_resumed_state
     from tests.unit.test_checkpoint import build
 
     state, rank, opens, syncs = build(args), torch.distributed.get_rank(), io.open, os.fsync

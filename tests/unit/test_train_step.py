@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.megatron_utils.model import train_step
+from slime.backends.megatron_utils.passes import train_step
 
 
 def step(monkeypatch, *, optimizer_returns, log_num_zeros_in_grad=False):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
-from slime.backends.megatron_utils.metrics import column_means, perf_metrics
+from slime.backends.megatron_utils.passes.metrics import column_means, perf_metrics
 from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops
 
 ONE_RANK = SimpleNamespace(size=lambda: 1)

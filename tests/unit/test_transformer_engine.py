@@ -123,19 +123,19 @@ class Keeper(torch.nn.Linear):
 
 
 def test_what_is_kept_for_8_bit_is_neither_saved_nor_missed() -> None:
-    from slime.backends.megatron_utils import checkpoint
+    from slime.backends.megatron_utils.checkpoint import iterations
 
     keeper, other = Keeper(2, 2), Keeper(2, 2)
-    saved = checkpoint._weights_of(keeper)
+    saved = iterations._weights_of(keeper)
     assert saved.keys() == {"weight", "bias"}
-    checkpoint._set_weights(other, saved)
+    iterations._set_weights(other, saved)
     assert torch.equal(other.weight, keeper.weight)
     with pytest.raises(RuntimeError, match="bias"):
-        checkpoint._set_weights(other, {"weight": saved["weight"]})
+        iterations._set_weights(other, {"weight": saved["weight"]})
 
 
 def test_what_layers_keep_with_a_pack_ends_with_the_pass() -> None:
-    from slime.backends.megatron_utils.model.forward_only import run_model
+    from slime.backends.megatron_utils.passes.forward_only import run_model
 
     class Layer(torch.nn.Module):
         def forward(self, tokens: torch.Tensor, *_: Any, packed_seq_params: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from slime.backends.megatron_utils.torch_dist_reader import TorchDistReader
+from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
 from slime.config.megatron.arguments import checkpoint_shape_problems
 from slime.utils.checkpoint_metadata import check_names, read_metadata
 from slime.utils.checkpoint_paths import TRACKER_FILE

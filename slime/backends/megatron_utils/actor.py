@@ -21,52 +21,52 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils import initialize
-from slime.backends.megatron_utils.checkpoint import (
+from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
+from slime.backends.megatron_utils.checkpoint.iterations import (
     CheckpointSource,
     UnfinishedCheckpoint,
     begin_checkpoint,
     load_checkpoint,
 )
-from slime.backends.megatron_utils.checkpoint_pruning import prune_after_save
-from slime.backends.megatron_utils.ci_checks import CiChecks
+from slime.backends.megatron_utils.checkpoint.out_of_space import DiskFull
+from slime.backends.megatron_utils.checkpoint.pruning import prune_after_save
+from slime.backends.megatron_utils.checkpoint.rank_state import (
+    restore_tensors,
+    restore_values,
+    state_tensors,
+    state_values,
+)
+from slime.backends.megatron_utils.checkpoint.resumed_state import (
+    load_moved_reference,
+    note_state_of_data_source,
+    restore_controller,
+    write_resumed_state,
+)
 from slime.backends.megatron_utils.data import Columns, MicroBatches, Packing, to_host, to_tensors
-from slime.backends.megatron_utils.forward_passes import (
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.layers.value_head import is_value_model
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+from slime.backends.megatron_utils.model.model_weights import named_tensors
+from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
+from slime.backends.megatron_utils.optimizer.optimizer_state import reset_optimizer_states
+from slime.backends.megatron_utils.passes.ci_checks import CiChecks
+from slime.backends.megatron_utils.passes.forward_passes import (
     REFERENCE,
     TEACHER,
     add_log_probs,
     needs_reference,
     needs_teacher,
 )
-from slime.backends.megatron_utils.full_disk import DiskFull
-from slime.backends.megatron_utils.hf_export import save_hf
-from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
-from slime.backends.megatron_utils.loss import compute_advantages_and_returns
-from slime.backends.megatron_utils.metrics import column_means, perf_metrics
-from slime.backends.megatron_utils.model.optimizer_state import reset_optimizer_states
-from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
-from slime.backends.megatron_utils.model.train_step import train_one_step
-from slime.backends.megatron_utils.model.value_head import is_value_model
-from slime.backends.megatron_utils.model_weights import named_tensors
-from slime.backends.megatron_utils.old_actor import keep_version
-from slime.backends.megatron_utils.rank_state import (
-    restore_tensors,
-    restore_values,
-    state_tensors,
-    state_values,
-)
-from slime.backends.megatron_utils.resumed_state import (
-    load_moved_reference,
-    note_state_of_data_source,
-    restore_controller,
-    write_resumed_state,
-)
-from slime.backends.megatron_utils.routing_replay import take_engine_routing
+from slime.backends.megatron_utils.passes.metrics import column_means, perf_metrics
+from slime.backends.megatron_utils.passes.old_actor import keep_version
+from slime.backends.megatron_utils.passes.routing_replay import take_engine_routing
+from slime.backends.megatron_utils.passes.train_dump import save_train_data
+from slime.backends.megatron_utils.passes.train_step import train_one_step
+from slime.backends.megatron_utils.passes.training_passes import passes_over
 from slime.backends.megatron_utils.sleep import fall_asleep, wake_up
 from slime.backends.megatron_utils.spiky_loss import SpikyLoss
-from slime.backends.megatron_utils.train_dump import save_train_data
-from slime.backends.megatron_utils.training_passes import passes_over
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
+from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.config.args import Args
 from slime.config.megatron.arguments import model_shape
 from slime.observability.memory_recorder import recorder_of

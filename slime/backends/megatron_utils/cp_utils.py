@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.packs import to_device
+from slime.backends.megatron_utils.layers.packs import to_device
 
 Span = tuple[int, int]
 """[first, end) of consecutive positions."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.actor import MegatronTrainActor, MetricRecord
 from slime.backends.megatron_utils.data import Columns, to_host
-from slime.backends.megatron_utils.forward_passes import add_values
+from slime.backends.megatron_utils.passes.forward_passes import add_values
 
 TIMES = ("critic_values", "critic_train")
 

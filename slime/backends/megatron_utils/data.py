@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.cp_utils import (
     slice_with_cp,
     zigzag_positions,
 )
-from slime.backends.megatron_utils.packs import note_ends, to_device
+from slime.backends.megatron_utils.layers.packs import note_ends, to_device
 from slime.utils.dp_schedule import first_fit_pack, split_or_repeat
 from slime.utils.progress_counts import went_on
 

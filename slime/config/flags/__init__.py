@@ -1,0 +1,1 @@
+"""slime's flags, one dataclass per group."""

@@ -1,0 +1,1 @@
+"""Megatron's flags: tables, values that follow, rules."""

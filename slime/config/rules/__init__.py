@@ -1,0 +1,1 @@
+"""What cannot work or has no effect, by topic."""

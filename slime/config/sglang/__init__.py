@@ -1,0 +1,1 @@
+"""SGLang's flags: tables, values that follow, rules."""

@@ -76,7 +76,7 @@ def in_world(args: Args, check: Callable[..., None], *more: Any) -> None:
 
 
 def check_fresh_head(args: Args) -> None:
-    from slime.backends.megatron_utils.model.value_head import value_head_of
+    from slime.backends.megatron_utils.layers.value_head import value_head_of
 
     critic = start(args, "critic")
     values = critic.values_of(mine(critic, shares_of(args)))["values"]
@@ -99,7 +99,7 @@ def test_a_fresh_head_says_0_of_every_token_also_of_a_model_with_a_tied_embeddin
 def check_values_of_hidden_states(args: Args, hf_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from slime.backends.megatron_utils.model.value_head import value_head_of
+    from slime.backends.megatron_utils.layers.value_head import value_head_of
 
     critic = start(args, "critic")
     head = value_head_of(critic.state.model[0])

@@ -25,7 +25,7 @@ __all__ = ["check", "command_line"]  # fixtures
 
 
 def save(actor: Any, records: list[Any], out: Path) -> None:
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 
     optimizer = actor.state.optimizer
     parts = vars(optimizer).get("chained_optimizers", [optimizer])
@@ -90,9 +90,9 @@ def test_a_run_that_trains_experts_alone_is_saved_and_resumed_bit_for_bit(tmp_pa
 
 
 def check_refusals(args: Any) -> None:
-    from slime.backends.megatron_utils.model import trained_parameters
     from slime.backends.megatron_utils.model.setup import build_model
-    from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
+    from slime.backends.megatron_utils.optimizer import trained_parameters
+    from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
     from slime.utils.errors import UsageError
 
     models = [build_model(args)]

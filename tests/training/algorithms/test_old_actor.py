@@ -33,7 +33,7 @@ def share_of(args: argparse.Namespace, version: int | None) -> dict[str, Any]:
 
 def log_probs_now(actor: Any) -> torch.Tensor:
     """[all response tokens] of the weights that the model holds."""
-    from slime.backends.megatron_utils.model.forward_only import compute_log_probs
+    from slime.backends.megatron_utils.passes.forward_only import compute_log_probs
 
     batches = actor._pack(share_of(actor.args, None))
     return torch.cat(compute_log_probs(actor.args, actor.state.model, batches)["log_probs"])

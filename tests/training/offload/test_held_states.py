@@ -117,7 +117,7 @@ def test_as_much_of_the_optimizer_as_asked_for_is_in_host_memory(results: Any) -
 
 def count_after_forward(args: Any) -> None:
     """Memory of the first layers goes with the layer behind them, and what stays is not touched."""
-    from slime.backends.megatron_utils.model.activation_offload import ActivationOffload
+    from slime.backends.megatron_utils.layers.activation_offload import ActivationOffload
 
     saved: list[weakref.ref[torch.Tensor]] = []
 

@@ -55,10 +55,10 @@ def of_layout(args: argparse.Namespace) -> Parity:
 
     from slime.backends.megatron_utils.data import MicroBatches, Packing, to_tensors
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.model.forward_only import run_model
-    from slime.backends.megatron_utils.model.pipelined_pass import run_pass
     from slime.backends.megatron_utils.model.setup import build_model
-    from slime.backends.megatron_utils.model.trained_parameters import freeze_parameters
+    from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
+    from slime.backends.megatron_utils.passes.forward_only import run_model
+    from slime.backends.megatron_utils.passes.pipelined_pass import run_pass
     from slime.ray.rollout.dp_split import split_train_data
     from slime.utils import accelerator
 

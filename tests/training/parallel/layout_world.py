@@ -178,7 +178,7 @@ def engine_choices(args: argparse.Namespace, tokens: Sequence[Sequence[int]]) ->
 
 def hf_tensors(args: argparse.Namespace, model: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """All weights under their HF names, on every rank."""
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 
     found: dict[str, torch.Tensor] = {}
     for bucket in iter_hf_buckets(args, model, buffer_size=10_000):

@@ -44,7 +44,7 @@ def test_grouped_experts_train_as_sequential_ones_do(name, sequential, tmp_path)
 
 
 def check_that_stacking_copies_nothing(actor: Any, _: Any) -> None:
-    from slime.backends.megatron_utils.model.grouped_experts import GroupedExperts, stacked
+    from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts, stacked
     from slime.backends.megatron_utils.model_provider import unwrap
 
     found = [module for module in unwrap(actor.state.model[0]).modules() if isinstance(module, GroupedExperts)]
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_sequential_experts_goes_on_alike_with_grouped_ones(sequ
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_a_grouped_product_equals_one_product_for_each_group(counts, in_one_storage, is_transposed, monkeypatch):
     """torch._grouped_mm, as on CUDA; on the CPU it multiplies one by one."""
-    from slime.backends.megatron_utils.model import grouped_experts
+    from slime.backends.megatron_utils.layers import grouped_experts
 
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(3, 2, 16, 24, generator=generator).bfloat16()

@@ -31,9 +31,9 @@ def share_of_one_rank(args: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_replay(actor: Any, _: Any, engine_column: Any) -> None:
-    from slime.backends.megatron_utils.model.routing import ReplayRouter, routers_of
+    from slime.backends.megatron_utils.layers.routing import ReplayRouter, routers_of
     from slime.backends.megatron_utils.model_provider import unwrap
-    from slime.backends.megatron_utils.routing_replay import COLUMN, recorded_routing
+    from slime.backends.megatron_utils.passes.routing_replay import COLUMN, recorded_routing
 
     trained: dict[int, list[torch.Tensor]] = {}
     forward = ReplayRouter.forward
@@ -63,7 +63,7 @@ def check_replay(actor: Any, _: Any, engine_column: Any) -> None:
     again: dict[str, Any] = {}
     batches = actor._pack(share_of_one_rank(actor.args, data))
     batches.rollout_data.pop(COLUMN, None)
-    from slime.backends.megatron_utils.model.forward_only import compute_log_probs
+    from slime.backends.megatron_utils.passes.forward_only import compute_log_probs
 
     with recorded_routing(actor.state.model, batches, again):
         compute_log_probs(actor.args, actor.state.model, batches)
@@ -87,7 +87,7 @@ def test_training_replays_what_the_engine_chose(hf):
 
 
 def check_no_routing_is_kept(actor: Any, _: Any) -> None:
-    from slime.backends.megatron_utils.model.routing import routers_of
+    from slime.backends.megatron_utils.layers.routing import routers_of
     from slime.backends.megatron_utils.model_provider import unwrap
 
     assert [len(router._to_recompute) for router in routers_of(unwrap(actor.state.model[0]))] == [0, 0]
@@ -195,7 +195,7 @@ def test_biases_move_against_the_load_of_the_tokens_and_go_to_the_engine(tmp_pat
 
 
 def check_padding_counts_nowhere(args: Any) -> None:
-    from slime.backends.megatron_utils.model.routing import Routing, routers_of
+    from slime.backends.megatron_utils.layers.routing import Routing, routers_of
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     model = get_model_provider_func(args)()
@@ -213,7 +213,7 @@ def test_padding_is_no_load(tmp_path):
 
 
 def test_a_rollout_without_the_engines_choices_is_refused_with_a_sentence():
-    from slime.backends.megatron_utils.routing_replay import take_engine_routing
+    from slime.backends.megatron_utils.passes.routing_replay import take_engine_routing
 
     sentence = "--use-rollout-routing-replay: no sample has rollout_routed_experts; its engine must be one"
     with pytest.raises(ValueError, match=sentence):

@@ -15,7 +15,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils.full_disk import holds
+from slime.backends.megatron_utils.checkpoint.out_of_space import holds
 
 
 class _NoCount:

@@ -1,0 +1,1 @@
+"""How the model of a rank is built, and the names of its weights."""

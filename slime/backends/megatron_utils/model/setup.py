@@ -16,15 +16,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from slime.backends.megatron_utils.config_values import config_kwargs
-from slime.backends.megatron_utils.fp8_forward import compute_in_fp8
-from slime.backends.megatron_utils.model.lr_schedule import make_scheduler
-from slime.backends.megatron_utils.model.master_adam import held_by, make_optimizer
-from slime.backends.megatron_utils.model.optimizer_state import keep_no_moments, make_moments
-from slime.backends.megatron_utils.model.trained_parameters import NOTHING, freeze_parameters
-from slime.backends.megatron_utils.model.value_head import HEAD, is_value_model, replace_output_layer
+from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
+from slime.backends.megatron_utils.layers.value_head import HEAD, is_value_model, replace_output_layer
+from slime.backends.megatron_utils.model.config_values import config_kwargs
+from slime.backends.megatron_utils.model.model_weights import keep_expert_biases_in_fp32
 from slime.backends.megatron_utils.model_provider import build_stage, virtual_stages_here
-from slime.backends.megatron_utils.model_weights import keep_expert_biases_in_fp32
+from slime.backends.megatron_utils.optimizer.lr_schedule import make_scheduler
+from slime.backends.megatron_utils.optimizer.master_adam import held_by, make_optimizer
+from slime.backends.megatron_utils.optimizer.optimizer_state import keep_no_moments, make_moments
+from slime.backends.megatron_utils.optimizer.trained_parameters import NOTHING, freeze_parameters
 from slime.config.args import Args
 from slime.config.megatron.fp8_forward_plan import Fp8Choice
 from slime.utils import accelerator

@@ -20,11 +20,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slime.backends.megatron_utils.model.grouped_experts import GroupedExperts
-from slime.backends.megatron_utils.model.latent_attention import LatentAttention
-from slime.backends.megatron_utils.model.routing import ReplayRouter
-from slime.backends.megatron_utils.model.sandwich_layer import SandwichLayer, SandwichSubmodules
-from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
+from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
+from slime.backends.megatron_utils.layers.latent_attention import LatentAttention
+from slime.backends.megatron_utils.layers.routing import ReplayRouter
+from slime.backends.megatron_utils.layers.sandwich_layer import SandwichLayer, SandwichSubmodules
+from slime.backends.megatron_utils.layers.varlen_attention import VarlenAttention
 from slime.config.args import Args
 from slime.models.hf_config import moe_layer_pattern
 from slime.utils import accelerator
@@ -98,7 +98,7 @@ def layer_spec(config: TransformerConfig, args: Args, *, num_experts: int | None
             post_mlp_layernorm=RMSNorm if args.post_mlp_layernorm else IdentityOp,
         )
     if config.transformer_impl == "transformer_engine":
-        from slime.backends.megatron_utils.model.te_layers import use_transformer_engine
+        from slime.backends.megatron_utils.layers.te_layers import use_transformer_engine
 
         use_transformer_engine(spec)
     return spec

@@ -36,9 +36,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
 from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream, check_versions
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, NoLinkError, WeightSyncError, reach
+from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 from slime.backends.megatron_utils.update_weight.spot_check import SpotCheck
 from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
-from slime.backends.megatron_utils.hf_export import HfWriter
+from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
 from slime.backends.megatron_utils.update_weight.bucket_stream import check_versions
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Transport

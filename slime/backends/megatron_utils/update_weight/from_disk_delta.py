@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from slime.backends.megatron_utils.hf_export import HfWriter
+from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater, Writer
 from slime.backends.megatron_utils.update_weight.transport import Bucket

@@ -21,7 +21,7 @@ from slime.utils.errors import UsageError
 from slime.utils.expected_names import left_over
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.torch_dist_writer import Parameter
+    from slime.backends.megatron_utils.checkpoint.torch_dist_writer import Parameter
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
 
 EMBEDDING = "embedding.word_embeddings.weight"

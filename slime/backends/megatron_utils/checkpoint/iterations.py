@@ -33,13 +33,13 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from slime.backends.megatron_utils.background_save import BackgroundSave, merged
-from slime.backends.megatron_utils.full_disk import gives_way_to_a_full_disk, together
-from slime.backends.megatron_utils.hf_weight_iterator import finish_param_gather
+from slime.backends.megatron_utils.checkpoint.background_save import BackgroundSave, merged
+from slime.backends.megatron_utils.checkpoint.out_of_space import gives_way_to_a_full_disk, together
+from slime.backends.megatron_utils.layers.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
-from slime.backends.megatron_utils.model.optimizer_state import make_moments
-from slime.backends.megatron_utils.model.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.model_provider import unwrap
+from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
+from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
 from slime.utils.conversion.partial_dir import put_in_place

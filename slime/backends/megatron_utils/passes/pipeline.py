@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.model_weights import Weight, is_tied_copy, iter_weights
+from slime.backends.megatron_utils.model.model_weights import Weight, is_tied_copy, iter_weights
 from slime.utils import accelerator
 
 T = TypeVar("T")

@@ -13,15 +13,19 @@ import torch
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.data import MicroBatches
+from slime.backends.megatron_utils.layers.prediction import lend_embedding
+from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.loss.reducers import reduce_reports
-from slime.backends.megatron_utils.model.forward_only import run_model, run_model_to_hidden, run_model_with_predictions
-from slime.backends.megatron_utils.model.pipelined_pass import run_pass
-from slime.backends.megatron_utils.model.prediction import lend_embedding
-from slime.backends.megatron_utils.model.routing import load_balancing_metrics
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
-from slime.backends.megatron_utils.pipeline import from_last_stage
+from slime.backends.megatron_utils.passes.forward_only import (
+    run_model,
+    run_model_to_hidden,
+    run_model_with_predictions,
+)
+from slime.backends.megatron_utils.passes.pipeline import from_last_stage
+from slime.backends.megatron_utils.passes.pipelined_pass import run_pass
 from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
 

@@ -211,7 +211,7 @@ class _threads:
 
 def held_by(args: Args) -> Held | None:
     """What the flags say about state that Adam holds itself; None where Megatron holds the fp32 weights."""
-    from slime.backends.megatron_utils.config_values import torch_type
+    from slime.backends.megatron_utils.model.config_values import torch_type
 
     if not (args.optimizer_cpu_offload or args.use_precision_aware_optimizer):
         return None

@@ -25,7 +25,7 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from slime.backends.megatron_utils.model.varlen_attention import VarlenAttention
+from slime.backends.megatron_utils.layers.varlen_attention import VarlenAttention
 
 REPLACED: dict[Any, type] = {
     ColumnParallelLinear: TEColumnParallelLinear,

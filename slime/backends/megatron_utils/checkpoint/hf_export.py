@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.full_disk import DiskFull
+from slime.backends.megatron_utils.checkpoint.out_of_space import DiskFull
 from slime.config.args import Args
 from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
 from slime.utils.distributed_utils import barrier, gathered
@@ -41,7 +41,7 @@ def save_hf(args: Args, model: Sequence[torch.nn.Module], path: str | Path) -> N
         UsageError: when `path` is --hf-checkpoint itself.
         DiskFull: it does not fit; nothing of it is left, and an older one of the same name stays.
     """
-    from slime.backends.megatron_utils.hf_weight_iterator import iter_hf_buckets
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 
     check_output(path, args.hf_checkpoint)
     copies = _copies_in_predictions(args) if args.mtp_num_layers else {}

@@ -4,7 +4,7 @@ R2 (--use-routing-replay): the pass of the old log-probs records, training repla
 what the engine chose is replayed in the old log-probs and in training. Reference and teacher choose by themselves. The
 choices are a column of the rollout, `routed_experts`: per sample [rows, layers, topk] int16, with the rows and layers
 that this rank computes; so they follow their sample through any packing. How a router replays it does not know
-(slime.backends.megatron_utils.model.routing).
+(slime.backends.megatron_utils.layers.routing).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.cp_utils import prepare_routed_experts_for_routing_replay
 from slime.backends.megatron_utils.data import MicroBatches
-from slime.backends.megatron_utils.model.routing import Routing, prediction_routers_of, routers_of
+from slime.backends.megatron_utils.layers.routing import Routing, prediction_routers_of, routers_of
 from slime.backends.megatron_utils.model_provider import unwrap
 
 COLUMN = "routed_experts"

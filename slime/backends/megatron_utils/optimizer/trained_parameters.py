@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from slime.backends.megatron_utils.model.model_weights import EMBEDDING, is_tied_copy, iter_weights, named_tensors
 from slime.backends.megatron_utils.model_provider import unwrap
-from slime.backends.megatron_utils.model_weights import EMBEDDING, is_tied_copy, iter_weights, named_tensors
 from slime.utils.errors import UsageError
 from slime.utils.names import nearest
 

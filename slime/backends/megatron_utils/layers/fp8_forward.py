@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from slime.backends.megatron_utils.model.grouped_experts import GroupedExperts, stacked
+from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts, stacked
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.config.megatron.fp8_forward_plan import BLOCK, EXPERTS, LAYERS, MOE_LAYERS, PART_OF_BLOCK, Fp8Choice
 from slime.utils.errors import UsageError

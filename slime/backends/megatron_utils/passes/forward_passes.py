@@ -1,7 +1,7 @@
 """The passes without gradients over a rollout, before training on it: which are needed, and whose weights each takes.
 
 It adds columns to the rollout (`log_probs`, `ref_log_probs`, ...) and leaves the model as it was. How a pass is made
-(slime.backends.megatron_utils.model.forward_only) and what its numbers are for, it does not know.
+(slime.backends.megatron_utils.passes.forward_only) and what its numbers are for, it does not know.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.data import MicroBatches
-from slime.backends.megatron_utils.model.forward_only import compute_log_probs, compute_values
-from slime.backends.megatron_utils.old_actor import swapped_old_actor
-from slime.backends.megatron_utils.routing_replay import free_routing, recorded_routing
+from slime.backends.megatron_utils.passes.forward_only import compute_log_probs, compute_values
+from slime.backends.megatron_utils.passes.old_actor import swapped_old_actor
+from slime.backends.megatron_utils.passes.routing_replay import free_routing, recorded_routing
 from slime.config.args import Args
 from slime.observability.timer import timer
 from slime.utils.misc import needed

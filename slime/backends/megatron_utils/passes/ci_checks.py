@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.forward_passes import REFERENCE
+from slime.backends.megatron_utils.passes.forward_passes import REFERENCE
 from slime.config.args import Args
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.tensor_backper import TensorBackuper

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from slime.backends.megatron_utils.checkpoint import give_name
-from slime.backends.megatron_utils.model_weights import iter_weights, named_tensors
+from slime.backends.megatron_utils.checkpoint.iterations import give_name
+from slime.backends.megatron_utils.model.model_weights import iter_weights, named_tensors
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
 from slime.utils.conversion.file_copy import Segment, copy_into, range_in, tiles

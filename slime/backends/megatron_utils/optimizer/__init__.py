@@ -1,0 +1,1 @@
+"""Adam with master weights, its state, the learning rate, and which parameters are trained."""
