@@ -20,7 +20,7 @@ UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
     "statements": (35_000, 25_000),
-    "files": (450, 270),
+    "files": (452, 270),
     "lines of the longest file": (530, 450),
     "lines of the longest function": (90, 50),
     "loose files of the fullest package": (70, 16),
