@@ -117,7 +117,7 @@ def run_case(name: str, work: Path, accelerator: str) -> dict[str, tuple[float, 
 
 def estimate(args: Any) -> dict[str, float]:
     """What the plan says, by phase."""
-    from slime.utils.plan import make_plan
+    from slime.plan import make_plan
 
     trainer = make_plan(args).trainer_memory
     assert trainer is not None

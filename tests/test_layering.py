@@ -1,4 +1,4 @@
-"""Imports point one way: ray, (megatron_utils | rollout), sglang_utils, observability, config, models, utils."""
+"""Imports point one way: ray, megatron_utils | rollout, sglang_utils, observability, config, models | plan, utils."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     "slime.utils": 0,
     "slime.models": 1,
+    "slime.plan": 1,
     "slime.config": 2,
     "slime.observability": 3,
     "slime.backends.sglang_utils": 4,
@@ -128,7 +129,9 @@ def test_the_guard_notices_an_import_that_points_upwards(module: str, imported: 
 
 
 def test_utils_rollout_and_observability_import_without_ray_sglang_or_megatron():
-    light = [n for n in modules() if in_package(n, ("slime.utils", "slime.rollout", "slime.observability"))]
+    light = [
+        n for n in modules() if in_package(n, ("slime.utils", "slime.plan", "slime.rollout", "slime.observability"))
+    ]
     program = (
         "import importlib, sys\n"
         "class Absent:\n"

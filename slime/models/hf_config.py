@@ -23,7 +23,7 @@ from slime.models.hf_rope import missing_rope_features, rope_args, rope_numbers,
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import text_config
 from slime.utils.int4_format import quantization_config_of
-from slime.utils.plan.shape import linear_attention_pattern
+from slime.utils.model_shape import linear_attention_pattern
 from slime.utils.weight_format import weight_format_of
 
 SUPPORTED_MODEL_TYPES = tuple(DEFAULTS)

@@ -15,7 +15,7 @@ from slime.models.hf_config import (
 )
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import text_config
-from slime.utils.plan.shape import linear_attention_pattern
+from slime.utils.model_shape import linear_attention_pattern
 
 if TYPE_CHECKING:
     from slime.config.args import Args

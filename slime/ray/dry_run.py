@@ -1,7 +1,7 @@
 """`--dry-run`: what a run would do, without Ray, engines, weights or a GPU.
 
 It gathers the facts that flags alone do not say (the device, the prompt file, a tokenizer, the user's hooks), lets
-slime.utils.plan make the plan, and prints it. Nothing is started, and only the tokenizer is heavy to import.
+slime.plan make the plan, and prints it. Nothing is started, and only the tokenizer is heavy to import.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.flags.rollout import RolloutFlags
 from slime.config.parser import defaults_of
+from slime.plan import Facts, HookReport, Plan, make_plan
+from slime.plan.fit import misfits
+from slime.plan.render import render
+from slime.plan.rows import read_rows_of
 from slime.ray.plan_check import engine_kinds, find_device, find_format, is_for_this_machine
 from slime.rollout.base_types import HOOKS
 from slime.rollout.hook_signatures import signature_problem
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
 from slime.utils.pipes import reader_may_leave
-from slime.utils.plan import Facts, HookReport, Plan, make_plan
-from slime.utils.plan.fit import misfits
-from slime.utils.plan.render import render
-from slime.utils.plan.rows import read_rows_of
 
 EXIT_USAGE = 2
 

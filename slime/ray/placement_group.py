@@ -34,11 +34,11 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError
 
 from slime.config.args import Args
+from slime.plan.layout import slot_layout
 from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
 from slime.utils.host_memory import address_limit
 from slime.utils.network import out_of_reach
-from slime.utils.plan.layout import slot_layout
 from slime.utils.run_records import RAY_PREFIX
 from slime.utils.wait import wait
 

@@ -1,6 +1,6 @@
 """Whether a run fits into this machine, by the plan that `--dry-run` shows; and what a plan asks the machine for.
 
-Called by every run before anything starts, so it imports nothing heavy; slime.utils.plan does the arithmetic.
+Called by every run before anything starts, so it imports nothing heavy; slime.plan does the arithmetic.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 
 from slime.config.args import Args
+from slime.plan import EngineKind, Facts, make_plan
+from slime.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
+from slime.plan.fit import misfits
+from slime.plan.layout import EngineGroup, slot_layout
 from slime.utils.accelerator import cuda_is_available
 from slime.utils.errors import UsageError
 from slime.utils.host_memory import host_memory
-from slime.utils.plan import EngineKind, Facts, make_plan
-from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
-from slime.utils.plan.fit import misfits
-from slime.utils.plan.layout import EngineGroup, slot_layout
 from slime.utils.weight_format import WeightFormat, format_of_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def check_plan(args: Args) -> None:
     )
     plan = make_plan(args, facts)
     if not plan.does_fit:
-        from slime.utils.plan.rows import read_rows_of  # with a tokenizer
+        from slime.plan.rows import read_rows_of  # with a tokenizer
 
         plan = make_plan(args, dataclasses.replace(facts, data=read_rows_of(args)[0]))
     found = misfits(plan.fit)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from slime.utils.plan.shape import ModelShape
+from slime.utils.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -41,7 +41,7 @@ def calculate_fwd_flops(seqlens: Iterable[int], args: Args) -> float:
 
     Args:
         seqlens: tokens of each sequence; attention is causal and does not cross sequences.
-        args: Megatron's size attributes (`slime.utils.plan.shape.MODEL_DEFAULTS` has their names).
+        args: Megatron's size attributes (`slime.utils.model_shape.MODEL_DEFAULTS` has their names).
 
     Raises:
         ValueError: the sizes do not describe a model.

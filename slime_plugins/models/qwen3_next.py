@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.config.args import Args
-from slime.utils.plan.shape import linear_attention_pattern
+from slime.utils.model_shape import linear_attention_pattern
 from slime_plugins.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from slime.config.parse import accept
 from slime.config.problems import Problems
-from slime.utils.plan.layout import slot_layout
+from slime.plan.layout import slot_layout
 from tests.unit.argument_lines import NO_OFFLOAD, Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures

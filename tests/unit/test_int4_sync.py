@@ -19,10 +19,10 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import (
 from slime.backends.sglang_utils.int4_engine import _scale_place, _Stored
 from slime.config.sglang.quantization_checks import cut_blocks, quantization_problems
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
+from slime.plan import Facts, make_plan
 from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
 from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
-from slime.utils.plan import Facts, make_plan
 from slime.utils.weight_format import format_of_checkpoint, quantized_parts, weight_format_of
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.plan_fakes import CUDA, plan_args

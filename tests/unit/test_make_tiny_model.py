@@ -68,7 +68,7 @@ def test_a_tiny_model_of_a_family_is_one_that_we_train(family: str, tmp_path: Pa
 
     from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
     from slime.models.hf_config import model_args_from_hf, unsupported_model
-    from slime.utils.plan.shape import linear_attention_pattern
+    from slime.utils.model_shape import linear_attention_pattern
 
     make(tmp_path, "--family", family, "--layers", "2")
     config = json.loads((tmp_path / "config.json").read_text())

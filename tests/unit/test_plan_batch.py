@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.utils.plan.batch import MEAN_SHARE, DataFacts, batch_plan, lengths_of
-from slime.utils.plan.layout import ParallelLayout
+from slime.plan.layout import MEAN_SHARE, DataFacts, ParallelLayout, batch_plan, lengths_of
 from tests.unit.plan_fakes import plan_args
 
 

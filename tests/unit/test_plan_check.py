@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from slime.plan import Facts, make_plan
+from slime.plan.devices import cpu_device
 from slime.ray import plan_check
 from slime.ray.dry_run import dry_run
 from slime.ray.plan_check import check_plan, find_device
 from slime.utils.errors import UsageError
-from slime.utils.plan import Facts, make_plan
-from slime.utils.plan.devices import cpu_device
 from tests.unit.plan_fakes import CUDA, plan_args
 from tests.unit.test_plan_dry_run import checked
 
@@ -88,9 +88,9 @@ def test_a_gpu_that_is_only_assumed_refuses_nothing(monkeypatch, caplog):
 def test_the_prompts_that_are_there_count_where_the_assumed_ones_do_not_fit(has_memory, tmp_path: Path, monkeypatch):
     """Without the file 512 tokens a prompt are assumed; its own are three."""
     facts = {"data": None}
-    monkeypatch.setattr("slime.utils.plan.rows.read_rows_of", lambda args: (facts["data"], (), []))
+    monkeypatch.setattr("slime.plan.rows.read_rows_of", lambda args: (facts["data"], (), []))
     args = run_args(micro_batch_size=4096)
-    from slime.utils.plan.batch import DataFacts
+    from slime.plan.layout import DataFacts
 
     short = DataFacts(1, 1, 3, 3)
     plan = make_plan(args, Facts(device=cpu_device(1), data=short, engines=plan_check.engine_kinds(args)))

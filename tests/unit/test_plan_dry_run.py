@@ -13,16 +13,16 @@ from types import SimpleNamespace
 import pytest
 
 from slime.config.problems import Problems
+from slime.plan import Facts, make_plan
+from slime.plan.devices import DEFAULT_GPU, DEVICES
+from slime.plan.render import WIDTH, render
+from slime.plan.rows import head_of, read_rows_of
 from slime.ray import plan_check
 from slime.ray.dry_run import dry_run, hook_report, hook_reports
 from slime.ray.plan_check import engine_kinds, find_device
 from slime.rollout.base_types import GenerateFn, RewardFn
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
-from slime.utils.plan import Facts, make_plan
-from slime.utils.plan.devices import DEFAULT_GPU, DEVICES
-from slime.utils.plan.render import WIDTH, render
-from slime.utils.plan.rows import head_of, read_rows_of
 from tests.unit.plan_fakes import CUDA, plan_args
 from tools.make_tiny_model import build_tokenizer
 
@@ -302,8 +302,8 @@ def test_a_plan_imports_neither_torch_nor_ray_nor_the_backends():
         "import sys\n"
         "from tests.unit.plan_fakes import plan_args\n"
         "before = set(sys.modules)\n"
-        "from slime.utils.plan import make_plan\n"
-        "from slime.utils.plan.render import render\n"
+        "from slime.plan import make_plan\n"
+        "from slime.plan.render import render\n"
         "import io; render(make_plan(plan_args()), io.StringIO())\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(new & {'torch', 'ray', 'sglang', 'megatron', 'transformers'}))\n"

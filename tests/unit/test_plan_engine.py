@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from slime.plan import make_plan, times
+from slime.plan.devices import DEFAULT_GPU, DEVICES, device_of_gpu
+from slime.plan.fit import MEM_FRACTION, engine_memory, weight_params
+from slime.plan.plan import Facts
+from slime.plan.times import checkpoint_bytes, num_log_prob_passes, outputs
 from slime.utils.fp8_format import Fp8Format
-from slime.utils.plan import make_plan, timing
-from slime.utils.plan.devices import DEFAULT_GPU, DEVICES, device_of_gpu
-from slime.utils.plan.engine_memory import MEM_FRACTION, engine_memory, weight_params
-from slime.utils.plan.plan import Facts, num_log_prob_passes
-from slime.utils.plan.shape import ModelShape
-from slime.utils.plan.traffic import checkpoint_bytes, outputs
+from slime.utils.model_shape import ModelShape
 from tests.unit.plan_fakes import CUDA, plan_args
 
 GPU = DEVICES[DEFAULT_GPU]
@@ -166,7 +166,7 @@ def test_a_checkpoint_has_what_its_contents_say(contents, per_param):
 def test_train_flops_are_three_forward_passes_and_recomputation_a_fourth():
     plan, again = cuda_plan(), cuda_plan(recompute_granularity="full")
     seconds = [next(p.seconds for p in each.phases if p.name == "train") for each in (plan, again)]
-    flops = timing.forward_flops(shape_of(), plan.batch.tokens_per_rollout, plan.batch.lengths.mean)
+    flops = times.forward_flops(shape_of(), plan.batch.tokens_per_rollout, plan.batch.lengths.mean)
     assert seconds[0] == pytest.approx(3 * flops / (8 * GPU.train_flops))
     assert seconds[1] / seconds[0] == pytest.approx(4 / 3)
 
@@ -181,7 +181,7 @@ def test_a_pipeline_waits_at_its_ends():
 
 def test_a_decode_step_reads_weights_and_cache():
     engine = engine_memory(shape_of(), GPU, {}, num_gpus=1, longest=1)
-    step = timing.decode_seconds(shape_of(), GPU, engine, requests=4, context=1000)
+    step = times.decode_seconds(shape_of(), GPU, engine, requests=4, context=1000)
     read = engine.weights + 4 * 1000 * engine.kv_bytes_per_token
     assert step == pytest.approx(read / GPU.memory_bandwidth + GPU.decode_step_s)
 

@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
+from slime.plan.layout import EngineGroup, ParallelLayout, seats, slot_layout
 from slime.utils.pipeline_layout import split_layers
-from slime.utils.plan.layout import EngineGroup, ParallelLayout, seats, slot_layout
 
 
 def cluster(**changes) -> argparse.Namespace:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.log_prob_memory import peak_bytes
 from slime.backends.megatron_utils.data import Packing, pack
-from slime.utils.plan.activations import (
+from slime.plan.activations import (
     Compute,
     HeadRows,
     Recompute,
@@ -18,10 +18,9 @@ from slime.utils.plan.activations import (
     rotary_saved,
     stage_saved,
 )
-from slime.utils.plan.batch import batch_plan
-from slime.utils.plan.layout import ParallelLayout
-from slime.utils.plan.shape import ModelShape
-from slime.utils.plan.trainer_memory import in_flight, num_host_copies, rank_params, trainer_memory
+from slime.plan.layout import ParallelLayout, batch_plan
+from slime.plan.trainer_memory import in_flight, num_host_copies, rank_params, trainer_memory
+from slime.utils.model_shape import ModelShape
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.plan_fakes import CUDA, plan_args

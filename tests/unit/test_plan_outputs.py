@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.utils.plan.traffic import outputs
+from slime.plan.times import outputs
 from tests.unit.plan_fakes import plan_args
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers as hf
 
-from slime.utils.plan.engine_memory import kv_elements
-from slime.utils.plan.shape import ModelShape
+from slime.plan.fit import kv_elements
+from slime.utils.model_shape import ModelShape
 
 
 def shape_of(**values) -> ModelShape:

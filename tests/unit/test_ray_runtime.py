@@ -14,13 +14,13 @@ import ray
 
 from slime.config.args import Args
 from slime.config.rules.check_trainer import OWNED_ENV_VARS
+from slime.plan.layout import slot_layout
 from slime.ray import actor_group, elastic
 from slime.ray import placement_group as placement
 from slime.ray.actor_group import RayTrainGroup, trainer_env
 from slime.ray.run import TrainingRun
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
-from slime.utils.plan.layout import slot_layout
 from tests.own_ray import own_ray
 
 

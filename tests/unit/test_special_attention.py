@@ -13,7 +13,7 @@ from slime.config.megatron.attention_checks import check_attention, check_indexe
 from slime.config.parse import CommandLine
 from slime.config.rules.check_trainer import check_indexers
 from slime.models.hf_config import indexer_types
-from slime.utils.plan.shape import linear_attention_pattern
+from slime.utils.model_shape import linear_attention_pattern
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tests.unit.script_fakes import hf_config, script_flags
 

@@ -104,7 +104,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/utils/conversion/progress.py", "run_in_threads", "one.result"): FINISHED,
     ("slime/utils/external_utils/command_utils.py", "_finish", "process.wait"): "a command that a person started",
     ("slime/utils/misc.py", "exec_command", "subprocess.run"): "a command that a person started, of any length",
-    ("slime/utils/plan/render.py", "render", "captured.get"): "rich's text",
+    ("slime/plan/render.py", "render", "captured.get"): "rich's text",
     ("slime/utils/processes.py", "_Spawner.call", "result.result"): "of a thread that calls Popen and nothing else",
     ("slime/utils/processes.py", "_Spawner._run", "self._jobs.get"): "that thread: nobody waits for it",
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "self._stopped.wait"): BOUNDED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.parser import flag
-from slime.utils.plan.devices import DEFAULT_GPU, DEVICE_CHOICES
+from slime.plan.devices import DEFAULT_GPU, DEVICE_CHOICES
 
 
 @dataclass

@@ -16,7 +16,7 @@ from slime.config.args import Args
 from slime.config.megatron.flag_classes import option_of
 from slime.config.megatron.layout import query_groups
 from slime.models.hf_config import indexer_types
-from slime.utils.plan.layout import ParallelLayout
+from slime.plan.layout import ParallelLayout
 
 _DELTA_NET = (
     "linear_conv_kernel_dim",

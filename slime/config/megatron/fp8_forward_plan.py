@@ -17,7 +17,7 @@ from slime.config.args import Args
 from slime.config.megatron.layout import Layout
 from slime.utils.errors import UsageError
 from slime.utils.fp8_format import DEFAULT_BLOCK, Fp8Format
-from slime.utils.plan.shape import ModelShape
+from slime.utils.model_shape import ModelShape
 from slime.utils.weight_format import format_of_checkpoint, weight_format_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from slime.config.args import Args
 from slime.config.megatron.layout import nearest_divisor
 from slime.config.problems import NoEffect
+from slime.plan.layout import ParallelLayout
 from slime.utils.pipeline_layout import stages_of_text
-from slime.utils.plan.layout import ParallelLayout
 
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """Values of --offload-modules; model/activation_offload.py knows their modules."""

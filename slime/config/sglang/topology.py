@@ -19,7 +19,7 @@ from slime.config.problems import Problems
 from slime.config.sglang.quantization_checks import quantization_problems
 from slime.config.sglang.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
 from slime.config.sglang.shape_checks import read_text_config, shape_problems
-from slime.utils.plan.layout import slot_layout
+from slime.plan.layout import slot_layout
 
 DEFAULT_MODEL = "default"
 REWARD_MODEL = "reward"

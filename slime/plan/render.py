@@ -1,7 +1,4 @@
-"""A plan as text: sections with tables, plain where the output is no terminal, at most 120 columns wide.
-
-It formats numbers and decides nothing.
-"""
+"""A plan as text: sections with tables, plain where the output is no terminal, at most 120 columns wide."""
 
 from __future__ import annotations
 
@@ -14,14 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slime.utils.plan.engine_memory import EngineMemory
-from slime.utils.plan.layout import Seat
-from slime.utils.plan.plan import Plan, RowReport
-from slime.utils.plan.trainer_memory import TrainerMemory
+from slime.plan.fit import EngineMemory
+from slime.plan.layout import Seat
+from slime.plan.plan import Plan, RowReport
+from slime.plan.trainer_memory import TrainerMemory
 
 WIDTH = 110
-MAX_TEXT = 1500
-"""Characters of a data row that are shown."""
+MAX_TEXT = 1500  # characters of a data row that are shown
+UNITS = {1e9: "GB", 1e6: "MB", 1e3: "kB"}
+Lines = Iterable[str | Table]
 
 
 def render(plan: Plan, stream: TextIO) -> None:
@@ -30,11 +28,9 @@ def render(plan: Plan, stream: TextIO) -> None:
     console = Console(file=stream, width=width, highlight=False, emoji=False)
     with console.capture() as captured:
         for title, section in SECTIONS.items():
-            lines = list(section(plan))
+            lines = [line if isinstance(line, Table) else escape(line) for line in section(plan)]
             if lines:
-                console.print(f"\n[bold]{title}[/bold]")
-                for line in lines:
-                    console.print(line if isinstance(line, Table) else escape(line))
+                console.print(f"\n[bold]{title}[/bold]", *lines, sep="\n")
     text = "".join(line.rstrip() + "\n" for line in captured.get().splitlines()[1:])
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding))  # a row may hold what the terminal has not
@@ -54,10 +50,8 @@ def size(num_bytes: float | None) -> str:
     """Bytes with a unit of 1000s, as devices are sold."""
     if num_bytes is None:
         return ""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(num_bytes) >= scale:
-            return f"{num_bytes / scale:,.1f} {unit}"
-    return f"{num_bytes:.0f} B"
+    scale = next((scale for scale in UNITS if abs(num_bytes) >= scale), None)
+    return f"{num_bytes / scale:,.1f} {UNITS[scale]}" if scale else f"{num_bytes:.0f} B"
 
 
 def count(number: float) -> str:
@@ -74,90 +68,78 @@ def seconds(value: float) -> str:
     return f"{value / 60:.1f} min" if value >= 120 else f"{value:.2f} s"
 
 
-def _summary(plan: Plan) -> Iterable[Any]:
-    slots, found = plan.slots, [f"{plan.slots.total} x {plan.device.name}"]
-    if plan.fit:
-        tight = [moment.where for moment in plan.fit if not moment.fits]
-        found.append(f"DOES NOT FIT ({', '.join(tight)})" if tight else "fits")
-    if plan.phases:
-        found.append(f"one rollout about {seconds(sum(phase.seconds for phase in plan.phases))}")
-    if plan.refused:
-        found.append(f"a run would be refused for {len(plan.refused)} reason(s), listed at the end")
-    return ["; ".join(found)] if slots.total else []
+def _summary(plan: Plan) -> Lines:
+    tight = [moment.where for moment in plan.fit if not moment.fits]
+    parts = [
+        f"{plan.slots.total} x {plan.device.name}",
+        f"DOES NOT FIT ({', '.join(tight)})" if tight else "fits" if plan.fit else "",
+        f"one rollout about {seconds(plan.rollout_seconds)}" if plan.phases else "",
+        f"a run would be refused for {len(plan.refused)} reason(s), listed at the end" if plan.refused else "",
+    ]
+    return ["; ".join(filter(None, parts))] if plan.slots.total else []
 
 
-def _model(plan: Plan) -> Iterable[Any]:
+def _model(plan: Plan) -> Lines:
     if plan.params is None:
-        return
+        return []
     parts = [f"{name} {count(number)}" for name, number in plan.params.items() if name != "total" and number]
-    yield f"{count(plan.params['total'])} parameters: {', '.join(parts)}"
+    return [f"{count(plan.params['total'])} parameters: {', '.join(parts)}"]
 
 
-def _placement(plan: Plan) -> Iterable[Any]:
+def _placement(plan: Plan) -> Lines:
     slots = plan.slots
     where = "share them" if slots.num_engine_slots and slots.engine_offset == 0 else "have their own"
     engines = f", engines {slots.num_engine_slots} ({where})" if slots.num_engine_slots else ", no engines"
     yield f"{slots.total} x {plan.device.name}: trainer {slots.num_trainers}{engines}"
-    rows = []
-    for (node, _), group in groupby(plan.seats, key=lambda seat: (seat.node, _pattern(seat))):
-        members = list(group)
-        gpus = _span([seat.gpu for seat in members])
-        rows.append((node, gpus, _trainers(members), _engines(members)))
+    groups = [list(group) for _, group in groupby(plan.seats, key=_pattern)]
+    rows = [
+        (seats[0].node, _span([seat.gpu for seat in seats]), _trainers(seats), _engines(seats)) for seats in groups
+    ]
     yield table(("node", "GPU", "trainer", "engine"), rows)
 
 
 def _pattern(seat: Seat) -> tuple[Any, ...]:
     """Neighbouring seats with the same are one line: engine by engine, trainers without engines by pipeline stage."""
-    engine = (seat.engine, seat.engine_name)
-    return (seat.trainer_rank is None, *engine, seat.coordinates.get("pp") if seat.engine is None else None)
+    stage = seat.coordinates.get("pp") if seat.engine is None else None
+    return seat.node, seat.trainer_rank is None, seat.engine, seat.engine_name, stage
 
 
-def _span(numbers: Sequence[int]) -> str:
+def _span(numbers: Sequence[int | None]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
 def _trainers(members: Sequence[Seat]) -> str:
-    ranks = [seat.trainer_rank for seat in members if seat.trainer_rank is not None]
-    if not ranks:
+    if members[0].trainer_rank is None:
         return ""
-    axes: list[str] = []
-    for axis in members[0].coordinates:
-        values = sorted({seat.coordinates[axis] for seat in members})
-        axes.append(f"{axis} {_span(values)}")
-    return f"rank {_span(ranks)}" + (f" ({', '.join(axes)})" if axes else "")
+    axes = [f"{axis} {_span(sorted({seat.coordinates[axis] for seat in members}))}" for axis in members[0].coordinates]
+    return f"rank {_span([seat.trainer_rank for seat in members])}" + (f" ({', '.join(axes)})" if axes else "")
 
 
 def _engines(members: Sequence[Seat]) -> str:
     first = members[0]
     if first.engine is None:
         return ""
-    name = f" {first.engine_name}" if first.engine_name else ""
-    ranks = [seat.engine_tp_rank for seat in members if seat.engine_tp_rank is not None]
-    return f"engine {first.engine}{name}" + (f" (tp {_span(ranks)})" if len(ranks) > 1 else "")
+    ranks = f" (tp {_span([seat.engine_tp_rank for seat in members])})" if len(members) > 1 else ""
+    return f"engine {first.engine} {first.engine_name}".rstrip() + ranks
 
 
-def _parallel(plan: Plan) -> Iterable[Any]:
+def _parallel(plan: Plan) -> Lines:
     layout = plan.layout
     if layout is None:
         return
-    sizes = {"TP": layout.tp, "PP": layout.pp, "VPP": layout.vpp, "CP": layout.cp, "DP": layout.dp, "EP": layout.ep}
-    text = "  ".join(f"{name} {number}" for name, number in sizes.items())
-    yield f"{text}  ETP {layout.etp}  expert DP {layout.expert_dp}  (world {layout.world_size})" + (
-        ", sequence parallel" if layout.is_sequence_parallel else ""
-    )
+    text = "  ".join(f"{axis.upper()} {vars(layout)[axis]}" for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp"))
+    sequence = ", sequence parallel" if layout.is_sequence_parallel else ""
+    yield f"{text}  expert DP {layout.expert_dp}  (world {layout.world_size}){sequence}"
     if layout.pp > 1:
         yield "layers of the stages: " + "; ".join(_ranges(stage) for stage in layout.stage_layers)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    parts = []
-    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        parts.append(_span(members))
-    return ", ".join(parts) or "none"
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    return ", ".join(_span([number for _, number in run]) for _, run in runs) or "none"
 
 
-def _batch(plan: Plan) -> Iterable[Any]:
+def _batch(plan: Plan) -> Lines:
     batch = plan.batch
     if batch is None:
         return
@@ -175,12 +157,11 @@ def _batch(plan: Plan) -> Iterable[Any]:
     yield f"rollouts: {rollouts}" + ("" if batch.epochs is None else f" = {batch.epochs:.2f} passes over the prompts")
 
 
-def _memory(plan: Plan) -> Iterable[Any]:
+def _memory(plan: Plan) -> Lines:
     for name, trainer in (("trainer", plan.trainer_memory), ("critic", plan.critic_memory)):
         if trainer is not None:
             yield from _trainer(name, trainer)
-    for engine in plan.engine_memory:
-        yield from _engine(engine)
+    yield from map(_engine, plan.engine_memory)
     if plan.host_memory_per_node:
         yield f"host memory per node for copies of weights and what is offloaded: {size(plan.host_memory_per_node)}"
     for moment in plan.fit:
@@ -189,25 +170,19 @@ def _memory(plan: Plan) -> Iterable[Any]:
         yield f"    -> {moment.verdict}"
 
 
-def _trainer(name: str, trainer: TrainerMemory) -> Iterable[Any]:
+def _trainer(name: str, trainer: TrainerMemory) -> Lines:
     yield f"{name}, {trainer.precision}, recomputation: {trainer.recompute}"
-    header = (
-        *("stage", "params", "weights", "gradients", "optimizer", "activations", "head"),
-        *("peak: log-probs", "peak: train"),
-    )
-    rows = [
-        (s.stage, count(s.params), size(s.weights), size(s.gradients), size(s.optimizer), size(s.activations))
-        + (size(s.head), size(s.log_probs_peak), size(s.train_peak))
-        for s in trainer.stages
-    ]
-    yield table(header, rows, right=range(1, len(header)))
+    sizes = {name: name for name in ("weights", "gradients", "optimizer", "activations", "head")}
+    sizes |= {"peak: log-probs": "log_probs_peak", "peak: train": "train_peak"}
+    rows = [(s.stage, count(s.params), *(size(vars(s)[field]) for field in sizes.values())) for s in trainer.stages]
+    yield table(("stage", "params", *sizes), rows, right=range(1, 2 + len(sizes)))
     yield f"the peak of train is its {trainer.peak.peak_is}"
 
 
-def _engine(engine: EngineMemory) -> Iterable[str]:
-    name = f"engine {engine.name}".rstrip()
-    yield (
-        f"{name}, TP {engine.tp}"
+def _engine(engine: EngineMemory) -> str:
+    return (
+        f"engine {engine.name}".rstrip()
+        + f", TP {engine.tp}"
         + (f" PP {engine.pp}" if engine.pp > 1 else "")
         + (f" EP {engine.ep}" if engine.ep > 1 else "")
         + f": weights {size(engine.weights)} per GPU, KV cache {size(engine.kv_cache)} "
@@ -216,48 +191,40 @@ def _engine(engine: EngineMemory) -> Iterable[str]:
     )
 
 
-def _times(plan: Plan) -> Iterable[Any]:
+def _times(plan: Plan) -> Lines:
     if not plan.phases:
         return
-    yield table(
-        ("phase", "time", "made of"), [(p.name, seconds(p.seconds), p.formula) for p in plan.phases], right=(1,)
-    )
-    total = sum(phase.seconds for phase in plan.phases)
-    text = f"one rollout about {seconds(total)}"
-    if plan.batch and plan.batch.num_rollouts:
-        text += f", {plan.batch.num_rollouts} rollouts about {seconds(total * plan.batch.num_rollouts)}"
-    yield text + " (phases one after the other; an estimate)"
+    rows = [(phase.name, seconds(phase.seconds), phase.formula) for phase in plan.phases]
+    yield table(("phase", "time", "made of"), rows, right=(1,))
+    number = plan.batch.num_rollouts if plan.batch else None
+    run = f", {number} rollouts about {seconds(plan.rollout_seconds * number)}" if number else ""
+    yield f"one rollout about {seconds(plan.rollout_seconds)}{run} (phases one after the other; an estimate)"
 
 
-def _transport(plan: Plan) -> Iterable[Any]:
+def _transport(plan: Plan) -> Lines:
     sends = plan.transport
-    if sends is None:
-        return
-    yield (
-        f"{sends.way}, {sends.every}: {size(sends.num_bytes)} in {sends.num_buckets} bucket(s) of at most "
-        f"{size(sends.bucket_bytes)}"
-    )
+    if sends is not None:
+        buckets = f"{sends.num_buckets} bucket(s) of at most {size(sends.bucket_bytes)}"
+        yield f"{sends.way}, {sends.every}: {size(sends.num_bytes)} in {buckets}"
 
 
-def _outputs(plan: Plan) -> Iterable[Any]:
+def _outputs(plan: Plan) -> Lines:
     rows = [(output.what, output.where, size(output.size_bytes), output.when) for output in plan.outputs]
-    yield table(("what", "where", "size", "when"), rows, right=(2,))
+    return [table(("what", "where", "size", "when"), rows, right=(2,))]
 
 
-def _hooks(plan: Plan) -> Iterable[Any]:
-    if not plan.hooks:
-        yield "none of the user's"
-        return
+def _hooks(plan: Plan) -> Lines:
     rows = [(hook.flag, hook.path, hook.where or f"NOT LOADED: {hook.problem}") for hook in plan.hooks]
-    yield table(("flag", "hook", "where"), rows)
+    return [table(("flag", "hook", "where"), rows) if rows else "none of the user's"]
 
 
-def _rows(plan: Plan) -> Iterable[Any]:
+def _rows(plan: Plan) -> Lines:
     for row in plan.rows:
         yield f"{row.data}: {row.where or row.path}" + ("" if row.num_tokens is None else _tokens(row))
         if row.problem:
             yield f"    {row.problem}"
-        shown = _marked(row.pieces) if row.pieces else row.text
+        marked = "".join(f">>>{text}<<<" if is_trained else text for text, is_trained in row.pieces)
+        shown = marked or row.text
         if shown is not None:
             cut = f" ... ({len(shown) - MAX_TEXT} more characters)" if len(shown) > MAX_TEXT else ""
             yield "\n".join(f"    | {line}" for line in (shown[:MAX_TEXT] + cut).splitlines())
@@ -270,27 +237,11 @@ def _tokens(row: RowReport) -> str:
     return f", {row.num_tokens} tokens{trained}"
 
 
-def _marked(pieces: Sequence[tuple[str, bool]]) -> str:
-    return "".join(f">>>{text}<<<" if is_trained else text for text, is_trained in pieces)
+def _sentences(field: str) -> Callable[[Plan], Lines]:
+    return lambda plan: [f"- {sentence}" for sentence in vars(plan)[field]]
 
 
-def _assumptions(plan: Plan) -> Iterable[Any]:
-    return [f"- {sentence}" for sentence in plan.assumptions]
-
-
-def _missing(plan: Plan) -> Iterable[Any]:
-    return [f"- {sentence}" for sentence in plan.missing]
-
-
-def _warnings(plan: Plan) -> Iterable[Any]:
-    return [f"- {sentence}" for sentence in plan.warnings]
-
-
-def _refused(plan: Plan) -> Iterable[Any]:
-    return [f"- {sentence}" for sentence in plan.refused]
-
-
-SECTIONS: dict[str, Callable[[Plan], Iterable[Any]]] = {
+SECTIONS: dict[str, Callable[[Plan], Lines]] = {
     "Plan": _summary,
     "Model": _model,
     "Placement": _placement,
@@ -302,8 +253,8 @@ SECTIONS: dict[str, Callable[[Plan], Iterable[Any]]] = {
     "What is written": _outputs,
     "Hooks": _hooks,
     "Data": _rows,
-    "Assumed": _assumptions,
-    "Missing": _missing,
-    "Warnings": _warnings,
-    "A run would be refused:": _refused,
+    "Assumed": _sentences("assumptions"),
+    "Missing": _sentences("missing"),
+    "Warnings": _sentences("warnings"),
+    "A run would be refused:": _sentences("refused"),
 }

@@ -32,22 +32,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from slime.utils.plan.layout import ParallelLayout
-from slime.utils.plan.shape import ModelShape
+from slime.plan.layout import ParallelLayout
+from slime.utils.model_shape import ModelShape
 
 FP32 = 4
-DEFERRED_CHUNK = 1024
-"""Rows of a chunk of --recompute-loss-function where --log-probs-chunk-size does not say."""
+DEFERRED_CHUNK = 1024  # Rows of a chunk of --recompute-loss-function where --log-probs-chunk-size does not say
 
 
 @dataclass(frozen=True)
 class Recompute:
     """--recompute-granularity and what goes with it."""
 
-    granularity: str | None = None
-    """None, "selective" or "full"."""
-    method: str | None = None
-    """"uniform" (chunks of num_layers) or "block" (the first num_layers layers)."""
+    granularity: str | None = None  # None, "selective" or "full"
+    method: str | None = None  # "uniform" (chunks of num_layers) or "block" (the first num_layers layers)
     num_layers: int = 1
     modules: tuple[str, ...] = ("core_attn",)
 
@@ -57,22 +54,17 @@ class Compute:
     """How a pass computes: what it runs on decides which tensors its kernels keep."""
 
     is_cpu: bool
-    element_size: int
-    """Bytes of a parameter, an activation and its gradient."""
-    has_fused_gate: bool = False
-    """Whether a gated activation is one kernel, which keeps its input alone."""
+    element_size: int  # Bytes of a parameter, an activation and its gradient
+    has_fused_gate: bool = False  # Whether a gated activation is one kernel, which keeps its input alone
 
 
 @dataclass(frozen=True)
 class HeadRows:
     """Rows of logits that the loss of one micro-batch works on."""
 
-    tokens: int
-    """T, all of the micro-batch."""
-    responses: int
-    """R, those that predict response tokens."""
-    chunk_size: int
-    """--log-probs-chunk-size; -1 = all at once."""
+    tokens: int  # T, all of the micro-batch
+    responses: int  # R, those that predict response tokens
+    chunk_size: int  # --log-probs-chunk-size; -1 = all at once
     trains_entropy: bool
 
     def copies_back(self, compute: Compute) -> int:
@@ -84,10 +76,8 @@ class HeadRows:
 class HeadBytes:
     """Of the output layer and the loss of one micro-batch."""
 
-    forward: int
-    """logits [T, V] + on CPU a scaled copy of a chunk of rows and its exponential [C, V]."""
-    backward: int
-    """The largest moment of the way back to the last layer."""
+    forward: int  # logits [T, V] + on CPU a scaled copy of a chunk of rows and its exponential [C, V]
+    backward: int  # The largest moment of the way back to the last layer
 
 
 def layer_saved(

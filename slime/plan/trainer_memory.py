@@ -30,8 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from slime.utils.misc import num_weight_versions
-from slime.utils.plan.activations import (
+from slime.plan.activations import (
     Compute,
     HeadBytes,
     HeadRows,
@@ -45,18 +44,18 @@ from slime.utils.plan.activations import (
     sent_saved,
     stage_saved,
 )
-from slime.utils.plan.batch import BatchPlan
-from slime.utils.plan.layout import ParallelLayout
-from slime.utils.plan.shape import ModelShape
+from slime.plan.layout import BatchPlan, ParallelLayout
+from slime.utils.misc import num_weight_versions
+from slime.utils.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
 
+# Per token of a rank's share of a rollout: ids, positions, the packed row (int64 each) and two int32 masks
 ROW_BYTES = 32
-"""Per token of a rank's share of a rollout: ids, positions, the packed row (int64 each) and two int32 masks."""
+# Per response token: index and target (int64), log-probs of trainer, engine and reference, KL, advantage, return
 RESPONSE_ROW_BYTES = 40
-"""Per response token: index and target (int64), log-probs of trainer, engine and reference, KL, advantage, return."""
 
 PRECISION_DEFAULTS: dict[str, Any] = {
     "grad_reduce_in_fp32": False,
@@ -79,27 +78,21 @@ class StageMemory:
     """Bytes on each GPU of one pipeline stage."""
 
     stage: int
-    params: int
-    """Parameters on one rank."""
-    trained_params: int
-    """Of these, with gradients: fewer with LoRA."""
+    params: int  # Parameters on one rank
+    trained_params: int  # Of these, with gradients: fewer with LoRA
     weights: int
     gradients: int
     optimizer: int
-    state: int
-    """The three together: what stays between rollouts."""
+    state: int  # The three together: what stays between rollouts
+    # Reference, old actor, teacher and the weights that they push aside, and what is offloaded of optimizer and
+    # activations; on CPU part of state's memory
     host_copies: int
-    """Reference, old actor, teacher and the weights that they push aside, and what is offloaded of optimizer and
-    activations; on CPU part of state's memory."""
     rollout_data: int
-    activations: int
-    """What the layers keep for the backward pass, all micro-batches in flight."""
-    head: int
-    """Logits and loss, the larger of forward and backward; 0 on stages without the output layer."""
+    activations: int  # What the layers keep for the backward pass, all micro-batches in flight
+    head: int  # Logits and loss, the larger of forward and backward; 0 on stages without the output layer
     log_probs_peak: int
     train_peak: int
-    peak_is: str
-    """What the training peak is made of: "forward/backward", "optimizer step" or "embedding gradient"."""
+    peak_is: str  # What the training peak is made of: "forward/backward", "optimizer step" or "embedding gradient"
 
 
 @dataclass(frozen=True)
@@ -108,8 +101,7 @@ class TrainerMemory:
 
     stages: list[StageMemory]
     precision: str
-    recompute: str
-    """In words."""
+    recompute: str  # In words
 
     @property
     def peak(self) -> StageMemory:
@@ -124,14 +116,10 @@ class Precision:
     name: str
     weight: int
     gradient: int
-    optimizer: float
-    """Sharded over the data-parallel ranks."""
-    step: int
-    """More of it while the optimizer steps, sharded as well."""
-    saved: int
-    """Of optimizer state in a checkpoint."""
-    on_host: float = 0
-    """Of --optimizer-cpu-offload in host memory, sharded as well."""
+    optimizer: float  # Sharded over the data-parallel ranks
+    step: int  # More of it while the optimizer steps, sharded as well
+    saved: int  # Of optimizer state in a checkpoint
+    on_host: float = 0  # Of --optimizer-cpu-offload in host memory, sharded as well
 
     @classmethod
     def of(cls, args: Args) -> Precision:
@@ -222,8 +210,7 @@ class _Passes:
     activations: int
     head: int
     forward_only: int
-    backward: int
-    """Activations and what works beside them at the fullest moment."""
+    backward: int  # Activations and what works beside them at the fullest moment
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
+# Megatron's attribute -> what Megatron takes where no flag says otherwise, for every flag that a shape depends on
 MODEL_DEFAULTS: dict[str, Any] = {
     "num_layers": None,
     "hidden_size": None,
@@ -59,7 +60,6 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "dsa_indexer_head_dim": None,
     "dsa_indexer_topk": None,
 }
-"""Megatron's attribute -> what Megatron takes where no flag says otherwise, for every flag that a shape depends on."""
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -89,10 +89,8 @@ class DeltaNet:
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    kernel: int
-    """Of the convolution of each channel of queries, keys and values with itself."""
-    is_linear: tuple[bool, ...]
-    """Per layer, whether it is one."""
+    kernel: int  # Of the convolution of each channel of queries, keys and values with itself
+    is_linear: tuple[bool, ...]  # Per layer, whether it is one
 
     @property
     def conv_width(self) -> int:
@@ -116,8 +114,7 @@ class Indexer:
 
     num_heads: int
     head_dim: int
-    topk: int
-    """Keys that a token attends to."""
+    topk: int  # Keys that a token attends to
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,7 @@ class Experts:
     num: int
     ffn_hidden_size: int
     topk: int
-    shared_ffn_hidden_size: int
-    """0 = no shared expert."""
+    shared_ffn_hidden_size: int  # 0 = no shared expert
     has_shared_gate: bool
 
 
@@ -136,14 +132,10 @@ class Experts:
 class LayerParams:
     """Parameters of one layer by how a layout divides them: over TP, over no rank, over experts' ranks."""
 
-    attention: int
-    """Matrices (and their biases) that TP divides."""
-    mlp: int
-    """The same of the dense MLP or the shared expert."""
-    replicated: int
-    """Norms, router, latent down-projections: on every TP rank in full."""
-    experts: int
-    """Divided over expert parallelism and the experts' tensor parallelism."""
+    attention: int  # Matrices (and their biases) that TP divides
+    mlp: int  # The same of the dense MLP or the shared expert
+    replicated: int  # Norms, router, latent down-projections: on every TP rank in full
+    experts: int  # Divided over expert parallelism and the experts' tensor parallelism
 
     @property
     def total(self) -> int:
@@ -161,30 +153,24 @@ class ModelShape:
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
-    rotary_channels: int
-    """Of a head, those that are rotated."""
-    vocab_size: int
-    """Rows of the embedding, padding included."""
+    rotary_channels: int  # Of a head, those that are rotated
+    vocab_size: int  # Rows of the embedding, padding included
     is_tied: bool
-    is_gated: bool
-    """Gated linear unit: two matrices into the MLP, one out of it."""
+    is_gated: bool  # Gated linear unit: two matrices into the MLP, one out of it
     has_bias: bool
     has_qkv_bias: bool
     has_qk_norm: bool
-    num_norms: int
-    """Norms of a layer over the hidden size: two, or four with norms after attention and MLP."""
-    norm_width: int
-    """Weights per channel of a norm: 1 for RMSNorm, 2 (with bias) for LayerNorm."""
-    moe_layers: tuple[bool, ...]
-    """Per layer, whether it has experts."""
+    num_norms: int  # Norms of a layer over the hidden size: two, or four with norms after attention and MLP
+    norm_width: int  # Weights per channel of a norm: 1 for RMSNorm, 2 (with bias) for LayerNorm
+    moe_layers: tuple[bool, ...]  # Per layer, whether it has experts
     num_mtp_layers: int
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    # Attention's output is multiplied by the sigmoid of a projection as wide as the queries
     has_output_gate: bool = False
-    """Attention's output is multiplied by the sigmoid of a projection as wide as the queries."""
     delta_net: DeltaNet | None = None
+    # Counted in every layer: which ones take the choice of an earlier one (GLM-5.2), no flag says
     indexer: Indexer | None = None
-    """Counted in every layer: which ones take the choice of an earlier one (GLM-5.2), no flag says."""
 
     @classmethod
     def of(cls, args: Args) -> ModelShape | None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from slime.utils.plan.plan import EngineKind, Facts, HookReport, Plan, RowReport, make_plan
+from slime.plan.plan import EngineKind, Facts, HookReport, Plan, RowReport, make_plan
 
 __all__ = ["EngineKind", "Facts", "HookReport", "Plan", "RowReport", "make_plan"]

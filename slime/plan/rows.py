@@ -10,11 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.plan.layout import DataFacts
+from slime.plan.plan import RowReport
 from slime.utils.data import Dataset, parse_slice, read_rows
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
-from slime.utils.plan.batch import DataFacts
-from slime.utils.plan.plan import RowReport
 from slime.utils.processing_utils import load_tokenizer, render_chat
 from slime.utils.types import Sample
 
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from slime.utils.eval_config import EvalDatasetConfig
 
 
-MEASURED_ROWS = 200
-"""Rows at the start of the prompt file whose lengths are measured."""
+MEASURED_ROWS = 200  # Rows at the start of the prompt file whose lengths are measured
 
+# (text, spans with whether they are trained, tokens, trained tokens)
 Shown = tuple[str, list[tuple[str, bool]], int, int | None]
-"""(text, spans with whether they are trained, tokens, trained tokens)"""
 Found = tuple[DataFacts | None, list[RowReport], list[str]]
 
 

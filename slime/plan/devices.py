@@ -19,26 +19,18 @@ class Device:
     """One device (GPU, or the CPU share of one slot)."""
 
     name: str
-    memory_bytes: int
-    """What a process can allocate; all slots share it where `is_shared`."""
+    memory_bytes: int  # What a process can allocate; all slots share it where `is_shared`
+    # FLOP/s of forward and backward matrix products, attention included, as a training step achieves them
     train_flops: float
-    """FLOP/s of forward and backward matrix products, attention included, as a training step achieves them."""
-    infer_flops: float
-    """FLOP/s of a prefill or a forward-only pass."""
-    memory_bandwidth: float
-    """Bytes/s of reading weights and KV cache."""
-    link_bandwidth: float
-    """Bytes/s between two devices of a node, as a weight sync by NCCL achieves them."""
-    ipc_bandwidth: float
-    """Bytes/s of a weight sync between two processes on one device."""
-    host_bandwidth: float
-    """Bytes/s between device and pinned host memory, one way."""
-    network_bandwidth: float
-    """Bytes/s between two nodes, per device."""
+    infer_flops: float  # FLOP/s of a prefill or a forward-only pass
+    memory_bandwidth: float  # Bytes/s of reading weights and KV cache
+    link_bandwidth: float  # Bytes/s between two devices of a node, as a weight sync by NCCL achieves them
+    ipc_bandwidth: float  # Bytes/s of a weight sync between two processes on one device
+    host_bandwidth: float  # Bytes/s between device and pinned host memory, one way
+    network_bandwidth: float  # Bytes/s between two nodes, per device
+    # Seconds of one decode step beside reading weights and cache: scheduler, sampling, kernel starts
     decode_step_s: float
-    """Seconds of one decode step beside reading weights and cache: scheduler, sampling, kernel starts."""
-    reserved_bytes: int
-    """Taken before the first tensor: CUDA context, libraries, NCCL buffers."""
+    reserved_bytes: int  # Taken before the first tensor: CUDA context, libraries, NCCL buffers
     is_shared: bool = False
     source: str = ""
 

@@ -1,0 +1,251 @@
+"""Seconds of every phase of one rollout, estimated from a few device rates; how weights travel; what is written.
+
+    generate    response tokens per engine go through in rounds of at most R requests (what the cache, the concurrency
+                flag or the engine allows); a decode step reads this rank's weights and the cache of R sequences of
+                mean length, or computes 2 x active parameters x R, and adds `decode_step_s`; the longest response
+                sets the number of steps of the last round. Prefill: 2 x active parameters per distinct prompt token.
+    log-probs   forward FLOPs of all samples, once for each pass, over all trainer ranks at `infer_flops`
+    train       three times the forward FLOPs (four with full recomputation), at `train_flops`; pipeline stages idle
+                for (pp - 1) / (micro-batches x vpp) of it
+    weight sync bytes of the model over the link, the network or a disk
+    offload     state to pinned memory and back at `host_bandwidth`
+
+Sources of the rates: slime.plan.devices. It knows nothing about reward functions or tools, which take no time
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from slime.plan.devices import Device
+from slime.plan.fit import EngineMemory
+from slime.plan.layout import BatchPlan, ParallelLayout
+from slime.plan.trainer_memory import Precision, TrainerMemory, recompute_of
+from slime.utils import flops_utils
+from slime.utils.model_shape import ModelShape
+from slime.utils.weight_format import WeightFormat, quantized_parts
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+DISK_BANDWIDTH = 2e9  # Bytes/s of a shared file system, assumed
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a rollout."""
+
+    name: str
+    seconds: float
+    formula: str  # With its numbers
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What the time of a rollout depends on, besides memory."""
+
+    args: Args
+    shape: ModelShape
+    device: Device
+    layout: ParallelLayout
+    batch: BatchPlan
+
+    def flops(self) -> float:
+        """FLOPs of a forward pass over all samples."""
+        return forward_flops(self.shape, self.batch.tokens_per_rollout, self.batch.lengths.mean)
+
+
+def phases(
+    rollout: Rollout,
+    trainer: TrainerMemory | None,
+    engines: list[EngineMemory],
+    *,
+    num_engines: int,
+    sends: Transport | None,
+) -> Iterator[Phase]:
+    """Phases of one rollout in their order; `sends` is the weight sync."""
+    args, device = rollout.args, rollout.device
+    if engines:
+        yield generate_phase(rollout, engines[0], num_engines)
+    if trainer is None:
+        return
+    if passes := num_log_prob_passes(args, rollout.batch.steps_per_rollout):
+        yield log_probs_phase(rollout, passes)
+    train = train_phase(rollout)
+    epochs = f"{args.ppo_epochs} passes of " if args.ppo_epochs > 1 else ""
+    yield Phase(train.name, args.ppo_epochs * train.seconds, epochs + train.formula)
+    if args.use_critic:
+        values = log_probs_phase(rollout, 1)
+        yield Phase("critic", values.seconds + train.seconds, "values, then training as the actor")
+    if sends is not None:
+        formula = f"{sends.num_bytes / 1e9:.2f} GB {sends.way.split(':')[0]} at {sends.bandwidth / 1e9:.3g} GB/s"
+        yield Phase("weight sync", sends.num_bytes / sends.bandwidth, formula)
+    if (args.offload_train or args.offload_rollout) and args.accelerator != "cpu":
+        # The trainer's state goes to the host and back, the engine's weights only back.
+        moved = 2 * max(stage.state for stage in trainer.stages) if args.offload_train else 0
+        moved += engines[0].weights if engines and args.offload_rollout else 0
+        formula = f"{moved / 1e9:.1f} GB per GPU at {device.host_bandwidth / 1e9:.3g} GB/s"
+        yield Phase("offload", moved / device.host_bandwidth, formula)
+
+
+def num_log_prob_passes(args: Args, steps_per_rollout: int) -> int:
+    """Forward-only passes of the trainer over a rollout: the reference's, and old log-probs that the loss lacks."""
+    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
+        return 0
+    in_loss = steps_per_rollout == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
+    in_loss = in_loss and not args.use_rollout_entropy and args.ppo_epochs == 1
+    old = args.recompute_old_log_probs or args.use_rollout_logprobs or args.keep_old_actor or not in_loss
+    return int(bool(old)) + int(args.use_kl_loss or args.kl_coef != 0)
+
+
+def forward_flops(shape: ModelShape, tokens: float, mean_length: float) -> float:
+    """FLOPs of a forward pass over `tokens` tokens in sequences of `mean_length` (slime.utils.flops_utils)."""
+    return tokens / mean_length * flops_utils.forward_flops(shape, [mean_length]) if tokens else 0.0
+
+
+def decode_seconds(shape: ModelShape, device: Device, engine: EngineMemory, *, requests: int, context: float) -> float:
+    """Seconds of one decode step of an engine with that many running requests of mean length `context`."""
+    read = engine.weights + requests * context * engine.kv_bytes_per_token
+    compute = 2.0 * shape.num_active_params * requests / (engine.tp * engine.pp)
+    return max(read / device.memory_bandwidth, compute / device.infer_flops) + device.decode_step_s
+
+
+def generate_phase(rollout: Rollout, engine: EngineMemory, num_engines: int) -> Phase:
+    """Generation of one rollout; each engine is sent --sglang-server-concurrency requests at most."""
+    shape, device, batch, lengths = rollout.shape, rollout.device, rollout.batch, rollout.batch.lengths
+    per_engine = -(-batch.samples_per_rollout // num_engines)
+    fitting = max(1, engine.kv_tokens // max(1, lengths.mean))
+    limits = per_engine, fitting, rollout.args.sglang_server_concurrency, engine.max_running_requests or per_engine
+    running = max(1, min(limits))
+    steps = max(per_engine / running * lengths.mean_response, lengths.max_response)
+    context = lengths.mean_prompt + lengths.mean_response / 2
+    step_s = decode_seconds(shape, device, engine, requests=running, context=context)
+    prompt_tokens = batch.prompts_per_rollout * lengths.mean_prompt / num_engines
+    prefill = forward_flops(shape, prompt_tokens, lengths.mean_prompt) / (device.infer_flops * engine.tp * engine.pp)
+    text = (
+        f"{steps:.0f} decode steps x {step_s * 1e3:.1f} ms, {running} requests at once on each of {num_engines} "
+        f"engine(s), prefill {prefill:.1f} s"
+    )
+    return Phase("generate", steps * step_s + prefill, text)
+
+
+def log_probs_phase(rollout: Rollout, passes: int) -> Phase:
+    """All forward-only passes of the trainer over one rollout."""
+    flops, device, ranks = rollout.flops(), rollout.device, rollout.layout.world_size
+    text = f"{passes} x {flops / 1e15:.3g} PFLOP on {ranks} x {device.name}"
+    return Phase("log-probs", passes * flops / (device.infer_flops * ranks), text)
+
+
+def train_phase(rollout: Rollout) -> Phase:
+    """Forward, backward and optimizer over one rollout."""
+    flops, rate, layout = rollout.flops(), rollout.device.train_flops, rollout.layout
+    factor = 4 if recompute_of(rollout.args).granularity == "full" else 3
+    bubble = (layout.pp - 1) / max(1, rollout.batch.micro_batches_per_rank * layout.vpp)
+    text = f"{factor} x {flops / 1e15:.3g} PFLOP at {rate / 1e12:.3g} TFLOP/s per rank"
+    seconds = factor * flops / (rate * layout.world_size) * (1 + bubble)
+    return Phase("train", seconds, text + (f", pipeline bubble {bubble:.0%}" if bubble else ""))
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The weight sync."""
+
+    way: str
+    num_bytes: int  # Of one full set of weights: in the trainer's precision, or quantised as the engines store them
+    bucket_bytes: int
+    num_buckets: int
+    every: str  # How often, in words
+    bandwidth: float  # Bytes/s assumed for the estimate
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something that the run writes."""
+
+    what: str
+    where: Any  # a path
+    size_bytes: int | None  # None: depends on the run
+    when: str
+
+
+def transport(
+    args: Args, shape: ModelShape, device: Device, *, num_nodes: int, fmt: WeightFormat | None = None
+) -> Transport | None:
+    """The way of the weights, which are quantised where the engines' checkpoint is (`fmt`); None without engines."""
+    if args.debug_train_only or args.debug_rollout_only:
+        return None
+    num_bytes = hf_bytes(args, shape, fmt)
+    network = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth
+    if args.update_weight_transport == "disk":
+        is_delta = args.update_weight_mode == "delta"
+        kind = f"changed bytes ({args.update_weight_delta_encoding})" if is_delta else "full HF checkpoint"
+        way, bandwidth = f"disk: {kind} under {args.update_weight_disk_dir or '(no directory given)'}", DISK_BANDWIDTH
+    elif args.colocate:
+        # Both hand over one flattened tensor a bucket; only its handle travels.
+        is_cpu = args.accelerator == "cpu"
+        way = "colocated tensors in shared memory" if is_cpu else "colocated tensors over CUDA IPC"
+        bandwidth = device.ipc_bandwidth
+        if not is_cpu and args.rollout_num_gpus > args.actor_num_nodes * args.actor_num_gpus_per_node:
+            way += ", NCCL broadcast to engines behind the trainer's GPUs"
+            bandwidth = network
+    else:
+        way = ("gloo" if args.accelerator == "cpu" else "NCCL") + " broadcast from the trainer to every engine rank"
+        bandwidth = network
+    if fmt is not None:
+        way += f", as {fmt.kind}"
+    bucket = min(args.update_weight_buffer_size, num_bytes)
+    interval = args.update_weights_interval
+    every = "every rollout" if interval == 1 else f"every {interval} rollouts (train_async.py)"
+    return Transport(way, num_bytes, bucket, -(-num_bytes // max(1, bucket)), every, bandwidth)
+
+
+def hf_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None) -> int:
+    """Of the model as HF tensors: in the trainer's precision, but for what `fmt` quantises."""
+    parts, itemsize = shape.components, Precision.of(args).weight
+    if fmt is None:
+        return parts["total"] * itemsize
+    quantized = sum(parts[part] for part in quantized_parts(fmt))
+    return fmt.bytes_of_params(quantized, itemsize=itemsize) + (parts["total"] - quantized) * itemsize
+
+
+def outputs(args: Args, shape: ModelShape | None, fmt: WeightFormat | None = None) -> list[Output]:
+    """Everything that the run writes, in the order in which it happens; HF exports are stored as `fmt` says."""
+    saved = checkpoint_bytes(args, shape, fmt) if shape else None
+    export = hf_bytes(args, shape, fmt) if shape else None
+    when = (
+        f"every {args.save_interval} rollouts, and after the last" if args.save_interval else "after the last rollout"
+    )
+    if args.keep_checkpoints:
+        when += f"; the newest {args.keep_checkpoints} are kept"
+    often, disk = "every rollout", args.update_weight_transport == "disk"
+    found = [
+        Output("metrics", f"{args.output_dir}/metrics.jsonl", None, often),
+        Output("logs", f"{args.output_dir}/logs/", None, "as they come"),
+        Output("answers", args.log_eval_samples and f"{args.output_dir}/eval_samples.jsonl", None, "every evaluation"),
+        Output("checkpoint", args.save and f"{args.save}/iter_<rollout id>/", saved, when),
+        Output("data position", args.save and f"{args.save}/rollout/", None, when),
+        Output("HF export", args.save_hf, export, when),
+        Output("rollout dump", args.save_debug_rollout_data, None, often),
+        Output("trainer's inputs", args.save_debug_train_data, None, often),
+        Output("dumps of both", args.dump_details, None, often),
+        Output("W&B files", args.use_wandb and args.wandb_dir, None, often),
+        Output("TensorBoard", args.use_tensorboard and args.tb_project_name, None, often),
+        Output(
+            "weights for the engines",
+            args.update_weight_disk_dir,
+            None,
+            "every weight sync" + ("" if disk else ", if there is no other way"),
+        ),
+    ]
+    return [replace(output, where=str(output.where)) for output in found if output.where]
+
+
+def checkpoint_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None = None) -> int:
+    """What --checkpoint-contents says: weights as trained, the optimizer's fp32 state, an HF export."""
+    precision, contents = Precision.of(args), args.checkpoint_contents or ("model", "optimizer")
+    optimizer = precision.saved if "optimizer" in contents else 0
+    export = hf_bytes(args, shape, fmt) if "hf" in contents else 0
+    return shape.num_params * (precision.weight + optimizer) + export
