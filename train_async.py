@@ -27,8 +27,8 @@ from typing import Any
 from slime.utils.installed import explain_missing_packages
 
 with explain_missing_packages():
-    from slime.config.rules.check_async import correction_warnings
     from slime.config.rules.deterministic import check_ahead
+    from slime.config.rules.losses import correction_warnings
     from slime.ray.driver import drive
     from slime.ray.rollouts_ahead import RolloutsAhead
     from slime.ray.run import TrainingRun

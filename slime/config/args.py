@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
     from slime.backends.sglang_utils.external import ExternalEngineInfo
     from slime.config.flags.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
-    from slime.config.flags.cluster import ClusterFlags, FaultToleranceFlags
-    from slime.config.flags.data import DataFlags
-    from slime.config.flags.debug import AskFlags, CiFlags, DebugFlags
-    from slime.config.flags.eval import EvalFlags
-    from slime.config.flags.observability import ObservabilityFlags
-    from slime.config.flags.profile import ProfileFlags
-    from slime.config.flags.rollout import RolloutBufferFlags, RolloutFlags
+    from slime.config.flags.rollout import DataFlags, EvalFlags, RolloutBufferFlags, RolloutFlags, WeightSyncFlags
+    from slime.config.flags.run import (
+        AskFlags,
+        CiFlags,
+        ClusterFlags,
+        DebugFlags,
+        FaultToleranceFlags,
+        ObservabilityFlags,
+        ProfileFlags,
+    )
     from slime.config.flags.train import ModelPartFlags, TrainFlags
-    from slime.config.flags.weight_sync import WeightSyncFlags
     from slime.config.megatron.values import MegatronValues
     from slime.config.sglang.arguments import SglangFlags
     from slime.config.sglang.topology import ModelPlan

@@ -1,7 +1,7 @@
 """Values that follow from other flags: small pure functions, and `derive_flags`, which applies them.
 
 Nothing here reads a file or judges a value: where the input is inconsistent a function passes it through, and the
-check_* modules say why it is wrong. The numbers V1-V29 are those of the contract's list of rules.
+rules say why it is wrong. The numbers V1-V29 are those of the contract's list of rules.
 """
 
 from __future__ import annotations

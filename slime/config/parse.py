@@ -20,44 +20,36 @@ from typing import Any
 
 from slime.config import ask, derive, other_names
 from slime.config.args import Args
-from slime.config.files.config_files import apply_config_files
-from slime.config.files.custom_config import FileValues, apply_extra
-from slime.config.files.resume import resume_values
-from slime.config.files.roles import FLAG as ROLES_FLAG
-from slime.config.files.roles import Role, critic_entry
+from slime.config.custom_config import FileValues, apply_extra
 from slime.config.flags.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
-from slime.config.flags.cluster import ClusterFlags, FaultToleranceFlags
-from slime.config.flags.data import DataFlags
-from slime.config.flags.debug import AskFlags, CiFlags, DebugFlags
-from slime.config.flags.eval import EvalFlags
-from slime.config.flags.observability import ObservabilityFlags
-from slime.config.flags.profile import ProfileFlags
-from slime.config.flags.rollout import RolloutBufferFlags, RolloutFlags
+from slime.config.flags.rollout import DataFlags, EvalFlags, RolloutBufferFlags, RolloutFlags, WeightSyncFlags
+from slime.config.flags.run import (
+    AskFlags,
+    CiFlags,
+    ClusterFlags,
+    DebugFlags,
+    FaultToleranceFlags,
+    ObservabilityFlags,
+    ProfileFlags,
+)
 from slime.config.flags.train import ModelPartFlags, TrainFlags
-from slime.config.flags.weight_sync import WeightSyncFlags
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags, group_title
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
-from slime.config.rules import (
-    check_debug,
-    check_devices,
-    check_files,
-    check_generation,
-    check_rollout,
-    later,
-    validate,
-)
-from slime.config.rules.check_devices import check_trainer
-from slime.config.rules.check_effect import Fields, check_pointless
-from slime.config.rules.check_hooks import (
+from slime.config.resume import resume_values
+from slime.config.roles import FLAG as ROLES_FLAG
+from slime.config.roles import Role, apply_config_files, critic_entry
+from slime.config.rules import debug, devices, effect, files, generation, validate
+from slime.config.rules.deterministic import check_deterministic, deterministic_values
+from slime.config.rules.devices import check_int4_training, check_trainer
+from slime.config.rules.effect import Fields, check_pointless
+from slime.config.rules.hooks import (
     check_hook,
     check_hooks,
     check_settings,
     check_tool_function,
     form_notes,
 )
-from slime.config.rules.check_run_dirs import check_run_dirs, run_dir_warnings
-from slime.config.rules.check_trainer import check_int4_training
-from slime.config.rules.deterministic import check_deterministic, deterministic_values
+from slime.config.rules.run_dirs import check_run_dirs, run_dir_warnings
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, load_eval_config
@@ -200,13 +192,13 @@ class CommandLine:
         """(flag, or flag and value; topic of the work that brings it) of everything declared but not built."""
         from slime.config.megatron.arguments import later_megatron_flags
 
-        return [*later.unsupported_flags(_own_classes()), *later_megatron_flags().items()]
+        return [*effect.unsupported_flags(_own_classes()), *later_megatron_flags().items()]
 
     def status_of(self, action: argparse.Action) -> ask.FlagStatus:
         """What a flag does today."""
         from slime.config.megatron.arguments import megatron_flag_class
 
-        own = {f.name: later.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
+        own = {f.name: effect.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
         if action.dest in own:
             topic = own[action.dest]
             return ask.FlagStatus("not supported yet", topic) if topic else ask.FlagStatus("works")
@@ -333,7 +325,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     if trainer_problems := list(check_trainer(args)):
         problems.wrong += trainer_problems
         args.tensor_model_parallel_size, args.sequence_parallel = 1, False
-    hf_config, hf_problems = check_files.read_hf_config(args.hf_checkpoint)
+    hf_config, hf_problems = files.read_hf_config(args.hf_checkpoint)
     problems.environment += hf_problems
     if args.model_args_from_hf and hf_config is not None:
         from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
@@ -359,12 +351,12 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     derive_engines(args, explicit, problems)
     values["eval_datasets"] = _eval_datasets(args, problems)
     if args.num_rollout is None:
-        problems.notes += check_files.small_data_note(args)
+        problems.notes += files.small_data_note(args)
         args.num_rollout = derive.rollouts_of_epochs(
-            args.num_epoch, num_rows=check_files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
+            args.num_epoch, num_rows=files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
         )
     problems.extend(validate.collect(args, explicit, fields))
-    problems.unsupported += later.unsupported_uses(args, explicit, classes)
+    problems.unsupported += effect.unsupported_uses(args, explicit, classes)
     if not args.debug_rollout_only:  # V16: no trainers
         of_actor = megatron_problems(args.replace(load=given_load), hf_config, explicit)
         problems.extend(of_actor)
@@ -382,8 +374,8 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
         if hf_config is not None:
             synced = not args.debug_rollout_only
             problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
-    problems.lacking += check_devices.missing_transport(args)
-    problems.notes += check_debug.template_notes(args)
+    problems.lacking += devices.missing_transport(args)
+    problems.notes += debug.template_notes(args)
     problems.lacking += check_int4_training(args, os.environ)
     problems.notes += _generate_notes(args)
     _check_rewards(args, problems)
@@ -433,13 +425,13 @@ def _check_rewards(args: Args, problems: Problems) -> None:
     """Rewards have a grader, and it has what it reads."""
     from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
 
-    fields = check_files.fields_text(args)
-    problems.wrong += check_rollout.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields)
-    problems.wrong += check_rollout.check_tensorboard(args, os.environ)
-    reads_reward = check_rollout.uses_builtin_reward(args)
-    problems.environment += check_files.check_train_data(args, reads_reward=reads_reward)
-    has_default_eval = args.eval_function_path == check_rollout.DEFAULT_ROLLOUT
-    problems.environment += check_files.check_eval_data(args, reads_reward=reads_reward and has_default_eval)
+    fields = files.fields_text(args)
+    problems.wrong += generation.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields)
+    problems.wrong += generation.check_tensorboard(args, os.environ)
+    reads_reward = generation.uses_builtin_reward(args)
+    problems.environment += files.check_train_data(args, reads_reward=reads_reward)
+    has_default_eval = args.eval_function_path == generation.DEFAULT_ROLLOUT
+    problems.environment += files.check_eval_data(args, reads_reward=reads_reward and has_default_eval)
 
 
 def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:
@@ -450,22 +442,22 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
     if has_config:
         reads_weights = not args.debug_train_only and args.sglang_load_format != "dummy"
         needs_weights = reads_weights or args.load == args.hf_checkpoint
-        problems.extend(check_files.check_hf_files(args.hf_checkpoint, needs_weights=needs_weights))
+        problems.extend(files.check_hf_files(args.hf_checkpoint, needs_weights=needs_weights))
     problems.extend(
-        check_files.check_checkpoints(
+        files.check_checkpoints(
             load=given_load, ref_load=args.ref_load, save=args.save, teacher_load=args.opd_teacher_load
         )
     )
     if args.check_weight_update_equal and args.hf_checkpoint:
-        problems.extend(check_files.check_weight_update_equal(load=args.load, hf_checkpoint=args.hf_checkpoint))
-    problems.extend(check_files.check_weight_dir(args.update_weight_disk_dir))
-    problems.extend(check_files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout))
-    problems.extend(check_debug.missing_recorder(args))
+        problems.extend(files.check_weight_update_equal(load=args.load, hf_checkpoint=args.hf_checkpoint))
+    problems.extend(files.check_weight_dir(args.update_weight_disk_dir))
+    problems.extend(files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout))
+    problems.extend(debug.missing_recorder(args))
     if not args.dry_run:  # a plan for GPUs can be made elsewhere
-        problems.extend(check_devices.check_memory_saver(args, os.environ))
-    problems.extend(check_generation.check_generation_files(args))
+        problems.extend(devices.check_memory_saver(args, os.environ))
+    problems.extend(generation.check_generation_files(args))
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
-    defaults["eval_function_path"] = check_rollout.DEFAULT_ROLLOUT
+    defaults["eval_function_path"] = generation.DEFAULT_ROLLOUT
     problems.extend(check_hooks(vars(args), defaults, HOOKS, signature_problem))
     for dataset in args.eval_datasets:
         for name in ("custom_rm_path", "custom_generate_function_path"):
@@ -473,8 +465,8 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
                 problems.extend(
                     check_hook(f"evaluation data set {dataset.name}: {name}", path, HOOKS[name], signature_problem)
                 )
-    problems.extend(check_files.check_output_dirs(check_files.output_dirs(args)))
-    problems.extend(check_files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
+    problems.extend(files.check_output_dirs(files.output_dirs(args)))
+    problems.extend(files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
     collected(problems, lambda: problems.extend(check_run_dirs(args, given_load)))
 
 

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from slime.config.args import Args
-from slime.config.files.roles import Role, parse_megatron_role_args
+from slime.config.roles import Role, parse_megatron_role_args
 from slime.ray.placement_group import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.config.args import Args
-from slime.config.files.resume import line_to_go_on
 from slime.config.parse import CommandLine, accept
 from slime.config.problems import collected
+from slime.config.resume import line_to_go_on
 from slime.observability.logging_utils import configure_logger
 from slime.ray.plan_check import check_plan
 from slime.ray.utils import ActorFailure

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from slime.config.args import Args
-from slime.config.rules.check_batch import check_micro_batches
+from slime.config.rules.batch import check_micro_batches
 from slime.ray.placement_group import PLACEMENT_DEADLINE_S, Placement
 from slime.ray.utils import ActorFailure
 from slime.utils.wait import WaitTimeout, wait

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
-from slime.config.files.resume import NEVER
-from slime.config.files.roles import parse_megatron_role_args
+from slime.config.resume import NEVER
+from slime.config.roles import parse_megatron_role_args
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import (
     MODEL_SHAPE_FILE,

@@ -21,9 +21,9 @@ import ray
 
 from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
-from slime.config.files.roles import Role
-from slime.config.rules.check_losses import check_critic_only_steps
-from slime.config.rules.check_run_dirs import move_earlier_runs
+from slime.config.roles import Role
+from slime.config.rules.losses import check_critic_only_steps
+from slime.config.rules.run_dirs import move_earlier_runs
 from slime.observability import logging_utils
 from slime.observability.phases import Phases, phase
 from slime.observability.profiler import nothing_recorded

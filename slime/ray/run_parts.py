@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from slime.config.args import Args, with_run_keys
-from slime.config.rules.check_batch import check_schedule_length, check_warmup
+from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S
 from slime.ray.elastic import usable

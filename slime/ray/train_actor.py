@@ -16,7 +16,7 @@ import ray
 
 from slime.backends.sglang_utils import weight_transfer
 from slime.config.args import Args
-from slime.config.files.roles import Role
+from slime.config.roles import Role
 from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.observability.memory_metrics import memory_after
 from slime.ray import progress_board

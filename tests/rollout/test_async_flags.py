@@ -14,7 +14,7 @@ import pytest
 import train_async
 from slime.config.parse import accept
 from slime.config.problems import Problems
-from slime.config.rules.check_async import correction_warnings
+from slime.config.rules.losses import correction_warnings
 from slime.ray import driver
 from tests.unit.argument_lines import Check, base, check, command_line, has, line
 

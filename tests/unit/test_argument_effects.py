@@ -10,8 +10,8 @@ import pytest
 
 from slime.config.parse import FLAG_CLASSES, CommandLine, accept
 from slime.config.problems import Problems
-from slime.config.rules import check_files
-from slime.config.rules.check_effect import POINTLESS
+from slime.config.rules import files
+from slime.config.rules.effect import POINTLESS
 from tests.unit.argument_lines import NO_OFFLOAD, Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures
@@ -225,10 +225,8 @@ def test_unreadable_things_are_no_contradictions(check: Check) -> None:
 
 def test_a_data_file_is_read_again_only_when_it_changed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
-    original = check_files.check_data_file
-    monkeypatch.setattr(
-        check_files, "check_data_file", lambda path, **keys: reads.append(path) or original(path, **keys)
-    )
+    original = files.check_data_file
+    monkeypatch.setattr(files, "check_data_file", lambda path, **keys: reads.append(path) or original(path, **keys))
     assert check().problems == check().problems == Problems()
     assert reads == ["data.jsonl"]
     Path("data.jsonl").write_text('{"input": "a", "label": "b"}\nbroken\n')

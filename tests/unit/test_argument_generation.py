@@ -1,4 +1,4 @@
-"""Rules of what is generated (check_generation): prompts without a file, images, hot tokens, partials, replays."""
+"""Rules of what is generated (rules.generation): prompts without a file, images, hot tokens, partials, replays."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 from slime.config.parse import accept
 from slime.config.problems import Problems
-from slime.config.rules.check_batch import check_schedule_length
+from slime.config.rules.batch import check_schedule_length
 from tests.unit.argument_lines import Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.files.roles import parse_megatron_role_args
 from slime.config.parse import CommandLine, parse_args
+from slime.config.roles import parse_megatron_role_args
 from slime.utils.errors import UsageError
 from tests.unit.argument_lines import base, errors, line
 

@@ -14,8 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.config.files.custom_config import FileValues, apply_extra, apply_known, custom_config_values
-from slime.config.files.file_values import FlagReader, read_flag
+from slime.config.custom_config import (
+    FileValues,
+    FlagReader,
+    apply_extra,
+    apply_known,
+    custom_config_values,
+    read_flag,
+)
 from slime.config.parse import build_parser
 from slime.utils.errors import UsageError
 from tests.unit.yaml_mutations import edited

@@ -27,7 +27,7 @@ from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpda
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.weight_samples import describe, sample
-from slime.config.rules.check_files import check_weight_dir
+from slime.config.rules.files import check_weight_dir
 from slime.utils import http_utils, manifest
 from slime.utils.safetensors_files import INDEX_FILE, what_is_wrong
 from slime.utils.weight_dir import WeightDir, why_not_ours

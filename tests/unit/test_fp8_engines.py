@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.config.sglang.quantization_checks import cut_blocks, quantization_problems
+from slime.config.sglang.served_models import cut_blocks, quantization_problems
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from slime.ray.dry_run import find_format
 from slime.utils.fp8_format import Fp8Format

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.config.sglang.served_model import served_model_problems
+from slime.config.sglang.served_models import served_model_problems
 from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.errors import UsageError
 from slime.utils.expected_names import expected_hf_names

@@ -13,7 +13,7 @@ import pytest
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils import initialize
-from slime.config.megatron import group_checks
+from slime.config.megatron import training_checks
 from slime.config.megatron.arguments import megatron_problems
 from slime.config.megatron.layout_checks import layout_problems
 from tests.unit.megatron_fakes import make_args
@@ -66,9 +66,9 @@ def test_instances_overlap_on_cuda_only() -> None:
 
 def test_the_names_of_groups_are_those_that_megatron_looks_up() -> None:
     source = inspect.getsource(parallel_state.initialize_model_parallel)
-    assert set(re.findall(r"""get_nccl_options\(["'](\w+)["']""", source)) == set(group_checks.GROUPS)
+    assert set(re.findall(r"""get_nccl_options\(["'](\w+)["']""", source)) == set(training_checks.GROUPS)
     read = inspect.getsource(parallel_state.get_nccl_options)
-    assert set(re.findall(r"""\[pg_name\](?:\.get\(|\[)["'](\w+)["']""", read)) == set(group_checks.SETTINGS)
+    assert set(re.findall(r"""\[pg_name\](?:\.get\(|\[)["'](\w+)["']""", read)) == set(training_checks.SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_settings_of_nccl_that_megatron_would_not_read_are_refused(
     path = tmp_path / "nccl.yaml"
     path.write_text(text)
     args = Namespace(nccl_communicator_config_path=str(path), accelerator="cuda")
-    problems = group_checks.nccl_problems(args).wrong
+    problems = training_checks.nccl_problems(args).wrong
     assert len(problems) == bool(sentence)
     assert all(f"--nccl-communicator-config-path {path}" in p and sentence in p for p in problems if sentence)
 
@@ -102,7 +102,7 @@ def test_settings_of_nccl_that_megatron_would_not_read_are_refused(
 def test_a_file_of_nccl_settings_has_to_be_there_and_a_gpu_to_use_it() -> None:
     for accelerator, part in (("cuda", "there is no such file"), ("cpu", "has no effect with --accelerator cpu")):
         args = Namespace(nccl_communicator_config_path="gone.yaml", accelerator=accelerator)
-        (problem,) = group_checks.nccl_problems(args).environment
+        (problem,) = training_checks.nccl_problems(args).environment
         assert part in problem
 
 
@@ -129,10 +129,10 @@ def test_groups_that_reduce_in_the_switch(
 def test_sharp_is_refused_where_its_library_is_not_and_where_groups_do_not_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(group_checks, "has_sharp", lambda: False)
+    monkeypatch.setattr(training_checks, "has_sharp", lambda: False)
     args, _ = parse("--use-sharp")
-    (problem,) = group_checks.check_sharp_library(args)
+    (problem,) = training_checks.check_sharp_library(args)
     assert "--use-sharp needs NVIDIA's SHARP library (libsharp_coll.so" in problem
     args.accelerator, args.offload_train = "cpu", True
-    assert ["needs NCCL" in p for p in group_checks.check_sharp_library(args)] == [True]
-    assert ["does not go with --offload-train" in p for p in group_checks.check_sharp(args)] == [True]
+    assert ["needs NCCL" in p for p in training_checks.check_sharp_library(args)] == [True]
+    assert ["does not go with --offload-train" in p for p in training_checks.check_sharp(args)] == [True]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.megatron_utils.optimizer.lr_schedule import make_scheduler
-from slime.config.rules.check_batch import check_warmup
+from slime.config.rules.batch import check_warmup
 from slime.utils.errors import UsageError
 
 

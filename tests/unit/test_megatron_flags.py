@@ -23,10 +23,15 @@ from slime.config.megatron.arguments import (
     megatron_warnings,
 )
 from slime.config.megatron.config_flags import NO_OPTION, flag_of_field, megatron_configs
-from slime.config.megatron.flag_classes import groups_by_option, refused_flags, registered
+from slime.config.megatron.flag_classes import (
+    REFUSED_VALUES,
+    SAME_AS_DEFAULT,
+    groups_by_option,
+    refused_flags,
+    registered,
+)
 from slime.config.megatron.megatron_flags import SLIMES, TABLE
 from slime.config.megatron.parser_flags import int_pair, layer_pattern
-from slime.config.megatron.refused_values import REFUSED_VALUES, SAME_AS_DEFAULT
 from slime.config.parser import option_name
 from tests.unit.megatron_fakes import SLIME_DEFAULTS
 

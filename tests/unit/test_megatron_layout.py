@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from slime.config.megatron.arguments import add_megatron_arguments, derive_megatron, megatron_problems
-from slime.config.megatron.layout import Layout, nearest_divisor
+from slime.config.megatron.derived import Layout, nearest_divisor
 from slime.config.megatron.layout_checks import layout_problems
 from tests.unit.megatron_fakes import SLIME_DEFAULTS
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import Args
-from slime.config.files.custom_config import FileValues
-from slime.config.files.roles import (
+from slime.config.custom_config import FileValues
+from slime.config.parse import build_parser
+from slime.config.roles import (
     CRITIC_FORCED,
     NOT_INHERITED,
     Role,
@@ -23,7 +24,6 @@ from slime.config.files.roles import (
     role_overrides,
     role_values,
 )
-from slime.config.parse import build_parser
 from slime.utils.errors import UsageError
 from tests.unit.yaml_mutations import edited
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from slime.config.args import Args
-from slime.config.rules.check_trainer import OWNED_ENV_VARS
+from slime.config.rules.devices import OWNED_ENV_VARS
 from slime.plan.layout import slot_layout
 from slime.ray import actor_group, elastic
 from slime.ray import placement_group as placement

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.files.resume import line_to_go_on
 from slime.config.problems import Problems
-from slime.config.rules.check_run_dirs import move_earlier_runs
+from slime.config.resume import line_to_go_on
+from slime.config.rules.run_dirs import move_earlier_runs
 from slime.utils import run_records
 from slime.utils.errors import UsageError
 from slime.utils.run_dir import EarlierRun, earlier_run
@@ -181,7 +181,7 @@ def test_a_fresh_output_that_cannot_be_moved_is_one_error(check: Check, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr("slime.config.rules.check_run_dirs.os.rename", refuse)
+    monkeypatch.setattr("slime.config.rules.run_dirs.os.rename", refuse)
     with pytest.raises(UsageError, match=r"--fresh-output cannot move .*/out to .*/out\.1: Device or resource busy"):
         move_earlier_runs(args)
 

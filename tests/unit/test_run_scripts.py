@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.flags.debug import AskFlags
+from slime.config.flags.run import AskFlags
 from slime.config.parse import CommandLine
 from slime.config.parser import option_name
 from slime.ray.dry_run import dry_run

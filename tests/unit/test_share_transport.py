@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from slime.config.rules import check_devices
+from slime.config.rules import devices
 from slime.ray.rollout import share_transport
 from slime.utils.columns import restore_columns
 
@@ -65,6 +65,6 @@ def test_nixl_carries_a_share_between_two_actors() -> None:
 def test_nixl_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = Namespace(rollout_data_transport="nixl")
     for spec, refused in ((object(), False), (None, True)):
-        monkeypatch.setattr(check_devices.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        sentences = list(check_devices.missing_transport(args))
+        monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name, spec=spec: spec)
+        sentences = list(devices.missing_transport(args))
         assert ["--rollout-data-transport nixl needs the package nixl" in s for s in sentences] == [True] * refused

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.config.megatron.attention_checks import check_attention, check_indexer_stages
+from slime.config.megatron.model_checks import check_attention, check_indexer_stages
 from slime.config.parse import CommandLine
-from slime.config.rules.check_trainer import check_indexers
+from slime.config.rules.devices import check_indexers
 from slime.models.hf_config import indexer_types
 from slime.utils.model_shape import linear_attention_pattern
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world

@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet
 from slime.backends.megatron_utils.update_weight.spot_check import choose
 from slime.backends.sglang_utils.weight_samples import agrees, describe, on_host, sample
-from slime.config.rules.check_files import check_weight_update_equal
+from slime.config.rules.files import check_weight_update_equal
 from slime.utils.errors import HttpError
 from slime.utils.expected_names import expected_hf_names
 from slime.utils.wait import WaitTimeout

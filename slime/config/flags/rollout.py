@@ -1,10 +1,76 @@
-"""Flags of generation: the HF checkpoint, sampling, and the hooks of the rollout loop. Declarations only."""
+"""Flags of the rollout: prompts and batches, generation and its hooks, evaluation, weight sync."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from slime.config.parser import flag
+
+
+@dataclass
+class DataFlags:
+    """Data and batches."""
+
+    prompt_data: str | None = flag(None, "prompts: .jsonl or .parquet, optionally path@[a:b] for a slice")
+    input_key: str = flag("input", "field of a data row with the prompt or the list of messages")
+    label_key: str | None = flag(None, "field with the label that the reward compares with")
+    metadata_key: str = flag("metadata", "field copied to Sample.metadata")
+    tool_key: str = flag("tools", "field with tool schemas")
+    apply_chat_template: bool = flag(False, "render messages with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict[str, Any] = flag({}, "JSON: more arguments for the chat template", is_json=True)
+    trust_remote_code: bool = flag(False, "let transformers and SGLang run Python code that comes with the checkpoint")
+    skip_malformed_data: bool = flag(False, "leave out lines of a .jsonl that are no JSON object, instead of ending")
+    data_source_path: str = flag(
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        "hook: class cls(args) with get_samples, add_samples, save, load, __len__",
+    )
+    loss_mask_type: str = flag(
+        "qwen", "chat family for the loss mask of demonstrations", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen")
+    )
+    num_rollout: int | None = flag(None, "number of rollouts; 0 = --eval-only", at_least=0)
+    num_epoch: int | None = flag(None, "passes over the prompts, where --num-rollout is not given", at_least=1)
+    start_rollout_id: int | None = flag(
+        None, "first rollout id (default: after the loaded checkpoint's, else 0)", at_least=0
+    )
+    rollout_batch_size: int | None = flag(None, "REQUIRED: prompts per rollout", at_least=1)
+    n_samples_per_prompt: int = flag(1, "responses per prompt", at_least=1)
+    global_batch_size: int | None = flag(
+        None, "samples per train step (default: all samples of a rollout)", at_least=1
+    )
+    num_steps_per_rollout: int | None = flag(None, "train steps per rollout; sets --global-batch-size", at_least=1)
+    drop_last_rollouts: bool = flag(
+        False, "drop the samples of a rollout that do not fill its last train step, instead of refusing to run"
+    )
+    micro_batch_size: int = flag(1, "samples per micro-batch, without --use-dynamic-batch-size", at_least=1)
+    use_dynamic_batch_size: bool = flag(False, "fill micro-batches up to --max-tokens-per-gpu tokens")
+    max_tokens_per_gpu: int | None = flag(
+        None, "token budget of a micro-batch", needs="use_dynamic_batch_size", at_least=1
+    )
+    log_probs_max_tokens_per_gpu: int | None = flag(
+        None,
+        "token budget of the passes without gradients: old and reference log-probs (default: --max-tokens-per-gpu)",
+        needs="use_dynamic_batch_size",
+        at_least=1,
+    )
+    rollout_global_dataset: bool = flag(
+        True,
+        "no --prompt-data: samples come without prompts, which a custom function makes",
+        option="--disable-rollout-global-dataset",
+    )
+    multimodal_keys: dict[str, str] | None = flag(
+        None,
+        "JSON: modality (image) -> field of a data row; only with --debug-rollout-only or --eval-only, since nothing "
+        "but text can be trained on",
+        is_json=True,
+    )
+    balance_by_flops: bool = flag(
+        False,
+        "form micro-batches of equal work (FLOPs) instead of tokens: a batch of short samples may then have more than "
+        "--max-tokens-per-gpu; implies --balance-data",
+        needs="use_dynamic_batch_size",
+    )
+    balance_data: bool = flag(False, "give each data-parallel rank about the same work")
 
 
 @dataclass
@@ -158,4 +224,111 @@ class RolloutBufferFlags:
     )
     rollout_task_type: str = flag(
         "math", "the generator: its TASK_TYPE on the buffer server", needs="rollout_buffer_url"
+    )
+
+
+_DATA = ("eval_prompt_data", "eval_config")
+
+
+@dataclass
+class EvalFlags:
+    """Evaluation."""
+
+    eval_interval: int | None = flag(
+        None, "evaluate before training, every N rollouts, at epoch ends and after the last rollout", at_least=1
+    )
+    eval_only: bool = flag(
+        False, "evaluate the loaded weights and end; needs no training data, and what only training reads is ignored"
+    )
+    eval_prompt_data: list[str] | None = flag(None, "NAME PATH pairs", nargs="+", needs="eval_interval")
+    eval_config: str | None = flag(None, "YAML or JSON file with the evaluation datasets", needs="eval_interval")
+    eval_function_path: str | None = flag(
+        None, "hook: as --rollout-function-path (default), called with evaluation=True", needs=_DATA
+    )
+    skip_eval_before_train: bool = flag(False, "no evaluation before the first rollout", needs="eval_interval")
+    eval_input_key: str | None = flag(None, "as --input-key (default), for evaluation", needs=_DATA)
+    eval_label_key: str | None = flag(None, "as --label-key (default), for evaluation", needs=_DATA)
+    eval_tool_key: str | None = flag(None, "as --tool-key (default), for evaluation", needs=_DATA)
+    n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt", needs=_DATA, at_least=1)
+    eval_temperature: float | None = flag(
+        None, "as --rollout-temperature (default), for evaluation; 0 = greedy", needs=_DATA, at_least=0
+    )
+    eval_top_p: float | None = flag(None, "as --rollout-top-p (default), for evaluation", needs=_DATA)
+    eval_top_k: int | None = flag(None, "as --rollout-top-k (default), for evaluation", needs=_DATA)
+    eval_max_response_len: int | None = flag(
+        None, "as --rollout-max-response-len (default), for evaluation", needs=_DATA, at_least=1
+    )
+    eval_max_prompt_len: int | None = flag(
+        None, "most tokens of an evaluation prompt; see --prompt-truncation", needs=_DATA, at_least=1
+    )
+    eval_min_new_tokens: int | None = flag(None, "fewest tokens of an evaluation response", needs=_DATA, at_least=0)
+    eval_max_context_len: int | None = flag(
+        None, "as --rollout-max-context-len (default), for evaluation", needs=_DATA, at_least=1
+    )
+
+
+@dataclass
+class WeightSyncFlags:
+    """Weight sync."""
+
+    update_weight_buffer_size: int = flag(512 * 1024**2, "bytes of one bucket of weights", at_least=1)
+    update_weights_interval: int = flag(
+        1, "train_async.py: sync the weights every N rollouts (train.py: every rollout, more is refused)", at_least=1
+    )
+    update_weights_in_flight: bool | None = flag(
+        None,
+        "requests stay in flight during a sync: engines put them aside and run without prefix cache (default: only "
+        "with the fully async rollout)",
+    )
+    update_weight_transport: str = flag(
+        "nccl",
+        "how weights travel: nccl = the device's collective (NCCL, on CPU gloo), with --colocate through memory; disk "
+        "= as files in --update-weight-disk-dir",
+        choices=("nccl", "disk"),
+    )
+    update_weight_mode: str = flag(
+        "full",
+        "full = every weight in each sync, delta = the changed bytes (disk only); the first sync is always full",
+        choices=("full", "delta"),
+    )
+    update_weight_disk_dir: str | None = flag(
+        None,
+        "directory that trainer and engines share, for weight_v000001 and so on; with --update-weight-transport nccl "
+        "or --colocate it is used only where weights do not come through otherwise",
+    )
+    update_weight_disk_keep_files: bool = flag(
+        False,
+        "keep each version's directory after the engines have read it",
+        needs="update_weight_transport=disk",
+    )
+    update_weight_delta_encoding: str = flag(
+        "xor",
+        "encoding of changed bytes: xor of old and new, or positions and new values",
+        choices=("xor", "overwrite"),
+        needs="update_weight_mode=delta",
+    )
+    update_weight_delta_checksum: str = flag(
+        "xxh3-128",
+        "checksum of each tensor in a delta",
+        choices=("xxh3-128", "blake3", "adler32"),
+        needs="update_weight_mode=delta",
+    )
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None,
+        "directory on each engine host for its copy of the weights, which deltas are applied to and engines load from",
+        needs="update_weight_transport=disk",
+    )
+    custom_update_weight_post_write_path: str | None = flag(
+        None,
+        "hook: fn(args, version_dir, rollout_engines), on every rank, after the files are written and before engines "
+        "read them",
+        needs="update_weight_transport=disk",
+    )
+    check_weight_update_equal: bool = flag(
+        False,
+        "engines keep a copy of the weights they start with and overwrite them; the first sync must restore every bit",
+    )
+    release_train: bool = flag(
+        False,
+        "train.py: end the trainers while engines generate, and start them again from --save for each train step",
     )

@@ -17,7 +17,6 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.megatron import value_checks
-from slime.config.megatron.attention_checks import check_attention, check_indexer_stages
 from slime.config.megatron.config_flags import add_config_flags
 from slime.config.megatron.derived import derive_megatron, model_sizes, without_deepep
 from slime.config.megatron.flag_classes import (
@@ -27,16 +26,18 @@ from slime.config.megatron.flag_classes import (
     option_of,
     refused_flags,
 )
-from slime.config.megatron.group_checks import check_sharp, check_sharp_library, nccl_problems
 from slime.config.megatron.kernel_checks import kernel_problems
 from slime.config.megatron.layout_checks import layout_problems
-from slime.config.megatron.moe_checks import check_moe
-from slime.config.megatron.offload_checks import (
+from slime.config.megatron.model_checks import check_attention, check_indexer_stages, check_moe
+from slime.config.megatron.parser_flags import add_parser_flags
+from slime.config.megatron.training_checks import (
     check_offloaded_layers,
     check_offloading,
     check_recomputed_layers,
+    check_sharp,
+    check_sharp_library,
+    nccl_problems,
 )
-from slime.config.megatron.parser_flags import add_parser_flags
 from slime.config.problems import NoEffect, Problems
 from slime.models.hf_config import (
     SUPPORTED_MODEL_TYPES,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.args import Args
-from slime.config.megatron.layout import Layout
+from slime.config.megatron.derived import Layout
 from slime.utils.errors import UsageError
 from slime.utils.fp8_format import DEFAULT_BLOCK, Fp8Format
 from slime.utils.model_shape import ModelShape

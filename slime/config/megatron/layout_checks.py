@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.config.args import Args
-from slime.config.megatron.group_checks import check_instances
-from slime.config.megatron.layout import Layout, divisors, nearest_divisor, query_groups
+from slime.config.megatron.derived import Layout, divisors, nearest_divisor, query_groups
 from slime.config.megatron.nearest_layout import (
     OPTIONS,
     broken_rules,
@@ -26,6 +25,7 @@ from slime.config.megatron.nearest_layout import (
     stages_fit,
     tensor_parts,
 )
+from slime.config.megatron.training_checks import check_instances
 from slime.config.problems import NoEffect
 from slime.utils.pipeline_layout import text_problem
 

@@ -2,7 +2,7 @@
 
 `used`: it has an effect on what is built today. `warned`: it is accepted, has no effect here, and one warning says
 so. `refused`: another value than the default stops a run, with the reason or the topic of the later work that brings
-it. Options that slime's own dataclasses define (SLIMES) are not classified here. It knows no values (refused_values.py
+it. Options that slime's own dataclasses define (SLIMES) are not classified here. It knows no values (flag_classes.py
 does) and no rules between options (arguments.py and layout_checks.py do).
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from slime.config.args import Args
-from slime.config.megatron.layout import (
+from slime.config.megatron.derived import (
     Layout,
     divisors,
     ffn_size,

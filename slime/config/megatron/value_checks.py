@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from slime.config.args import Args
+from slime.config.megatron.derived import virtual_stages
 from slime.config.megatron.flag_classes import option_of, registered
-from slime.config.megatron.layout import virtual_stages
 from slime.config.problems import NoEffect
 from slime.models.hf_config import moe_layer_pattern
 

@@ -1,9 +1,9 @@
 """All rules that flag values have to keep, and what works but is seldom meant.
 
-The rules themselves are in the check_* modules, one small function each: it reads `args` after derivation and returns
+The rules themselves are in the other modules of this package: each reads `args` after derivation and returns
 sentences that name the value, the flag and the remedy. A module's CHECKS find contradictions, its UNSUPPORTED what is
 not built yet. All always run, so that one error lists everything. Files, ports and hooks are judged elsewhere
-(check_files, check_hooks).
+(files.py, hooks.py).
 """
 
 from __future__ import annotations
@@ -15,41 +15,29 @@ from slime.config.args import Args
 from slime.config.flags.algorithm import WITHOUT_REWARD_BASELINE
 from slime.config.parser import option_name
 from slime.config.problems import Problems
-from slime.config.rules import (
-    check_async,
-    check_batch,
-    check_debug,
-    check_devices,
-    check_generation,
-    check_losses,
-    check_rollout,
-)
-from slime.config.rules.check_effect import (
+from slime.config.rules import batch, debug, devices, generation, losses
+from slime.config.rules.effect import (
     Fields,
     check_needs,
     check_offload_forms,
     check_pointless,
     without_effect,
 )
-from slime.config.rules.check_trainer import TRAINER_CHECKS
 from slime.utils.checkpoint_paths import classify_checkpoint
 
 Check = Callable[[Args], Iterable[str]]
 
 CHECKS: tuple[Check, ...] = (
-    *check_batch.CHECKS,
-    *check_devices.CHECKS,
-    *check_async.CHECKS,
-    *check_losses.CHECKS,
-    *check_rollout.CHECKS,
-    *check_debug.CHECKS,
-    *check_generation.CHECKS,
-    *TRAINER_CHECKS,
+    *batch.CHECKS,
+    *devices.DEVICE_CHECKS,
+    *losses.ASYNC_CHECKS,
+    *losses.LOSS_CHECKS,
+    *generation.ROLLOUT_CHECKS,
+    *debug.CHECKS,
+    *generation.GENERATION_CHECKS,
+    *devices.TRAINER_CHECKS,
 )
-UNSUPPORTED: tuple[Check, ...] = (
-    *check_losses.UNSUPPORTED,
-    *check_generation.UNSUPPORTED,
-)
+UNSUPPORTED: tuple[Check, ...] = (*losses.UNSUPPORTED, *generation.UNSUPPORTED)
 
 
 def collect(args: Args, explicit: set[str], fields: Fields) -> Problems:
@@ -60,7 +48,7 @@ def collect(args: Args, explicit: set[str], fields: Fields) -> Problems:
         fields: the dataclass fields of slime's flags.
     """
     wrong = [sentence for check in CHECKS for sentence in check(args)]
-    wrong += check_devices.check_nodes(args, explicit)
+    wrong += devices.check_nodes(args, explicit)
     wrong += check_offload_forms(args, explicit)
     for check in (check_range, check_needs, check_pointless):
         wrong += check(args, explicit, fields)
@@ -89,8 +77,8 @@ def warnings(args: Args, explicit: Collection[str], *, given_load: str | None) -
         given_load: --load before derivation.
     """
     yield from without_effect(args, explicit)
-    yield from check_losses.without_effect(args, explicit)
-    yield from check_async.in_flight_warnings(args)
+    yield from losses.without_effect(args, explicit)
+    yield from losses.in_flight_warnings(args)
     if given_load not in (None, args.load, args.save):
         yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
     if "ckpt_step" in explicit and not args.debug_rollout_only and classify_checkpoint(args.load) != "megatron":

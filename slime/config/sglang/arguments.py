@@ -19,7 +19,7 @@ from slime.backends.sglang_utils.external import (
 from slime.config.args import Args
 from slime.config.parser import flag
 from slime.config.problems import NoEffect, Problems, collected
-from slime.config.rules.check_devices import check_external_engines
+from slime.config.rules.devices import check_external_engines
 from slime.config.sglang.options import (
     INSTALL,
     PREFIX,
@@ -32,7 +32,7 @@ from slime.config.sglang.options import (
     set_aside,
     sglang_tables,
 )
-from slime.config.sglang.served_model import served_model_problems
+from slime.config.sglang.served_models import served_model_problems
 from slime.config.sglang.topology import num_policy_engines, plan_engines, topology_problems
 from slime.utils.misc import url_host
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from slime.config.args import Args
-from slime.config.files.file_values import FlagReader, read_flag
+from slime.config.custom_config import FlagReader, read_flag
 from slime.config.parser import Parser
 from slime.config.problems import Problems, read_file
 from slime.config.sglang.options import OTHER_NAMES, OWNED, PREFIX, missing_packages, server_table

@@ -16,9 +16,8 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.problems import Problems
-from slime.config.sglang.quantization_checks import quantization_problems
+from slime.config.sglang.served_models import quantization_problems, read_text_config, shape_problems
 from slime.config.sglang.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
-from slime.config.sglang.shape_checks import read_text_config, shape_problems
 from slime.plan.layout import slot_layout
 
 DEFAULT_MODEL = "default"

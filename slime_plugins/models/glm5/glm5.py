@@ -29,7 +29,7 @@ def get_glm5_spec(args: Args, config: TransformerConfig, vp_stage: int | None = 
 
     def adapt(layer: ModuleSpec, index: int) -> None:
         here.append(index + 1)
-        assert plans[index].chooser in here, f"layer {index} begins a stage without an indexer: see attention_checks"
+        assert plans[index].chooser in here, f"layer {index} begins a stage without an indexer: see model_checks"
         attention = layer.submodules.self_attention
         attention.module = SparseLatentAttention
         attention.submodules.core_attention = ModuleSpec(module=SparseAttention, params={"plan": plans[index]})

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.config.args import Args
-from slime.config.files.roles import parse_megatron_role_args, role_values
+from slime.config.roles import parse_megatron_role_args, role_values
 from slime.observability.timer import Timer
 from tests.integration.trainer_world import make_train_data, trainer_args
 from tests.training.algorithms.loss_world import LENGTHS, MASKS, ROLLOUTS, aggregate

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from slime.config.args import Args
-from slime.config.files.roles import critic_save_dir
+from slime.config.roles import critic_save_dir
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ CHECKPOINT_PREFIX = "value_head."
 
 
 def is_value_model(args: Args) -> bool:
-    """Whether these args are a critic's (slime.config.files.roles)."""
+    """Whether these args are a critic's (slime.config.roles)."""
     return args.loss_type == "value_loss"
 
 

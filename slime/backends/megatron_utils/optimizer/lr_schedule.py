@@ -11,7 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.config.args import Args
-from slime.config.rules.check_batch import check_schedule_length, check_warmup
+from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.utils.errors import UsageError
 from slime.utils.train_steps import decay_steps, total_train_steps, warmup_steps
 

@@ -1,19 +1,19 @@
-"""Which given flags have no effect: those that need another one, and those that some mode makes pointless.
+"""Which given flags have no effect, which are not built yet, and numbers out of their range.
 
-What a single flag needs is said where it is declared (`needs=` of `flags.flag`); `POINTLESS` has the modes that switch
-a group of flags off. A debug mode is added to a command line that was written for a whole run, so what it leaves
-without effect is no error there: `without_effect` names it for a warning.
+What a single flag needs is said where it is declared (`needs=`, `later=`, `at_least=` of `parser.flag`); `POINTLESS`
+has the modes that switch a group of flags off. A debug mode is added to a command line that was written for a whole
+run, so what it leaves without effect is no error there: `without_effect` names it for a warning.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slime.config.args import Args
 from slime.config.flags.algorithm import DIVIDED_BY_STD, WITHOUT_REWARD_BASELINE
-from slime.config.parser import default_of, option_name
+from slime.config.parser import default_of, defaults_of, option_name
 from slime.config.problems import NoEffect
 
 Fields = Iterable[dataclasses.Field[Any]]
@@ -234,3 +234,46 @@ def without_effect(args: Args, explicit: Iterable[str]) -> Iterable[str]:
         yield (f"--eval-only trains nothing, so these flags have no effect: {' '.join(map(option_of, names))}.")
     elif args.num_epoch is not None and {"num_rollout", "num_epoch"} <= set(given):
         yield f"--num-epoch {args.num_epoch} has no effect: --num-rollout {args.num_rollout} says how long to train."
+
+
+Field = dataclasses.Field[Any]
+
+
+def unsupported_flags(flags_classes: Iterable[type]) -> Iterator[tuple[str, str]]:
+    """(flag or "flag value", topic) of everything that is declared but not built, in the order of `--help`."""
+    for flags_class in flags_classes:
+        for field in dataclasses.fields(flags_class):
+            if field.metadata["later"]:
+                yield option_name(field), field.metadata["later"]
+            for value, topic in field.metadata["later_choices"].items():
+                yield f"{option_name(field)} {value}", topic
+
+
+def unsupported_uses(args: Args, explicit: set[str], flags_classes: Iterable[type]) -> Iterator[str]:
+    """One sentence for each flag that was given a value which is not built yet."""
+    for flags_class in flags_classes:
+        defaults = defaults_of(flags_class)
+        for field in dataclasses.fields(flags_class):
+            value = vars(args)[field.name]
+            if field.name in explicit and value != defaults[field.name]:
+                yield from _sentence(field, value)
+
+
+def topic_of(field: Field) -> str | None:
+    """The work that will build a flag, or some of its values; None where all of it works."""
+    by_choice = field.metadata["later_choices"]
+    if by_choice:
+        return ", ".join(f"{value}: {topic}" for value, topic in by_choice.items())
+    topic: str | None = field.metadata["later"]
+    return topic
+
+
+def _sentence(field: Field, value: Any) -> Iterator[str]:
+    later, by_choice = field.metadata["later"], field.metadata["later_choices"]
+    if later:
+        yield f"{option_name(field)} is not supported yet ({later}); leave it out."
+    for given in value if isinstance(value, list) else [value]:
+        if by_choice and given in by_choice:
+            rest = [str(choice) for choice in field.metadata["choices"] or () if choice not in by_choice]
+            remedy = f"use {' or '.join(rest)}" if rest else "leave it out"
+            yield f"{option_name(field)} {given} is not supported yet ({by_choice[given]}); {remedy}."

@@ -1,8 +1,4 @@
-"""Rules of the batch arithmetic: how many rollouts, and how their samples divide into steps and micro-batches.
-
-Each check reads `args` after derivation and returns sentences. It reads no data: how many rows there are is known to
-check_files.
-"""
+"""Rules of the batch arithmetic: how many rollouts, and how their samples divide into steps and micro-batches."""
 
 from __future__ import annotations
 

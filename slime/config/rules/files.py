@@ -123,7 +123,7 @@ def check_train_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
     """The prompt file can be read to its end, and names a reward where no flag does.
 
     Args:
-        reads_reward: rewards come from `rm_type` (see check_rollout.uses_builtin_reward).
+        reads_reward: rewards come from `rm_type` (see generation.uses_builtin_reward).
     """
     if args.prompt_data is None or args.eval_only:
         return

@@ -1,7 +1,4 @@
-"""Rules of what is dumped, replayed, recorded and checked during a run.
-
-Each check reads `args` after derivation and returns sentences; it opens no file.
-"""
+"""Rules of what is dumped, replayed, recorded and checked during a run."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
-from slime.config.files.resume import AUTO
-from slime.config.files.roles import FLAG as ROLES_FLAG
-from slime.config.files.roles import critic_save_dir
+from slime.config.resume import AUTO
+from slime.config.roles import FLAG as ROLES_FLAG
+from slime.config.roles import critic_save_dir
 from slime.utils.checkpoint_paths import latest_iteration
 from slime.utils.errors import UsageError
 from slime.utils.run_dir import METRICS_FILE, earlier_run, place_aside

@@ -1,26 +1,176 @@
-"""Whether engines can serve a quantised model and take a trainer's weights: what SGLang raises while it loads, before.
+"""Whether engines can serve a model: what SGLang would say minutes later, or would serve wrongly without a word.
 
-A block of weights shares a scale, so no tensor-parallel rank may get a part of a block, and neither may one part of a
-merged layer (q, k, v; gate, up). In int4 a block is a group of columns, and on CUDA 64 rows, which the kernels shuffle
-among each other. It reads config.json as plain JSON and starts nothing.
+Config and names of tensors are read as plain JSON; only sizes whose names are known are judged, SGLang judges the rest
+when an engine starts.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.args import Args
 from slime.config.problems import Problems
-from slime.config.sglang.shape_checks import NUM_EXPERTS, expert_ranks, has_expert_backend, read_text_config
 from slime.utils.errors import UsageError
+from slime.utils.fused_experts import is_fused
 from slime.utils.int4_format import Int4Format
 from slime.utils.weight_format import PROBES, WeightFormat, format_of_checkpoint
 
 if TYPE_CHECKING:
     from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
+
+NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def shape_problems(models: Sequence[ModelPlan]) -> list[str]:
+    """A sentence for each kind of engine whose ranks cannot divide its model; a model that is not here has none."""
+    found: list[str] = []
+    for model in models:
+        config = read_text_config(Path(model.model_path or "") / "config.json")
+        for group in model.groups if config else ():
+            if group.worker_type != "placeholder":
+                found += _problems_of(model, group, config)
+    return list(dict.fromkeys(found))
+
+
+def read_text_config(path: Path) -> dict[str, Any]:
+    """The language model's part of a config.json; empty where there is none that can be read."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}  # said elsewhere
+    text = config.get("text_config") if isinstance(config, dict) else None
+    return text if isinstance(text, dict) else config if isinstance(config, dict) else {}
+
+
+def _problems_of(model: ModelPlan, group: EngineGroupPlan, config: Mapping[str, Any]) -> Iterator[str]:
+    tp = group.num_gpus_per_engine // max(1, int(group.settings.get("pp_size") or 1))
+    if problem := _expert_problem(model.model_path, config, tp, group.settings):
+        yield problem
+        return
+    if bad := undivided(config, tp, group.settings):
+        possible = [size for size in range(1, tp) if not undivided(config, size, group.settings)]
+        numbers = " and ".join(f"{name} {size}" for name, size in bad.items())
+        sizes = ", ".join(map(str, possible)) or "another model"
+        yield (
+            f"--rollout-num-gpus-per-engine {group.num_gpus_per_engine}: the {tp} tensor-parallel ranks of an engine "
+            f"cannot divide {numbers} of {model.model_path}; tensor-parallel sizes below it that can: {sizes}."
+        )
+
+
+def _expert_problem(path: str | None, config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -> str | None:
+    """Why `tp` ranks cannot share experts as ep_size says; with a backend of its own for them, SGLang sets it."""
+    ep = int(settings.get("ep_size") or 1)
+    if ep <= 1 or has_expert_backend(settings):
+        return None
+    experts = next((int(config[name]) for name in NUM_EXPERTS if config.get(name)), 0)
+    if not experts:
+        if any("expert" in name for name in config):
+            return None  # by another name
+        return f"--sglang-ep-size {ep}: {path} has no experts; leave it out."
+    held = experts + int(settings.get("ep_num_redundant_experts") or 0)
+    if tp % ep or held % ep:
+        sizes = ", ".join(str(size) for size in range(1, tp + 1) if tp % size == held % size == 0)
+        return (
+            f"--sglang-ep-size {ep} must divide the {tp} tensor-parallel ranks of an engine "
+            f"(--rollout-num-gpus-per-engine) and the {held} experts of {path}; sizes that do: {sizes}."
+        )
+    return None
+
+
+def has_expert_backend(settings: Mapping[str, Any]) -> bool:
+    """Return whether tokens go to experts by a backend of its own (DeepEP, ...), for which SGLang sets ep_size."""
+    return settings.get("moe_a2a_backend") not in (None, "none")
+
+
+def expert_ranks(settings: Mapping[str, Any], tp: int) -> int:
+    """Ranks of which each has whole experts of its own, of `tp` tensor-parallel ones."""
+    return tp if has_expert_backend(settings) else max(1, int(settings.get("ep_size") or 1))
+
+
+def undivided(config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of a model that `tp` ranks cannot divide, by their name in config.json.
+
+    Args:
+        config: of the language model.
+        tp: tensor-parallel ranks of an engine.
+        settings: ServerArgs values: with enable_dp_attention fewer ranks share attention; ep_size ranks share experts.
+    """
+    attention_tp = tp // max(1, int(settings.get("dp_size") or 1)) if settings.get("enable_dp_attention") else tp
+    ep = expert_ranks(settings, tp)
+    # the dense layers' width is in every config.json, also where all layers have experts
+    widths = {"moe_intermediate_size": tp // ep} if any(map(config.get, NUM_EXPERTS)) else {"intermediate_size": tp}
+    shared = {"num_attention_heads": attention_tp} | widths
+    bad = {
+        name: int(config[name])
+        for name, ranks in shared.items()
+        if isinstance(config.get(name), int) and config[name] % max(1, ranks)
+    }
+    heads = config.get("num_key_value_heads")
+    if isinstance(heads, int) and heads > 0 and "kv_lora_rank" not in config:
+        # fewer heads than ranks: each is kept by as many ranks
+        larger, smaller = max(heads, attention_tp), min(heads, attention_tp)
+        if larger % max(1, smaller):
+            bad["num_key_value_heads"] = heads
+    return bad
+
+
+OWN_HEAD = ("qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite")
+"""Families whose models in SGLang have an output layer of their own, whatever tie_word_embeddings says."""
+
+_DEEPSEEK: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
+NEEDED: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "minimax_m2": {"rotary_dim": 64, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
+}
+"""What SGLang reads of a family's config and transformers does not know -> the value of the published models."""
+
+
+def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_synced: bool) -> list[str]:
+    """Sentences about a model that engines would compute with weights that nothing loads.
+
+    Args:
+        hf_config: the content of config.json.
+        checkpoint: its directory.
+        is_synced: whether the engines get a trainer's weights before they generate.
+    """
+    model_type, problems = hf_config.get("model_type"), []
+    if model_type in OWN_HEAD and hf_config.get("tie_word_embeddings"):
+        problems.append(
+            f"--hf-checkpoint {checkpoint}: SGLang ignores tie_word_embeddings of {model_type} and would sample with "
+            "a random output layer; save the embedding as lm_head.weight, too, and set tie_word_embeddings to false."
+        )
+    problems += [
+        f"--hf-checkpoint {checkpoint}: config.json has no {name}, which SGLang needs for {model_type} and "
+        f"transformers does not write; add it as the published model has it ({value!r})."
+        for name, value in NEEDED.get(str(model_type), {}).items()
+        if hf_config.get(name) is None
+    ]
+    if not is_synced and any(map(is_fused, _names(Path(checkpoint)))):
+        problems.append(
+            f"--hf-checkpoint {checkpoint} stores the experts of a layer as one tensor, which SGLang does not load "
+            "(a trainer's weight sync would bring them); save it with save_original_format=True of transformers."
+        )
+    return problems
+
+
+def _names(checkpoint: Path) -> Collection[str]:
+    """Names of tensors, from the index or the header; none where there is neither, or no readable one."""
+    index, single = checkpoint / "model.safetensors.index.json", checkpoint / "model.safetensors"
+    try:
+        if index.is_file():
+            return dict(json.loads(index.read_text())["weight_map"])
+        with single.open("rb") as stream:
+            size = min(int.from_bytes(stream.read(8), "little"), single.stat().st_size)
+            return dict(json.loads(stream.read(size)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # whoever loads it says what is wrong with it
 
 
 KERNEL_ROWS = KERNEL_COLUMNS = 64
@@ -126,7 +276,7 @@ def cut_blocks(
         fmt: says which layers are quantised.
         block: rows and columns of one.
         tp: tensor-parallel ranks.
-        settings: ServerArgs values, as for `shape_checks.undivided`.
+        settings: ServerArgs values, as for `undivided`.
     """
     rows, columns = block
     attention_tp = tp // max(1, int(settings.get("dp_size") or 1)) if settings.get("enable_dp_attention") else tp
