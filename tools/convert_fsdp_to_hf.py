@@ -59,7 +59,7 @@ def convert(args: argparse.Namespace) -> int:
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import text_config
-    from slime.utils.int4_format import quantization_config_of
+    from slime.weights.formats import quantization_config_of
     from tools.convert_torch_dist_to_hf import check_written
 
     for flag in ("chunk_size", "max_workers"):
@@ -131,7 +131,7 @@ def tensor_jobs(reader: TorchDistReader, name_of: Mapping[str, str], dtype: torc
     """One job for each tensor, in the dtype that the config says; experts that are one tensor become single ones."""
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
-    from slime.utils.fused_experts import is_fused, single_names
+    from slime.weights.names import is_fused, single_names
 
     def in_files(name: str, info: TensorInfo) -> Callable[[], list[list[Segment]] | None]:
         def places() -> list[list[Segment]] | None:

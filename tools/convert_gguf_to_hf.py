@@ -190,7 +190,7 @@ def weight_jobs(gguf_path: Path, file: GgufFile, config: Any, dtype: torch.dtype
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.errors import UsageError
-    from slime.utils.fused_experts import is_fused, single_names
+    from slime.weights.names import is_fused, single_names
 
     config.update(sizes_of(file, config))
     with torch.device("meta"):

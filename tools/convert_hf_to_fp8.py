@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
-    from slime.utils.fp8_format import Fp8Format
+    from slime.weights.formats import Fp8Format
 
 SHARD_BYTES = 5 * 1024**3
 
@@ -53,7 +53,7 @@ def format_of(args: argparse.Namespace) -> Fp8Format:
         UsageError: one that the engines could not serve.
     """
     from slime.utils.errors import UsageError
-    from slime.utils.fp8_format import DEFAULT_BLOCK, Fp8Format
+    from slime.weights.formats import DEFAULT_BLOCK, Fp8Format
 
     size = args.block_size
     if args.strategy == "channel":
@@ -171,7 +171,7 @@ def config_to_quantize(
     from slime.utils.conversion.hf_config import read_hf_config
     from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
-    from slime.utils.int4_format import quantization_config_of
+    from slime.weights.formats import quantization_config_of
 
     config = read_hf_config(source, flag=flags[0])
     check_target(Path(target), flag=flags[1], sources={flags[0]: source, **(beside or {})})

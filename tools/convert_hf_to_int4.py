@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import RawTensors
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
-    from slime.utils.int4_format import Int4Format
+    from slime.weights.formats import Int4Format
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -69,7 +69,7 @@ def convert(args: argparse.Namespace) -> int:
     from slime.utils.conversion.hf_output import HfTarget, write_hf
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.errors import UsageError
-    from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
+    from slime.weights.formats import EXPERTS_ONLY, Int4Format
     from tools.convert_hf_to_fp8 import config_to_quantize
     from tools.convert_hf_to_int4_direct import check_shapes
 
@@ -142,8 +142,8 @@ def gptq_jobs(reader: SafetensorsReader, fmt: Int4Format, layers: CalibratedLaye
 
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
-    from slime.utils.int4 import pack
-    from slime.utils.int4_format import PACKED, SCALE, SHAPE
+    from slime.weights.formats import PACKED, SCALE, SHAPE
+    from slime.weights.int4 import pack
 
     def plain_job(name: str, info: TensorInfo) -> Job:
         return Job({name: info}, lambda: [reader.get(name)])
@@ -189,8 +189,8 @@ class Written:
 
     def read(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Values int8 [N, K] and scales of a weight."""
-        from slime.utils.int4 import unpack
-        from slime.utils.int4_format import PACKED, SCALE, SHAPE
+        from slime.weights.formats import PACKED, SCALE, SHAPE
+        from slime.weights.int4 import unpack
 
         module = name.removesuffix("weight")
         packed, scales, shape = (self._shards.read(module + part) for part in (PACKED, SCALE, SHAPE))

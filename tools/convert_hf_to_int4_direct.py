@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
-    from slime.utils.int4_format import Int4Format
+    from slime.weights.formats import Int4Format
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,7 +62,7 @@ def convert(args: argparse.Namespace) -> int:
     from slime.utils.conversion.hf_output import HfTarget, write_hf
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.errors import UsageError
-    from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
+    from slime.weights.formats import EXPERTS_ONLY, Int4Format
     from tools.convert_hf_to_fp8 import config_to_quantize
 
     for flag in ("group_size", "max_workers", "shard_bytes"):

@@ -130,8 +130,8 @@ def convert(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
     from slime.config.megatron.arguments import model_shape
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
-    from slime.utils.fp8 import E4M3
     from slime.utils.misc import listen_anywhere
+    from slime.weights.fp8 import E4M3
 
     reader = SafetensorsReader(args.hf_checkpoint, flag="--hf-checkpoint")
     hf_config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import RawTensors
-    from slime.utils.int4_format import Int4Format
+    from slime.weights.formats import Int4Format
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.conversion.raw_tensors import RawTensors
     from slime.utils.errors import UsageError
-    from slime.utils.int4_format import PACKED, Int4Format
+    from slime.weights.formats import PACKED, Int4Format
 
     for flag in ("max_workers", "shard_bytes"):
         if getattr(args, flag) < 1:
@@ -94,8 +94,8 @@ def bf16_jobs(raw: RawTensors, names: Sequence[str], fmt: Int4Format) -> list[Jo
     from slime.utils.conversion.hf_output import Job
     from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.errors import UsageError
-    from slime.utils.int4 import dequantize_groups, unpack
-    from slime.utils.int4_format import PACKED, SCALE, SHAPE, ZERO
+    from slime.weights.formats import PACKED, SCALE, SHAPE, ZERO
+    from slime.weights.int4 import dequantize_groups, unpack
 
     def weight_job(module: str) -> Job:
         fmt.check_order(module, raw.file_of, where=str(raw.root))

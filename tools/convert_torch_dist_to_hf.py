@@ -69,7 +69,7 @@ def convert(args: argparse.Namespace) -> None:
     from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.hf_text_config import text_config
-    from slime.utils.weight_format import weight_format_of
+    from slime.weights.formats import weight_format_of
 
     start = time.perf_counter()
     check_paths(args)
@@ -300,7 +300,7 @@ def check_written(written: Mapping[str, TensorInfo], origin: str, remedy: str | 
     """
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.errors import UsageError
-    from slime.utils.expected_names import expected_hf_names
+    from slime.weights.names import expected_hf_names
 
     check_config(written, origin)
     if not has_weights(origin):
@@ -356,7 +356,7 @@ def names_of_index(origin: str) -> list[str]:
         UsageError: it cannot be read.
     """
     from slime.utils.errors import UsageError
-    from slime.utils.safetensors_files import INDEX_FILE
+    from slime.weights.safetensors_files import INDEX_FILE
 
     file = Path(origin) / INDEX_FILE
     try:

@@ -40,9 +40,8 @@ def convert(args: argparse.Namespace) -> int:
     from slime.utils.conversion.raw_tensors import TensorInfo
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
     from slime.utils.errors import UsageError
-    from slime.utils.fp8 import E4M3
-    from slime.utils.fp8_format import Fp8Format
-    from slime.utils.int4_format import quantization_config_of
+    from slime.weights.formats import Fp8Format, quantization_config_of
+    from slime.weights.fp8 import E4M3
 
     for flag in ("max_workers", "shard_bytes"):
         if getattr(args, flag) < 1:

@@ -93,7 +93,7 @@ def axes_of_training() -> Mapping[str, set[str]]:
 
 def quantized(hf_names: list[str]) -> str:
     """What of these matrices of a layer engines run in fp8."""
-    from slime.utils.fp8_format import Fp8Format
+    from slime.weights.formats import Fp8Format
 
     fmt = Fp8Format()
     projections = [name for name in hf_names if re.search(r"(_proj(_with_mqa)?|\.w[123])\.weight$", name)]

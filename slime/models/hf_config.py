@@ -22,9 +22,8 @@ from slime.models.hf_defaults import (
 from slime.models.hf_rope import missing_rope_features, rope_args, rope_numbers, rope_of
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import text_config
-from slime.utils.int4_format import quantization_config_of
 from slime.utils.model_shape import linear_attention_pattern
-from slime.utils.weight_format import weight_format_of
+from slime.weights.formats import quantization_config_of, weight_format_of
 
 SUPPORTED_MODEL_TYPES = tuple(DEFAULTS)
 """`model_type`s that can be trained: their Megatron flags follow from the config, and their weights have rules."""

@@ -18,7 +18,7 @@ from slime.plan.devices import Device
 from slime.plan.layout import SlotLayout
 from slime.plan.trainer_memory import TrainerMemory
 from slime.utils.model_shape import ModelShape
-from slime.utils.weight_format import PROBES, WeightFormat, quantized_parts
+from slime.weights.formats import PROBES, WeightFormat, quantized_parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -28,7 +28,7 @@ from slime.plan.layout import (
 )
 from slime.plan.trainer_memory import TrainerMemory, trainer_memory
 from slime.utils.model_shape import ModelShape
-from slime.utils.weight_format import WeightFormat
+from slime.weights.formats import WeightFormat
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -26,7 +26,7 @@ from slime.plan.layout import BatchPlan, ParallelLayout
 from slime.plan.trainer_memory import Precision, TrainerMemory, recompute_of
 from slime.utils import flops_utils
 from slime.utils.model_shape import ModelShape
-from slime.utils.weight_format import WeightFormat, quantized_parts
+from slime.weights.formats import WeightFormat, quantized_parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args

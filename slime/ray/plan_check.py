@@ -18,7 +18,7 @@ from slime.plan.layout import EngineGroup, slot_layout
 from slime.utils.accelerator import cuda_is_available
 from slime.utils.errors import UsageError
 from slime.utils.host_memory import host_memory
-from slime.utils.weight_format import WeightFormat, format_of_checkpoint
+from slime.weights.formats import WeightFormat, format_of_checkpoint
 
 logger = logging.getLogger(__name__)
 

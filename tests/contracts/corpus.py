@@ -77,7 +77,7 @@ def config_of(checkpoint: str) -> dict[str, Any]:
     if "fp8" in name.lower():
         return config | {"quantization_config": FP8}
     if "int4" in name.lower():
-        from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
+        from slime.weights.formats import EXPERTS_ONLY, Int4Format
 
         return config | {"quantization_config": Int4Format(ignored=EXPERTS_ONLY).config()}
     return config

@@ -15,8 +15,7 @@ from slime.backends.sglang_utils import weight_transfer
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils import fusion, http_utils
 from slime.utils.conversion.safetensors_reader import SafetensorsReader
-from slime.utils.fp8_format import Fp8Format
-from slime.utils.weight_format import format_of_checkpoint
+from slime.weights.formats import Fp8Format, format_of_checkpoint
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model
 from tools import convert_hf_to_fp8

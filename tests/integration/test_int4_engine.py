@@ -12,7 +12,7 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import qu
 from slime.backends.megatron_utils.update_weight import base
 from slime.backends.sglang_utils import weight_transfer
 from slime.utils.conversion.safetensors_reader import SafetensorsReader
-from slime.utils.weight_format import format_of_checkpoint
+from slime.weights.formats import format_of_checkpoint
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model
 from tests.integration.test_distributed_sync import leave, updater_to

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from slime.utils.checkpoint_paths import TRACKER_FILE
 from slime.utils.conversion.partial_dir import growing_alone, lock_of
-from slime.utils.int4_format import Int4Format
+from slime.weights.formats import Int4Format
 from tests.unit.converter_ways import FROM_HF, WAYS, contents, cut_in_the_middle, make_inputs, run_apart, split_in_two
 from tests.unit.test_convert_gguf import write_gguf
 from tests.unit.test_hf_weights import tensors_of

@@ -17,9 +17,8 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import (
     stored_bytes,
 )
 from slime.utils.errors import UsageError
-from slime.utils.fp8 import E4M3, dequantize, quantize_blocks, quantize_tensor, round_up_to_power_of_two
-from slime.utils.fp8_format import Fp8Format
-from slime.utils.weight_format import format_of_checkpoint
+from slime.weights.formats import Fp8Format, format_of_checkpoint
+from slime.weights.fp8 import E4M3, dequantize, quantize_blocks, quantize_tensor, round_up_to_power_of_two
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tools import convert_hf_to_fp8, convert_hf_to_torch_dist, convert_torch_dist_to_hf, fp8_cast_bf16
 
@@ -38,7 +37,7 @@ def nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def reference(weight: torch.Tensor, block: tuple[int, int], *, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the docstring of slime.utils.fp8 says, block by block in float64, rounded to fp32 where it says fp32."""
+    """What the docstring of slime.weights.fp8 says, block by block in float64, rounded to fp32 where it says fp32."""
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float64)
     scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]), dtype=torch.float64)
@@ -227,7 +226,7 @@ def sync_and_export(args, out, buffer_size):
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
-    from slime.utils.expected_names import expected_hf_names
+    from slime.weights.names import expected_hf_names
 
     model = [get_model_provider_func(args)()]
     load_hf_weights(args, model, args.hf_checkpoint)

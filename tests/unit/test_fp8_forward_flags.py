@@ -13,7 +13,7 @@ import pytest
 from slime.config.megatron.kernel_checks import kernel_problems
 from slime.config.parse import CommandLine
 from slime.utils import accelerator
-from slime.utils.fp8_format import Fp8Format
+from slime.weights.formats import Fp8Format
 from tests.unit.argument_lines import Check, check, command_line, has
 from tests.unit.script_fakes import hf_config, script_flags
 

@@ -22,8 +22,7 @@ from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from slime.plan import Facts, make_plan
 from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
-from slime.utils.int4_format import EXPERTS_ONLY, Int4Format
-from slime.utils.weight_format import format_of_checkpoint, quantized_parts, weight_format_of
+from slime.weights.formats import EXPERTS_ONLY, Int4Format, format_of_checkpoint, quantized_parts, weight_format_of
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.plan_fakes import CUDA, plan_args
 from tests.unit.test_fp8 import layer_bucket, tensors_of
@@ -66,7 +65,7 @@ def sync_and_export(args: Namespace, unquantized: Path, out: Path) -> None:
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
-    from slime.utils.expected_names import expected_hf_names
+    from slime.weights.names import expected_hf_names
 
     model = [get_model_provider_func(args)().bfloat16()]
     load_hf_weights(args, model, unquantized)

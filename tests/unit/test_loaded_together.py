@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.utils.loaded_together import kept_together, partner_of, with_partners
+from slime.weights.names import kept_together, partner_of, with_partners
 
 LAYER = "model.layers.0.self_attn"
 Q, KV, UP = (f"{LAYER}.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"))

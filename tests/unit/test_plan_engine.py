@@ -11,8 +11,8 @@ from slime.plan.devices import DEFAULT_GPU, DEVICES, device_of_gpu
 from slime.plan.fit import MEM_FRACTION, engine_memory, weight_params
 from slime.plan.plan import Facts
 from slime.plan.times import checkpoint_bytes, num_log_prob_passes, outputs
-from slime.utils.fp8_format import Fp8Format
 from slime.utils.model_shape import ModelShape
+from slime.weights.formats import Fp8Format
 from tests.unit.plan_fakes import CUDA, plan_args
 
 GPU = DEVICES[DEFAULT_GPU]

@@ -23,7 +23,7 @@ from slime.utils.checkpoint_metadata import check_names, read_metadata
 from slime.utils.checkpoint_paths import TRACKER_FILE
 from slime.utils.conversion.raw_tensors import RawTensors
 from slime.utils.errors import UsageError
-from slime.utils.safetensors_files import INDEX_FILE, read_index, what_is_wrong
+from slime.weights.safetensors_files import INDEX_FILE, read_index, what_is_wrong
 from tools.inspect_checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent

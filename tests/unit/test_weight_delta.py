@@ -30,8 +30,8 @@ from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWei
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
 from slime.utils import manifest
-from slime.utils.safetensors_files import INDEX_FILE, files_of
-from slime.utils.weight_delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
+from slime.weights.delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
+from slime.weights.safetensors_files import INDEX_FILE, files_of
 from tests.unit.test_disk_sync import NAMES, ROOT, FileEngine, World, world
 
 __all__ = ["world"]  # a fixture

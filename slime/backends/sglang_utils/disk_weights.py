@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint, RefusedError
 from slime.utils import manifest
-from slime.utils.loaded_together import with_partners
-from slime.utils.safetensors_files import files_of, read_index, what_is_wrong
+from slime.weights.names import with_partners
+from slime.weights.safetensors_files import files_of, read_index, what_is_wrong
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from slime.utils.fp8 import dequantize
+from slime.weights.fp8 import dequantize
 
 
 def install(accelerator: str) -> None:

@@ -116,7 +116,7 @@ def _serves_fp8(model_path: Path) -> bool:
 
 
 def _serves_int4(model_path: Path) -> bool:
-    from slime.utils.int4_format import METHODS, quantization_config_of
+    from slime.weights.formats import METHODS, quantization_config_of
 
     return str(quantization_config_of(_config(model_path)).get("quant_method")).lower() in METHODS
 

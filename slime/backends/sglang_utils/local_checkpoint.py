@@ -21,8 +21,8 @@ from typing import IO, Any
 
 from slime.utils import manifest
 from slime.utils.private_files import make_own_directory
-from slime.utils.safetensors_files import files_of, read_header, read_index
 from slime.utils.wait import lock_file
+from slime.weights.safetensors_files import files_of, read_header, read_index
 
 FLAG = "--update-weight-local-checkpoint-dir"
 MAX_THREADS = 16
@@ -188,7 +188,7 @@ def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted:
     """Change one tensor in its file, a piece after the other: memory that is used again is in the caches."""
     import numpy as np
 
-    from slime.utils.weight_delta import Changes, hasher
+    from slime.weights.delta import Changes, hasher
 
     start, end = header.tensors[name]["data_offsets"]
     with delta_file.open("rb") as stream:

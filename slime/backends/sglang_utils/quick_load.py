@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.utils.flat_bytes import view_as
+from slime.weights.flat_bytes import view_as
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from slime.config.args import Args
 from slime.config.megatron.derived import Layout
 from slime.utils.errors import UsageError
-from slime.utils.fp8_format import DEFAULT_BLOCK, Fp8Format
 from slime.utils.model_shape import ModelShape
-from slime.utils.weight_format import format_of_checkpoint, weight_format_of
+from slime.weights.formats import DEFAULT_BLOCK, Fp8Format, format_of_checkpoint, weight_format_of
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.megatron_to_hf.rules import Family

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from slime.config.args import Args
 from slime.config.problems import Problems
 from slime.utils.errors import UsageError
-from slime.utils.fused_experts import is_fused
-from slime.utils.int4_format import Int4Format
-from slime.utils.weight_format import PROBES, WeightFormat, format_of_checkpoint
+from slime.weights.formats import PROBES, Int4Format, WeightFormat, format_of_checkpoint
+from slime.weights.names import is_fused
 
 if TYPE_CHECKING:
     from slime.config.sglang.topology import EngineGroupPlan, ModelPlan

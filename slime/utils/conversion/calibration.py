@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime.utils import gptq
 from slime.utils.errors import UsageError
-from slime.utils.fused_experts import is_fused, place_of, single_names
-from slime.utils.int4 import dequantize_groups
-from slime.utils.int4_format import Int4Format
+from slime.weights import gptq
+from slime.weights.formats import Int4Format
+from slime.weights.int4 import dequantize_groups
+from slime.weights.names import is_fused, place_of, single_names
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -36,7 +36,7 @@ from slime.utils.conversion.progress import Bar, run_in_threads
 from slime.utils.conversion.raw_tensors import NAMES, TensorInfo, bytes_of
 from slime.utils.errors import UsageError
 from slime.utils.manifest import to_disk
-from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
+from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 5 * 1024**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")

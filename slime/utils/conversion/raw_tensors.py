@@ -17,7 +17,7 @@ import torch
 
 from slime.utils.conversion.file_copy import Segment
 from slime.utils.errors import UsageError
-from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE, Header, check_names, read_header
+from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, Header, check_names, read_header
 
 DTYPES = {
     "F64": torch.float64,

@@ -1,8 +1,8 @@
 """Read single tensors out of an HF checkpoint directory, sharded or not, without loading the rest.
 
 It knows the file layout (model.safetensors, or shards with an index) and nothing about models. What is stored in fp8
-or int4 it gives back as the weight that it stands for (slime.utils.fp8_format, int4_format), and experts that are
-stored as one tensor one by one (slime.utils.fused_experts).
+or int4 it gives back as the weight that it stands for (slime.weights.formats), and experts that are
+stored as one tensor one by one (slime.weights.names).
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ import torch
 from slime.utils.conversion.file_copy import Segment
 from slime.utils.conversion.raw_tensors import RawTensors, TensorInfo
 from slime.utils.errors import UsageError
-from slime.utils.fp8 import E4M3, dequantize
-from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX, Fp8Format
-from slime.utils.fused_experts import is_fused, place_of, single_names
-from slime.utils.int4 import dequantize_groups, unpack
-from slime.utils.int4_format import PACKED, SCALE, SHAPE, ZERO, Int4Format
-from slime.utils.weight_format import format_of_checkpoint
+from slime.weights.formats import (
+    BLOCK_SUFFIX,
+    PACKED,
+    SCALE,
+    SHAPE,
+    TENSOR_SUFFIX,
+    ZERO,
+    Fp8Format,
+    Int4Format,
+    format_of_checkpoint,
+)
+from slime.weights.fp8 import E4M3, dequantize
+from slime.weights.int4 import dequantize_groups, unpack
+from slime.weights.names import is_fused, place_of, single_names
 
 
 class SafetensorsReader:

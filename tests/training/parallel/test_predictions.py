@@ -105,8 +105,7 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
     from slime.backends.megatron_utils.passes.forward_only import run_model, run_model_with_predictions
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
-    from slime.utils.expected_names import expected_hf_names
-    from slime.utils.loaded_together import partner_of
+    from slime.weights.names import expected_hf_names, partner_of
 
     model = build_model(args).eval()
     load_hf_weights(args, [model], args.hf_checkpoint)

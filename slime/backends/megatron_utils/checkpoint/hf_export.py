@@ -23,13 +23,13 @@ from slime.config.args import Args
 from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError
-from slime.utils.fp8 import E4M3
-from slime.utils.fp8_format import BLOCK_SUFFIX, TENSOR_SUFFIX
 from slime.utils.full_disk import is_of_full_disk
 from slime.utils.hf_text_config import is_of_other_part, text_config
 from slime.utils.manifest import FILE as MANIFEST_FILE
 from slime.utils.manifest import entries_of, to_disk, write_manifest
-from slime.utils.safetensors_files import INDEX_FILE, SINGLE_FILE
+from slime.weights.formats import BLOCK_SUFFIX, TENSOR_SUFFIX
+from slime.weights.fp8 import E4M3
+from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 _SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor
 
@@ -95,7 +95,7 @@ class _GivesWay:
 def _copies_in_predictions(args: Args) -> dict[str, list[str]]:
     """Names under which prediction layers of --hf-checkpoint hold copies of the embedding and the output layer."""
     from slime.utils.conversion.safetensors_reader import SafetensorsReader
-    from slime.utils.expected_names import prediction_copy_of
+    from slime.weights.names import prediction_copy_of
 
     copies: dict[str, list[str]] = {}
     for name in SafetensorsReader(args.hf_checkpoint).names():

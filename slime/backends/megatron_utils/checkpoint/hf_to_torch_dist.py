@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.model_provider import build_stage
 from slime.config.args import Args
 from slime.utils.conversion.file_copy import Segment, range_in
 from slime.utils.errors import UsageError
-from slime.utils.expected_names import left_over
+from slime.weights.names import left_over
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.checkpoint.torch_dist_writer import Parameter

@@ -22,7 +22,7 @@ from slime.models.hf_config import SUPPORTED_MODEL_TYPES
 from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
-from slime.utils.expected_names import left_over
+from slime.weights.names import left_over
 
 __all__ = ["SUPPORTED_MODEL_TYPES", "load_hf_weights"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from slime.utils.fp8 import quantize_blocks
-from slime.utils.fp8_format import DEFAULT_BLOCK
+from slime.weights.formats import DEFAULT_BLOCK
+from slime.weights.fp8 import quantize_blocks
 
 __all__ = ["blockwise_cast_to_fp8_triton"]
 

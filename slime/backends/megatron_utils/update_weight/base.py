@@ -44,7 +44,7 @@ from slime.backends.megatron_utils.update_weight.timeline import Timeline
 from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
 from slime.config.args import Args
 from slime.utils.distributed_utils import barrier, gathered
-from slime.utils.expected_names import expected_hf_names
+from slime.weights.names import expected_hf_names
 
 __all__ = ["Bucket", "EngineFleet", "NoLinkError", "Posted", "Transport", "WeightSyncError", "WeightUpdater"]
 

@@ -28,7 +28,7 @@ from slime.config.args import Args
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
 from slime.utils.misc import hook_args, load_function, needed
-from slime.utils.weight_dir import FLAG, WeightDir
+from slime.weights.version_dir import FLAG, WeightDir
 
 logger = logging.getLogger(__name__)
 

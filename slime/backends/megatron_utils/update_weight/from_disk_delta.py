@@ -1,7 +1,7 @@
 """Weight sync over files that hold only what changed: --update-weight-mode delta.
 
 The first version is a whole one. The source rank keeps a copy of the bytes that it sent, in host memory. Later
-versions hold, for each tensor that changed, a compressed delta to that copy (slime.utils.weight_delta) and a checksum
+versions hold, for each tensor that changed, a compressed delta to that copy (slime.weights.delta) and a checksum
 of the result. Every host with engines has a copy of the weights as files (--update-weight-local-checkpoint-dir), to
 which deltas are applied, and from which engines load the tensors that changed (sglang_utils/local_checkpoint.py).
 
@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater, Writer
 from slime.backends.megatron_utils.update_weight.transport import Bucket
 from slime.config.args import Args
-from slime.utils.weight_delta import COMPRESSION, Bytes, checksum, encode_part, parts_of
+from slime.weights.delta import COMPRESSION, Bytes, checksum, encode_part, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class DeltaWriter:
     Args:
         files: where to.
         held: name -> bytes, of the version that deltas begin from; afterwards those of the new one.
-        encoding: of `slime.utils.weight_delta`.
+        encoding: of `slime.weights.delta`.
         checksum_kind: of the same.
     """
 

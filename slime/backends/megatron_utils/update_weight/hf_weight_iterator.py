@@ -22,8 +22,8 @@ from slime.backends.megatron_utils.megatron_to_hf.rules import Family
 from slime.backends.megatron_utils.model.model_weights import Weight
 from slime.backends.megatron_utils.passes.pipeline import iter_weights_of_all_stages, iter_weights_of_own_stage
 from slime.config.args import Args
-from slime.utils.loaded_together import kept_together
-from slime.utils.weight_format import WeightFormat, format_of_checkpoint
+from slime.weights.formats import WeightFormat, format_of_checkpoint
+from slime.weights.names import kept_together
 
 Bucket = list[tuple[str, torch.Tensor]]
 

@@ -32,7 +32,7 @@ def quantize_params(
         QuantizationError: a weight that cannot be stored so.
     """
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
-    from slime.utils.weight_format import weight_format_of
+    from slime.weights.formats import weight_format_of
 
     return quantize_bucket(
         list(converted_named_params), weight_format_of({"quantization_config": quantization_config or None})

@@ -9,8 +9,7 @@ import torch
 from slime.backends.megatron_utils.megatron_to_hf.processors import quantizer_fp8, quantizer_int4
 from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError
 from slime.utils.conversion.raw_tensors import TensorInfo
-from slime.utils.int4_format import Int4Format
-from slime.utils.weight_format import WeightFormat
+from slime.weights.formats import Int4Format, WeightFormat
 
 __all__ = ["QuantizationError", "planned", "quantize_bucket", "stored_bytes"]
 

@@ -15,8 +15,8 @@ import torch
 
 from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError, check_finite
 from slime.utils.conversion.raw_tensors import TensorInfo
-from slime.utils.fp8 import E4M3, largest_of, quantize_blocks, quantize_tensor
-from slime.utils.fp8_format import Fp8Format
+from slime.weights.formats import Fp8Format
+from slime.weights.fp8 import E4M3, largest_of, quantize_blocks, quantize_tensor
 
 __all__ = ["QuantizationError", "planned", "quantize_bucket"]
 

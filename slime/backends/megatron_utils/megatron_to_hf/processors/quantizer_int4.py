@@ -14,8 +14,8 @@ import torch
 
 from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError, check_finite
 from slime.utils.conversion.raw_tensors import TensorInfo
-from slime.utils.int4 import PER_INT32, pack, quantize_groups
-from slime.utils.int4_format import PACKED, SCALE, SHAPE, ZERO, Int4Format
+from slime.weights.formats import PACKED, SCALE, SHAPE, ZERO, Int4Format
+from slime.weights.int4 import PER_INT32, pack, quantize_groups
 
 Bucket = list[tuple[str, torch.Tensor]]
 MAX_ELEMENTS = 2**26

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from slime.utils.int4 import HIGHEST, LOWEST, quantize_groups
+from slime.weights.int4 import HIGHEST, LOWEST, quantize_groups
 
 BLOCK = 128
 

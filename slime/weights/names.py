@@ -1,0 +1,165 @@
+"""Names of a checkpoint's tensors: which ones a sync has to send, which stand for several, which belong together.
+
+1. `expected_hf_names` reads from a checkpoint's headers which tensors it has: the yardstick of a complete weight sync.
+2. Checkpoints may hold the experts of a layer as one tensor. transformers >= 5 keeps experts so in memory, and writes
+   them so with save_original_format=False: "...mlp.experts.gate_up_proj" [E, 2 F, H] and "...mlp.experts.down_proj"
+   [E, H, F] in place of "...mlp.experts.<e>.{gate,up}_proj.weight" [F, H] and "...mlp.experts.<e>.down_proj.weight"
+   [H, F].
+3. SGLang loads some tensors only where one call gives it both of a pair; alone, it forgets them without a word. Its
+   latent attention (DeepSeek, Kimi, GLM lite) joins the two down projections into one weight, and dequantises an
+   indexer's fp8 keys as soon as it has their scales. A call of `load_weights` keeps what waits for its partner, and
+   drops it at its end. So a bucket has both, and an engine that loads what a delta changed loads the other one, too.
+
+No weights are read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from slime.utils.hf_text_config import is_of_other_part, text_config
+from slime.weights.safetensors_files import read_header, read_index
+
+# Buffers that old checkpoints carry and no engine loads.
+NOT_WEIGHTS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+_FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<what>gate_up|down)_proj")
+_SINGLE = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<expert>\d+)\.(?P<what>gate|up|down)_proj\.weight")
+_PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
+_APART = ((".q_a_proj.", ".kv_a_proj_with_mqa."),)
+"""The first comes first in a model, with other weights between the two."""
+_WITH_SCALE = ((".indexer.wk.weight", ".indexer.wk.weight_scale_inv"),)
+"""Quantising makes the one of the other, so that they are never apart until one of the two changes alone."""
+
+T = TypeVar("T")
+
+
+def expected_hf_names(checkpoint: Path, num_predictions: int = 0) -> set[str]:
+    """Names of the trained tensors of an HF directory; empty when it has no safetensors (nothing to compare with).
+
+    A tied `lm_head.weight` is left out: it is the embedding. So are layers that predict further tokens, behind the
+    first `num_predictions`, and their copies of the embedding and the output layer, which engines do not load; and
+    what is not of the language model, which no trainer changes. Experts stored as one tensor are sent one by one.
+    """
+    names = _names(checkpoint)
+    path = checkpoint / "config.json"
+    config = text_config(json.loads(path.read_text())) if path.is_file() else {}
+    if config.get("tie_word_embeddings", False):
+        names.discard("lm_head.weight")
+    last = config["num_hidden_layers"] + num_predictions if config.get("num_nextn_predict_layers") else math.inf
+    return {
+        name
+        for name in names
+        if not name.endswith(NOT_WEIGHTS)
+        and not prediction_copy_of(name)
+        and not is_of_other_part(name)
+        and _is_of_first_layers(name, last, num_predictions)
+    }
+
+
+def left_over(checkpoint: Path, known: Collection[str], used: Collection[str], num_predictions: int = 0) -> str | None:
+    """A sentence about the trained tensors of an HF directory that no weight of a model is made of, if there are any.
+
+    Args:
+        checkpoint: the directory.
+        known: tensors as a reader names them, which takes scales together with what they scale.
+        used: what the model's weights are made of.
+        num_predictions: as in `expected_hf_names`.
+    """
+    left = sorted((expected_hf_names(checkpoint, num_predictions) & set(known)) - set(used))
+    if not left:
+        return None
+    first = ", ".join(left[:5])
+    return f"{checkpoint}: {len(left)} tensor(s) have no place in the model that the flags describe: {first}."
+
+
+def prediction_copy_of(name: str) -> str | None:
+    """The tensor of the model that a tensor of a prediction layer is a copy of, if it is one."""
+    if not (match := re.fullmatch(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight", name)):
+        return None
+    return "model.embed_tokens.weight" if match[1] == "embed_tokens" else "lm_head.weight"
+
+
+def _is_of_first_layers(name: str, num_layers: float, num_predictions: int) -> bool:
+    """Whether it is of no layer, or of the first so many; MiMo counts prediction layers by themselves."""
+    match = re.match(r"model\.(mtp_)?layers\.(\d+)\.", name)
+    return match is None or int(match[2]) < (num_predictions if match[1] else num_layers)
+
+
+def _names(checkpoint: Path) -> set[str]:
+    index = checkpoint / "model.safetensors.index.json"
+    if index.is_file():
+        file_of: dict[str, str] = read_index(checkpoint)["weight_map"]
+    else:
+        file_of = {name: file.name for file in checkpoint.glob("*.safetensors") for name in read_header(file).tensors}
+    fused = [name for name in file_of if is_fused(name)]
+    headers = {file: read_header(checkpoint / file).tensors for file in {file_of[name] for name in fused}}
+    singles = {one for name in fused for one in single_names(name, headers[file_of[name]][name]["shape"][0])}
+    return file_of.keys() - set(fused) | singles
+
+
+class Place(NamedTuple):
+    """Where a single expert's tensor is: fused[expert], cut into `parts` along its rows, the `part`-th of them."""
+
+    fused: str
+    expert: int
+    part: int
+    parts: int
+
+
+def is_fused(name: str) -> bool:
+    """Whether a tensor of that name holds all experts of a layer."""
+    return _FUSED.fullmatch(name) is not None
+
+
+def single_names(fused: str, num_experts: int) -> list[str]:
+    """The names of the tensors that a fused one stands for, expert by expert."""
+    match = _FUSED.fullmatch(fused)
+    assert match is not None, fused
+    parts = _PARTS[match["what"]]
+    return [f"{match['experts']}.{expert}.{part}_proj.weight" for expert in range(num_experts) for part in parts]
+
+
+def place_of(single: str) -> Place | None:
+    """Where the tensor of that name is in a checkpoint with fused experts; None for what is no expert's."""
+    match = _SINGLE.fullmatch(single)
+    if match is None:
+        return None
+    what = next(what for what, parts in _PARTS.items() if match["what"] in parts)
+    parts = _PARTS[what]
+    return Place(f"{match['experts']}.{what}_proj", int(match["expert"]), parts.index(match["what"]), len(parts))
+
+
+def partner_of(name: str) -> str | None:
+    """The tensor without which this one is not loaded, if a checkpoint has it."""
+    for one, other in _APART:
+        for here, there in ((one, other), (other, one)):
+            if here in name:
+                return name.replace(here, there)
+    for one, other in _WITH_SCALE:
+        for here, there in ((one, other), (other, one)):
+            if name.endswith(here):
+                return name.removesuffix(here) + there
+    return None
+
+
+def with_partners(names: Iterable[str]) -> set[str]:
+    """These names, and those of their partners, which a checkpoint need not have."""
+    given = set(names)
+    return given | {partner for name in given if (partner := partner_of(name)) is not None}
+
+
+def kept_together(parts: Iterable[list[tuple[str, T]]]) -> Iterator[list[tuple[str, T]]]:
+    """The same (name, weight) pairs, in parts that are not to be cut: what comes before its partner waits for it."""
+    waiting: dict[str, list[tuple[str, T]]] = {}
+    for part in parts:
+        name = part[0][0]
+        if any(first in name for first, _ in _APART) and (partner := partner_of(name)) is not None:
+            waiting[partner] = part
+        else:
+            yield [*waiting.pop(name, []), *part]
+    yield from waiting.values()
