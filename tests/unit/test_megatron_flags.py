@@ -266,6 +266,26 @@ def test_one_warning_names_all_options_without_effect():
     assert megatron_warnings(parse([]), set()) == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--attention-softmax-in-fp32 --use-distributed-optimizer --dist-ckpt-format torch_dist",
+        "--max-position-embeddings 40960",
+        "--eval-iters 100 --log-interval 100",  # their defaults
+    ],
+)
+def test_no_warning_names_what_is_so_anyway(text):
+    tokens = text.split()
+    args = parse(tokens)
+    assert megatron_warnings(args, {registered()[token].dest for token in tokens if token in registered()}) == []
+    assert refused_flags(args, derive_megatron(args)) == []
+
+
+def test_another_format_of_checkpoints_is_refused_under_its_older_name_too():
+    (refusal,) = refused_flags(parse(["--dist-ckpt-format", "zarr"]))
+    assert refusal.startswith("--dist-ckpt-format zarr is not supported: slime's checkpoints are torch_dist")
+
+
 def test_refusals_of_one_kind_are_one_sentence():
     flags = "--moe-expert-capacity-factor 1 --moe-token-dropping --data-path a b"
     args = parse(flags.split())

@@ -142,7 +142,7 @@ def test_a_dry_run_without_weights_and_data_says_that_the_plan_fits_gpus_of_80_g
         (model_path / "config.json").write_text(json.dumps(hf_config(MODEL_OF[name]) | quantized))
     json_path = tmp_path / "plan.json"
     checked = CommandLine().check([*flags, "--dry-run-json", str(json_path), "--plan-device", "h100-80gb"])
-    assert checked.problems.wrong == []
+    assert (checked.problems.wrong, checked.warnings()) == ([], [])
     args = checked.args
     assert (args.use_wandb, args.dry_run, args.accelerator) == (True, True, "cuda")
     assert (args.actor_num_nodes, args.actor_num_gpus_per_node) == (NUM_NODES.get(name, 1), NUM_GPUS.get(name, 8))
@@ -176,8 +176,8 @@ def test_a_small_run_has_a_dry_run_of_flags_that_fit_each_other(tmp_path, name, 
         assert flags[-1] == "--dry-run"
         if "--model-args-from-hf" in flags:
             flags[flags.index("--hf-checkpoint") + 1] = str(tmp_path)
-        problems = CommandLine().check(flags).problems
-        assert (problems.wrong, problems.unsupported) == ([], [])
+        checked = CommandLine().check(flags)
+        assert (checked.problems.wrong, checked.problems.unsupported, checked.warnings()) == ([], [], [])
 
 
 def test_the_quick_start_refuses_flags_as_it_has_none(tmp_path):

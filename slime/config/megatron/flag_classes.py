@@ -11,6 +11,7 @@ from slime.config.args import Args
 from slime.config.megatron.config_flags import add_config_flags
 from slime.config.megatron.megatron_flags import (
     ALWAYS,
+    NO_BOUND,
     NO_SGD,
     SLIMES,
     TABLE,
@@ -45,6 +46,7 @@ REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
     "--ckpt-format": dict.fromkeys(
         ("torch", "zarr", "torch_dcp", "fsdp_dtensor"), ("slime's checkpoints are torch_dist", None)
     ),
+    "--dist-ckpt-format": {"zarr": ("slime's checkpoints are torch_dist", None)},
 }
 # Values that say the same as leaving a refused option out.
 SAME_AS_DEFAULT: dict[str, tuple[Any, ...]] = {
@@ -108,7 +110,9 @@ def later_megatron_flags() -> dict[str, str]:
 
 
 def megatron_warnings(args: Args, explicit: Collection[str]) -> list[str]:
-    """One sentence that names every given option without an effect here; an empty list when there is none.
+    """Return one sentence that names every given option without an effect here, or an empty list.
+
+    An option that asks for what is so anyway is not named: nothing would differ if it had an effect.
 
     Args:
         args: parsed flags.
@@ -117,7 +121,9 @@ def megatron_warnings(args: Args, explicit: Collection[str]) -> list[str]:
     given: dict[str, list[str]] = {}
     for option, action in registered().items():
         group = groups_by_option().get(option)
-        if group is not None and group.kind == "warned" and action.dest in explicit:
+        if group is None or group.kind != "warned" or group.reason in (ALWAYS, NO_BOUND):
+            continue
+        if action.dest in explicit and vars(args)[action.dest] != action.default:
             given.setdefault(group.reason, []).append(option)
     if not given:
         return []

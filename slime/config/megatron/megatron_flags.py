@@ -1,8 +1,9 @@
 """What each of Megatron's options does here: one table, and the sentences that follow from it.
 
 `used`: it has an effect on what is built today. `warned`: it is accepted, has no effect here, and one warning says
-so. `refused`: another value than the default stops a run, with the reason or the topic of the later work that brings
-it. Options that slime's own dataclasses define (SLIMES) are not classified here. It knows no values (flag_classes.py
+so, unless it asks for what is so anyway. `refused`: another value than the default stops a run, with the reason or
+the topic of the later work that brings it. Options that slime's own dataclasses define (SLIMES) are not classified
+here. It knows no values (flag_classes.py
 does) and no rules between options (arguments.py and layout_checks.py do).
 """
 
@@ -32,7 +33,9 @@ class Group(NamedTuple):
 SLIMES = ["--mtp-num-layers", "--mtp-loss-scaling-factor", "--calculate-per-token-loss", "--lr", "--clip-grad"]
 
 ALWAYS = "always so here"
-"""Reason of warned options that ask for what is done anyway."""
+"""Reason of warned options that ask for what is done anyway; no warning names those."""
+NO_BOUND = "rotary positions have no end"
+"""Reason of a bound that holds for any model here: every line for Megatron has to give it, so no warning names it."""
 NO_SGD = "Megatron's distributed optimizer holds and checkpoints no state but Adam's"
 """Reason of what belongs to SGD."""
 
@@ -166,8 +169,8 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "warned",
-        "--seq-length --max-position-embeddings",
-        "packed samples have lengths of their own, and rotary positions have no end",
+        "--seq-length",
+        "packed samples have lengths of their own",
     ),
     Group(
         "warned",
@@ -183,6 +186,7 @@ TABLE: tuple[Group, ...] = (
         "pipeline stages send whole tensors over NCCL or gloo, reduce and gather when they are ready, and treat all "
         "micro-batches alike",
     ),
+    Group("warned", "--max-position-embeddings", NO_BOUND),
     Group("warned", "--cp-comm-type", "context-parallel ranks gather each other's keys and values"),
     Group(
         "warned",
