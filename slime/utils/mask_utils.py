@@ -47,8 +47,8 @@ class MultiTurnLossMaskGenerator:
         tokenizer: one with a chat template.
         tokenizer_type: the family, as in --loss-mask-type. `qwen3` shows every assistant turn as the template shows
             the last, with its thought, which the template drops from earlier turns; `qwen` and `qwen3_5` leave the
-            conversation as the template renders it. `distill_qwen` trains only the last assistant turn, because its
-            template drops the reasoning of earlier ones.
+            conversation as the template renders it. `distill_qwen` trains only the last assistant turn, behind the
+            generation prompt and as the message has it: its template would drop the thought from any turn.
 
     Example: with a ChatML template, `[user "1+1", assistant "2"]` renders to
     `<|im_start|>user\\n1+1<|im_end|>\\n<|im_start|>assistant\\n2<|im_end|>\\n` and the mask is 1 on `2<|im_end|>\\n`.
@@ -84,6 +84,9 @@ class MultiTurnLossMaskGenerator:
         shown = [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages]
         text = render_chat(self.tokenizer, shown, tools=tools, add_generation_prompt=False)
         assistants = [message for message in messages if message["role"] == "assistant"]
+        is_text = isinstance(messages[-1].get("content"), str) and not messages[-1].get("tool_calls")
+        if self.tokenizer_type == "distill_qwen" and messages[-1]["role"] == "assistant" and is_text:
+            return self._last_turn_as_written(shown, tools, self._trained(assistants)[-1])
         spans = self._assistant_spans(text)
         if len(spans) != len(assistants):
             raise ValueError(
@@ -153,6 +156,18 @@ class MultiTurnLossMaskGenerator:
                 position += len(self._after_end)
             spans.append((start, position))
         return spans
+
+    def _last_turn_as_written(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, is_trained: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return (tokens, mask) of a last turn that keeps its thought: what the model answers the prompt with."""
+        prompt = render_chat(self.tokenizer, messages[:-1], tools=tools, add_generation_prompt=True)
+        written = messages[-1]["content"]
+        opening = self.markers.prefill.rstrip()
+        if opening and written.startswith(opening):  # the prompt has it
+            written = written.removeprefix(opening).removeprefix(self.markers.prefill[len(opening) :])
+        end = self.markers.tail
+        return self._encode([(prompt, False), (written.removesuffix(end) + end, is_trained)])
 
     def _as_last_turn(self, message: dict[str, Any]) -> str:
         """What the template renders of an assistant message at the end of a conversation, without the header."""

@@ -159,7 +159,6 @@ PLAIN = [{**turn, "content": turn["content"].split("</think>\n\n")[-1]} for turn
             ["1512<|im_end|>\n", "Hm.\n</think>\n\n2<|im_end|>\n"],
         ),
         ("qwen3_5", "qwen3_5", CALLS[4:], ["Hm.\n</think>\n\n2<|im_end|>\n"]),
-        ("deepseek_r1_distill_qwen", "distill_qwen", CALLS, ["2<｜end▁of▁sentence｜>"]),
     ],
 )
 def test_real_families_train_what_the_model_would_have_written(family, kind, messages, expected):
@@ -170,8 +169,27 @@ def test_real_families_train_what_the_model_would_have_written(family, kind, mes
     assert generator.get_text_from_loss_mask(ids, mask) == expected
     whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     assert tokenizer.decode(ids) == whole, "nothing is lost or added"
-    if kind != "distill_qwen":  # it trains the last turn alone
-        assert generator.get_loss_mask_with_multimodal_alignment(messages, ids, tools=tools) == (ids, mask)
+    assert generator.get_loss_mask_with_multimodal_alignment(messages, ids, tools=tools) == (ids, mask)
+
+
+@pytest.mark.parametrize(
+    ("content", "trained"),
+    [
+        ("<think>\nHm.\n</think>\n\n2", "Hm.\n</think>\n\n2<｜end▁of▁sentence｜>"),
+        ("<think>Hm.</think>2<｜end▁of▁sentence｜>", "Hm.</think>2<｜end▁of▁sentence｜>"),
+        ("2", "2<｜end▁of▁sentence｜>"),
+    ],
+)
+def test_distill_qwen_trains_the_last_turn_as_it_is_written_behind_the_prompt(content, trained):
+    tokenizer = family_tokenizer("deepseek_r1_distill_qwen")
+    generator = MultiTurnLossMaskGenerator(tokenizer, "distill_qwen")
+    messages = [*CALLS[:5], {"role": "assistant", "content": content}]
+    ids, mask = generator.get_loss_mask(messages)
+    prompt = tokenizer.apply_chat_template(CALLS[:5], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids) == prompt + trained, "the template alone would drop the thought"
+    assert generator.get_text_from_loss_mask(ids, mask) == [trained]
+    _, untrained = generator.get_loss_mask([*CALLS[:5], messages[-1] | {"step_loss_mask": 0}])
+    assert set(untrained) == {0}
 
 
 def test_type_qwen3_trains_the_thoughts_of_every_turn():
