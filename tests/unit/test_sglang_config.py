@@ -88,6 +88,22 @@ def test_flags_fill_in_what_the_file_leaves_open(write):
     assert "engines.yaml:13: sglang[1].model_path: /models/judge is no HF directory" in problems.environment[0]
 
 
+def test_a_model_without_groups_is_left_out_with_a_warning(write):
+    text = one("{worker_type: regular, num_gpus: 8}") + "- {name: judge, model_path: /nowhere, server_groups: []}\n"
+    assert [model.total_num_gpus for model in SglangConfig.from_yaml(write(text)).models] == [8, 0]
+    config, problems = read_topology(flags(sglang_config=write(text)))
+    assert config is not None and [model.name for model in config.models] == ["a"]
+    problems.settle()
+    assert problems.all() == []
+    assert problems.no_effect == ["--sglang-config: model judge has no effect without server_groups; leave it out."]
+
+
+def test_the_first_model_has_engines(write):
+    text = "sglang:\n- {name: judge, server_groups: []}\n- {name: a, server_groups: [{worker_type: regular, num_gpus: 8}]}"
+    (problem,) = sglang_config_problems(flags(sglang_config=write(text))).wrong
+    assert ":2: sglang[0].server_groups: is empty, and the first model's engines generate the rollouts" in problem
+
+
 def test_update_weights_can_be_said(write):
     text = "sglang: [{name: a, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 8}]}]"
     config, _ = read_topology(flags(sglang_config=write(text)))
@@ -134,7 +150,6 @@ def one(group: str, **more: str) -> str:
             "sglang:\n- name: a\n  engine_groups: &g [{worker_type: regular, num_gpus: 1}]\n  server_groups: *g",
             r":3: sglang\[0\].engine_groups: there is another name of the same key beside it; keep one",
         ),
-        ("sglang:\n- {name: a, server_groups: []}", r"sglang\[0\].server_groups: is empty"),
         (one("{worker_type: big, num_gpus: 1}"), r":4: .*\[0\].worker_type: 'big' is none of 'regular', 'prefill'"),
         (one("{worker_type: regular, num_gpus: 0}"), r":4: sglang\[0\].server_groups\[0\].num_gpus: 0 must be > 0"),
         (one("{worker_type: regular, num_gpus: 1, overides: {}}"), "overides: unknown key; did you mean overrides"),

@@ -22,7 +22,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from slime.config.args import Args
 from slime.config.custom_config import FlagReader, read_flag
 from slime.config.parser import Parser
-from slime.config.problems import Problems, read_file
+from slime.config.problems import NoEffect, Problems, read_file
 from slime.config.sglang.options import OTHER_NAMES, OWNED, PREFIX, missing_packages, server_table
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
@@ -76,16 +76,14 @@ class ModelConfig(_Strict):
         model_path: HF directory; None stands for --hf-checkpoint.
         num_gpus_per_engine: of groups that do not say; None stands for --rollout-num-gpus-per-engine.
         update_weights: whether the trainer's weights go there; None: if it is the model of --hf-checkpoint.
-        server_groups: at least one.
+        server_groups: a model with none is left out of the run.
     """
 
     name: str = Field(min_length=1)
     model_path: str | None = None
     num_gpus_per_engine: int | None = Field(default=None, gt=0)
     update_weights: bool | None = None
-    server_groups: list[ServerGroupConfig] = Field(
-        min_length=1, validation_alias=AliasChoices("server_groups", "engine_groups")
-    )
+    server_groups: list[ServerGroupConfig] = Field(validation_alias=AliasChoices("server_groups", "engine_groups"))
 
     def resolve(self, args: Args) -> None:
         """Fill in, in place, what the file leaves to flags.
@@ -208,7 +206,8 @@ def _model_problems(config: SglangConfig, number: int, located: LocatedYaml) -> 
         yield located.sentence(where, f"{there} groups need a {missing} group too.")
     if model.has_encoder_disaggregation and not model.has("regular", "prefill"):
         yield located.sentence(where, "encoder groups need a regular or prefill group that uses them.")
-    if not any(group.worker_type != "placeholder" for other in config.models for group in other.server_groups):
+    groups = [group for other in config.models for group in other.server_groups]
+    if groups and all(group.worker_type == "placeholder" for group in groups):
         yield located.sentence(where, "there are only placeholders, so no engine.")
 
 
@@ -271,10 +270,25 @@ def read_topology(args: Args) -> tuple[SglangConfig | None, Problems]:
         read_file(problems, model.resolve, args)
     problems.wrong += _size_problems(config, located, args)
     for number, model in enumerate(config.models):
-        if model.model_path != args.hf_checkpoint and not os.path.isfile(f"{model.model_path}/config.json"):
+        is_served = bool(model.server_groups) and model.model_path != args.hf_checkpoint
+        if is_served and not os.path.isfile(f"{model.model_path}/config.json"):
             text = f"{model.model_path} is no HF directory: it has no config.json."
             problems.environment.append(located.sentence(("sglang", number, "model_path"), text))
+    _leave_out_models_without_engines(config, located, problems)
     return config, problems
+
+
+def _leave_out_models_without_engines(config: SglangConfig, located: LocatedYaml, problems: Problems) -> None:
+    """Take models whose list of groups is empty out of the config, each with a warning."""
+    if not config.models[0].server_groups:
+        text = (
+            "is empty, and the first model's engines generate the rollouts; give it groups, or put another one first."
+        )
+        problems.wrong.append(located.sentence(("sglang", 0, "server_groups"), text))
+        return
+    empty = [model.name for model in config.models if not model.server_groups]
+    problems.wrong += [NoEffect(f"{FLAG}: model {name}", "without server_groups", "leave it out") for name in empty]
+    config.models = [model for model in config.models if model.server_groups]
 
 
 def _counts_engines(args: Args) -> bool:
