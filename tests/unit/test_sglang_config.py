@@ -99,7 +99,8 @@ def test_a_model_without_groups_is_left_out_with_a_warning(write):
 
 
 def test_the_first_model_has_engines(write):
-    text = "sglang:\n- {name: judge, server_groups: []}\n- {name: a, server_groups: [{worker_type: regular, num_gpus: 8}]}"
+    serving = "- {name: a, server_groups: [{worker_type: regular, num_gpus: 8}]}"
+    text = f"sglang:\n- {{name: judge, server_groups: []}}\n{serving}"
     (problem,) = sglang_config_problems(flags(sglang_config=write(text))).wrong
     assert ":2: sglang[0].server_groups: is empty, and the first model's engines generate the rollouts" in problem
 

@@ -3,8 +3,7 @@
 `used`: it has an effect on what is built today. `warned`: it is accepted, has no effect here, and one warning says
 so, unless it asks for what is so anyway. `refused`: another value than the default stops a run, with the reason or
 the topic of the later work that brings it. Options that slime's own dataclasses define (SLIMES) are not classified
-here. It knows no values (flag_classes.py
-does) and no rules between options (arguments.py and layout_checks.py do).
+here; refused values are in flag_classes.py, rules between options in arguments.py and layout_checks.py.
 """
 
 from __future__ import annotations

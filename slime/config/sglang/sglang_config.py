@@ -281,9 +281,7 @@ def read_topology(args: Args) -> tuple[SglangConfig | None, Problems]:
 def _leave_out_models_without_engines(config: SglangConfig, located: LocatedYaml, problems: Problems) -> None:
     """Take models whose list of groups is empty out of the config, each with a warning."""
     if not config.models[0].server_groups:
-        text = (
-            "is empty, and the first model's engines generate the rollouts; give it groups, or put another one first."
-        )
+        text = "is empty, and the first model's engines generate the rollouts; give it some, or name another first."
         problems.wrong.append(located.sentence(("sglang", 0, "server_groups"), text))
         return
     empty = [model.name for model in config.models if not model.server_groups]
