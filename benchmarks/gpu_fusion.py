@@ -66,10 +66,10 @@ def parts(shape: str, device: str) -> Iterator[Part]:
     """The fused parts of a layer and of the loss."""
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
+    from slime.algorithms.log_probs import calculate_log_probs_and_entropy
     from slime.backends.megatron_utils.megatron_patch.packed_rope import _rotate
     from slime.backends.megatron_utils.model.spec import _rms_norm
     from slime.utils.fusion import fused_on_cuda
-    from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
     hidden, ffn, heads = SIZES[shape]
     dtype = torch.bfloat16

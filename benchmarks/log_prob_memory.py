@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy  # noqa: E402
+from slime.algorithms.log_probs import calculate_log_probs_and_entropy  # noqa: E402
 
 MIB = 2**20
 Columns = tuple[torch.Tensor, torch.Tensor | None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 
 GPUS_OF_A_ROLLOUT_ONLY_NODE = 8
@@ -101,7 +102,7 @@ def trackers(names: list[str], *, use_wandb: bool, use_tensorboard: bool) -> dic
 def devices(args: Args, explicit: set[str]) -> dict[str, Any]:
     """Who runs, on how many GPUs (slots), and who gives memory back (V13-V17)."""
     train_only = args.debug_train_only or args.load_debug_rollout_data is not None
-    use_critic = args.advantage_estimator == "ppo" and not (args.eval_only or args.debug_rollout_only)
+    use_critic = ESTIMATORS[args.advantage_estimator].needs_critic and not (args.eval_only or args.debug_rollout_only)
     nodes, per_node = (
         args.actor_num_nodes,
         trainer_slots(

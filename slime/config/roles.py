@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, FlagReader, apply_known, custom_config_values, read_known
 from slime.config.derive import aggregation, first
@@ -154,7 +155,7 @@ def _shared_or_alone(values: FileValues) -> list[str]:
 
 def critic_problems(roles: Mapping[Role, FileValues], advantage_estimator: str) -> list[str]:
     """A sentence if the file has an entry for a critic and the algorithm has none."""
-    if "critic" not in roles or advantage_estimator == "ppo":
+    if "critic" not in roles or ESTIMATORS[advantage_estimator].needs_critic:
         return []
     return [NoEffect(f"{FLAG}: the entry of the critic", "without --advantage-estimator ppo", "leave it out")]
 

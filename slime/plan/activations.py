@@ -24,7 +24,7 @@ and makes one chunk again at a time.
 The output layer counts apart (`HeadBytes`): T packed tokens, R response tokens, C of them in a chunk
 (--log-probs-chunk-size), V columns of the vocabulary of this rank. Logits and their gradient have the compute dtype;
 the float32 copies of a chunk's rows exist on CPU alone, where nothing is fused. The formulas name tensors of
-slime.utils.ppo_utils.log_probs.
+slime.algorithms.log_probs.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.algorithms.baselines import GREEDY_REWARD
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.observability.trace_utils import (
     bind_trace,
@@ -50,7 +52,6 @@ from slime.utils.processing_utils import (
     load_tokenizer,
 )
 from slime.utils.progress_counts import went_on
-from slime.utils.reward_baselines import GREEDY_REWARD
 from slime.utils.threads import DaemonThreads
 from slime.utils.types import Sample
 
@@ -443,7 +444,8 @@ def is_unfinished(args: Args, group: Group) -> bool:
 
 
 def _lacks_baseline(args: Args, group: Group) -> bool:
-    return args.advantage_estimator == "remax" and any(GREEDY_REWARD not in sample.metadata for sample in group)
+    is_greedy = ESTIMATORS[args.advantage_estimator].baseline == "greedy"
+    return is_greedy and any(GREEDY_REWARD not in sample.metadata for sample in group)
 
 
 async def _greedy_reward(args: Args, sample: Sample, params: dict[str, Any]) -> float | None:

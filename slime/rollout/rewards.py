@@ -1,6 +1,6 @@
 """From scored samples to the rewards that advantages are made of: the baseline of each group is subtracted.
 
-Which baseline is the estimator's (slime.utils.ppo_utils.estimators). Departs from upstream in three points:
+Which baseline is the estimator's (slime.algorithms.estimators). Departs from upstream in three points:
 groups are always those of `group_index` (never guessed from counts), a fan-out rollout (several samples that share a
 `rollout_id`) counts once in its group's mean and deviation, and with --overlong-buffer-len a penalty for long
 responses is added first. It scores nothing.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from slime.algorithms.baselines import BASELINES, GREEDY_REWARD, Baseline, group_mean
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_rewards
 from slime.utils.misc import group_by, hook_args, is_finite_number, load_function, shown
 from slime.utils.overlong import overlong_penalties
-from slime.utils.reward_baselines import GREEDY_REWARD, Baseline, group_mean
 from slime.utils.types import Sample
 
 _STD_EPSILON = 1e-6
@@ -39,19 +40,16 @@ def post_process_rewards(args: Args, samples: list[Sample]) -> tuple[list[float]
         with blame_hook(f"--custom-reward-post-process-path {hook_name(path)}"):
             returned = load_function(path)(hook_args(args), samples)
         return check_rewards(path, returned, len(samples))
-    from slime.utils.ppo_utils.estimators import ESTIMATORS  # torch: not needed by whoever only generates
-
     raw = [raw_reward(args, sample) for sample in samples]
     rewards = [reward + penalty for reward, penalty in zip(raw, overlong_penalties(args, samples), strict=True)]
     estimator = ESTIMATORS[args.advantage_estimator]
-    if not args.rewards_normalization:
+    if not args.rewards_normalization or estimator.baseline is None:
         return raw, rewards
-    if estimator.subtracts_greedy_reward:
+    if estimator.baseline == "greedy":
         return raw, [reward - _greedy_reward(sample) for sample, reward in zip(samples, rewards, strict=True)]
-    if estimator.baseline_fn is None:
-        return raw, rewards
-    divide = estimator.allows_std_norm and args.grpo_std_normalization
-    return raw, normalize_by_group(samples, rewards, divide_by_std=divide, baseline_fn=estimator.baseline_fn)
+    divide = estimator.divides_by_std and args.grpo_std_normalization
+    baseline_fn = BASELINES[estimator.baseline]
+    return raw, normalize_by_group(samples, rewards, divide_by_std=divide, baseline_fn=baseline_fn)
 
 
 def _greedy_reward(sample: Sample) -> float:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from slime.algorithms.log_probs import calculate_log_probs_and_entropy
 from slime.utils import fusion
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
+from slime.algorithms.log_probs import calculate_log_probs_and_entropy
 
 ENGINE = """
 import sys

@@ -25,7 +25,7 @@ NO_EFFECT = {
     "--opd-kl-coef 2": "--opd-kl-coef has no effect without --use-opd.",
     "--opd-teacher-ckpt-step 1": "--opd-teacher-ckpt-step has no effect without --opd-teacher-load.",
     "--kl-target 1": "--kl-target has no effect without --kl-ctrl adaptive.",
-    "--gamma 0.9": "no effect without --advantage-estimator ppo or --advantage-estimator reinforce_plus_plus or",
+    "--gamma 0.9": "no effect without --advantage-estimator reinforce_plus_plus or --advantage-estimator ppo or",
     "--value-clip 0.1": "--value-clip has no effect without --advantage-estimator ppo.",
     "--pf-ppo-weight-pow 3": "--pf-ppo-weight-pow has no effect without --pf-ppo-reweight pow.",
     "--lora-alpha 1": "--lora-alpha has no effect without --lora-rank.",

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
+from slime.algorithms.log_probs import calculate_log_probs_and_entropy
 
 ROWS, VOCAB = 7, 12
 

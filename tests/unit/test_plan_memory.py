@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.log_prob_memory import peak_bytes
+from slime.algorithms.log_probs import calculate_log_probs_and_entropy
 from slime.backends.megatron_utils.data import Packing, pack
 from slime.plan.activations import (
     Compute,
@@ -21,7 +22,6 @@ from slime.plan.activations import (
 from slime.plan.layout import ParallelLayout, batch_plan
 from slime.plan.trainer_memory import in_flight, num_host_copies, rank_params, trainer_memory
 from slime.utils.model_shape import ModelShape
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.plan_fakes import CUDA, plan_args
 

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, compute_policy_loss, get_grpo_returns
+from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.returns import RETURNS
+from slime.utils.ppo_utils import compute_approx_kl, compute_policy_loss, get_grpo_returns
 
 
 def test_the_contracts_clipping_example():
@@ -67,5 +69,5 @@ def test_grpo_gives_every_token_of_a_response_its_reward():
     returns = get_grpo_returns(torch.tensor([0.5, -1.5]), [torch.zeros(3), torch.zeros(1)])
     assert [r.tolist() for r in returns] == [[0.5] * 3, [-1.5]]
     kl = [torch.zeros(3), torch.zeros(1)]
-    of_row = ESTIMATORS["grpo"].returns_fn(torch.tensor([0.5, -1.5]), kl, kl, 0.0, 1.0)
+    of_row = RETURNS[ESTIMATORS["grpo"].returns](torch.tensor([0.5, -1.5]), kl, kl, 0.0, 1.0)
     assert [r.tolist() for r in of_row] == [[0.5] * 3, [-1.5]]

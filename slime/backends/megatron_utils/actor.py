@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from slime.algorithms.kl import KlController
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
 from slime.backends.megatron_utils.checkpoint.iterations import (
@@ -77,7 +78,6 @@ from slime.utils.checkpoint_paths import classify_checkpoint, resolve_checkpoint
 from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import hook_args, load_function, needed
-from slime.utils.ppo_utils import KlController
 from slime.utils.tensor_backper import TensorBackuper
 
 logger = logging.getLogger(__name__)

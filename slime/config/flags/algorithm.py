@@ -7,28 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config.parser import flag
 
-ADVANTAGE_ESTIMATORS = (
-    "grpo",
-    "gspo",
-    "cispo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
-    "rloo",
-    "remax",
-    "opo",
-)
-# What slime.utils.ppo_utils.estimators says of each, which is not imported here: it needs torch. A test compares them.
-WITHOUT_REWARD_BASELINE = ("reinforce_plus_plus", "ppo")
-DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
-KL_IN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-_DISCOUNTED = (
-    "advantage_estimator=ppo",
-    "advantage_estimator=reinforce_plus_plus",
-    "custom_advantage_function_path",
-)
+_DISCOUNTED = tuple(f"advantage_estimator={name}" for name, row in ESTIMATORS.items() if row.discounts)
+_WITH_CRITIC = tuple(f"advantage_estimator={name}" for name, row in ESTIMATORS.items() if row.needs_critic)
 
 
 @dataclass
@@ -76,7 +59,7 @@ class AlgorithmFlags:
     advantage_estimator: str = flag(
         "grpo",
         "how advantages are made from rewards",
-        choices=ADVANTAGE_ESTIMATORS,
+        choices=tuple(ESTIMATORS),
     )
     loss_type: str = flag("policy_loss", "which loss", choices=("policy_loss", "sft_loss", "custom_loss"))
     custom_loss_function_path: str | None = flag(
@@ -121,11 +104,17 @@ class AlgorithmFlags:
         None,
         "hook: fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer",
     )
-    gamma: float = flag(1.0, "discount of a trained token", needs=_DISCOUNTED, at_least=0, at_most=1)
+    gamma: float = flag(
+        1.0,
+        "discount of a trained token",
+        needs=(*_DISCOUNTED, "custom_advantage_function_path"),
+        at_least=0,
+        at_most=1,
+    )
     lambd: float = flag(
         1.0,
         "lambda of GAE: 1 = returns minus values, 0 = the critic's one-step errors",
-        needs=("advantage_estimator=ppo", "custom_advantage_function_path"),
+        needs=(*_WITH_CRITIC, "custom_advantage_function_path"),
         at_least=0,
         at_most=1,
     )
@@ -133,13 +122,13 @@ class AlgorithmFlags:
         0.2,
         "how far a value may move from that before the update until its loss stops following it",
         at_least=0,
-        needs="advantage_estimator=ppo",
+        needs=_WITH_CRITIC,
     )
     num_critic_only_steps: int = flag(
         0,
         "first rollouts that train only the critic, fewer than the run has",
         at_least=0,
-        needs="advantage_estimator=ppo",
+        needs=_WITH_CRITIC,
     )
     normalize_advantages: bool = flag(False, "whiten the advantages over the trained tokens of all ranks")
     ppo_epochs: int = flag(1, "passes over one rollout", at_least=1)

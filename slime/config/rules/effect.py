@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
-from slime.config.flags.algorithm import DIVIDED_BY_STD, WITHOUT_REWARD_BASELINE
 from slime.config.parser import default_of, defaults_of, option_name
 from slime.config.problems import NoEffect
 
@@ -82,15 +82,19 @@ POINTLESS = (
     ),
     Mode(
         "an --advantage-estimator that does not divide by the group's standard deviation",
-        lambda args: args.advantage_estimator not in DIVIDED_BY_STD,
+        lambda args: not ESTIMATORS[args.advantage_estimator].divides_by_std,
         ("grpo_std_normalization",),
     ),
     Mode(
         "an --advantage-estimator that subtracts no baseline of a group",
-        lambda args: args.advantage_estimator in WITHOUT_REWARD_BASELINE,
+        lambda args: ESTIMATORS[args.advantage_estimator].baseline is None,
         ("rewards_normalization",),
     ),
-    Mode("--advantage-estimator cispo", lambda args: args.advantage_estimator == "cispo", ("eps_clip_c",)),
+    Mode(
+        "an --advantage-estimator whose loss is CISPO's",
+        lambda args: ESTIMATORS[args.advantage_estimator].loss == "cispo",
+        ("eps_clip_c",),
+    ),
     Mode(
         "--custom-convert-samples-to-train-data-path",
         lambda args: args.custom_convert_samples_to_train_data_path,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
-from slime.config.flags.algorithm import KL_IN_REWARDS
 from slime.config.problems import NoEffect
 
 
@@ -79,9 +79,10 @@ def check_passes(args: Args) -> Iterable[str]:
 
 
 def check_advantages(args: Args) -> Iterable[str]:
-    """REINFORCE++ is defined by its whitened advantages (V8)."""
-    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
-        yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
+    """What an estimator is defined by is given, as REINFORCE++'s whitened advantages (V8)."""
+    for name in ESTIMATORS[args.advantage_estimator].needs:
+        if not vars(args)[name]:
+            yield f"--advantage-estimator {args.advantage_estimator} needs --{name.replace('_', '-')}."
 
 
 def check_mismatch(args: Args) -> Iterable[str]:
@@ -127,7 +128,8 @@ def check_kl(args: Args) -> Iterable[str]:
         yield (
             f"{asked} needs --ref-load, the reference checkpoint; it may be an HF directory such as --hf-checkpoint's."
         )
-    if args.kl_coef and args.advantage_estimator not in KL_IN_REWARDS and not args.custom_advantage_function_path:
+    takes_kl = ESTIMATORS[args.advantage_estimator].takes_kl or args.custom_advantage_function_path
+    if args.kl_coef and not takes_kl:
         yield NoEffect(
             f"--kl-coef {args.kl_coef}",
             f"with --advantage-estimator {args.advantage_estimator}, which does not take the KL into its rewards",

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 
+from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
-from slime.config.flags.algorithm import WITHOUT_REWARD_BASELINE
 from slime.config.parser import option_name
 from slime.config.problems import Problems
 from slime.config.rules import batch, debug, devices, generation, losses
@@ -87,7 +87,7 @@ def warnings(args: Args, explicit: Collection[str], *, given_load: str | None) -
             "iterations."
         )
     trains_policy = args.loss_type == "policy_loss" and not args.debug_train_only and not args.eval_only
-    of_group = args.rewards_normalization and args.advantage_estimator not in (*WITHOUT_REWARD_BASELINE, "remax")
+    of_group = args.rewards_normalization and ESTIMATORS[args.advantage_estimator].compares_groups
     if args.n_samples_per_prompt == 1 and of_group and trains_policy:
         yield (
             "--n-samples-per-prompt 1: a group of one minus its mean is 0, so nothing is learned; use more, or "
@@ -98,8 +98,8 @@ def warnings(args: Args, explicit: Collection[str], *, given_load: str | None) -
             f"--rollout-min-new-tokens {args.rollout_min_new_tokens}: up to there the engine samples without the end "
             "token, but the trainer's log-probs count it in, so the two differ by its probability."
         )
-    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
+    if ESTIMATORS[args.advantage_estimator].loss == "cispo" and args.eps_clip < 1:
         yield (
-            f"--advantage-estimator cispo with --eps-clip {args.eps_clip} also bounds the ratio from below, which "
-            "CISPO does not; give --eps-clip 1 or more to turn that off."
+            f"--advantage-estimator {args.advantage_estimator} with --eps-clip {args.eps_clip} also bounds the ratio "
+            "from below, which CISPO does not; give --eps-clip 1 or more to turn that off."
         )

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import torch
 
+from slime.algorithms.estimators import ESTIMATORS
 from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
-from slime.utils.ppo_utils import ESTIMATORS
 
 VOCAB = 11
 MASKS = [[1, 0, 1, 1], [1], [0, 0, 0], [1, 1]]

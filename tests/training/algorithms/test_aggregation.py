@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.utils.ppo_utils import ESTIMATORS
+from slime.algorithms.estimators import ESTIMATORS
 from tests.training.algorithms.loss_world import (
     MASKS,
     MAX_RESPONSE,

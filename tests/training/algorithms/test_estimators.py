@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slime.config.flags import algorithm
+from slime.algorithms import returns
+from slime.algorithms.baselines import BASELINES
+from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.losses import LOSSES
+from slime.algorithms.returns import RETURNS, chunked_discounted_returns, whiten
 from slime.rollout.rewards import post_process_rewards
-from slime.utils.ppo_utils import ESTIMATORS, chunked_discounted_returns, whiten, whitening
 from slime.utils.types import Sample
 from tests.unit.argument_lines import Check, check, command_line, has
 
@@ -137,7 +142,7 @@ def reference_returns(estimator, kl_coef, gamma):
 def test_returns_of_tokens_are_those_of_the_reference(estimator, kl_coef, gamma):
     masks = [torch.tensor(mask) for mask in MASKS]
     kl = [torch.tensor(row) for row in KL]
-    found = ESTIMATORS[estimator].returns_fn(torch.tensor(REWARDS), kl, masks, kl_coef, gamma)
+    found = RETURNS[ESTIMATORS[estimator].returns](torch.tensor(REWARDS), kl, masks, kl_coef, gamma)
     for row, expected in zip(found, reference_returns(estimator, kl_coef, gamma), strict=True):
         assert row.dtype == torch.float32
         assert row.tolist() == pytest.approx(expected, rel=1e-5)
@@ -195,7 +200,7 @@ def test_whitening_is_over_all_ranks_also_an_empty_one(monkeypatch):
         values.copy_(sum(posted[rank] for rank in range(len(ranks))))
         barrier.wait(10)
 
-    monkeypatch.setattr(whitening, "dist", SimpleNamespace(all_reduce=all_reduce))
+    monkeypatch.setattr(returns, "dist", SimpleNamespace(all_reduce=all_reduce))
 
     def work(rank):
         here.rank = rank
@@ -216,13 +221,17 @@ def test_whitening_is_over_all_ranks_also_an_empty_one(monkeypatch):
 # ---- flags
 
 
-def test_what_the_command_line_knows_of_the_estimators_is_what_the_table_says():
-    assert set(ESTIMATORS) == set(algorithm.ADVANTAGE_ESTIMATORS)
-    for name, row in ESTIMATORS.items():
-        assert row.allows_std_norm == (name in algorithm.DIVIDED_BY_STD)
-        assert row.takes_kl_into_rewards == (name in algorithm.KL_IN_REWARDS)
-        without = row.baseline_fn is None and not row.subtracts_greedy_reward
-        assert without == (name in algorithm.WITHOUT_REWARD_BASELINE)
+def test_every_row_names_functions_that_exist():
+    for row in ESTIMATORS.values():
+        assert row.baseline in (None, "greedy", *BASELINES)
+        assert row.returns in ("gae", *RETURNS)
+        assert row.loss in LOSSES
+        assert row.summary
+
+
+def test_the_rows_import_without_torch():
+    program = "import slime.algorithms.estimators, slime.algorithms.baselines, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_normalisation_that_an_estimator_does_not_have_is_refused(check: Check) -> None:

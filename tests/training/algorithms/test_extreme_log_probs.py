@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.train_infer_mismatch_helper import mis
+from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.kl import KL_LOSS_TYPES, compute_approx_kl
+from slime.algorithms.losses import compute_policy_loss
 from slime.config.flags.algorithm import AlgorithmFlags
-from slime.utils.ppo_utils import ESTIMATORS, compute_approx_kl, compute_policy_loss
-from slime.utils.ppo_utils.kl import KL_LOSS_TYPES
 from tests.training.algorithms.loss_world import LENGTHS, MASKS, MAX_RESPONSE, make_args, make_world, run
 from tests.training.algorithms.test_critic import value_loss
 
@@ -72,7 +73,7 @@ def some_args(draw, case: dict[str, Any]):
     }
     mode = draw(st.sampled_from(AGGREGATIONS))
     correction = CORRECTIONS[case["correction"]]
-    in_rewards = ESTIMATORS[case["estimator"]].takes_kl_into_rewards and draw(st.booleans())
+    in_rewards = ESTIMATORS[case["estimator"]].takes_kl and draw(st.booleans())
     args = make_args(
         advantage_estimator=case["estimator"],
         kl_loss_type=case["kind"],

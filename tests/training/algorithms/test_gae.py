@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.megatron_utils import loss as losses
-from slime.utils.ppo_utils import (
-    ESTIMATORS,
+from slime.algorithms.returns import (
+    RETURNS,
     chunked_gae,
     get_advantages_and_returns_batch,
     get_token_rewards,
     vanilla_gae,
 )
+from slime.backends.megatron_utils import loss as losses
 
 MASKS = [[1, 0, 1, 1, 0], [1], [0, 0], [0, 1, 1, 0], [1] * 300]
 REWARDS = [2.0, -1e4, 7.0, 1e4, 0.5]
@@ -110,7 +110,7 @@ def test_without_a_critics_opinion_and_lambda_1_the_returns_are_those_of_reinfor
         1.0,
         loss_masks=masks,
     )
-    expected = ESTIMATORS["reinforce_plus_plus"].returns_fn(rewards, tensors(kl), masks, 0.3, 0.9)
+    expected = RETURNS["discounted"](rewards, tensors(kl), masks, 0.3, 0.9)
     for columns in found:
         close(columns, [row.tolist() for row in expected], scale=1e4)
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from slime.utils.ppo_utils import ESTIMATORS, compute_opsm_mask
+from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.losses import compute_opsm_mask
 from tests.training.algorithms.loss_world import (
     MASKS,
     advantages_of,

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from examples.train_infer_mismatch_helper import mis
+from slime.algorithms.losses import compute_opsm_mask
 from slime.backends.megatron_utils.loss import icepop_function, vanilla_tis_function
-from slime.utils.ppo_utils import compute_opsm_mask
 
 LOW, HIGH = 0.8, 1.25
 Rows = list[list[float]]

@@ -28,8 +28,8 @@ def expected() -> list[np.ndarray]:
 
 
 def check_ranks(args: Any) -> None:
+    from slime.algorithms.returns import whiten
     from slime.utils.distributed_utils import distributed_masked_whiten
-    from slime.utils.ppo_utils import whiten
 
     group = dist.group.WORLD
     for name, shares in SHARES.items():

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from slime.algorithms.kl import KlController
 from slime.backends.megatron_utils.checkpoint.iterations import random_states, set_random_states
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
 from slime.backends.megatron_utils.passes.forward_passes import REFERENCE
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
-from slime.utils.ppo_utils import KlController
 from slime.utils.tensor_backper import TensorBackuper
 
 Named = Iterator[tuple[str, torch.Tensor]]

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from slime.algorithms.kl import KlController
 from slime.backends.megatron_utils.checkpoint.iterations import load_weights, save_weights
 from slime.backends.megatron_utils.checkpoint.out_of_space import holds
 from slime.backends.megatron_utils.passes.forward_passes import REFERENCE
 from slime.config.args import Args
 from slime.utils.checkpoint_paths import STATE_MANIFEST, manifest_of_state, state_path
 from slime.utils.manifest import entries_of, write_manifest
-from slime.utils.ppo_utils import KlController
 from slime.utils.tensor_backper import TensorBackuper
 
 STATE_FILE = "trainer_state.json"

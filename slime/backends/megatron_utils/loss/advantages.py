@@ -11,17 +11,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.returns import RETURNS, get_advantages_and_returns_batch, get_token_rewards, whiten
 from slime.backends.megatron_utils.loss.aggregation import zero_masked
 from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_advantages
 from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
-from slime.utils.ppo_utils import (
-    ESTIMATORS,
-    compute_approx_kl,
-    get_advantages_and_returns_batch,
-    get_token_rewards,
-    whiten,
-)
 
 
 def compute_advantages_and_returns(args: Args, rollout_data: dict[str, Any], kl_coef: float | None = None) -> None:
@@ -52,10 +48,11 @@ def compute_advantages_and_returns(args: Args, rollout_data: dict[str, Any], kl_
     else:
         rewards = torch.tensor(rollout_data["rewards"], dtype=torch.float32, device=masks[0].device)
         weight = args.kl_coef if kl_coef is None else kl_coef
-        returns_fn = ESTIMATORS[args.advantage_estimator].returns_fn
-        if returns_fn is None:
+        estimator = ESTIMATORS[args.advantage_estimator]
+        if estimator.needs_critic:
             _estimate_with_values(args, rollout_data, rewards, weight)
         else:
+            returns_fn = RETURNS[estimator.returns]
             rollout_data["returns"] = returns_fn(rewards, rollout_data["kl"], masks, weight, args.gamma)
             rollout_data["advantages"] = list(rollout_data["returns"])
     if args.use_opd:

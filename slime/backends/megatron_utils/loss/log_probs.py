@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of a micro-batch's response tokens, out of the packed logits.
 
 It picks the rows that predict response tokens, puts together what context-parallel ranks have of them, and leaves the
-arithmetic to slime.utils.ppo_utils; it knows nothing about masks.
+arithmetic to slime.algorithms; it knows nothing about masks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from slime.algorithms.log_probs import calculate_log_probs_and_entropy
 from slime.backends.megatron_utils.cp_utils import gather_responses
 from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.config.args import Args
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 
 def get_log_probs_and_entropy(

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from slime.algorithms.kl import clamp_log_ratio
 from slime.backends.megatron_utils.cp_utils import whole_columns
 from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
-from slime.utils.ppo_utils.kl import clamp_log_ratio
 
 Corrected = tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]
 

@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.kl import clamp_log_ratio, compute_approx_kl
+from slime.algorithms.losses import LOSSES, Clip, compute_gspo_kl, compute_opsm_mask
 from slime.backends.megatron_utils.loss.aggregation import (
     Reducer,
     loss_reducer,
@@ -30,13 +33,6 @@ from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.backends.megatron_utils.loss.log_probs import get_token_columns
 from slime.backends.megatron_utils.loss.off_policy import correct
 from slime.config.args import Args
-from slime.utils.ppo_utils import (
-    ESTIMATORS,
-    clamp_log_ratio,
-    compute_approx_kl,
-    compute_gspo_kl,
-    compute_opsm_mask,
-)
 
 COLUMNS = ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs")
 
@@ -100,9 +96,8 @@ def _pg_losses(
     new, old = _per_sample(batch, log_probs), _per_sample(batch, old_log_probs)
     ppo_kl = compute_gspo_kl(new, old, new, masks) if estimator.ratio == "sequence" else old_log_probs - log_probs
     advantages = torch.cat(batch["advantages"])
-    pg_losses, clipfrac = estimator.policy_loss_fn(
-        ppo_kl, log_probs, advantages, args.eps_clip, args.eps_clip_high, args.eps_clip_c
-    )
+    clip = Clip(args.eps_clip, args.eps_clip_high, args.eps_clip_c)
+    pg_losses, clipfrac = LOSSES[estimator.loss](ppo_kl, log_probs, advantages, clip)
     metrics = {"pg_clipfrac": clipfrac, "ppo_kl": ppo_kl}
     if args.use_opsm:
         keep = compute_opsm_mask(new, old, batch["advantages"], masks, args.opsm_delta)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from slime.algorithms.log_probs import calculate_log_probs_and_entropy
 from slime.backends.megatron_utils.cp_utils import gather_responses
 from slime.config.args import Args
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 
 def prediction_loss(

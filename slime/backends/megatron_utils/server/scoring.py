@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from slime.algorithms.log_probs import calculate_log_probs_and_entropy
 from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, load_checkpoint
 from slime.backends.megatron_utils.data import Packing, pack
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
@@ -24,7 +25,6 @@ from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import UsageError
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 from slime.utils.tensor_backper import TensorBackuper
 
 _BEFORE = "before the update"

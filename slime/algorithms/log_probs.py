@@ -3,12 +3,16 @@
 The logits are read, never changed, and are all that is kept for the backward pass (the softmax is made again there);
 the rows that are asked for are gathered a chunk at a time. Above the given logits that costs two float32 chunks
 forward, and the logits' gradient in their type and two chunks backward, one more where the distribution is cut
-(slime.utils.ppo_utils.nucleus); on CUDA the chunk is never written, the arithmetic being fused. It knows nothing about
-samples, packing or loss masks: one row of logits, one target.
+(a nucleus or a mask); on CUDA the chunk is never written, the arithmetic being fused. One row of logits, one target.
+
+A cut is either a bool mask [n, V/tp] or one bound per row [n]: the smallest logit that is kept, in the logits' type.
+The bound is found by bisection, without sorting: a row is read once per bit of its type (16 times for bf16, 32 for
+fp32), nothing of its size is kept, and a vocabulary that is split over ranks needs only sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.fusion import fused_on_cuda
-from slime.utils.ppo_utils.nucleus import is_kept_at, kept_probabilities, kept_sums, mass_above, nucleus_bounds
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def _bounds(
     def above(bound: torch.Tensor) -> torch.Tensor:
         if not shard.num_real:
             return shard.all_reduce(torch.zeros_like(top), dist.ReduceOp.SUM)
-        mass = mass_above(logits, rows, bound, top, shard.scale, shard.num_real)
+        mass = _mass_above(logits, rows, bound, top, shard.scale, shard.num_real)
         return shard.all_reduce(mass, dist.ReduceOp.SUM)
 
     return nucleus_bounds(above, limit, logits.dtype)
@@ -150,7 +155,7 @@ def _cut_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log of the sum of exp(x - top) over what is kept of `rows`, with the target, and how many these are, [n]."""
     if shard.num_real:
-        sums = kept_sums(logits, rows, *shard.local_targets(targets), cut, top, shard.scale, shard.num_real)
+        sums = _kept_sums(logits, rows, *shard.local_targets(targets), cut, top, shard.scale, shard.num_real)
     else:
         sums = top.new_zeros((2, len(rows)))
     mass, kept = shard.all_reduce(sums, dist.ReduceOp.SUM)
@@ -213,7 +218,7 @@ def _write_gradient(
     log_p_t, log_q_t = at_column.float() * scale - log_normaliser, at_column.float() * scale - log_kept
     q_t = log_q_t.exp()
     if cut is not None:
-        q_t = torch.where(is_here | is_kept_at(at_column, column, cut), q_t, 0)
+        q_t = torch.where(is_here | _is_kept_at(at_column, column, cut), q_t, 0)
     of_target = torch.where(is_here, log_prob_grad, 0) - q_t * log_prob_grad
     if entropy_grad is not None:
         of_target = of_target - log_p_t.exp() * entropy_grad * (log_p_t + entropy)
@@ -240,7 +245,7 @@ def _rows_gradient(
         p = log_p.exp()
         log_p.add_(entropy[:, None]).mul_(-entropy_grad[:, None]).sub_(log_prob_grad[:, None])
         return p.mul_(log_p)
-    of_row = kept_probabilities(logits, rows, cut, log_kept, scale, num_real).mul_(-log_prob_grad[:, None])
+    of_row = _kept_probabilities(logits, rows, cut, log_kept, scale, num_real).mul_(-log_prob_grad[:, None])
     if entropy_grad is not None:
         log_p = _scaled(logits, rows, scale, num_real).sub_(log_normaliser[:, None])
         p = log_p.exp()
@@ -300,3 +305,93 @@ def calculate_log_probs_and_entropy(
     trains_entropy = with_entropy and with_entropy_grad
     log_probs, entropy = _LogProbAndEntropy.apply(logits, rows, tokens, shard, trains_entropy, cut, num_kept)
     return log_probs, entropy if with_entropy else None
+
+
+# ---- what a cut keeps
+
+
+def nucleus_bounds(
+    mass_above: Callable[[torch.Tensor], torch.Tensor], limit: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The smallest logit that top-p keeps in each row: more likely tokens have together at most `limit`.
+
+    So, as in SGLang's samplers, the token that crosses p is kept. Equal logits are kept or dropped together, as
+    flashinfer does; the PyTorch sampler keeps of those at the edge as many as it needs, in the order of its sort.
+
+    Args:
+        mass_above: bounds [n] -> what the tokens of each row with larger logits weigh, over all ranks.
+        limit: [n], p times what the whole row weighs.
+        dtype: of the logits.
+
+    Returns:
+        [n] of `dtype`. It is exact: it lies between the last logit that is dropped and the first that is kept.
+    """
+    integer = _INTEGERS[dtype.itemsize]
+    # Integers in the order of the numbers whose bits they are; at +inf, nothing is above.
+    ends = torch.tensor([float("-inf"), float("inf")], dtype=dtype, device=limit.device)
+    low, high = (end.expand_as(limit).clone() for end in _ordered(ends.view(integer).long(), integer))
+    for _ in range(8 * dtype.itemsize):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may be too large for an integer
+        fits = mass_above(_ordered(middle, integer).to(integer).view(dtype)) <= limit
+        low, high = torch.where(fits, low, torch.minimum(middle + 1, high)), torch.where(fits, middle, high)
+    return _ordered(high, integer).to(integer).view(dtype)
+
+
+def _ordered(bits: torch.Tensor, integer: torch.dtype) -> torch.Tensor:
+    """Bits of floats as signed integers <-> integers that rise with the float; its own inverse."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits)
+
+
+def _is_kept(logits: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:
+    """Which of the logits [n, V] a cut keeps."""
+    return cut[:, : logits.shape[1]] if cut.dtype == torch.bool else logits >= cut[:, None]
+
+
+def _is_kept_at(logits: torch.Tensor, column: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:
+    """Whether a cut keeps one logit [n] of each row, of column [n]."""
+    return cut.gather(1, column[:, None])[:, 0] if cut.dtype == torch.bool else logits >= cut
+
+
+@fused_on_cuda
+def _mass_above(
+    logits: torch.Tensor, rows: torch.Tensor, bound: torch.Tensor, top: torch.Tensor, scale: float, num_real: int
+) -> torch.Tensor:
+    """Sum of exp(scaled logit - top) over the logits of each row that are larger than bound [n]."""
+    raw = logits[:, :num_real][rows]
+    dropped = raw <= bound[:, None]
+    return raw.float().mul_(scale).sub_(top[:, None]).exp_().masked_fill_(dropped, 0).sum(dim=-1)
+
+
+@fused_on_cuda
+def _kept_sums(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    column: torch.Tensor,
+    is_here: torch.Tensor,
+    cut: torch.Tensor,
+    top: torch.Tensor,
+    scale: float,
+    num_real: int,
+) -> torch.Tensor:
+    """Of what is kept, and the target: the sum of exp(scaled logit - top), and how many they are, [2, n]."""
+    at_target = logits[rows, column]
+    target_only = is_here & ~_is_kept_at(at_target, column, cut)
+    raw = logits[:, :num_real][rows]
+    kept = _is_kept(raw, cut)
+    mass = raw.float().mul_(scale).sub_(top[:, None]).exp_().masked_fill_(~kept, 0).sum(dim=-1)
+    mass = mass + torch.where(target_only, (at_target.float() * scale - top).exp(), 0)
+    return torch.stack([mass, kept.sum(dim=-1).float() + target_only])
+
+
+def _kept_probabilities(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    cut: torch.Tensor,
+    log_normaliser: torch.Tensor,
+    scale: float,
+    num_real: int,
+) -> torch.Tensor:
+    """What a row's tokens have once it is cut, [n, V/tp] float32; of a target that was dropped, 0."""
+    raw = logits[:, :num_real][rows]
+    kept = _is_kept(raw, cut)
+    return raw.float().mul_(scale).sub_(log_normaliser[:, None]).exp_().masked_fill_(~kept, 0)

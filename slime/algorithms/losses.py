@@ -1,17 +1,28 @@
-"""Policy-gradient losses per token: PPO's clipped one, CISPO's, and the log-ratio of sequences that GSPO puts in it.
+"""Losses per token, by the name that an estimator's row gives (`LOSSES`): PPO's clipped one, CISPO's; and the
+log-ratio of sequences that GSPO puts in place of a token's.
 
 PPO departs from its paper: (1) the clip range may be asymmetric (`eps_clip_high`, DAPO); (2) with `eps_clip_c` the
-loss of tokens with a negative advantage is bounded from above too (dual clip). It does not average or know where the
-advantages come from.
+loss of tokens with a negative advantage is bounded from above too (dual clip). How tokens are averaged is decided in
+slime.algorithms.aggregation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from slime.utils.ppo_utils.kl import clamp_log_ratio
+from slime.algorithms.kl import clamp_log_ratio
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How far the ratio of new to old probability is followed: see `compute_policy_loss`."""
+
+    low: float = 0.2
+    high: float = 0.28
+    dual: float | None = None
 
 
 def compute_policy_loss(
@@ -68,6 +79,17 @@ def compute_cispo_loss(
     ratio = torch.exp(clamp_log_ratio(-ppo_kl.detach()))
     weight = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -weight * advantages * log_probs, (weight != ratio).float()
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Clip], tuple[torch.Tensor, torch.Tensor]]] = {
+    "clipped": lambda ppo_kl, log_probs, advantages, clip: compute_policy_loss(
+        ppo_kl, advantages, clip.low, clip.high, clip.dual
+    ),
+    "cispo": lambda ppo_kl, log_probs, advantages, clip: compute_cispo_loss(
+        ppo_kl, log_probs, advantages, clip.low, clip.high
+    ),
+}
+"""Name -> fn(old minus new log-prob, new log-prob, advantage, clip) -> (loss, clip indicator), per token."""
 
 
 def compute_gspo_kl(

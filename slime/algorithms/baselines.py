@@ -1,6 +1,7 @@
-"""What is subtracted from the rewards of a group: each function gives every response of a group its baseline.
+"""What is subtracted from the rewards of a group, by the name that an estimator's row gives (`BASELINES`): each
+function gives every response of a group its baseline.
 
-Plain floats; equal rewards minus their baseline are exactly 0. It knows nothing about samples.
+Plain floats, without torch; equal rewards minus their baseline are exactly 0.
 """
 
 from __future__ import annotations
@@ -58,3 +59,11 @@ def length_weighted(rewards: Sequence[float], lengths: Sequence[int]) -> list[fl
 def _mean(values: Sequence[float]) -> float:
     # the mean of equal numbers is that number also where a sum and a division would round
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+
+
+BASELINES: dict[str, Baseline] = {
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "length_weighted": length_weighted,
+}
+"""Name -> function. "greedy" is not here: it is the reward of another response, in Sample.metadata."""
