@@ -40,7 +40,7 @@ from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import Role, apply_config_files, critic_entry
 from slime.config.rules import debug, devices, effect, files, generation, validate
 from slime.config.rules.deterministic import check_deterministic, deterministic_values
-from slime.config.rules.devices import check_int4_training, check_trainer
+from slime.config.rules.devices import check_int4_training
 from slime.config.rules.effect import Fields, check_pointless
 from slime.config.rules.hooks import (
     check_hook,
@@ -322,7 +322,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     if not args.strict_flags:
         _set_aside_pointless(args, explicit, problems, fields)
     args.accelerator = _accelerator(args, problems)
-    if trainer_problems := list(check_trainer(args)):
+    if trainer_problems := list(devices.TRAINER(args)):
         problems.wrong += trainer_problems
         args.tensor_model_parallel_size, args.sequence_parallel = 1, False
     hf_config, hf_problems = files.read_hf_config(args.hf_checkpoint)
@@ -356,7 +356,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
             args.num_epoch, num_rows=files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
         )
     problems.extend(validate.collect(args, explicit, fields))
-    problems.unsupported += effect.unsupported_uses(args, explicit, classes)
+    problems.unsupported += effect.unsupported_uses(args, explicit, fields)
     if not args.debug_rollout_only:  # V16: no trainers
         of_actor = megatron_problems(args.replace(load=given_load), hf_config, explicit)
         problems.extend(of_actor)
@@ -374,7 +374,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
         if hf_config is not None:
             synced = not args.debug_rollout_only
             problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
-    problems.lacking += devices.missing_transport(args)
+    problems.lacking += devices.MISSING_TRANSPORT(args)
     problems.notes += debug.template_notes(args)
     problems.lacking += check_int4_training(args, os.environ)
     problems.notes += _generate_notes(args)
@@ -452,7 +452,7 @@ def _check_environment(args: Args, problems: list[str], *, given_load: str | Non
         problems.extend(files.check_weight_update_equal(load=args.load, hf_checkpoint=args.hf_checkpoint))
     problems.extend(files.check_weight_dir(args.update_weight_disk_dir))
     problems.extend(files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout))
-    problems.extend(debug.missing_recorder(args))
+    problems.extend(debug.MISSING_RECORDER(args))
     if not args.dry_run:  # a plan for GPUs can be made elsewhere
         problems.extend(devices.check_memory_saver(args, os.environ))
     problems.extend(generation.check_generation_files(args))

@@ -1,18 +1,24 @@
-"""What is wrong with a command line, in kinds that differ in what can still be said about the run.
+"""What is wrong with a command line, in kinds that differ in what can still be said about the run; rows of rules.
 
-It holds sentences and knows no rule.
+A rule is a row of a table (`Rule`, `WithoutEffect`): when it is broken, and the sentence about it, which names the
+flag, its value and the remedy. Where a sentence needs more than values of flags, a function stands among the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.utils.errors import UsageError
 from slime.utils.yaml_config import FileUnusable
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 T = TypeVar("T")
+Check = Callable[..., Iterable[str]]
+"""A row of a table: takes args and, where rows ask for it, the attributes whose flags are given."""
 S = TypeVar("S", bound=str)
 
 
@@ -48,6 +54,95 @@ class NoEffect(str):
         """The same of a part of the run, which the flags are then named with."""
         flags = [f"{what}: {self.flags[0]}", *self.flags[1:]]
         return NoEffect(flags, self.why, instead=self.instead)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of a table of rules.
+
+    Attributes:
+        when: gives something true for args that break the rule.
+        sentence: what is wrong; in a text, `{name}` stands for the value of `args.name`.
+        given: attributes, separated by spaces, whose flags have to be on the command line, too.
+
+    Example:
+        >>> from slime.config.args import Args
+        >>> rule = Rule(lambda args: args.eps_clip < 0, "--eps-clip {eps_clip} must be at least 0.")
+        >>> list(rule(Args.of({"eps_clip": -1})))
+        ['--eps-clip -1 must be at least 0.']
+    """
+
+    when: Callable[[Args], object]
+    sentence: str | Callable[[Args], str]
+    given: str = ""
+
+    def __call__(self, args: Args, given: Collection[str] = ()) -> Iterator[str]:
+        if set(self.given.split()) <= set(given) and self.when(args):
+            yield filled(self.sentence, args)
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """A row that makes a `NoEffect` of given flags; its other fields are those of that."""
+
+    when: Callable[[Args], object]
+    flags: str | Callable[[Args], str]
+    why: str | Callable[[Args], str]
+    remedy: str = ""
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    given: str = ""
+
+    def __call__(self, args: Args, given: Collection[str] = ()) -> Iterator[NoEffect]:
+        if set(self.given.split()) <= set(given) and self.when(args):
+            yield NoEffect(filled(self.flags, args), filled(self.why, args), self.remedy, instead=self.instead)
+
+
+def filled(text: str | Callable[[Args], str], args: Args) -> str:
+    """Return a text of a row with the values of args in it."""
+    return text(args) if callable(text) else text.format_map(vars(args))
+
+
+def each(names: str, when: Callable[[Any], object], sentence: str) -> tuple[Rule, ...]:
+    """Return one rule for several flags.
+
+    Args:
+        names: their attributes, separated by spaces.
+        when: as in `Rule`, of the value of one.
+        sentence: `{option}` stands for the flag, `{value}` for its value.
+    """
+
+    def rule_of(name: str) -> Rule:
+        text = sentence.replace("{option}", plain_option(name)).replace("{value", "{" + name)
+        return Rule(lambda args: when(vars(args)[name]), text)
+
+    return tuple(map(rule_of, names.split()))
+
+
+def where(when: Callable[[Args], object], *rows: Check) -> Check:
+    """Return a row for several that hold only in some runs."""
+    return lambda args, *given: broken(rows, args, *given) if when(args) else ()
+
+
+def first_of(*rows: Check) -> Check:
+    """Return a row that says what the first broken one of several says."""
+    return lambda args, *given: list(broken(rows, args, *given))[:1]
+
+
+def broken(rows: Iterable[Check], args: Args, *given: Collection[str]) -> Iterator[str]:
+    """Yield the sentences of all rows, in order.
+
+    Args:
+        rows: of one or more tables.
+        args: the flags.
+        given: the attributes whose flags are on the command line, where a row asks for them.
+    """
+    for row in rows:
+        yield from row(args, *given)
+
+
+def plain_option(attribute: str) -> str:
+    """Return the flag of an attribute that has a plain name."""
+    return "--" + attribute.replace("_", "-")
 
 
 @dataclass

@@ -31,7 +31,7 @@ def test_these_lines_are_accepted(check: Check, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--rollout-fire-temperature 0", "--rollout-fire-temperature 0.0 must be above 0"),
+        ("--rollout-fire-temperature 0", "--rollout-fire-temperature 0.0 must be > 0"),
         (
             "--rollout-fire-temperature 2 --custom-generate-function-path slime.rollout.sglang_rollout.generate",
             "--rollout-fire-temperature has no effect with --custom-generate-function-path",

@@ -66,5 +66,5 @@ def test_nixl_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPat
     args = Namespace(rollout_data_transport="nixl")
     for spec, refused in ((object(), False), (None, True)):
         monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        sentences = list(devices.missing_transport(args))
+        sentences = list(devices.MISSING_TRANSPORT(args))
         assert ["--rollout-data-transport nixl needs the package nixl" in s for s in sentences] == [True] * refused

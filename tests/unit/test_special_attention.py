@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.config.megatron.model_checks import check_attention, check_indexer_stages
+from slime.config.megatron.model_checks import ATTENTION, check_indexer_stages
 from slime.config.parse import CommandLine
+from slime.config.problems import broken
 from slime.config.rules.devices import check_indexers
 from slime.models.hf_config import indexer_types
 from slime.utils.model_shape import linear_attention_pattern
@@ -128,7 +129,7 @@ def test_a_pipeline_stage_that_begins_with_a_layer_without_an_indexer_is_refused
 
 
 def problems(flags: str) -> list[str]:
-    return list(check_attention(make_args(None, f"--hidden-size 64 {flags}")))
+    return list(broken(ATTENTION, make_args(None, f"--hidden-size 64 {flags}")))
 
 
 @pytest.mark.parametrize(

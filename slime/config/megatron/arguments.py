@@ -28,17 +28,16 @@ from slime.config.megatron.flag_classes import (
 )
 from slime.config.megatron.kernel_checks import kernel_problems
 from slime.config.megatron.layout_checks import layout_problems
-from slime.config.megatron.model_checks import check_attention, check_indexer_stages, check_moe
+from slime.config.megatron.model_checks import ATTENTION, EXPERTS, check_indexer_stages
 from slime.config.megatron.parser_flags import add_parser_flags
 from slime.config.megatron.training_checks import (
+    OFFLOADING,
     check_offloaded_layers,
-    check_offloading,
     check_recomputed_layers,
-    check_sharp,
     check_sharp_library,
     nccl_problems,
 )
-from slime.config.problems import NoEffect, Problems
+from slime.config.problems import NoEffect, Problems, broken
 from slime.models.hf_config import (
     SUPPORTED_MODEL_TYPES,
     args_implied_by_hf,
@@ -145,19 +144,11 @@ def megatron_problems(
     out_of_range = list(value_checks.check_ranges(args, derived))
     problems.wrong += out_of_range
     problems.wrong += value_checks.check_effects(args, given, set_here)
-    for check in (
-        value_checks.check_buckets,
-        value_checks.check_precision,
-        value_checks.check_schedule,
-        check_offloading,
-    ):
-        problems.wrong += check(args, given)
-    problems.wrong += value_checks.check_recompute(args)
-    problems.wrong += check_sharp(args)
+    problems.wrong += broken((*value_checks.TRAINING, *OFFLOADING), args, given)
     problems.environment += check_sharp_library(args)
     problems.extend(nccl_problems(args))
     problems.wrong += _family_problems(args.model_name)
-    problems.environment += value_checks.check_device(args, given)
+    problems.environment += broken(value_checks.ON_CPU, args, given) if args.accelerator == "cpu" else ()
     problems.environment += _missing_checkpoint(args)
     if not args.custom_model_provider_path and not out_of_range:  # a hook's model need not be what the flags describe
         problems.extend(_described_model(args, hf_config, explicit))
@@ -172,16 +163,13 @@ def _described_model(args: Args, hf_config: Mapping[str, Any] | None, explicit: 
             f"{', '.join(missing)} not given; give the model's flags (scripts/models/*.sh) or --model-args-from-hf."
         )
         return problems
-    problems.wrong += value_checks.check_model(args)
-    problems.wrong += value_checks.check_recomputed_modules(args)
-    problems.wrong += check_attention(args)
-    problems.wrong += check_moe(args)
+    problems.wrong += broken((*value_checks.MODEL, *ATTENTION, *EXPERTS), args)
     problems.wrong += layout_problems(args, hf_config, explicit) or [
         *check_indexer_stages(args, hf_config),
         *check_offloaded_layers(args),
         *check_recomputed_layers(args),
     ]
-    problems.unsupported += value_checks.check_built_models(args)
+    problems.unsupported += broken(value_checks.BUILT_MODELS, args)
     if hf_config is not None:
         problems.wrong += config_mismatches(args, hf_config)
         problems.unsupported += unsupported_model(hf_config, has_own_layers=bool(args.spec and args.model_name))

@@ -18,9 +18,8 @@ from typing import Any
 from packaging.version import Version
 
 from slime.config.args import Args
-from slime.config.megatron.flag_classes import option_of
 from slime.config.megatron.fp8_forward_plan import check_fp8_forward, given_flags
-from slime.config.problems import NoEffect, Problems
+from slime.config.problems import Check, Problems, Rule, WithoutEffect, broken, each, where
 from slime.utils import accelerator
 
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
@@ -46,14 +45,14 @@ def kernel_problems(args: Args, hf_config: Mapping[str, Any] | None) -> Problems
     problems = Problems()
     looks = args.accelerator == "cuda" and not args.dry_run  # a plan for GPUs can be made elsewhere
     if args.transformer_impl == "transformer_engine":
-        problems.wrong += _check_transformer_engine(args)
+        problems.wrong += broken(_TRANSFORMER_ENGINE, args)
         problems.environment += _missing_transformer_engine(args.attention_backend) if looks else ()
     elif args.attention_backend == "fused":
         problems.wrong.append(
             f"--attention-backend fused is TransformerEngine's; add {TRANSFORMER_ENGINE}, or use auto."
         )
     if args.qwen_gdn_backend == "flashqla":
-        problems.wrong += _check_flashqla(args)
+        problems.wrong += broken(_FLASHQLA, args)
         problems.environment += _missing_flashqla() if looks else ()
     elif args.experimental_attention_variant == "gated_delta_net":
         problems.environment += _broken_fla() if looks else ()
@@ -63,12 +62,11 @@ def kernel_problems(args: Args, hf_config: Mapping[str, Any] | None) -> Problems
     return problems
 
 
-def _check_transformer_engine(args: Args) -> Iterator[str]:
-    use_local = "give --transformer-impl local or leave it out"
-    if args.accelerator != "cuda":
-        yield f"{TRANSFORMER_ENGINE} needs CUDA, and --accelerator is {args.accelerator}; {use_local}."
-    elif not (args.bf16 or args.fp16):
-        yield f"{TRANSFORMER_ENGINE}: its attention takes packed samples in 16 bit alone; give --bf16, or {use_local}."
+_USE_LOCAL = "give --transformer-impl local or leave it out"
+
+
+def _check_layers(args: Args) -> Iterator[str]:
+    """Which layers have kernels of their own."""
     for option, given in (
         ("--spec", args.spec and " ".join(args.spec)),
         ("--experimental-attention-variant", args.experimental_attention_variant),
@@ -78,8 +76,21 @@ def _check_transformer_engine(args: Args) -> Iterator[str]:
         if given is not None:
             yield (
                 f"{TRANSFORMER_ENGINE} with {option} {given}".rstrip() + ": those layers have kernels of their own, "
-                f"which it would not replace; {use_local}."
+                f"which it would not replace; {_USE_LOCAL}."
             )
+
+
+_TRANSFORMER_ENGINE: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.accelerator != "cuda",
+        f"{TRANSFORMER_ENGINE} needs CUDA, and --accelerator is {{accelerator}}; {_USE_LOCAL}.",
+    ),
+    Rule(
+        lambda a: a.accelerator == "cuda" and not (a.bf16 or a.fp16),
+        f"{TRANSFORMER_ENGINE}: its attention takes packed samples in 16 bit alone; give --bf16, or {_USE_LOCAL}.",
+    ),
+    _check_layers,
+)
 
 
 def _missing_transformer_engine(attention_backend: str) -> Iterator[str]:
@@ -103,26 +114,35 @@ def _missing_transformer_engine(attention_backend: str) -> Iterator[str]:
         )
 
 
-def _check_flashqla(args: Args) -> Iterator[str]:
-    use_fla = "leave it out: fla takes flash-linear-attention where it is installed and torch's operations elsewhere"
-    if args.accelerator != "cuda":
-        yield f"{FLASHQLA} needs CUDA: its kernels are for GPUs, and --accelerator is {args.accelerator}; {use_fla}."
-    if args.experimental_attention_variant != "gated_delta_net":
-        if not (args.spec or args.custom_model_provider_path):  # those may have such layers
-            yield NoEffect(
-                FLASHQLA,
-                "without --experimental-attention-variant gated_delta_net, whose layers it computes",
-                "leave it out",
-            )
-        return
-    for name in ("linear_key_head_dim", "linear_value_head_dim"):
-        if vars(args)[name] != FLASHQLA_HEAD:
-            yield (
-                f"{FLASHQLA} with {option_of(name)} {vars(args)[name]}: its kernels are for heads of {FLASHQLA_HEAD} "
-                f"channels; {use_fla}."
-            )
-    if not (args.bf16 or args.fp16):
-        yield f"{FLASHQLA} computes in 16 bit, and the model is trained in fp32; give --bf16, or {use_fla}."
+_USE_FLA = "leave it out: fla takes flash-linear-attention where it is installed and torch's operations elsewhere"
+_FLASHQLA: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.accelerator != "cuda",
+        f"{FLASHQLA} needs CUDA: its kernels are for GPUs, and --accelerator is {{accelerator}}; {_USE_FLA}.",
+    ),
+    WithoutEffect(
+        lambda a: (
+            a.experimental_attention_variant != "gated_delta_net"
+            and not (a.spec or a.custom_model_provider_path)  # those may have such layers
+        ),
+        FLASHQLA,
+        "without --experimental-attention-variant gated_delta_net, whose layers it computes",
+        "leave it out",
+    ),
+    where(
+        lambda a: a.experimental_attention_variant == "gated_delta_net",
+        *each(
+            "linear_key_head_dim linear_value_head_dim",
+            lambda size: size != FLASHQLA_HEAD,
+            f"{FLASHQLA} with {{option}} {{value}}: its kernels are for heads of {FLASHQLA_HEAD} channels; "
+            f"{_USE_FLA}.",
+        ),
+        Rule(
+            lambda a: not (a.bf16 or a.fp16),
+            f"{FLASHQLA} computes in 16 bit, and the model is trained in fp32; give --bf16, or {_USE_FLA}.",
+        ),
+    ),
+)
 
 
 def _missing_flashqla() -> Iterator[str]:

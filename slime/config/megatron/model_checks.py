@@ -6,12 +6,12 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from slime.config.args import Args
 from slime.config.megatron.derived import Layout, query_groups
 from slime.config.megatron.flag_classes import option_of
-from slime.config.problems import NoEffect
+from slime.config.problems import Check, Rule, WithoutEffect, each, where
 from slime.models.hf_config import indexer_types
 from slime.plan.layout import ParallelLayout
 
@@ -23,34 +23,11 @@ _DELTA_NET = (
     "linear_num_value_heads",
 )
 _NORM_OVER_HEADS = ("get_minimax_m2_spec", "get_minimax_m2_layer_spec")
-_INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 
 
-def check_attention(args: Args) -> Iterator[str]:
-    """One sentence for each contradiction."""
-    tensor, groups = args.tensor_model_parallel_size, query_groups(args)
-    yield from _check_spec(args.spec)
-    if args.attention_output_gate and args.multi_latent_attention:
-        yield "--attention-output-gate does not go with --multi-latent-attention, which has no such gate; drop one."
-    if args.attention_output_gate and tensor > groups:
-        yield (
-            f"--attention-output-gate with --tensor-model-parallel-size {tensor} and --num-query-groups {groups}: "
-            "ranks that share a group would take each other's gates; use at most as many ranks as groups."
-        )
-    if args.spec and args.spec[-1] in _NORM_OVER_HEADS and tensor > groups:
-        yield (
-            f"--spec {' '.join(args.spec)} with --tensor-model-parallel-size {tensor} and --num-query-groups "
-            f"{groups}: its norm goes over the keys of all heads, and ranks that share a group would count it twice; "
-            "use at most as many ranks as groups."
-        )
-    if args.experimental_attention_variant == "gated_delta_net":
-        yield from _check_delta_net(args)
-    if args.experimental_attention_variant == "dsa":
-        yield from _check_sparse(args)
-
-
-def _check_spec(spec: list[str] | None) -> Iterator[str]:
+def _check_spec(args: Args) -> Iterator[str]:
     """That there is such a function, as far as the file says it: Megatron is not imported for it."""
+    spec = args.spec
     if spec is None:
         return
     if len(spec) != 2:
@@ -69,15 +46,13 @@ def _check_spec(spec: list[str] | None) -> Iterator[str]:
             yield f"--spec {module} {function}: {found.origin} has no {function}."
 
 
-def _check_delta_net(args: Args) -> Iterator[str]:
-    variant, layers = "--experimental-attention-variant gated_delta_net", args.linear_attention_freq
-    if layers is None:
-        yield f"{variant} needs --linear-attention-freq, which says which layers have it: 4 leaves every 4th full."
-    if isinstance(layers, list) and len(layers) != args.num_layers:
-        yield f"--linear-attention-freq lists {len(layers)} layers, --num-layers says {args.num_layers}."
+def _check_delta_net_sizes(args: Args) -> Iterator[str]:
     for name in _DELTA_NET:
         if not vars(args)[name] or vars(args)[name] < 1:
-            yield f"{variant} needs {option_of(name)} of at least 1, not {vars(args)[name]}."
+            yield (
+                f"--experimental-attention-variant gated_delta_net needs {option_of(name)} of at least 1, not "
+                f"{vars(args)[name]}."
+            )
             return
     if args.linear_num_value_heads % args.linear_num_key_heads:
         yield (
@@ -86,18 +61,71 @@ def _check_delta_net(args: Args) -> Iterator[str]:
         )
 
 
-def _check_sparse(args: Args) -> Iterator[str]:
-    variant = "--experimental-attention-variant dsa"
-    if not args.multi_latent_attention or args.q_lora_rank is None:
-        yield f"{variant} needs --multi-latent-attention and --q-lora-rank, from whose queries indexers choose keys."
-    for name in _INDEXER:
-        if not vars(args)[name] or vars(args)[name] < 1:
-            yield f"{variant} needs {option_of(name)} of at least 1, not {vars(args)[name]}."
-    if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
-        yield (
-            f"{variant} does not go with --recompute-granularity selective of core_attn, which does not hand on what "
-            "indexers read; give other --recompute-modules, or --recompute-granularity full."
-        )
+def _has_norm_over_heads(args: Args) -> bool:
+    return (args.spec or [""])[-1] in _NORM_OVER_HEADS
+
+
+ATTENTION: tuple[Check, ...] = (
+    _check_spec,
+    Rule(
+        lambda a: a.attention_output_gate and a.multi_latent_attention,
+        "--attention-output-gate does not go with --multi-latent-attention, which has no such gate; drop one.",
+    ),
+    where(
+        lambda a: a.tensor_model_parallel_size > query_groups(a),
+        Rule(
+            lambda a: a.attention_output_gate,
+            lambda a: (
+                f"--attention-output-gate with --tensor-model-parallel-size {a.tensor_model_parallel_size} and "
+                f"--num-query-groups {query_groups(a)}: ranks that share a group would take each other's gates; use "
+                "at most as many ranks as groups."
+            ),
+        ),
+        Rule(
+            _has_norm_over_heads,
+            lambda a: (
+                f"--spec {' '.join(a.spec or ())} with --tensor-model-parallel-size {a.tensor_model_parallel_size} "
+                f"and --num-query-groups {query_groups(a)}: its norm goes over the keys of all heads, and ranks that "
+                "share a group would count it twice; use at most as many ranks as groups."
+            ),
+        ),
+    ),
+    where(
+        lambda a: a.experimental_attention_variant == "gated_delta_net",
+        Rule(
+            lambda a: a.linear_attention_freq is None,
+            "--experimental-attention-variant gated_delta_net needs --linear-attention-freq, which says which layers "
+            "have it: 4 leaves every 4th full.",
+        ),
+        Rule(
+            lambda a: isinstance(a.linear_attention_freq, list) and len(a.linear_attention_freq) != a.num_layers,
+            lambda a: (
+                f"--linear-attention-freq lists {len(as_list(a.linear_attention_freq))} layers, --num-layers says "
+                f"{a.num_layers}."
+            ),
+        ),
+        _check_delta_net_sizes,
+    ),
+    where(
+        lambda a: a.experimental_attention_variant == "dsa",
+        Rule(
+            lambda a: not a.multi_latent_attention or a.q_lora_rank is None,
+            "--experimental-attention-variant dsa needs --multi-latent-attention and --q-lora-rank, from whose "
+            "queries indexers choose keys.",
+        ),
+        *each(
+            "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk",
+            lambda size: not size or size < 1,
+            "--experimental-attention-variant dsa needs {option} of at least 1, not {value}.",
+        ),
+        Rule(
+            lambda a: a.recompute_granularity == "selective" and "core_attn" in (a.recompute_modules or ["core_attn"]),
+            "--experimental-attention-variant dsa does not go with --recompute-granularity selective of core_attn, "
+            "which does not hand on what indexers read; give other --recompute-modules, or --recompute-granularity "
+            "full.",
+        ),
+    ),
+)
 
 
 def check_indexer_stages(args: Args, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
@@ -119,63 +147,21 @@ def check_indexer_stages(args: Args, hf_config: Mapping[str, Any] | None) -> Ite
         )
 
 
-T = TypeVar("T")
+def _experts_of_groups(args: Args) -> int:
+    """Experts among which a token's are chosen; 0 without groups that divide them."""
+    experts, groups, group_topk = args.num_moe_experts or 0, args.moe_router_num_groups, args.moe_router_group_topk
+    is_divided = groups and group_topk and experts % groups == 0 and group_topk <= groups
+    return (group_topk or 0) * (experts // (groups or 1)) if is_divided else 0
 
 
-def check_moe(args: Args) -> Iterator[str]:
-    """One sentence for each contradiction between the flags of experts."""
-    if args.multi_latent_attention and Layout.of(args).tensor > 1 and not args.sequence_parallel:
-        yield (
-            f"--multi-latent-attention with --tensor-model-parallel-size {args.tensor_model_parallel_size} needs "
-            "--sequence-parallel: without it Megatron counts the gradients of its norms once per rank."
-        )
-    if args.num_moe_experts:
-        yield from _check_choice(args)
-        yield from _check_losses(args)
-
-
-def _check_choice(args: Args) -> Iterator[str]:
-    experts, topk = args.num_moe_experts, args.moe_router_topk
-    groups, group_topk = args.moe_router_num_groups, args.moe_router_group_topk
-    if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
-        yield (
-            f"--moe-router-enable-expert-bias with --moe-router-score-function {args.moe_router_score_function}: the "
-            "bias is added to sigmoid scores; use sigmoid."
-        )
-    if topk == 1 and args.moe_router_score_function == "softmax" and not args.moe_router_pre_softmax:
-        yield (
-            "--moe-router-topk 1 with softmax scores needs --moe-router-pre-softmax: the softmax over one expert is "
-            "always 1."
-        )
-    if groups and not group_topk:
-        yield NoEffect(
-            f"--moe-router-num-groups {groups}",
-            "without --moe-router-group-topk",
-            "give both",
-            instead={"moe_router_num_groups": None},
-        )
-    if experts and groups and group_topk and experts % groups == 0 and group_topk <= groups:
-        if topk > group_topk * (experts // groups):
-            yield (
-                f"--moe-router-topk {topk} is more than the {group_topk * (experts // groups)} experts of "
-                f"--moe-router-group-topk {group_topk} of {groups} groups."
-            )
-        if topk < group_topk:
-            yield (
-                f"--moe-router-group-topk {group_topk} is more than --moe-router-topk {topk}: a group is ranked by "
-                "the sum of its best topk / group-topk experts; use at most as many groups."
-            )
-    if args.moe_shared_expert_gate and not args.moe_shared_expert_intermediate_size:
-        yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size."
-
-
-def _as_list(value: T | list[T]) -> list[T]:
+def as_list(value: Any) -> list[Any]:
+    """A value as a list of one; Megatron's options accept one per layer or per loss."""
     return value if isinstance(value, list) else [value]
 
 
 def _check_losses(args: Args) -> Iterator[str]:
-    kinds = _as_list(args.moe_router_load_balancing_type)
-    weights = _as_list(args.moe_aux_loss_coeff)
+    kinds = as_list(args.moe_router_load_balancing_type)
+    weights = as_list(args.moe_aux_loss_coeff)
     if "sinkhorn" in kinds:
         yield "--moe-router-load-balancing-type sinkhorn trains other choices than the engine's; use aux_loss."
     elif len(kinds) != len(weights):
@@ -192,3 +178,54 @@ def _check_losses(args: Args) -> Iterator[str]:
                 )
     if any(weight and weight < 0 for weight in weights):
         yield f"--moe-aux-loss-coeff {weights} must be at least 0."
+
+
+EXPERTS: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.multi_latent_attention and Layout.of(a).tensor > 1 and not a.sequence_parallel,
+        "--multi-latent-attention with --tensor-model-parallel-size {tensor_model_parallel_size} needs "
+        "--sequence-parallel: without it Megatron counts the gradients of its norms once per rank.",
+    ),
+    where(
+        lambda a: a.num_moe_experts,
+        Rule(
+            lambda a: a.moe_router_enable_expert_bias and a.moe_router_score_function != "sigmoid",
+            "--moe-router-enable-expert-bias with --moe-router-score-function {moe_router_score_function}: the bias "
+            "is added to sigmoid scores; use sigmoid.",
+        ),
+        Rule(
+            lambda a: (
+                a.moe_router_topk == 1 and a.moe_router_score_function == "softmax" and not a.moe_router_pre_softmax
+            ),
+            "--moe-router-topk 1 with softmax scores needs --moe-router-pre-softmax: the softmax over one expert is "
+            "always 1.",
+        ),
+        WithoutEffect(
+            lambda a: a.moe_router_num_groups and not a.moe_router_group_topk,
+            "--moe-router-num-groups {moe_router_num_groups}",
+            "without --moe-router-group-topk",
+            "give both",
+            {"moe_router_num_groups": None},
+        ),
+        where(
+            _experts_of_groups,
+            Rule(
+                lambda a: a.moe_router_topk > _experts_of_groups(a),
+                lambda a: (
+                    f"--moe-router-topk {a.moe_router_topk} is more than the {_experts_of_groups(a)} experts of "
+                    f"--moe-router-group-topk {a.moe_router_group_topk} of {a.moe_router_num_groups} groups."
+                ),
+            ),
+            Rule(
+                lambda a: a.moe_router_topk < (a.moe_router_group_topk or 0),
+                "--moe-router-group-topk {moe_router_group_topk} is more than --moe-router-topk {moe_router_topk}: a "
+                "group is ranked by the sum of its best topk / group-topk experts; use at most as many groups.",
+            ),
+        ),
+        Rule(
+            lambda a: a.moe_shared_expert_gate and not a.moe_shared_expert_intermediate_size,
+            "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size.",
+        ),
+        _check_losses,
+    ),
+)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.args import Args
 from slime.config.megatron.derived import nearest_divisor
-from slime.config.problems import NoEffect, Problems, read_file
+from slime.config.problems import Check, NoEffect, Problems, Rule, WithoutEffect, first_of, read_file, where
 from slime.plan.layout import ParallelLayout
 from slime.utils.pipeline_layout import stages_of_text
 from slime.utils.yaml_config import LocatedYaml, load_yaml
@@ -103,39 +103,6 @@ def _wrong_setting(name: str, value: Any) -> str | None:
     return None
 
 
-def check_sharp(args: Args) -> Iterator[str]:
-    """Reductions in the switch are for groups that there are, which stay."""
-    if args.sharp_enabled_group and not args.use_sharp:
-        flag = f"--sharp-enabled-group {args.sharp_enabled_group}"
-        yield NoEffect(flag, "without --use-sharp", instead={"sharp_enabled_group": None})
-    if not args.use_sharp:
-        return
-    if args.sharp_enabled_group == "dp_replica" and args.num_distributed_optimizer_instances <= 1:
-        yield (
-            "--sharp-enabled-group dp_replica is the group between instances of the optimizer: give "
-            "--num-distributed-optimizer-instances 2 or more."
-        )
-    if args.offload_train:
-        yield (
-            "--use-sharp does not go with --offload-train (--colocate): a switch holds few groups, and they would be "
-            "made anew after each sleep; leave one of the two out."
-        )
-
-
-def check_sharp_library(args: Args) -> Iterator[str]:
-    """NCCL reaches the switch through NVIDIA's SHARP library."""
-    if not args.use_sharp:
-        return
-    if args.accelerator == "cpu":
-        yield "--use-sharp needs NCCL; leave it out on --accelerator cpu."
-    elif not has_sharp():
-        yield (
-            f"--use-sharp needs NVIDIA's SHARP library (lib{SHARP_LIBRARY}.so, of HPC-X) and NCCL's plugin for it, "
-            "and this machine has no such library, where NCCL would reduce as without the flag; install it, or leave "
-            "the flag out."
-        )
-
-
 def has_sharp() -> bool:
     """Whether the library is where the loader finds it."""
     if ctypes.util.find_library(SHARP_LIBRARY):
@@ -144,40 +111,140 @@ def has_sharp() -> bool:
     return any(os.path.isfile(os.path.join(folder, f"lib{SHARP_LIBRARY}.so")) for folder in folders if folder)
 
 
+check_sharp = where(  # reductions in the switch are for groups that there are, which stay
+    lambda a: a.use_sharp,
+    Rule(
+        lambda a: a.sharp_enabled_group == "dp_replica" and a.num_distributed_optimizer_instances <= 1,
+        "--sharp-enabled-group dp_replica is the group between instances of the optimizer: give "
+        "--num-distributed-optimizer-instances 2 or more.",
+    ),
+    Rule(
+        lambda a: a.offload_train,
+        "--use-sharp does not go with --offload-train (--colocate): a switch holds few groups, and they would be made "
+        "anew after each sleep; leave one of the two out.",
+    ),
+)
+check_sharp_library = where(  # NCCL reaches the switch through NVIDIA's SHARP library
+    lambda a: a.use_sharp,
+    first_of(
+        Rule(
+            lambda a: a.accelerator == "cpu",
+            "--use-sharp needs NCCL; leave it out on --accelerator cpu.",
+        ),
+        Rule(
+            lambda a: not has_sharp(),
+            f"--use-sharp needs NVIDIA's SHARP library (lib{SHARP_LIBRARY}.so, of HPC-X) and NCCL's plugin for it, "
+            "and this machine has no such library, where NCCL would reduce as without the flag; install it, or leave "
+            "the flag out.",
+        ),
+    ),
+)
+
+# ---- activations and optimizer states in host memory, layers that are computed again
+
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """Values of --offload-modules; model/activation_offload.py knows their modules."""
 _OF_EXPERTS = ("expert_fc1", "moe_act")
 
 
-def check_offloading(args: Args, explicit: Collection[str]) -> Iterator[str]:
-    """One sentence for each contradiction between the flags of offloading and of the optimizer's precision."""
-    yield from _check_activations(args)
-    yield from _check_optimizer(args, explicit)
+def _offloads(args: Args) -> str | None:
+    """The flag that keeps activations in host memory."""
+    if args.cpu_offloading:
+        return "--cpu-offloading"
+    return "--fine-grained-activation-offloading" if args.fine_grained_activation_offloading else None
 
 
-def _check_activations(args: Args) -> Iterator[str]:
-    by_layer, by_module = args.cpu_offloading, args.fine_grained_activation_offloading
-    if by_layer and by_module:
-        yield "--cpu-offloading and --fine-grained-activation-offloading exclude each other; give one."
-    name = "--cpu-offloading" if by_layer else "--fine-grained-activation-offloading"
-    if (by_layer or by_module) and args.recompute_granularity is not None:
+def _offloads_weights(args: Args) -> bool:
+    of_modules = args.fine_grained_activation_offloading and set(args.offload_modules) & {"qkv_linear", "attn_proj"}
+    return bool(args.cpu_offloading or of_modules)
+
+
+def _check_unpinned(args: Args, given: Collection[str]) -> Iterator[str]:
+    unpinned = [f"--no-{name.replace('_', '-')}" for name in ("pin_cpu_grads", "pin_cpu_params") if name in given]
+    if unpinned and not args.optimizer_cpu_offload:
+        yield f"{', '.join(unpinned)} without --optimizer-cpu-offload: nothing is copied; leave it out."
+
+
+def _check_modules(args: Args, given: Collection[str]) -> Iterator[str]:
+    modules = args.offload_modules
+    if not modules:
+        yield f"--fine-grained-activation-offloading needs --offload-modules: choose from {', '.join(OFFLOADED)}."
+    if of_experts := sorted(set(modules) & set(_OF_EXPERTS)):
         yield (
-            f"{name} and --recompute-granularity {args.recompute_granularity} exclude each other: what is computed "
-            "again need not be kept anywhere; give one."
+            f"--offload-modules {' '.join(of_experts)}: experts are offloaded with their layers alone; use "
+            "--cpu-offloading --cpu-offloading-num-layers N."
         )
-    if by_layer and args.cpu_offloading_num_layers < 1:
-        yield f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers} with --cpu-offloading must be at least 1."
-    if args.min_offloaded_tensor_size < 1:
-        yield f"--min-offloaded-tensor-size {args.min_offloaded_tensor_size} must be at least 1."
-    if by_module:
-        yield from _check_modules(args.offload_modules)
-    has_weights = by_layer or (by_module and set(args.offload_modules) & {"qkv_linear", "attn_proj"})
-    if has_weights and args.overlap_grad_reduce and args.gradient_accumulation_fusion:
+    if wrong := sorted(set(modules) - set(OFFLOADED) - set(_OF_EXPERTS)):
+        yield f"--offload-modules {' '.join(wrong)}: choose from {', '.join(OFFLOADED)}."
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield "--offload-modules attn_proj needs core_attn, which keeps the same tensor; add core_attn."
+
+
+OFFLOADING: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.cpu_offloading and a.fine_grained_activation_offloading,
+        "--cpu-offloading and --fine-grained-activation-offloading exclude each other; give one.",
+    ),
+    Rule(
+        lambda a: _offloads(a) and a.recompute_granularity is not None,
+        lambda a: (
+            f"{_offloads(a)} and --recompute-granularity {a.recompute_granularity} exclude each other: what is "
+            "computed again need not be kept anywhere; give one."
+        ),
+    ),
+    Rule(
+        lambda a: a.cpu_offloading and a.cpu_offloading_num_layers < 1,
+        "--cpu-offloading-num-layers {cpu_offloading_num_layers} with --cpu-offloading must be at least 1.",
+    ),
+    Rule(
+        lambda a: a.min_offloaded_tensor_size < 1,
+        "--min-offloaded-tensor-size {min_offloaded_tensor_size} must be at least 1.",
+    ),
+    where(lambda a: a.fine_grained_activation_offloading, _check_modules),
+    Rule(
         # autograd's hooks hand a weight back as another object, which does not say that its gradient is added already
-        yield (
-            f"{name} with --overlap-grad-reduce needs --no-gradient-accumulation-fusion: Megatron would not see when "
-            "gradients of offloaded layers are there; add it, or leave --overlap-grad-reduce out."
-        )
+        lambda a: _offloads_weights(a) and a.overlap_grad_reduce and a.gradient_accumulation_fusion,
+        lambda a: (
+            f"{_offloads(a)} with --overlap-grad-reduce needs --no-gradient-accumulation-fusion: Megatron would not "
+            "see when gradients of offloaded layers are there; add it, or leave --overlap-grad-reduce out."
+        ),
+    ),
+    Rule(
+        lambda a: not 0 < a.optimizer_offload_fraction <= 1,
+        "--optimizer-offload-fraction {optimizer_offload_fraction} must lie in (0, 1]; leave --optimizer-cpu-offload "
+        "out for 0.",
+    ),
+    _check_unpinned,
+    where(
+        lambda a: a.optimizer_cpu_offload or a.use_precision_aware_optimizer,
+        Rule(
+            lambda a: a.use_stateless_adam,
+            lambda a: (
+                f"{'--optimizer-cpu-offload' if a.optimizer_cpu_offload else '--use-precision-aware-optimizer'} has "
+                "no moments to hold with --use-stateless-adam; leave one out."
+            ),
+        ),
+        first_of(
+            Rule(
+                lambda a: a.main_grads_dtype == "bf16" and a.fp16,
+                "--main-grads-dtype bf16 and --fp16 exclude each other; leave one out.",
+            ),
+            Rule(
+                lambda a: a.main_grads_dtype == "bf16",
+                "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; leave one out.",
+                given="grad_reduce_in_fp32",
+            ),
+        ),
+    ),
+    WithoutEffect(
+        lambda a: a.sharp_enabled_group and not a.use_sharp,
+        "--sharp-enabled-group {sharp_enabled_group}",
+        "without --use-sharp",
+        instead={"sharp_enabled_group": None},
+    ),
+    check_sharp,
+)
+"""Rows that take the given attributes, too."""
 
 
 def check_offloaded_layers(args: Args) -> Iterator[str]:
@@ -228,34 +295,3 @@ def check_recomputed_layers(args: Args) -> Iterator[str]:
             f"--recompute-num-layers {together} with --recompute-method uniform does not divide the {bad[-1]} layers "
             f"of a pipeline stage; the nearest that works is {nearest_divisor(together, numbers)}."
         )
-
-
-def _check_modules(modules: Collection[str]) -> Iterator[str]:
-    if not modules:
-        yield f"--fine-grained-activation-offloading needs --offload-modules: choose from {', '.join(OFFLOADED)}."
-    if of_experts := sorted(set(modules) & set(_OF_EXPERTS)):
-        yield (
-            f"--offload-modules {' '.join(of_experts)}: experts are offloaded with their layers alone; use "
-            "--cpu-offloading --cpu-offloading-num-layers N."
-        )
-    if wrong := sorted(set(modules) - set(OFFLOADED) - set(_OF_EXPERTS)):
-        yield f"--offload-modules {' '.join(wrong)}: choose from {', '.join(OFFLOADED)}."
-    if "attn_proj" in modules and "core_attn" not in modules:
-        yield ("--offload-modules attn_proj needs core_attn, which keeps the same tensor; add core_attn.")
-
-
-def _check_optimizer(args: Args, explicit: Collection[str]) -> Iterator[str]:
-    fraction = args.optimizer_offload_fraction
-    if not 0 < fraction <= 1:
-        yield f"--optimizer-offload-fraction {fraction} must lie in (0, 1]; leave --optimizer-cpu-offload out for 0."
-    held = "--optimizer-cpu-offload" if args.optimizer_cpu_offload else "--use-precision-aware-optimizer"
-    unpinned = [f"--no-{name.replace('_', '-')}" for name in ("pin_cpu_grads", "pin_cpu_params") if name in explicit]
-    if unpinned and not args.optimizer_cpu_offload:
-        yield f"{', '.join(unpinned)} without --optimizer-cpu-offload: nothing is copied; leave it out."
-    if not (args.optimizer_cpu_offload or args.use_precision_aware_optimizer):
-        return
-    if args.use_stateless_adam:
-        yield f"{held} has no moments to hold with --use-stateless-adam; leave one out."
-    if args.main_grads_dtype == "bf16" and (args.fp16 or "grad_reduce_in_fp32" in explicit):
-        other = "--fp16" if args.fp16 else "--accumulate-allreduce-grads-in-fp32"
-        yield f"--main-grads-dtype bf16 and {other} exclude each other; leave one out."

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from slime.config.args import Args
 from slime.config.megatron.derived import virtual_stages
 from slime.config.megatron.flag_classes import option_of, registered
-from slime.config.problems import NoEffect
+from slime.config.megatron.model_checks import as_list
+from slime.config.problems import Check, NoEffect, Rule, where
 from slime.models.hf_config import moe_layer_pattern
 
 AT_LEAST: dict[int, str] = {
@@ -215,61 +216,14 @@ def _asks(name: str, value: Any) -> bool:
     return value not in (None, False)
 
 
-def check_buckets(args: Args, explicit: Collection[str]) -> Iterator[str]:
-    """The size of gradient buckets is given once, and gradients can be averaged while they are reduced."""
-    if {"ddp_num_buckets", "bucket_size"} <= set(explicit):
-        yield "--ddp-num-buckets and --ddp-bucket-size exclude each other; give one."
-    if args.average_in_collective and args.calculate_per_token_loss:
-        yield (
-            "--ddp-average-in-collective does not go with --calculate-per-token-loss (--loss-agg-mode token-mean): "
-            "gradients are summed over ranks and divided by the tokens of all; leave --ddp-average-in-collective out."
-        )
-    if args.average_in_collective and args.reduce_scatter_with_fp32_accumulation:
-        yield (
-            "--ddp-average-in-collective does not go with --ddp-reduce-scatter-with-fp32-accumulation, which sums; "
-            "leave one out."
-        )
-
-
-def check_precision(args: Args, explicit: Collection[str]) -> Iterator[str]:
-    """One precision, and gradients of one type."""
-    if args.fp16 and "bf16" in explicit:
-        yield "--bf16 and --fp16 exclude each other; give one."
-    if args.grad_reduce_in_bf16 and "grad_reduce_in_fp32" in explicit:
-        yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one."
-    if args.use_flash_attn and args.attention_backend == "unfused":
-        yield "--use-flash-attn and --attention-backend unfused exclude each other; give one."
-
-
-def check_device(args: Args, explicit: Collection[str]) -> Iterator[str]:
-    """What only a GPU can do is not asked of a CPU."""
-    if args.accelerator != "cpu":
-        return
-    for name in ("bf16", "fp16", "grad_reduce_in_bf16"):
-        if name in explicit and (vars(args)[name] or name == "bf16"):
-            yield f"{option_of(name)}: the trainer computes in fp32 on --accelerator cpu; leave it out."
-    if args.main_grads_dtype != "fp32":
-        yield f"--main-grads-dtype {args.main_grads_dtype}: gradients are fp32 on --accelerator cpu; leave it out."
-    if args.attention_backend == "flash":
-        option = "--use-flash-attn" if args.use_flash_attn else "--attention-backend flash"
-        yield f"{option} needs CUDA; leave it out on --accelerator cpu."
-
-
-def check_schedule(args: Args, explicit: Collection[str]) -> Iterator[str]:
-    """Learning rate and weight decay move as their styles say."""
-    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        yield "--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one."
-    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
-        yield f"--lr-warmup-fraction {args.lr_warmup_fraction} must lie in [0, 1)."
-    if args.lr is not None and args.min_lr > args.lr:
-        yield f"--min-lr {args.min_lr} is above --lr {args.lr}."
-    if args.lr is not None and args.lr_warmup_init > args.lr:
-        yield f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}."
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the train steps of its decay."
+def _weight_decay_ends(args: Args) -> tuple[float, float]:
     first, last = args.start_weight_decay, args.end_weight_decay
-    first, last = (args.weight_decay if end is None else end for end in (first, last))
-    style = args.weight_decay_incr_style
+    return args.weight_decay if first is None else first, args.weight_decay if last is None else last
+
+
+def _check_weight_decay(args: Args, given: Collection[str]) -> Iterator[str]:
+    """It moves as its style says."""
+    (first, last), style = _weight_decay_ends(args), args.weight_decay_incr_style
     if style != "constant" and first == last:
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay."
     elif style == "constant" and first != last:
@@ -278,7 +232,7 @@ def check_schedule(args: Args, explicit: Collection[str]) -> Iterator[str]:
             "cosine."
         )
     # A critic starts from it where only the actor's entry gives the ends.
-    if "weight_decay" in explicit and args.weight_decay not in (first, last) and not args.use_critic:
+    if "weight_decay" in given and args.weight_decay not in (first, last) and not args.use_critic:
         yield NoEffect(
             f"--weight-decay {args.weight_decay}",
             f"with --start-weight-decay {first} and --end-weight-decay {last}",
@@ -286,22 +240,114 @@ def check_schedule(args: Args, explicit: Collection[str]) -> Iterator[str]:
         )
     if last < first:
         yield f"--end-weight-decay {last} is below --start-weight-decay {first}; Megatron only raises it."
-    if "override_opt_param_scheduler" in explicit and args.use_checkpoint_opt_param_scheduler:
-        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one."
 
 
-def check_recompute(args: Args) -> Iterator[str]:
-    """Recomputation says which layers or modules, and gathers overlap where reductions do."""
-    kind = args.recompute_granularity
-    needed = ("recompute_method", "recompute_num_layers")
-    if kind == "full" and (missing := [option_of(name) for name in needed if not vars(args)[name]]):
-        yield f"--recompute-granularity full needs {' and '.join(missing)}."
-    if kind == "full" and args.distribute_saved_activations and args.sequence_parallel:
-        yield "--distribute-saved-activations and --sequence-parallel exclude each other; give one."
-    if wrong := sorted(set(args.recompute_modules or ()) - set(RECOMPUTED)):
-        yield f"--recompute-modules {' '.join(wrong)}: choose from {', '.join(RECOMPUTED)}."
-    if args.overlap_param_gather and not args.overlap_grad_reduce:
-        yield "--overlap-param-gather needs --overlap-grad-reduce."
+def _missing_recomputation(args: Args) -> list[str]:
+    return [option_of(name) for name in ("recompute_method", "recompute_num_layers") if not vars(args)[name]]
+
+
+def _unknown_modules(args: Args) -> list[str]:
+    return sorted(set(args.recompute_modules or ()) - set(RECOMPUTED))
+
+
+TRAINING: tuple[Check, ...] = (
+    # the size of gradient buckets is given once, and gradients can be averaged while they are reduced
+    Rule(
+        bool,
+        "--ddp-num-buckets and --ddp-bucket-size exclude each other; give one.",
+        given="ddp_num_buckets bucket_size",
+    ),
+    Rule(
+        lambda a: a.average_in_collective and a.calculate_per_token_loss,
+        "--ddp-average-in-collective does not go with --calculate-per-token-loss (--loss-agg-mode token-mean): "
+        "gradients are summed over ranks and divided by the tokens of all; leave --ddp-average-in-collective out.",
+    ),
+    Rule(
+        lambda a: a.average_in_collective and a.reduce_scatter_with_fp32_accumulation,
+        "--ddp-average-in-collective does not go with --ddp-reduce-scatter-with-fp32-accumulation, which sums; leave "
+        "one out.",
+    ),
+    # one precision, and gradients of one type
+    Rule(lambda a: a.fp16, "--bf16 and --fp16 exclude each other; give one.", given="bf16"),
+    Rule(
+        lambda a: a.grad_reduce_in_bf16,
+        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one.",
+        given="grad_reduce_in_fp32",
+    ),
+    Rule(
+        lambda a: a.use_flash_attn and a.attention_backend == "unfused",
+        "--use-flash-attn and --attention-backend unfused exclude each other; give one.",
+    ),
+    # learning rate and weight decay move as their styles say
+    Rule(
+        lambda a: a.lr_warmup_fraction is not None and a.lr_warmup_iters,
+        "--lr-warmup-fraction and --lr-warmup-iters exclude each other; give one.",
+    ),
+    Rule(
+        lambda a: a.lr_warmup_fraction is not None and not 0 <= a.lr_warmup_fraction < 1,
+        "--lr-warmup-fraction {lr_warmup_fraction} must lie in [0, 1).",
+    ),
+    Rule(lambda a: a.lr is not None and a.min_lr > a.lr, "--min-lr {min_lr} is above --lr {lr}."),
+    Rule(
+        lambda a: a.lr is not None and a.lr_warmup_init > a.lr, "--lr-warmup-init {lr_warmup_init} is above --lr {lr}."
+    ),
+    Rule(
+        lambda a: a.lr_decay_style == "WSD" and a.lr_wsd_decay_iters is None,
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters, the train steps of its decay.",
+    ),
+    _check_weight_decay,
+    Rule(
+        lambda a: a.use_checkpoint_opt_param_scheduler,
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one.",
+        given="override_opt_param_scheduler",
+    ),
+    # recomputation says which layers or modules, and gathers overlap where reductions do
+    Rule(
+        lambda a: a.recompute_granularity == "full" and _missing_recomputation(a),
+        lambda a: f"--recompute-granularity full needs {' and '.join(_missing_recomputation(a))}.",
+    ),
+    Rule(
+        lambda a: a.recompute_granularity == "full" and a.distribute_saved_activations and a.sequence_parallel,
+        "--distribute-saved-activations and --sequence-parallel exclude each other; give one.",
+    ),
+    Rule(
+        _unknown_modules,
+        lambda a: f"--recompute-modules {' '.join(_unknown_modules(a))}: choose from {', '.join(RECOMPUTED)}.",
+    ),
+    Rule(
+        lambda a: a.overlap_param_gather and not a.overlap_grad_reduce,
+        "--overlap-param-gather needs --overlap-grad-reduce.",
+    ),
+)
+ON_CPU: tuple[Check, ...] = (
+    Rule(
+        bool,
+        "--bf16: the trainer computes in fp32 on --accelerator cpu; leave it out.",
+        given="bf16",
+    ),
+    Rule(
+        lambda a: a.fp16,
+        "--fp16: the trainer computes in fp32 on --accelerator cpu; leave it out.",
+        given="fp16",
+    ),
+    Rule(
+        lambda a: a.grad_reduce_in_bf16,
+        "--grad-reduce-in-bf16: the trainer computes in fp32 on --accelerator cpu; leave it out.",
+        given="grad_reduce_in_bf16",
+    ),
+    Rule(
+        lambda a: a.main_grads_dtype != "fp32",
+        "--main-grads-dtype {main_grads_dtype}: gradients are fp32 on --accelerator cpu; leave it out.",
+    ),
+    Rule(
+        lambda a: a.attention_backend == "flash",
+        lambda a: (
+            f"{'--use-flash-attn' if a.use_flash_attn else '--attention-backend flash'} needs CUDA; leave it out on "
+            "--accelerator cpu."
+        ),
+    ),
+)
+"""What only a GPU can do."""
 
 
 def check_recomputed_modules(args: Args) -> Iterator[str]:
@@ -328,43 +374,69 @@ def check_recomputed_modules(args: Args) -> Iterator[str]:
         yield "--recompute-modules moe_act recomputes the activations of grouped experts; add --moe-grouped-gemm."
 
 
-def check_model(args: Args) -> Iterator[str]:
-    """The numbers of the model fit each other; num_layers, hidden_size and num_attention_heads are given."""
-    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
-        yield (
-            f"--hidden-size {args.hidden_size} does not divide by --num-attention-heads {args.num_attention_heads}; "
-            "give --kv-channels, the size of a head."
-        )
-    head = args.kv_channels or args.hidden_size // args.num_attention_heads
-    if args.position_embedding_type == "rope" and not args.multi_latent_attention and head * args.rotary_percent % 2:
-        yield (
-            f"--rotary-percent {args.rotary_percent} of --kv-channels {head} is not an even number of channels, which "
-            "rotary embeddings turn in pairs; change one of them."
-        )
-    if None not in (args.padded_vocab_size, args.vocab_size) and args.padded_vocab_size < args.vocab_size:
-        yield f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary of {args.vocab_size}."
-    experts, layers = args.num_moe_experts, args.moe_layer_freq
-    if experts and isinstance(layers, list) and len(layers) != args.num_layers:
-        yield f"--moe-layer-freq lists {len(layers)} layers, --num-layers says {args.num_layers}."
-    if experts and args.moe_router_topk > experts:
-        yield f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {experts}."
-    if experts and args.moe_router_num_groups and experts % args.moe_router_num_groups:
-        yield f"--num-experts {experts} does not divide by --moe-router-num-groups {args.moe_router_num_groups}."
-    if args.moe_router_group_topk and args.moe_router_group_topk > (args.moe_router_num_groups or 0):
-        yield (
-            f"--moe-router-group-topk {args.moe_router_group_topk} is more than --moe-router-num-groups "
-            f"{args.moe_router_num_groups or 0}."
-        )
+def _head_size(args: Args) -> int:
+    return args.kv_channels or args.hidden_size // args.num_attention_heads
 
 
-def check_built_models(args: Args) -> Iterator[str]:
-    """What our models lack: sentences about models that cannot be trained yet."""
-    ours = "is not supported: no family of docs/model_families.md has it;"
-    if args.normalization != "RMSNorm":
-        yield f"--normalization {args.normalization} {ours} give --normalization RMSNorm."
-    if not args.swiglu:
-        yield f"an MLP without --swiglu {ours} give it."
-    if args.add_bias_linear:
-        yield f"a model with biases {ours} give --disable-bias-linear."
-    if args.attention_dropout:
-        yield f"--attention-dropout {args.attention_dropout} is not supported: our attention has no dropout; use 0."
+MODEL: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.kv_channels is None and a.hidden_size % a.num_attention_heads,
+        "--hidden-size {hidden_size} does not divide by --num-attention-heads {num_attention_heads}; give "
+        "--kv-channels, the size of a head.",
+    ),
+    Rule(
+        lambda a: (
+            a.position_embedding_type == "rope"
+            and not a.multi_latent_attention
+            and _head_size(a) * a.rotary_percent % 2
+        ),
+        lambda a: (
+            f"--rotary-percent {a.rotary_percent} of --kv-channels {_head_size(a)} is not an even number of channels, "
+            "which rotary embeddings turn in pairs; change one of them."
+        ),
+    ),
+    Rule(
+        lambda a: None not in (a.padded_vocab_size, a.vocab_size) and a.padded_vocab_size < a.vocab_size,
+        "--padded-vocab-size {padded_vocab_size} is below the vocabulary of {vocab_size}.",
+    ),
+    where(
+        lambda a: a.num_moe_experts,
+        Rule(
+            lambda a: isinstance(a.moe_layer_freq, list) and len(a.moe_layer_freq) != a.num_layers,
+            lambda a: (
+                f"--moe-layer-freq lists {len(as_list(a.moe_layer_freq))} layers, --num-layers says {a.num_layers}."
+            ),
+        ),
+        Rule(
+            lambda a: a.moe_router_topk > (a.num_moe_experts or 0),
+            "--moe-router-topk {moe_router_topk} is more than --num-experts {num_moe_experts}.",
+        ),
+        Rule(
+            lambda a: a.moe_router_num_groups and (a.num_moe_experts or 0) % a.moe_router_num_groups,
+            "--num-experts {num_moe_experts} does not divide by --moe-router-num-groups {moe_router_num_groups}.",
+        ),
+    ),
+    Rule(
+        lambda a: a.moe_router_group_topk and a.moe_router_group_topk > (a.moe_router_num_groups or 0),
+        lambda a: (
+            f"--moe-router-group-topk {a.moe_router_group_topk} is more than --moe-router-num-groups "
+            f"{a.moe_router_num_groups or 0}."
+        ),
+    ),
+    check_recomputed_modules,
+)
+"""The numbers of the model fit each other; num_layers, hidden_size and num_attention_heads are given."""
+_OURS = "is not supported: no family of docs/model_families.md has it;"
+BUILT_MODELS: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.normalization != "RMSNorm",
+        f"--normalization {{normalization}} {_OURS} give --normalization RMSNorm.",
+    ),
+    Rule(lambda a: not a.swiglu, f"an MLP without --swiglu {_OURS} give it."),
+    Rule(lambda a: a.add_bias_linear, f"a model with biases {_OURS} give --disable-bias-linear."),
+    Rule(
+        lambda a: a.attention_dropout,
+        "--attention-dropout {attention_dropout} is not supported: our attention has no dropout; use 0.",
+    ),
+)
+"""What our models lack."""

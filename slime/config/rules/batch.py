@@ -5,49 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from slime.config.args import Args
+from slime.config.problems import Check, Rule, where
 from slime.utils.train_steps import decay_steps, warmup_steps
 
-
-def check_required(args: Args) -> Iterable[str]:
-    """What no run can do without (V22)."""
-    if args.rollout_batch_size is None:
-        yield "--rollout-batch-size is required: the number of prompts per rollout."
-    if args.num_rollout is None and args.num_epoch is None:
-        yield "--num-rollout or --num-epoch is required: how long to train."
-    if args.hf_checkpoint is None:
-        yield "--hf-checkpoint is required: the HF directory of the model (engines, tokenizer, config)."
-
-
-def check_length_of_run(args: Args) -> Iterable[str]:
-    """A number of epochs can be counted, and something is left to do (V22)."""
-    if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
-        yield (
-            f"--num-epoch {args.num_epoch} needs prompts to count, which --disable-rollout-global-dataset leaves to "
-            "the data source; give --num-rollout."
-        )
-    if args.num_rollout and args.start_rollout_id is not None and args.start_rollout_id >= args.num_rollout:
-        yield (
-            f"--start-rollout-id {args.start_rollout_id} leaves nothing to do: the last of --num-rollout "
-            f"{args.num_rollout} is {args.num_rollout - 1}."
-        )
-
-
-def check_schedule_length(args: Args) -> Iterable[str]:
-    """What changes over the whole run needs to know how long that is; the prompts of --num-epoch are counted."""
-    if args.num_rollout is not None or args.num_epoch is None:
-        return
-    has_decay = args.lr_decay_iters is not None
-    schedules = {
-        f"--lr-decay-style {args.lr_decay_style}": args.lr_decay_style != "constant" and not has_decay,
-        f"--lr-warmup-fraction {args.lr_warmup_fraction}": args.lr_warmup_fraction is not None and not has_decay,
-        f"--weight-decay-incr-style {args.weight_decay_incr_style}": args.weight_decay_incr_style != "constant",
-    }
-    for option in (option for option, is_used in schedules.items() if is_used):
-        other = "" if option.startswith("--weight-decay") else " or --lr-decay-iters"
-        yield (
-            f"{option} needs the number of train steps, which does not follow from --num-epoch {args.num_epoch}: the "
-            f"data source has no length; give --num-rollout{other}."
-        )
+_NEEDS_STEPS = (
+    "needs the number of train steps, which does not follow from --num-epoch {num_epoch}: the data source has no "
+    "length; give --num-rollout"
+)
+check_schedule_length = where(
+    lambda a: a.num_rollout is None and a.num_epoch is not None,
+    where(
+        lambda a: a.lr_decay_iters is None,
+        Rule(
+            lambda a: a.lr_decay_style != "constant",
+            f"--lr-decay-style {{lr_decay_style}} {_NEEDS_STEPS} or --lr-decay-iters.",
+        ),
+        Rule(
+            lambda a: a.lr_warmup_fraction is not None,
+            f"--lr-warmup-fraction {{lr_warmup_fraction}} {_NEEDS_STEPS} or --lr-decay-iters.",
+        ),
+    ),
+    Rule(
+        lambda a: a.weight_decay_incr_style != "constant",
+        f"--weight-decay-incr-style {{weight_decay_incr_style}} {_NEEDS_STEPS}.",
+    ),
+)
+"""What changes over the whole run needs to know how long that is; checked once the prompts of --num-epoch are counted.
+"""
 
 
 def check_warmup(args: Args) -> Iterable[str]:
@@ -77,54 +61,34 @@ def check_warmup(args: Args) -> Iterable[str]:
 
 def check_batch(args: Args) -> Iterable[str]:
     """The samples of a rollout divide into train steps, or the rest may be dropped (V19, V21)."""
-    if args.rollout_batch_size is None or args.eval_only:
-        return
-    total, steps, step = (
-        args.rollout_batch_size * args.n_samples_per_prompt,
-        args.num_steps_per_rollout,
-        args.global_batch_size,
-    )
+    total, steps = args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout
+    step, may_drop = args.global_batch_size, args.drop_last_rollouts
     if total < 1 or step < 1 or (steps is not None and steps < 1):
         return  # check_range says so
     samples = (
         f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} = "
         f"{total} samples"
     )
-    may_drop = args.drop_last_rollouts
-    if steps is not None and total % steps and not may_drop:
-        yield (
-            f"{samples} do not divide into --num-steps-per-rollout {steps}; change one, or give --drop-last-rollouts."
-        )
-    elif steps is not None and step == total // steps and total // step != steps:
-        yield (
-            f"{samples} in --num-steps-per-rollout {steps} make {step} a step, of which there are {total // step}; "
-            "give --global-batch-size instead."
-        )
-    elif steps is not None and step != total // steps:
-        yield (
-            f"{samples} in --num-steps-per-rollout {steps} make {total // steps} a step, but --global-batch-size is "
-            f"{step}; leave one of the two out."
-        )
-    elif step > total or (total % step and not may_drop):
-        yield (
-            f"{samples} do not divide into steps of --global-batch-size {step}; change one"
-            + ("." if step > total else ", or give --drop-last-rollouts.")
-        )
-    if args.over_sampling_batch_size is not None and args.over_sampling_batch_size < args.rollout_batch_size:
-        yield (
-            f"--over-sampling-batch-size {args.over_sampling_batch_size} must be at least --rollout-batch-size "
-            f"{args.rollout_batch_size}."
-        )
+    in_steps = f"{samples} in --num-steps-per-rollout {steps} make"
+    cases = {
+        f"{samples} do not divide into --num-steps-per-rollout {steps}; change one, or give --drop-last-rollouts.": (
+            steps and total % steps and not may_drop
+        ),
+        f"{in_steps} {step} a step, of which there are {total // step}; give --global-batch-size instead.": (
+            steps and step == total // steps and total // step != steps
+        ),
+        f"{in_steps} {total // (steps or 1)} a step, but --global-batch-size is {step}; leave one of the two out.": (
+            steps and step != total // steps
+        ),
+        f"{samples} do not divide into steps of --global-batch-size {step}; change one"
+        + ("." if step > total else ", or give --drop-last-rollouts."): step > total
+        or (total % step and not may_drop),
+    }
+    yield from [sentence for sentence, is_wrong in cases.items() if is_wrong][:1]
 
 
-def check_micro_batches(args: Args) -> Iterable[str]:
+def _check_divisions(args: Args) -> Iterable[str]:
     """Every data-parallel rank gets the same number of micro-batches (V10)."""
-    if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size < 1:
-        yield f"--log-probs-chunk-size {args.log_probs_chunk_size} must be -1 (one chunk) or at least 1."
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch."
-    if args.debug_rollout_only or args.eval_only:
-        return  # nothing is trained
     dp_size, group = data_parallel_size(args), interleaved_group(args)
     step, micro = args.global_batch_size, args.micro_batch_size
     if min(dp_size, group, step, micro) < 1:
@@ -169,27 +133,72 @@ def interleaved_group(args: Args) -> int:
     return int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
 
 
-def check_lengths(args: Args) -> Iterable[str]:
-    """A context limit leaves room for a response (V25)."""
-    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
-    if context is not None and prompt is not None and prompt > context - 1:
-        yield (
-            f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}; "
-            "lower it."
-        )
-    response, buffer = args.rollout_max_response_len, args.overlong_buffer_len
-    least = args.rollout_min_new_tokens
-    if response is not None and least > response:
-        yield f"--rollout-min-new-tokens {least} is more than --rollout-max-response-len {response}; lower it."
-    if buffer is not None and response is not None and buffer > response:
-        yield f"--overlong-buffer-len {buffer} is longer than --rollout-max-response-len {response}; lower it."
-
-
-CHECKS = (
-    check_required,
-    check_length_of_run,
+check_micro_batches = where(lambda a: not (a.debug_rollout_only or a.eval_only), _check_divisions)
+"""Nothing is trained otherwise."""
+CHECKS: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.rollout_batch_size is None,
+        "--rollout-batch-size is required: the number of prompts per rollout.",
+    ),
+    Rule(
+        lambda a: a.num_rollout is None and a.num_epoch is None,
+        "--num-rollout or --num-epoch is required: how long to train.",
+    ),
+    Rule(
+        lambda a: a.hf_checkpoint is None,
+        "--hf-checkpoint is required: the HF directory of the model (engines, tokenizer, config).",
+    ),
+    Rule(
+        lambda a: a.num_rollout is None and a.num_epoch is not None and not a.rollout_global_dataset,
+        "--num-epoch {num_epoch} needs prompts to count, which --disable-rollout-global-dataset leaves to the data "
+        "source; give --num-rollout.",
+    ),
+    Rule(
+        lambda a: a.num_rollout and a.start_rollout_id is not None and a.start_rollout_id >= a.num_rollout,
+        lambda a: (
+            f"--start-rollout-id {a.start_rollout_id} leaves nothing to do: the last of --num-rollout "
+            f"{a.num_rollout} is {(a.num_rollout or 0) - 1}."
+        ),
+    ),
     check_warmup,
-    check_batch,
+    where(
+        lambda a: a.rollout_batch_size is not None and not a.eval_only,
+        check_batch,
+        Rule(
+            lambda a: a.over_sampling_batch_size is not None and a.over_sampling_batch_size < a.rollout_batch_size,
+            "--over-sampling-batch-size {over_sampling_batch_size} must be at least --rollout-batch-size "
+            "{rollout_batch_size}.",
+        ),
+    ),
+    Rule(
+        lambda a: a.log_probs_chunk_size != -1 and a.log_probs_chunk_size < 1,
+        "--log-probs-chunk-size {log_probs_chunk_size} must be -1 (one chunk) or at least 1.",
+    ),
+    Rule(
+        lambda a: a.use_dynamic_batch_size and a.max_tokens_per_gpu is None,
+        "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch.",
+    ),
     check_micro_batches,
-    check_lengths,
+    Rule(
+        lambda a: (
+            a.rollout_max_context_len is not None
+            and a.rollout_max_prompt_len is not None
+            and a.rollout_max_prompt_len > a.rollout_max_context_len - 1
+        ),
+        "--rollout-max-prompt-len {rollout_max_prompt_len} leaves no room for a response in --rollout-max-context-len "
+        "{rollout_max_context_len}; lower it.",
+    ),
+    where(
+        lambda a: a.rollout_max_response_len is not None,
+        Rule(
+            lambda a: a.rollout_min_new_tokens > (a.rollout_max_response_len or 0),
+            "--rollout-min-new-tokens {rollout_min_new_tokens} is more than --rollout-max-response-len "
+            "{rollout_max_response_len}; lower it.",
+        ),
+        Rule(
+            lambda a: (a.overlong_buffer_len or 0) > (a.rollout_max_response_len or 0),
+            "--overlong-buffer-len {overlong_buffer_len} is longer than --rollout-max-response-len "
+            "{rollout_max_response_len}; lower it.",
+        ),
+    ),
 )

@@ -13,26 +13,17 @@ from collections.abc import Collection, Iterable, Mapping
 
 from slime.config.args import Args
 from slime.config.derive import backend_of
+from slime.config.problems import Check, Rule, each, first_of, where
 from slime.utils.errors import UsageError
 from slime.utils.names import nearest
 
 _ADDRESS = re.compile(r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d+)/?")
 
-
-def check_trainer(args: Args) -> Iterable[str]:
-    """A size that others divide by (that it divides the trainer's GPUs is checked with Megatron's flags)."""
-    if args.tensor_model_parallel_size < 1:
-        yield f"--tensor-model-parallel-size {args.tensor_model_parallel_size} must be at least 1."
-
-
-def check_backend(args: Args) -> Iterable[str]:
-    """The collectives are those of the device."""
-    expected = backend_of(args.accelerator)
-    if args.accelerator in ("cuda", "cpu") and args.distributed_backend != expected:
-        yield (
-            f"--distributed-backend {args.distributed_backend} does not work with --accelerator {args.accelerator}, "
-            f"whose trainers need {expected}; leave it out."
-        )
+TRAINER = Rule(
+    lambda a: a.tensor_model_parallel_size < 1,
+    "--tensor-model-parallel-size {tensor_model_parallel_size} must be at least 1.",
+)
+"""A size that others divide by (that it divides the trainer's GPUs is checked with Megatron's flags)."""
 
 
 def check_nodes(args: Args, explicit: Collection[str]) -> Iterable[str]:
@@ -52,17 +43,6 @@ def check_nodes(args: Args, explicit: Collection[str]) -> Iterable[str]:
     )
 
 
-def check_engines(args: Args) -> Iterable[str]:
-    """There are engines, and each gets its GPUs."""
-    if args.debug_train_only or args.rollout_external:
-        return
-    gpus, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if gpus is None:
-        yield "--rollout-num-gpus is required without --colocate: the GPUs (slots) of all engines together."
-    elif args.sglang_config is None and per_engine > 0 and gpus % per_engine:
-        yield f"--rollout-num-gpus {gpus} does not divide into engines of --rollout-num-gpus-per-engine {per_engine}."
-
-
 def check_external_engines(args: Args) -> Iterable[str]:
     """Addresses of engines that run already have a host and a port (V14)."""
     for address in args.rollout_external_engine_addrs or []:
@@ -72,13 +52,6 @@ def check_external_engines(args: Args) -> Iterable[str]:
                 f"--rollout-external-engine-addrs {address} is no address; write host:port, http://host:port or "
                 "[IPv6]:port, with a port from 1 to 65535."
             )
-
-
-def check_offload(args: Args) -> Iterable[str]:
-    """Releasing memory is refused where it cannot do anything (V16, V17)."""
-    for name in ("offload-train", "offload-rollout"):
-        if args.accelerator == "cpu" and vars(args)[name.replace("-", "_")]:
-            yield f"--{name} (or --offload) is refused with --accelerator cpu: nothing could be freed; leave it out."
 
 
 def check_memory_saver(args: Args, environment: Mapping[str, str]) -> Iterable[str]:
@@ -101,110 +74,148 @@ def check_memory_saver(args: Args, environment: Mapping[str, str]) -> Iterable[s
         )
 
 
-def check_debug_modes(args: Args) -> Iterable[str]:
-    """A run starts trainers or engines or both (V16)."""
-    if args.debug_rollout_only and args.debug_train_only:
-        other = "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
-        yield f"--debug-rollout-only starts no trainers and {other} no engines, so nothing is left; keep one of them."
+def no_engines_flag(args: Args) -> str:
+    """The flag that says that no engines are started."""
+    return "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
 
 
-def check_transport(args: Args) -> Iterable[str]:
-    """What weights on disk and their deltas need (V27)."""
-    if args.update_weight_transport == "disk" and not args.update_weight_disk_dir:
-        yield "--update-weight-transport disk needs --update-weight-disk-dir, a directory that all hosts share."
-    if args.update_weight_local_checkpoint_dir and args.rollout_external:
-        yield (
-            f"--update-weight-local-checkpoint-dir {args.update_weight_local_checkpoint_dir} does not go with "
-            "--rollout-external-engine-addrs: what keeps it runs in engines that the run starts; leave it out, with "
-            "--update-weight-mode full."
-        )
-    if args.update_weight_mode != "delta":
-        return
-    if args.update_weight_delta_checksum == "blake3" and importlib.util.find_spec("blake3") is None:
-        yield (
-            "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed; install it here "
-            "and on the engines' hosts, or give xxh3-128."
-        )
-    if args.update_weight_transport != "disk":
-        yield (
-            f"--update-weight-mode delta needs --update-weight-transport disk, not {args.update_weight_transport}: "
-            "only files can hold changed bytes."
-        )
-    if args.colocate:
-        yield (
-            "--update-weight-mode delta does not go with --colocate, where engines read the trainer's memory; leave "
-            "one of the two out."
-        )
-    if not args.update_weight_local_checkpoint_dir:
-        yield (
-            "--update-weight-mode delta needs --update-weight-local-checkpoint-dir, where each engine's host applies "
-            "the deltas."
-        )
+def is_missing(package: str) -> bool:
+    """Whether a package is not installed."""
+    return importlib.util.find_spec(package) is None
 
 
-def check_release_train(args: Args) -> Iterable[str]:
-    """Trainers that end while engines generate have everything on disk (V27)."""
-    if not args.release_train:
-        return
-    if args.use_critic:
-        yield "--release-train does not go with a critic (--advantage-estimator ppo); leave one of the two out."
-    if args.keep_old_actor:
-        yield "--release-train does not go with --keep-old-actor, whose weights would be lost; leave one of them out."
-    if not args.save:
-        yield "--release-train needs --save: the trainers start again from the checkpoint."
-    if args.save_interval not in (None, 1):
-        yield (
-            f"--release-train needs --save-interval 1, not {args.save_interval}: what is not saved ends with the "
-            "trainers."
-        )
-    if args.async_save:
-        yield "--release-train does not go with --async-save: the next trainers need what is saved."
-    missing = [part for part in ("optimizer", "rng") if part not in args.checkpoint_contents]
-    if missing:
-        yield (
-            f"--release-train needs --checkpoint-contents with {' and '.join(missing)}: the trainers start again from "
-            "the checkpoint in the middle of the run."
-        )
-    if (args.update_weight_transport, args.update_weight_mode) != ("disk", "full"):
-        yield (
-            f"--release-train needs --update-weight-transport disk and --update-weight-mode full, not "
-            f"{args.update_weight_transport} and {args.update_weight_mode}."
-        )
+def _missing_parts(args: Args) -> list[str]:
+    """What a checkpoint that trainers start again from would lack."""
+    return [part for part in ("optimizer", "rng") if part not in args.checkpoint_contents]
 
 
-def check_peer_copies(args: Args) -> Iterable[str]:
-    """Copies of trainers in memory are of use where trainers stay, and the data source's state is on disk."""
-    if args.peer_checkpoint_interval is None:
-        return
-    if not args.save:
-        yield "--peer-checkpoint-interval needs --save, where the state of the data source is kept."
-    if args.release_train:
-        yield (
-            "--peer-checkpoint-interval does not go with --release-train, whose trainers end after every rollout with "
-            "everything saved; leave one of the two out."
-        )
-
-
-def missing_transport(args: Args) -> Iterable[str]:
-    """Say that what carries training data is not installed."""
-    if args.rollout_data_transport == "nixl" and importlib.util.find_spec("nixl") is None:
-        yield (
-            "--rollout-data-transport nixl needs the package nixl, which is not installed; install it on every node, "
-            "or leave it out (object-store)."
-        )
-
-
-DEVICE_CHECKS = (
-    check_backend,
-    check_engines,
-    check_external_engines,
-    check_offload,
-    check_debug_modes,
-    check_transport,
-    check_release_train,
-    check_peer_copies,
+MISSING_TRANSPORT = Rule(
+    lambda a: a.rollout_data_transport == "nixl" and is_missing("nixl"),
+    "--rollout-data-transport nixl needs the package nixl, which is not installed; install it on every node, or leave "
+    "it out (object-store).",
 )
-
+DEVICE_CHECKS: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.accelerator in ("cuda", "cpu") and a.distributed_backend != backend_of(a.accelerator),
+        lambda a: (
+            f"--distributed-backend {a.distributed_backend} does not work with --accelerator {a.accelerator}, whose "
+            f"trainers need {backend_of(a.accelerator)}; leave it out."
+        ),
+    ),
+    where(
+        lambda a: not (a.debug_train_only or a.rollout_external),
+        Rule(
+            lambda a: a.rollout_num_gpus is None,
+            "--rollout-num-gpus is required without --colocate: the GPUs (slots) of all engines together.",
+        ),
+        Rule(
+            lambda a: (
+                a.sglang_config is None
+                and a.rollout_num_gpus_per_engine > 0
+                and (a.rollout_num_gpus or 0) % a.rollout_num_gpus_per_engine
+            ),
+            "--rollout-num-gpus {rollout_num_gpus} does not divide into engines of --rollout-num-gpus-per-engine "
+            "{rollout_num_gpus_per_engine}.",
+        ),
+    ),
+    check_external_engines,
+    where(
+        lambda a: a.accelerator == "cpu",
+        *each(
+            "offload_train offload_rollout",
+            bool,
+            "{option} (or --offload) is refused with --accelerator cpu: nothing could be freed; leave it out.",
+        ),
+    ),
+    Rule(
+        lambda a: a.debug_rollout_only and a.debug_train_only,
+        lambda a: (
+            f"--debug-rollout-only starts no trainers and {no_engines_flag(a)} no engines, so nothing is left; keep "
+            "one of them."
+        ),
+    ),
+    # weights on disk, and their deltas (V27)
+    Rule(
+        lambda a: a.update_weight_transport == "disk" and not a.update_weight_disk_dir,
+        "--update-weight-transport disk needs --update-weight-disk-dir, a directory that all hosts share.",
+    ),
+    Rule(
+        lambda a: a.update_weight_local_checkpoint_dir and a.rollout_external,
+        "--update-weight-local-checkpoint-dir {update_weight_local_checkpoint_dir} does not go with "
+        "--rollout-external-engine-addrs: what keeps it runs in engines that the run starts; leave it out, with "
+        "--update-weight-mode full.",
+    ),
+    where(
+        lambda a: a.update_weight_mode == "delta",
+        Rule(
+            lambda a: a.update_weight_delta_checksum == "blake3" and is_missing("blake3"),
+            "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed; install it here "
+            "and on the engines' hosts, or give xxh3-128.",
+        ),
+        Rule(
+            lambda a: a.update_weight_transport != "disk",
+            "--update-weight-mode delta needs --update-weight-transport disk, not {update_weight_transport}: only "
+            "files can hold changed bytes.",
+        ),
+        Rule(
+            lambda a: a.colocate,
+            "--update-weight-mode delta does not go with --colocate, where engines read the trainer's memory; leave "
+            "one of the two out.",
+        ),
+        Rule(
+            lambda a: not a.update_weight_local_checkpoint_dir,
+            "--update-weight-mode delta needs --update-weight-local-checkpoint-dir, where each engine's host applies "
+            "the deltas.",
+        ),
+    ),
+    where(  # trainers that end while engines generate have everything on disk (V27)
+        lambda a: a.release_train,
+        Rule(
+            lambda a: a.use_critic,
+            "--release-train does not go with a critic (--advantage-estimator ppo); leave one of the two out.",
+        ),
+        Rule(
+            lambda a: a.keep_old_actor,
+            "--release-train does not go with --keep-old-actor, whose weights would be lost; leave one of them out.",
+        ),
+        Rule(
+            lambda a: not a.save,
+            "--release-train needs --save: the trainers start again from the checkpoint.",
+        ),
+        Rule(
+            lambda a: a.save_interval not in (None, 1),
+            "--release-train needs --save-interval 1, not {save_interval}: what is not saved ends with the trainers.",
+        ),
+        Rule(
+            lambda a: a.async_save,
+            "--release-train does not go with --async-save: the next trainers need what is saved.",
+        ),
+        Rule(
+            _missing_parts,
+            lambda a: (
+                f"--release-train needs --checkpoint-contents with {' and '.join(_missing_parts(a))}: the trainers "
+                "start again from the checkpoint in the middle of the run."
+            ),
+        ),
+        Rule(
+            lambda a: (a.update_weight_transport, a.update_weight_mode) != ("disk", "full"),
+            "--release-train needs --update-weight-transport disk and --update-weight-mode full, not "
+            "{update_weight_transport} and {update_weight_mode}.",
+        ),
+    ),
+    where(  # copies in memory are of use where trainers stay, and the data source's state is on disk
+        lambda a: a.peer_checkpoint_interval is not None,
+        Rule(
+            lambda a: not a.save,
+            "--peer-checkpoint-interval needs --save, where the state of the data source is kept.",
+        ),
+        Rule(
+            lambda a: a.release_train,
+            "--peer-checkpoint-interval does not go with --release-train, whose trainers end after every rollout with "
+            "everything saved; leave one of the two out.",
+        ),
+    ),
+)
 
 CHECKPOINT_PARTS = ("model", "optimizer", "rng", "hf")
 
@@ -245,58 +256,23 @@ def check_train_env_vars(args: Args) -> Iterable[str]:
             yield f"{given} cannot be set: {OWNED_ENV_VARS[name]}; leave it out."
 
 
-def check_checkpoint_contents(args: Args) -> Iterable[str]:
-    """Parts that exist, the weights among them, and no flag that says the opposite."""
-    parts, given = args.checkpoint_contents, ",".join(args.checkpoint_contents)
-    for part in parts:
+def _check_parts(args: Args) -> Iterable[str]:
+    for part in args.checkpoint_contents:
         if part not in CHECKPOINT_PARTS:
             near = nearest(part, CHECKPOINT_PARTS)
             hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(CHECKPOINT_PARTS)}."
             yield f"--checkpoint-contents {part!r} is no part of a checkpoint: {hint}"
-    if "model" not in parts:
-        yield f"--checkpoint-contents {given!r} lacks model: nothing could be loaded from it; add model."
-    if args.no_save_optim and "optimizer" in parts:
-        yield f"--no-save-optim contradicts --checkpoint-contents {given}; leave one of the two out."
-    if args.save_hf and "hf" in parts:
-        yield (
-            f"--checkpoint-contents {given} and --save-hf {args.save_hf} would export the same weights twice; leave "
-            "hf or --save-hf out."
-        )
 
 
-def check_profile(args: Args) -> Iterable[str]:
-    """Something is recorded, by ranks that exist, in rollouts that the run has."""
-    if not args.use_pytorch_profiler:
-        return
-    start, end = args.profile_step_start, args.profile_step_end
-    if start >= end:
-        yield (
-            f"--profile-step-start {start} must be less than --profile-step-end {end}: the rollouts from the first up "
-            "to, without, the second are recorded."
-        )
-    elif args.num_rollout and start >= args.num_rollout:
-        yield (
-            f"--profile-step-start {start} is never reached with --num-rollout {args.num_rollout}, whose last rollout "
-            f"is {args.num_rollout - 1}; lower it."
-        )
+def _contents(args: Args) -> str:
+    return ",".join(args.checkpoint_contents)
+
+
+def _check_profiled_ranks(args: Args) -> Iterable[str]:
     world = args.actor_num_nodes * args.actor_num_gpus_per_node
     for rank in args.profile_ranks:
         if not 0 <= rank < world:
             yield f"--profile-ranks {rank}: there are {world} trainer ranks, 0 to {world - 1}; choose among them."
-    if "train_overall" in args.profile_target and len(set(args.profile_target)) > 1:
-        yield (
-            f"--profile-target {' '.join(args.profile_target)}: train_overall holds the others already, and a process "
-            "has one profiler; give it alone, or only the parts."
-        )
-
-
-def check_indexers(args: Args) -> Iterable[str]:
-    """Indexers are frozen where there are some; the error is one of the flag, not of the run."""
-    if args.freeze_indexer and args.experimental_attention_variant != "dsa":
-        yield (
-            "--freeze-indexer: the model has no sparse attention (--experimental-attention-variant dsa), so there is "
-            "no indexer to freeze; leave it out."
-        )
 
 
 INT4_FLAG = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
@@ -316,4 +292,53 @@ def check_int4_training(args: Args, environment: Mapping[str, str]) -> Iterable[
     )
 
 
-TRAINER_CHECKS = (check_train_env_vars, check_checkpoint_contents, check_profile, check_indexers)
+check_indexers = Rule(
+    lambda a: a.freeze_indexer and a.experimental_attention_variant != "dsa",
+    "--freeze-indexer: the model has no sparse attention (--experimental-attention-variant dsa), so there is no "
+    "indexer to freeze; leave it out.",
+)
+TRAINER_CHECKS: tuple[Check, ...] = (
+    check_train_env_vars,
+    _check_parts,
+    Rule(
+        lambda a: "model" not in a.checkpoint_contents,
+        lambda a: f"--checkpoint-contents {_contents(a)!r} lacks model: nothing could be loaded from it; add model.",
+    ),
+    Rule(
+        lambda a: a.no_save_optim and "optimizer" in a.checkpoint_contents,
+        lambda a: f"--no-save-optim contradicts --checkpoint-contents {_contents(a)}; leave one of the two out.",
+    ),
+    Rule(
+        lambda a: a.save_hf and "hf" in a.checkpoint_contents,
+        lambda a: (
+            f"--checkpoint-contents {_contents(a)} and --save-hf {a.save_hf} would export the same weights twice; "
+            "leave hf or --save-hf out."
+        ),
+    ),
+    where(
+        lambda a: a.use_pytorch_profiler,
+        first_of(
+            Rule(
+                lambda a: a.profile_step_start >= a.profile_step_end,
+                "--profile-step-start {profile_step_start} must be less than --profile-step-end {profile_step_end}: "
+                "the rollouts from the first up to, without, the second are recorded.",
+            ),
+            Rule(
+                lambda a: a.num_rollout and a.profile_step_start >= a.num_rollout,
+                lambda a: (
+                    f"--profile-step-start {a.profile_step_start} is never reached with --num-rollout "
+                    f"{a.num_rollout}, whose last rollout is {(a.num_rollout or 0) - 1}; lower it."
+                ),
+            ),
+        ),
+        _check_profiled_ranks,
+        Rule(
+            lambda a: "train_overall" in a.profile_target and len(set(a.profile_target)) > 1,
+            lambda a: (
+                f"--profile-target {' '.join(a.profile_target)}: train_overall holds the others already, and a "
+                "process has one profiler; give it alone, or only the parts."
+            ),
+        ),
+    ),
+    check_indexers,
+)

@@ -13,8 +13,9 @@ from typing import Any
 
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
-from slime.config.parser import default_of, defaults_of, option_name
-from slime.config.problems import NoEffect
+from slime.config.parser import default_of, option_name
+from slime.config.problems import NoEffect, plain_option
+from slime.config.rules.devices import no_engines_flag
 
 Fields = Iterable[dataclasses.Field[Any]]
 
@@ -167,11 +168,6 @@ _GENERATION = (
 _TRAINING = ("prompt_data", "rollout_shuffle", "num_epoch", "save_interval", "save_hf", "update_weights_interval")
 
 
-def option_of(attribute: str) -> str:
-    """The flag of an attribute that has a plain name."""
-    return "--" + attribute.replace("_", "-")
-
-
 def check_needs(args: Args, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
     """Say which given flags need another one that is not set; read after derivation."""
     for field in fields:
@@ -192,7 +188,7 @@ def _is_met(args: Args, need: str) -> bool:
 
 def _text_of(need: str) -> str:
     name, _, value = need.partition("=")
-    return f"{option_of(name)} {value}".strip()
+    return f"{plain_option(name)} {value}".strip()
 
 
 def check_pointless(args: Args, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
@@ -216,68 +212,54 @@ def check_offload_forms(args: Args, explicit: set[str]) -> Iterable[str]:
     """--offload stands for both of its parts, which are not given next to it."""
     for name in ("offload_train", "offload_rollout"):
         if args.offload and name in explicit:
-            yield f"{option_of(name)} and --offload, which is short for both, exclude each other; keep one."
+            yield f"{plain_option(name)} and --offload, which is short for both, exclude each other; keep one."
 
 
 def without_effect(args: Args, explicit: Iterable[str]) -> Iterable[str]:
     """What a debug mode leaves without effect: one sentence for each mode, naming the given flags."""
-    given = sorted(explicit)
-    if args.debug_train_only:
-        names = [name for name in given if name in _ENGINES or name.startswith(("sglang_", "router_"))]
-        mode = "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
-        if args.load_debug_rollout_data is not None:
-            names += [name for name in given if name in _GENERATION]
+    given, replays = sorted(explicit), args.load_debug_rollout_data is not None
+    ended = {
+        f"{no_engines_flag(args)} starts no engines": args.debug_train_only
+        and [
+            *(name for name in given if name in _ENGINES or name.startswith(("sglang_", "router_"))),
+            *(name for name in given if replays and name in _GENERATION),
+        ],
+        "--debug-rollout-only starts no trainers": args.debug_rollout_only
+        and [name for name in given if name in _TRAINERS],
+        "--eval-only trains nothing": args.eval_only and [name for name in given if name in _TRAINING],
+    }
+    for mode, names in ended.items():
         if names:
-            yield f"{mode} starts no engines, so these flags have no effect: {' '.join(map(option_of, names))}."
-    if args.debug_rollout_only and (names := [name for name in given if name in _TRAINERS]):
-        yield (
-            "--debug-rollout-only starts no trainers, so these flags have no effect: "
-            f"{' '.join(map(option_of, names))}."
-        )
-    if args.eval_only and (names := [name for name in given if name in _TRAINING]):
-        yield (f"--eval-only trains nothing, so these flags have no effect: {' '.join(map(option_of, names))}.")
-    elif args.num_epoch is not None and {"num_rollout", "num_epoch"} <= set(given):
+            yield f"{mode}, so these flags have no effect: {' '.join(map(plain_option, names))}."
+    if args.num_epoch is not None and not args.eval_only and {"num_rollout", "num_epoch"} <= set(given):
         yield f"--num-epoch {args.num_epoch} has no effect: --num-rollout {args.num_rollout} says how long to train."
-
-
-Field = dataclasses.Field[Any]
 
 
 def unsupported_flags(flags_classes: Iterable[type]) -> Iterator[tuple[str, str]]:
     """(flag or "flag value", topic) of everything that is declared but not built, in the order of `--help`."""
-    for flags_class in flags_classes:
-        for field in dataclasses.fields(flags_class):
-            if field.metadata["later"]:
-                yield option_name(field), field.metadata["later"]
-            for value, topic in field.metadata["later_choices"].items():
-                yield f"{option_name(field)} {value}", topic
+    for field in (field for flags_class in flags_classes for field in dataclasses.fields(flags_class)):
+        if field.metadata["later"]:
+            yield option_name(field), field.metadata["later"]
+        for value, topic in field.metadata["later_choices"].items():
+            yield f"{option_name(field)} {value}", topic
 
 
-def unsupported_uses(args: Args, explicit: set[str], flags_classes: Iterable[type]) -> Iterator[str]:
-    """One sentence for each flag that was given a value which is not built yet."""
-    for flags_class in flags_classes:
-        defaults = defaults_of(flags_class)
-        for field in dataclasses.fields(flags_class):
-            value = vars(args)[field.name]
-            if field.name in explicit and value != defaults[field.name]:
-                yield from _sentence(field, value)
-
-
-def topic_of(field: Field) -> str | None:
+def topic_of(field: dataclasses.Field[Any]) -> str | None:
     """The work that will build a flag, or some of its values; None where all of it works."""
     by_choice = field.metadata["later_choices"]
-    if by_choice:
-        return ", ".join(f"{value}: {topic}" for value, topic in by_choice.items())
-    topic: str | None = field.metadata["later"]
-    return topic
+    return ", ".join(f"{value}: {topic}" for value, topic in by_choice.items()) or field.metadata["later"]
 
 
-def _sentence(field: Field, value: Any) -> Iterator[str]:
-    later, by_choice = field.metadata["later"], field.metadata["later_choices"]
-    if later:
-        yield f"{option_name(field)} is not supported yet ({later}); leave it out."
-    for given in value if isinstance(value, list) else [value]:
-        if by_choice and given in by_choice:
-            rest = [str(choice) for choice in field.metadata["choices"] or () if choice not in by_choice]
-            remedy = f"use {' or '.join(rest)}" if rest else "leave it out"
-            yield f"{option_name(field)} {given} is not supported yet ({by_choice[given]}); {remedy}."
+def unsupported_uses(args: Args, explicit: set[str], fields: Fields) -> Iterator[str]:
+    """One sentence for each flag that was given a value which is not built yet."""
+    for field in fields:
+        value, later, by_choice = vars(args)[field.name], field.metadata["later"], field.metadata["later_choices"]
+        if field.name not in explicit or value == default_of(field):
+            continue
+        if later:
+            yield f"{option_name(field)} is not supported yet ({later}); leave it out."
+        rest = [str(choice) for choice in field.metadata["choices"] or () if choice not in by_choice]
+        remedy = f"use {' or '.join(rest)}" if rest else "leave it out"
+        for given in value if isinstance(value, list) else [value]:
+            if by_choice and given in by_choice:
+                yield f"{option_name(field)} {given} is not supported yet ({by_choice[given]}); {remedy}."

@@ -10,82 +10,30 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from slime.config.args import Args
 from slime.config.derive import FULLY_ASYNC_ROLLOUT
 from slime.config.parser import nearest
-from slime.config.problems import NoEffect
+from slime.config.problems import Check, NoEffect, Rule, WithoutEffect, each, first_of, plain_option, where
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
 from slime.utils.types import MultimodalTypes
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 COMPLETING_ROLLOUTS = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
 BUFFER_ROLLOUT = "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout"
+FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
+_NO_BUFFER = ("slime.rollout.data_source.RolloutDataSource", "slime.rollout.data_source:RolloutDataSource")
+_KINDS = tuple(kind.name for kind in MultimodalTypes.all())
 
 
-def check_eval(args: Args) -> Iterable[str]:
-    """Evaluation has data when it is asked for (V1, V6)."""
-    has_data = args.eval_prompt_data or args.eval_config
-    if args.eval_only and not has_data:
-        yield "--eval-only (or --num-rollout 0) needs --eval-prompt-data or --eval-config."
-    elif args.eval_interval is not None and not has_data:
-        yield NoEffect(
-            f"--eval-interval {args.eval_interval}",
-            "without --eval-prompt-data or --eval-config",
-            instead={"eval_interval": None},
-        )
-    if args.eval_only and args.debug_train_only:
-        yield "--eval-only (or --num-rollout 0) has nothing to do with --debug-train-only, which starts no engines."
-    elif args.eval_interval is not None and args.debug_train_only:
-        yield NoEffect(f"--eval-interval {args.eval_interval}", "with --debug-train-only, which starts no engines")
-    if args.eval_config and args.eval_prompt_data:
-        yield NoEffect("--eval-prompt-data", "with --eval-config", "list all data sets in one of them")
-    names_and_paths = args.eval_prompt_data or []
-    if len(names_and_paths) > 1 and len(names_and_paths) % 2:
-        yield (
-            f"--eval-prompt-data takes NAME PATH pairs, not {len(names_and_paths)} values: "
-            f"{' '.join(names_and_paths)}."
-        )
-    if args.eval_only and args.skip_eval_before_train:
-        yield NoEffect(
-            "--skip-eval-before-train", "with --num-rollout 0 (--eval-only), which only evaluates", "leave one out"
-        )
+def _has_eval_data(args: Args) -> bool:
+    return bool(args.eval_prompt_data or args.eval_config)
 
 
-def check_rollout_source(args: Args) -> Iterable[str]:
-    """The rollouts that complete prompts have engines for that."""
-    if args.rollout_function_path.replace(":", ".") not in COMPLETING_ROLLOUTS:
-        return
-    if args.debug_train_only and args.load_debug_rollout_data is None:
-        yield (
-            "--debug-train-only starts no engines, which the default rollout needs; give a --rollout-function-path "
-            "that uses none, such as slime.rollout.sft_rollout.generate_rollout."
-        )
-    if args.loss_mask_type != "qwen" and not args.custom_generate_function_path:
-        yield NoEffect(
-            f"--loss-mask-type {args.loss_mask_type}",
-            "with the default rollout, which trains on what the engine generated",
-            "leave it out",
-        )
+def _completes_prompts(args: Args) -> bool:
+    return args.rollout_function_path.replace(":", ".") in COMPLETING_ROLLOUTS
+
+
+def _writes_one_turn(args: Args) -> bool:
+    """Whether the default generate function alone completes samples."""
     generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
-    if args.max_turns is not None and not any(generates) and args.data_source_path.startswith("slime."):
-        yield NoEffect(
-            f"--max-turns {args.max_turns}",
-            "without --custom-generate-function-path: the default one writes one turn",
-            "slime.rollout.multi_turn.generate writes several",
-        )
-    if args.group_rm and args.custom_generate_function_path and not args.custom_rm_path and not args.rm_type:
-        yield "--group-rm needs --custom-rm-path or --rm-type."
-
-
-def check_rollout_buffer(args: Args) -> Iterable[str]:
-    """A buffer server is named where, and only where, the rollout function asks one, and brings a whole train step."""
-    path, url = args.rollout_function_path.replace(":", "."), args.rollout_buffer_url
-    if url is None:
-        if path == BUFFER_ROLLOUT:
-            yield f"--rollout-function-path {path} needs --rollout-buffer-url, as http://host:8889."
-        return
-    if path.startswith("slime."):
-        yield NoEffect("--rollout-buffer-url", f"with --rollout-function-path {path}", f"{BUFFER_ROLLOUT} reads it")
-    if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
-        yield f"--rollout-buffer-url {url} is no address of a server; write http://host:8889."
-    yield from _check_collection_ratio(args)
+    return not any(generates) and args.data_source_path.startswith("slime.")
 
 
 def _check_collection_ratio(args: Args) -> Iterable[str]:
@@ -101,18 +49,10 @@ def _check_collection_ratio(args: Args) -> Iterable[str]:
             )
 
 
-def check_prompts(args: Args) -> Iterable[str]:
-    """slime's data sources are given a file to read."""
-    reads_file = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
-    if args.prompt_data is None and reads_file and not args.eval_only and args.load_debug_rollout_data is None:
-        yield "--prompt-data is required: a .jsonl or .parquet file with the prompts."
-
-
 def uses_builtin_reward(args: Args) -> bool:
     """Whether rewards come from `rm_type`: a rollout of slime's own without hooks that score."""
     has_hook = args.custom_rm_path or args.custom_generate_function_path
-    completes = args.rollout_function_path.replace(":", ".") in COMPLETING_ROLLOUTS
-    return completes and not args.debug_train_only and not has_hook
+    return _completes_prompts(args) and not args.debug_train_only and not has_hook
 
 
 def check_rewards(
@@ -167,97 +107,7 @@ def check_rm_type(args: Args, rm_type: str | None, where: str, *, known: Collect
     elif name in REWARD_NEEDS:
         attribute, what = REWARD_NEEDS[name]
         if not vars(args)[attribute]:
-            yield f"{where} {name} needs --{attribute.replace('_', '-')}, {what}."
-
-
-def check_reward_services(args: Args) -> Iterable[str]:
-    """Addresses of reward services and of their proxy are ones that a client can use."""
-    addresses = {
-        "--rm-url": args.rm_url,
-        "--code-sandbox-url": args.code_sandbox_url,
-        "--http-proxy": args.http_proxy,
-    }
-    for option, value in addresses.items():
-        if value is not None and not re.match(r"https?://[^/\s]", value):
-            yield f"{option} {value!r} is no address: it must begin with http:// or https:// and name a host."
-
-
-def check_overlong(args: Args) -> Iterable[str]:
-    """The penalty for long responses is added by the default reward post-processing."""
-    if args.overlong_buffer_len is not None and args.custom_reward_post_process_path:
-        yield NoEffect(
-            "--overlong-buffer-len",
-            "with --custom-reward-post-process-path, which makes the rewards",
-            "add slime.utils.overlong.overlong_penalties there",
-        )
-    if args.overlong_buffer_len is not None and args.custom_convert_samples_to_train_data_path:
-        yield NoEffect(
-            "--overlong-buffer-len",
-            "with --custom-convert-samples-to-train-data-path, which makes the rewards",
-            "leave one of the two out",
-        )
-
-
-def check_tensorboard(args: Args, environment: Mapping[str, str]) -> Iterator[str]:
-    """TensorBoard has a directory."""
-    if args.use_tensorboard and not args.tb_project_name and not environment.get("TENSORBOARD_DIR"):
-        yield (
-            "--use-tensorboard (--tracker tensorboard) needs --tb-project-name, or the environment variable "
-            "TENSORBOARD_DIR."
-        )
-
-
-ROLLOUT_CHECKS = (
-    check_eval,
-    check_rollout_source,
-    check_rollout_buffer,
-    check_prompts,
-    check_reward_services,
-    check_overlong,
-)
-
-
-FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
-_NO_BUFFER = ("slime.rollout.data_source.RolloutDataSource", "slime.rollout.data_source:RolloutDataSource")
-_KINDS = tuple(kind.name for kind in MultimodalTypes.all())
-
-
-def _makes_no_prompts(args: Args) -> bool:
-    is_ours = args.data_source_path.startswith("slime.rollout.data_source")
-    return args.rollout_function_path == DEFAULT_ROLLOUT and not args.custom_generate_function_path and is_ours
-
-
-def check_prompts_without_file(args: Args) -> Iterable[str]:
-    """Samples without a prompt are completed by something that makes one."""
-    if not args.rollout_global_dataset and _makes_no_prompts(args):
-        yield (
-            "--disable-rollout-global-dataset gives samples without prompts, which the default generate function "
-            "cannot complete; give --custom-generate-function-path, --rollout-function-path or --data-source-path."
-        )
-
-
-def check_fire(args: Args) -> Iterable[str]:
-    """The hot first token has a temperature, and is the default generate function's."""
-    temperature = args.rollout_fire_temperature
-    if temperature is None:
-        return
-    if temperature <= 0:
-        yield f"--rollout-fire-temperature {temperature} must be above 0; leave it out for no hot token."
-    if args.custom_generate_function_path:
-        yield NoEffect(
-            "--rollout-fire-temperature",
-            "with --custom-generate-function-path, which calls the engine itself",
-            "leave one of the two out",
-        )
-
-
-def check_partial(args: Args) -> Iterable[str]:
-    """Groups that are kept have a buffer to be kept in."""
-    if args.partial_rollout and args.data_source_path in _NO_BUFFER:
-        yield (
-            f"--partial-rollout gives groups back to the data source, and --data-source-path {args.data_source_path} "
-            "takes none; use slime.rollout.data_source.RolloutDataSourceWithBuffer."
-        )
+            yield f"{where} {name} needs {plain_option(attribute)}, {what}."
 
 
 def check_multimodal(args: Args) -> Iterable[str]:
@@ -283,12 +133,6 @@ def unsupported_multimodal(args: Args) -> Iterable[str]:
             )
 
 
-def check_forge(args: Args) -> Iterable[str]:
-    """A replay with live engines has its files named."""
-    if args.rollout_function_path == FORGE_ROLLOUT and args.load_forge_rollout_data is None:
-        yield f"--rollout-function-path {FORGE_ROLLOUT} needs --load-forge-rollout-data, the samples that it replays."
-
-
 def check_generation_files(args: Args) -> Iterable[str]:
     """The checkpoint sees images where there are some, and the first file of a replay exists."""
     checkpoint = args.hf_checkpoint
@@ -310,5 +154,166 @@ def check_generation_files(args: Args) -> Iterable[str]:
         )
 
 
-GENERATION_CHECKS = (check_prompts_without_file, check_fire, check_partial, check_multimodal, check_forge)
-UNSUPPORTED = (unsupported_multimodal,)
+ROLLOUT_CHECKS: tuple[Check, ...] = (
+    # evaluation has data when it is asked for (V1, V6)
+    first_of(
+        Rule(
+            lambda a: a.eval_only and not _has_eval_data(a),
+            "--eval-only (or --num-rollout 0) needs --eval-prompt-data or --eval-config.",
+        ),
+        WithoutEffect(
+            lambda a: a.eval_interval is not None and not _has_eval_data(a),
+            "--eval-interval {eval_interval}",
+            "without --eval-prompt-data or --eval-config",
+            instead={"eval_interval": None},
+        ),
+    ),
+    where(
+        lambda a: a.debug_train_only,
+        first_of(
+            Rule(
+                lambda a: a.eval_only,
+                "--eval-only (or --num-rollout 0) has nothing to do with --debug-train-only, which starts no engines.",
+            ),
+            WithoutEffect(
+                lambda a: a.eval_interval is not None,
+                "--eval-interval {eval_interval}",
+                "with --debug-train-only, which starts no engines",
+            ),
+        ),
+    ),
+    WithoutEffect(
+        lambda a: a.eval_config and a.eval_prompt_data,
+        "--eval-prompt-data",
+        "with --eval-config",
+        "list all data sets in one of them",
+    ),
+    Rule(
+        lambda a: len(a.eval_prompt_data or []) > 1 and len(a.eval_prompt_data or []) % 2,
+        lambda a: (
+            f"--eval-prompt-data takes NAME PATH pairs, not {len(a.eval_prompt_data or [])} values: "
+            f"{' '.join(a.eval_prompt_data or [])}."
+        ),
+    ),
+    WithoutEffect(
+        lambda a: a.eval_only and a.skip_eval_before_train,
+        "--skip-eval-before-train",
+        "with --num-rollout 0 (--eval-only), which only evaluates",
+        "leave one out",
+    ),
+    where(  # the rollouts that complete prompts have engines for that
+        _completes_prompts,
+        Rule(
+            lambda a: a.debug_train_only and a.load_debug_rollout_data is None,
+            "--debug-train-only starts no engines, which the default rollout needs; give a --rollout-function-path "
+            "that uses none, such as slime.rollout.sft_rollout.generate_rollout.",
+        ),
+        WithoutEffect(
+            lambda a: a.loss_mask_type != "qwen" and not a.custom_generate_function_path,
+            "--loss-mask-type {loss_mask_type}",
+            "with the default rollout, which trains on what the engine generated",
+            "leave it out",
+        ),
+        WithoutEffect(
+            lambda a: a.max_turns is not None and _writes_one_turn(a),
+            "--max-turns {max_turns}",
+            "without --custom-generate-function-path: the default one writes one turn",
+            "slime.rollout.multi_turn.generate writes several",
+        ),
+        Rule(
+            lambda a: a.group_rm and a.custom_generate_function_path and not a.custom_rm_path and not a.rm_type,
+            "--group-rm needs --custom-rm-path or --rm-type.",
+        ),
+    ),
+    # a buffer server is named where, and only where, the rollout function asks one, and brings a whole train step
+    Rule(
+        lambda a: a.rollout_buffer_url is None and a.rollout_function_path.replace(":", ".") == BUFFER_ROLLOUT,
+        f"--rollout-function-path {BUFFER_ROLLOUT} needs --rollout-buffer-url, as http://host:8889.",
+    ),
+    where(
+        lambda a: a.rollout_buffer_url is not None,
+        WithoutEffect(
+            lambda a: a.rollout_function_path.startswith("slime."),
+            "--rollout-buffer-url",
+            lambda a: f"with --rollout-function-path {a.rollout_function_path.replace(':', '.')}",
+            f"{BUFFER_ROLLOUT} reads it",
+        ),
+        Rule(
+            lambda a: not re.fullmatch(r"https?://[^/?#\s]+/?", a.rollout_buffer_url or ""),
+            "--rollout-buffer-url {rollout_buffer_url} is no address of a server; write http://host:8889.",
+        ),
+        _check_collection_ratio,
+    ),
+    Rule(
+        lambda a: (
+            a.prompt_data is None
+            and a.rollout_global_dataset
+            and a.data_source_path.startswith("slime.rollout.data_source.")
+            and not a.eval_only
+            and a.load_debug_rollout_data is None
+        ),
+        "--prompt-data is required: a .jsonl or .parquet file with the prompts.",
+    ),
+    *each(
+        "rm_url code_sandbox_url http_proxy",
+        lambda url: url is not None and not re.match(r"https?://[^/\s]", url),
+        "{option} {value!r} is no address: it must begin with http:// or https:// and name a host.",
+    ),
+    where(  # the penalty is added by the default reward post-processing
+        lambda a: a.overlong_buffer_len is not None,
+        WithoutEffect(
+            lambda a: a.custom_reward_post_process_path,
+            "--overlong-buffer-len",
+            "with --custom-reward-post-process-path, which makes the rewards",
+            "add slime.utils.overlong.overlong_penalties there",
+        ),
+        WithoutEffect(
+            lambda a: a.custom_convert_samples_to_train_data_path,
+            "--overlong-buffer-len",
+            "with --custom-convert-samples-to-train-data-path, which makes the rewards",
+            "leave one of the two out",
+        ),
+    ),
+)
+GENERATION_CHECKS: tuple[Check, ...] = (
+    Rule(
+        lambda a: (
+            not a.rollout_global_dataset
+            and a.rollout_function_path == DEFAULT_ROLLOUT
+            and not a.custom_generate_function_path
+            and a.data_source_path.startswith("slime.rollout.data_source")
+        ),
+        "--disable-rollout-global-dataset gives samples without prompts, which the default generate function cannot "
+        "complete; give --custom-generate-function-path, --rollout-function-path or --data-source-path.",
+    ),
+    Rule(
+        lambda a: a.rollout_fire_temperature is not None and a.rollout_fire_temperature <= 0,
+        "--rollout-fire-temperature {rollout_fire_temperature} must be > 0; leave it out for no hot token.",
+    ),
+    WithoutEffect(
+        lambda a: a.rollout_fire_temperature is not None and a.custom_generate_function_path,
+        "--rollout-fire-temperature",
+        "with --custom-generate-function-path, which calls the engine itself",
+        "leave one of the two out",
+    ),
+    Rule(
+        lambda a: a.partial_rollout and a.data_source_path in _NO_BUFFER,
+        "--partial-rollout gives groups back to the data source, and --data-source-path {data_source_path} takes "
+        "none; use slime.rollout.data_source.RolloutDataSourceWithBuffer.",
+    ),
+    check_multimodal,
+    Rule(
+        lambda a: a.rollout_function_path == FORGE_ROLLOUT and a.load_forge_rollout_data is None,
+        f"--rollout-function-path {FORGE_ROLLOUT} needs --load-forge-rollout-data, the samples that it replays.",
+    ),
+)
+UNSUPPORTED: tuple[Check, ...] = (unsupported_multimodal,)
+
+
+def check_tensorboard(args: Args, environment: Mapping[str, str]) -> Iterator[str]:
+    """TensorBoard has a directory."""
+    if args.use_tensorboard and not args.tb_project_name and not environment.get("TENSORBOARD_DIR"):
+        yield (
+            "--use-tensorboard (--tracker tensorboard) needs --tb-project-name, or the environment variable "
+            "TENSORBOARD_DIR."
+        )

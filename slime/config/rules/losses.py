@@ -8,44 +8,11 @@ from collections.abc import Collection, Iterable
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
-from slime.config.problems import NoEffect
+from slime.config.problems import Check, Rule, WithoutEffect, broken, each, plain_option, where
 
 
-def check_sampling(args: Args) -> Iterable[str]:
-    """Sampling parameters are ones that an engine accepts and a trainer can divide by (V2)."""
-    if args.rollout_temperature <= 0:
-        yield f"--rollout-temperature {args.rollout_temperature} must be > 0: the trainer divides its logits by it."
-    if args.rollout_fire_temperature is not None and args.rollout_fire_temperature <= 0:
-        yield f"--rollout-fire-temperature {args.rollout_fire_temperature} must be > 0."
-    for option, value in {"--rollout-top-p": args.rollout_top_p, "--eval-top-p": args.eval_top_p}.items():
-        if value is not None and not 0 < value <= 1:
-            yield f"{option} {value} must lie in (0, 1]; 1 keeps every token."
-    for option, value in {"--rollout-top-k": args.rollout_top_k, "--eval-top-k": args.eval_top_k}.items():
-        if value is not None and value != -1 and value < 1:
-            yield f"{option} {value} must be -1 (every token) or at least 1."
-
-
-def check_loss(args: Args) -> Iterable[str]:
-    """Losses and their parameters fit each other (V11)."""
-    if args.loss_type == "custom_loss" and not args.custom_loss_function_path:
-        yield "--loss-type custom_loss needs --custom-loss-function-path."
-    fills_advantages = args.compute_advantages_and_returns or args.rollout_data_postprocess_path
-    if args.loss_type == "policy_loss" and not fills_advantages:
-        yield (
-            "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; use another "
-            "loss, or fill them in a --rollout-data-postprocess-path hook."
-        )
-    if args.loss_agg_mode == "seq-mean-token-sum-norm" and args.rollout_max_response_len is None:
-        yield "--loss-agg-mode seq-mean-token-sum-norm needs --rollout-max-response-len, which it divides by."
-    if args.calculate_per_token_loss != (args.loss_agg_mode == "token-mean"):
-        yield (
-            f"--calculate-per-token-loss is --loss-agg-mode token-mean and contradicts --loss-agg-mode "
-            f"{args.loss_agg_mode}; leave one of the two out."
-        )
-    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
-        yield f"--eps-clip-c {args.eps_clip_c} must be > 1."
-    if args.use_stateless_adam and not (args.optimizer == "adam" and args.no_save_optim):
-        yield "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam and --no-save-optim."
+def _keeps_requests(args: Args) -> bool:
+    return keeps_requests_in_flight(args.rollout_function_path)
 
 
 def check_critic_only_steps(args: Args, num_rollout: int | None = None) -> Iterable[str]:
@@ -58,109 +25,9 @@ def check_critic_only_steps(args: Args, num_rollout: int | None = None) -> Itera
         )
 
 
-def check_passes(args: Args) -> Iterable[str]:
-    """There are a second pass and a second train step, between which samples can be exchanged."""
-    if not args.shuffle_mini_batches:
-        return
-    if args.ppo_epochs == 1:
-        yield NoEffect(
-            "--shuffle-mini-batches",
-            "with --ppo-epochs 1: it changes the passes after the first",
-            "give more passes, or leave it out",
-        )
-    samples = (args.rollout_batch_size or 0) * args.n_samples_per_prompt
-    if samples and args.global_batch_size and samples // args.global_batch_size == 1:
-        yield NoEffect(
-            "--shuffle-mini-batches",
-            f"with --global-batch-size {args.global_batch_size}: a rollout is one train step, which has all samples "
-            "in every pass",
-            "lower it, or leave the flag out",
-        )
-
-
-def check_advantages(args: Args) -> Iterable[str]:
-    """What an estimator is defined by is given, as REINFORCE++'s whitened advantages (V8)."""
-    for name in ESTIMATORS[args.advantage_estimator].needs:
-        if not vars(args)[name]:
-            yield f"--advantage-estimator {args.advantage_estimator} needs --{name.replace('_', '-')}."
-
-
-def check_mismatch(args: Args) -> Iterable[str]:
-    """Corrections between trainer and engine have both log-probs, and bounds in order (V9)."""
-    if args.use_rollout_logprobs and args.use_tis:
-        yield (
-            "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old ones "
-            "there is no ratio to truncate; keep one."
-        )
-    if args.get_mismatch_metrics and not args.custom_tis_function_path:
-        yield "--get-mismatch-metrics needs --custom-tis-function-path, the function that measures."
-    if args.tis_clip_low > args.tis_clip:
-        yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; lower it."
-
-
-def check_nucleus(args: Args) -> Iterable[str]:
-    """Log-probs of a nucleus are compared with log-probs of a nucleus only."""
-    if args.rollout_top_p == 1.0 or args.loss_type == "sft_loss":
-        return
-    of_whole_distributions = {
-        "--use-tis": args.use_tis,
-        "--use-rollout-logprobs": args.use_rollout_logprobs,
-        "--get-mismatch-metrics": args.get_mismatch_metrics,
-        "--use-opd": args.use_opd,
-    }
-    for option in (option for option, is_given in of_whole_distributions.items() if is_given):
-        whose = "a teacher's" if option == "--use-opd" else "the engine's"
-        yield (
-            f"--rollout-top-p {args.rollout_top_p} and {option} exclude each other: {whose} log-probs are of the "
-            f"whole distribution, the policy's of its nucleus; use --rollout-top-p 1, or leave {option} out."
-        )
-
-
-def check_kl(args: Args) -> Iterable[str]:
-    """The KL penalty is either inside the reward or a loss of its own, and needs a reference (V3, V7)."""
-    if args.kl_coef and args.kl_loss_coef:
-        yield (
-            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL twice, once in the "
-            "reward and once in the loss; keep one."
-        )
-    if (args.kl_coef or args.use_kl_loss) and not args.ref_load:
-        asked = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
-        yield (
-            f"{asked} needs --ref-load, the reference checkpoint; it may be an HF directory such as --hf-checkpoint's."
-        )
-    takes_kl = ESTIMATORS[args.advantage_estimator].takes_kl or args.custom_advantage_function_path
-    if args.kl_coef and not takes_kl:
-        yield NoEffect(
-            f"--kl-coef {args.kl_coef}",
-            f"with --advantage-estimator {args.advantage_estimator}, which does not take the KL into its rewards",
-            "use --use-kl-loss --kl-loss-coef",
-        )
-    if args.kl_target is not None and args.kl_target <= 0:
-        yield f"--kl-target {args.kl_target} must be > 0: the measured KL is divided by it."
-    if args.kl_ctrl == "adaptive" and (args.kl_target is None or args.kl_horizon is None):
-        yield "--kl-ctrl adaptive needs --kl-target and --kl-horizon."
-
-
-def check_distillation(args: Args) -> Iterable[str]:
-    """The teacher is in one known place (V4)."""
-    if not args.use_opd:
-        return  # the other flags say that they need it
-    if args.opd_type is None:
-        yield "--use-opd needs --opd-type, where the teacher runs: sglang or megatron."
-    if args.opd_type == "megatron" and not args.opd_teacher_load:
-        yield "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint."
-    if args.opd_type == "sglang" and args.opd_teacher_load:
-        yield NoEffect(
-            f"--opd-teacher-load {args.opd_teacher_load}",
-            "with --opd-type sglang, whose teacher is a server",
-            "leave one of the two out",
-            instead={"opd_teacher_load": None},
-        )
-    if args.opd_type == "sglang" and _only_built_in_code(args):
-        yield (
-            "--opd-type sglang needs samples with the teacher's log-probs, and nothing sets them; give "
-            "--custom-rm-path slime.rollout.on_policy_distillation.reward_func and the teacher's --rm-url."
-        )
+def _samples(args: Args) -> int:
+    """Of a rollout."""
+    return (args.rollout_batch_size or 0) * args.n_samples_per_prompt
 
 
 def _only_built_in_code(args: Args) -> bool:
@@ -176,8 +43,8 @@ def _only_built_in_code(args: Args) -> bool:
     return not any(hooks) and all(path.startswith("slime.rollout.") for path in places)
 
 
-def check_trained_parameters(args: Args) -> Iterable[str]:
-    """Parameters are chosen either by name or by exception (V26), with expressions that can be read."""
+def _check_expressions(args: Args) -> Iterable[str]:
+    """Parameters are chosen (V26) with expressions that can be read."""
     for option, patterns in {
         "--only-train-params-name-list": args.only_train_params_name_list,
         "--freeze-params-name-list": args.freeze_params_name_list,
@@ -189,115 +56,224 @@ def check_trained_parameters(args: Args) -> Iterable[str]:
                 re.compile(pattern)
             except re.error as error:
                 yield f"{option} {pattern!r} is no regular expression: {error}; correct it."
-    if args.only_train_params_name_list and args.freeze_params_name_list:
-        yield (
-            "--only-train-params-name-list and --freeze-params-name-list exclude each other: the first freezes "
-            "everything else already; keep one."
-        )
 
 
-def check_routing_replay(args: Args) -> Iterable[str]:
-    """There is a routing of experts to replay (V23)."""
-    if args.use_routing_replay and not args.num_moe_experts and not args.custom_model_provider_path:
-        given = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
-        yield f"{given} needs --num-experts: a dense model routes nothing; leave it out."
+def _check_estimator(args: Args) -> Iterable[str]:
+    """What an estimator is defined by is given, as REINFORCE++'s whitened advantages (V8)."""
+    for name in ESTIMATORS[args.advantage_estimator].needs:
+        if not vars(args)[name]:
+            yield f"--advantage-estimator {args.advantage_estimator} needs {plain_option(name)}."
 
 
-LOSS_CHECKS = (
-    check_sampling,
-    check_loss,
-    check_critic_only_steps,
-    check_passes,
-    check_advantages,
-    check_mismatch,
-    check_nucleus,
-    check_kl,
-    check_distillation,
-    check_trained_parameters,
-    check_routing_replay,
+# ---- generating ahead of the trainer, and weight syncs with requests in flight
+
+OLD_ACTOR = where(  # its weights are those of one version, so the trained tokens of a rollout are of one
+    lambda a: a.keep_old_actor,
+    Rule(
+        _keeps_requests,
+        "--keep-old-actor does not go with --rollout-function-path {rollout_function_path}, whose rollouts mix weight "
+        "versions; use --use-tis or --use-rollout-logprobs there.",
+    ),
+    Rule(
+        lambda a: a.update_weights_in_flight and not _keeps_requests(a),
+        "--keep-old-actor does not go with --update-weights-in-flight, with which one response is of several weight "
+        "versions; leave one of them out.",
+    ),
+    Rule(
+        lambda a: a.partial_rollout and not a.mask_offpolicy_in_partial_rollout,
+        "--keep-old-actor with --partial-rollout needs --mask-offpolicy-in-partial-rollout: resumed responses have "
+        "tokens of older weight versions, which must not be trained.",
+    ),
+)
+ASYNC_CHECKS: tuple[Check, ...] = (
+    where(  # engines that never pause have GPUs of their own, and can take groups back
+        _keeps_requests,
+        Rule(
+            lambda a: a.colocate,
+            "--rollout-function-path {rollout_function_path} generates while the trainer trains; drop --colocate.",
+        ),
+        Rule(
+            lambda a: a.data_source_path.replace(":", ".") == "slime.rollout.data_source.RolloutDataSource",
+            "--rollout-function-path {rollout_function_path} gives groups back to the data source, and "
+            "--data-source-path {data_source_path} takes none; use "
+            "slime.rollout.data_source.RolloutDataSourceWithBuffer.",
+        ),
+    ),
+    Rule(
+        lambda a: a.update_weights_in_flight and a.colocate and not _keeps_requests(a),
+        "--update-weights-in-flight and --colocate exclude each other: no request is in flight then; keep one.",
+    ),
+    OLD_ACTOR,
+)
+IN_FLIGHT_WARNING = Rule(
+    lambda a: a.update_weights_in_flight,
+    "requests stay in flight during weight syncs: engines run with --sglang-disable-radix-cache, because SGLang "
+    "cannot forget what old weights computed then; --no-update-weights-in-flight aborts them instead.",
 )
 
+# ---- losses
 
-def without_effect(args: Args, explicit: Collection[str]) -> Iterable[str]:
-    """What a loss or an optimizer leaves without effect: one sentence for each, naming the given flags."""
-    of_moments = ("reset_optimizer_states", "adam_beta1", "adam_beta2", "exp_avg_dtype", "exp_avg_sq_dtype")
-    if args.use_stateless_adam and (names := [name for name in of_moments if name in explicit and vars(args)[name]]):
-        options = " ".join("--" + name.replace("_", "-") for name in names)
-        yield f"--use-stateless-adam keeps no moments, so these flags have no effect: {options}."
-    samples = (args.rollout_batch_size or 0) * args.n_samples_per_prompt
-    is_one_step = args.ppo_epochs == 1 and samples < 2 * args.global_batch_size
-    has_old = args.use_rollout_logprobs or args.keep_old_actor
-    if args.use_opsm and is_one_step and not (has_old or args.debug_rollout_only):
-        yield (
-            "--use-opsm has no effect with one train step per rollout, whose old log-probs are of the weights that "
-            "are trained; give --use-rollout-logprobs, to compare with the engine's."
-        )
+NUCLEUS = where(  # log-probs of a nucleus are compared with log-probs of a nucleus only
+    lambda a: a.rollout_top_p != 1.0 and a.loss_type != "sft_loss",
+    *each(
+        "use_tis use_rollout_logprobs get_mismatch_metrics",
+        bool,
+        "--rollout-top-p {rollout_top_p} and {option} exclude each other: the engine's log-probs are of the whole "
+        "distribution, the policy's of its nucleus; use --rollout-top-p 1, or leave {option} out.",
+    ),
+    Rule(
+        lambda a: a.use_opd,
+        "--rollout-top-p {rollout_top_p} and --use-opd exclude each other: a teacher's log-probs are of the whole "
+        "distribution, the policy's of its nucleus; use --rollout-top-p 1, or leave --use-opd out.",
+    ),
+)
+LOSS_CHECKS: tuple[Check, ...] = (
+    # sampling parameters are ones that an engine accepts and a trainer can divide by (V2)
+    Rule(
+        lambda a: a.rollout_temperature <= 0,
+        "--rollout-temperature {rollout_temperature} must be > 0: the trainer divides its logits by it.",
+    ),
+    *each(
+        "rollout_top_p eval_top_p",
+        lambda top_p: top_p is not None and not 0 < top_p <= 1,
+        "{option} {value} must lie in (0, 1]; 1 keeps every token.",
+    ),
+    *each(
+        "rollout_top_k eval_top_k",
+        lambda top_k: top_k not in (None, -1) and top_k < 1,
+        "{option} {value} must be -1 (every token) or at least 1.",
+    ),
+    # losses and their parameters fit each other (V11)
+    Rule(
+        lambda a: a.loss_type == "custom_loss" and not a.custom_loss_function_path,
+        "--loss-type custom_loss needs --custom-loss-function-path.",
+    ),
+    Rule(
+        lambda a: (
+            a.loss_type == "policy_loss" and not (a.compute_advantages_and_returns or a.rollout_data_postprocess_path)
+        ),
+        "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages; use another "
+        "loss, or fill them in a --rollout-data-postprocess-path hook.",
+    ),
+    Rule(
+        lambda a: a.loss_agg_mode == "seq-mean-token-sum-norm" and a.rollout_max_response_len is None,
+        "--loss-agg-mode seq-mean-token-sum-norm needs --rollout-max-response-len, which it divides by.",
+    ),
+    Rule(
+        lambda a: a.calculate_per_token_loss != (a.loss_agg_mode == "token-mean"),
+        "--calculate-per-token-loss is --loss-agg-mode token-mean and contradicts --loss-agg-mode {loss_agg_mode}; "
+        "leave one of the two out.",
+    ),
+    Rule(lambda a: a.eps_clip_c is not None and a.eps_clip_c <= 1, "--eps-clip-c {eps_clip_c} must be > 1."),
+    Rule(
+        lambda a: a.use_stateless_adam and not (a.optimizer == "adam" and a.no_save_optim),
+        "--use-stateless-adam keeps no optimizer state: it needs --optimizer adam and --no-save-optim.",
+    ),
+    check_critic_only_steps,
+    where(  # there are a second pass and a second train step, between which samples can be exchanged
+        lambda a: a.shuffle_mini_batches,
+        WithoutEffect(
+            lambda a: a.ppo_epochs == 1,
+            "--shuffle-mini-batches",
+            "with --ppo-epochs 1: it changes the passes after the first",
+            "give more passes, or leave it out",
+        ),
+        WithoutEffect(
+            lambda a: _samples(a) and a.global_batch_size and _samples(a) // a.global_batch_size == 1,
+            "--shuffle-mini-batches",
+            "with --global-batch-size {global_batch_size}: a rollout is one train step, which has all samples in "
+            "every pass",
+            "lower it, or leave the flag out",
+        ),
+    ),
+    _check_estimator,
+    # corrections between trainer and engine have both log-probs, and bounds in order (V9)
+    Rule(
+        lambda a: a.use_rollout_logprobs and a.use_tis,
+        "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old ones there "
+        "is no ratio to truncate; keep one.",
+    ),
+    Rule(
+        lambda a: a.get_mismatch_metrics and not a.custom_tis_function_path,
+        "--get-mismatch-metrics needs --custom-tis-function-path, the function that measures.",
+    ),
+    Rule(
+        lambda a: a.tis_clip_low > a.tis_clip,
+        "--tis-clip-low {tis_clip_low} is above --tis-clip {tis_clip}; lower it.",
+    ),
+    NUCLEUS,
+    # the KL penalty is either inside the reward or a loss of its own, and needs a reference (V3, V7)
+    Rule(
+        lambda a: a.kl_coef and a.kl_loss_coef,
+        "--kl-coef {kl_coef} and --kl-loss-coef {kl_loss_coef} would count the KL twice, once in the reward and once "
+        "in the loss; keep one.",
+    ),
+    Rule(
+        lambda a: (a.kl_coef or a.use_kl_loss) and not a.ref_load,
+        lambda a: (
+            f"{'--use-kl-loss' if a.use_kl_loss else f'--kl-coef {a.kl_coef}'} needs --ref-load, the reference "
+            "checkpoint; it may be an HF directory such as --hf-checkpoint's."
+        ),
+    ),
+    WithoutEffect(
+        lambda a: a.kl_coef and not (ESTIMATORS[a.advantage_estimator].takes_kl or a.custom_advantage_function_path),
+        "--kl-coef {kl_coef}",
+        "with --advantage-estimator {advantage_estimator}, which does not take the KL into its rewards",
+        "use --use-kl-loss --kl-loss-coef",
+    ),
+    Rule(
+        lambda a: a.kl_target is not None and a.kl_target <= 0,
+        "--kl-target {kl_target} must be > 0: the measured KL is divided by it.",
+    ),
+    Rule(
+        lambda a: a.kl_ctrl == "adaptive" and (a.kl_target is None or a.kl_horizon is None),
+        "--kl-ctrl adaptive needs --kl-target and --kl-horizon.",
+    ),
+    where(  # the teacher is in one known place (V4); the other flags say themselves that they need --use-opd
+        lambda a: a.use_opd,
+        Rule(
+            lambda a: a.opd_type is None,
+            "--use-opd needs --opd-type, where the teacher runs: sglang or megatron.",
+        ),
+        Rule(
+            lambda a: a.opd_type == "megatron" and not a.opd_teacher_load,
+            "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint.",
+        ),
+        WithoutEffect(
+            lambda a: a.opd_type == "sglang" and a.opd_teacher_load,
+            "--opd-teacher-load {opd_teacher_load}",
+            "with --opd-type sglang, whose teacher is a server",
+            "leave one of the two out",
+            {"opd_teacher_load": None},
+        ),
+        Rule(
+            lambda a: a.opd_type == "sglang" and _only_built_in_code(a),
+            "--opd-type sglang needs samples with the teacher's log-probs, and nothing sets them; give "
+            "--custom-rm-path slime.rollout.on_policy_distillation.reward_func and the teacher's --rm-url.",
+        ),
+    ),
+    _check_expressions,
+    Rule(
+        lambda a: a.only_train_params_name_list and a.freeze_params_name_list,
+        "--only-train-params-name-list and --freeze-params-name-list exclude each other: the first freezes everything "
+        "else already; keep one.",
+    ),
+    Rule(  # there is a routing of experts to replay (V23)
+        lambda a: a.use_routing_replay and not a.num_moe_experts and not a.custom_model_provider_path,
+        lambda a: (
+            f"{'--use-rollout-routing-replay' if a.use_rollout_routing_replay else '--use-routing-replay'} needs "
+            "--num-experts: a dense model routes nothing; leave it out."
+        ),
+    ),
+)
+UNSUPPORTED: tuple[Check, ...] = (
+    Rule(  # rollout sampling must be the distribution whose log-probs the trainer computes
+        lambda a: a.loss_type == "policy_loss" and a.rollout_top_k != -1,
+        "--rollout-top-k {rollout_top_k} is not supported yet with --loss-type policy_loss (algorithms); use -1.",
+    ),
+)
 
-
-# ---- what works later
-
-
-def sampling_not_built(args: Args) -> Iterable[str]:
-    """Rollout sampling must be the distribution whose log-probs the trainer computes."""
-    if args.loss_type == "policy_loss" and args.rollout_top_k != -1:
-        yield (
-            f"--rollout-top-k {args.rollout_top_k} is not supported yet with --loss-type policy_loss (algorithms); "
-            "use -1."
-        )
-
-
-UNSUPPORTED = (sampling_not_built,)
-
-
-def check_fully_async(args: Args) -> Iterable[str]:
-    """Engines that never pause have GPUs of their own, and can take groups back."""
-    if not keeps_requests_in_flight(args.rollout_function_path):
-        return
-    path = args.rollout_function_path
-    if args.colocate:
-        yield f"--rollout-function-path {path} generates while the trainer trains; drop --colocate."
-    if args.data_source_path.replace(":", ".") == "slime.rollout.data_source.RolloutDataSource":
-        yield (
-            f"--rollout-function-path {path} gives groups back to the data source, and --data-source-path "
-            f"{args.data_source_path} takes none; use slime.rollout.data_source.RolloutDataSourceWithBuffer."
-        )
-
-
-def check_in_flight(args: Args) -> Iterable[str]:
-    """Colocated engines are idle when they get weights."""
-    if args.update_weights_in_flight and args.colocate and not keeps_requests_in_flight(args.rollout_function_path):
-        yield "--update-weights-in-flight and --colocate exclude each other: no request is in flight then; keep one."
-
-
-def check_old_actor(args: Args) -> Iterable[str]:
-    """The weights of --keep-old-actor are those of one version, so the trained tokens of a rollout are of one."""
-    if not args.keep_old_actor:
-        return
-    if keeps_requests_in_flight(args.rollout_function_path):
-        yield (
-            f"--keep-old-actor does not go with --rollout-function-path {args.rollout_function_path}, whose rollouts "
-            "mix weight versions; use --use-tis or --use-rollout-logprobs there."
-        )
-    elif args.update_weights_in_flight:
-        yield (
-            "--keep-old-actor does not go with --update-weights-in-flight, with which one response is of several "
-            "weight versions; leave one of them out."
-        )
-    if args.partial_rollout and not args.mask_offpolicy_in_partial_rollout:
-        yield (
-            "--keep-old-actor with --partial-rollout needs --mask-offpolicy-in-partial-rollout: resumed responses "
-            "have tokens of older weight versions, which must not be trained."
-        )
-
-
-def in_flight_warnings(args: Args) -> Iterable[str]:
-    """What a sync with requests in flight costs."""
-    if args.update_weights_in_flight:
-        yield (
-            "requests stay in flight during weight syncs: engines run with --sglang-disable-radix-cache, because "
-            "SGLang cannot forget what old weights computed then; --no-update-weights-in-flight aborts them instead."
-        )
-
+# ---- warnings
 
 CORRECTIONS = ("use_rollout_logprobs", "use_tis", "keep_old_actor")
 """Flags that correct the policy loss for the age of the weights that generated; the first is the best measured one.
@@ -312,7 +288,8 @@ def correction_warnings(args: Args) -> Iterable[str]:
     trains = not (args.debug_rollout_only or args.debug_train_only or args.eval_only)
     if is_fresh or not trains or args.loss_type != "policy_loss" or any(vars(args)[name] for name in CORRECTIONS):
         return
-    usable = ["--" + name.replace("_", "-") for name in CORRECTIONS if not _refusals(args, name)]
+    with_each = {name: Args.of(vars(args) | {name: True}) for name in CORRECTIONS}
+    usable = [plain_option(name) for name in CORRECTIONS if not any(broken((OLD_ACTOR, NUCLEUS), with_each[name]))]
     remedy = f"give {usable[0]}" if usable else "give --max-weight-staleness 0 and --update-weights-interval 1"
     others = f" (or {' or '.join(usable[1:])})" if usable[1:] else ""
     yield (
@@ -321,10 +298,16 @@ def correction_warnings(args: Args) -> Iterable[str]:
     )
 
 
-def _refusals(args: Args, name: str) -> list[str]:
-    """Why a correction could not be added to a command line."""
-    changed = Args.of(vars(args) | {name: True})
-    return [*check_old_actor(changed), *check_nucleus(changed)]
-
-
-ASYNC_CHECKS = (check_fully_async, check_in_flight, check_old_actor)
+def without_effect(args: Args, explicit: Collection[str]) -> Iterable[str]:
+    """What a loss or an optimizer leaves without effect: one sentence for each, naming the given flags."""
+    of_moments = ("reset_optimizer_states", "adam_beta1", "adam_beta2", "exp_avg_dtype", "exp_avg_sq_dtype")
+    if args.use_stateless_adam and (names := [name for name in of_moments if name in explicit and vars(args)[name]]):
+        options = " ".join(map(plain_option, names))
+        yield f"--use-stateless-adam keeps no moments, so these flags have no effect: {options}."
+    is_one_step = args.ppo_epochs == 1 and _samples(args) < 2 * args.global_batch_size
+    has_old = args.use_rollout_logprobs or args.keep_old_actor
+    if args.use_opsm and is_one_step and not (has_old or args.debug_rollout_only):
+        yield (
+            "--use-opsm has no effect with one train step per rollout, whose old log-probs are of the weights that "
+            "are trained; give --use-rollout-logprobs, to compare with the engine's."
+        )

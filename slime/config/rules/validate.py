@@ -9,12 +9,12 @@ not built yet. All always run, so that one error lists everything. Files, ports 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.config.parser import option_name
-from slime.config.problems import Problems
+from slime.config.problems import Check, Problems, Rule, broken
 from slime.config.rules import batch, debug, devices, generation, losses
 from slime.config.rules.effect import (
     Fields,
@@ -24,8 +24,6 @@ from slime.config.rules.effect import (
     without_effect,
 )
 from slime.utils.checkpoint_paths import classify_checkpoint
-
-Check = Callable[[Args], Iterable[str]]
 
 CHECKS: tuple[Check, ...] = (
     *batch.CHECKS,
@@ -47,12 +45,12 @@ def collect(args: Args, explicit: set[str], fields: Fields) -> Problems:
         explicit: attributes whose flags are on the command line.
         fields: the dataclass fields of slime's flags.
     """
-    wrong = [sentence for check in CHECKS for sentence in check(args)]
+    wrong = list(broken(CHECKS, args))
     wrong += devices.check_nodes(args, explicit)
     wrong += check_offload_forms(args, explicit)
     for check in (check_range, check_needs, check_pointless):
         wrong += check(args, explicit, fields)
-    return Problems(wrong=wrong, unsupported=[sentence for check in UNSUPPORTED for sentence in check(args)])
+    return Problems(wrong=wrong, unsupported=list(broken(UNSUPPORTED, args)))
 
 
 def check_range(args: Args, explicit: set[str], fields: Fields) -> Iterable[str]:
@@ -69,6 +67,40 @@ def check_range(args: Args, explicit: set[str], fields: Fields) -> Iterable[str]
             yield f"{option_name(field)} {value} must be at most {most}."
 
 
+def _trains_policy(args: Args) -> bool:
+    return args.loss_type == "policy_loss" and not args.debug_train_only and not args.eval_only
+
+
+WARNINGS: tuple[Check, ...] = (
+    losses.IN_FLIGHT_WARNING,
+    Rule(
+        lambda a: not a.debug_rollout_only and classify_checkpoint(a.load) != "megatron",
+        "--ckpt-step {ckpt_step} has no effect: what is loaded, {load}, is no Megatron checkpoint with iterations.",
+        given="ckpt_step",
+    ),
+    Rule(
+        lambda a: (
+            a.n_samples_per_prompt == 1
+            and a.rewards_normalization
+            and ESTIMATORS[a.advantage_estimator].compares_groups
+            and _trains_policy(a)
+        ),
+        "--n-samples-per-prompt 1: a group of one minus its mean is 0, so nothing is learned; use more, or "
+        "--disable-rewards-normalization.",
+    ),
+    Rule(
+        lambda a: a.rollout_min_new_tokens and _trains_policy(a),
+        "--rollout-min-new-tokens {rollout_min_new_tokens}: up to there the engine samples without the end token, but "
+        "the trainer's log-probs count it in, so the two differ by its probability.",
+    ),
+    Rule(
+        lambda a: ESTIMATORS[a.advantage_estimator].loss == "cispo" and a.eps_clip < 1,
+        "--advantage-estimator {advantage_estimator} with --eps-clip {eps_clip} also bounds the ratio from below, "
+        "which CISPO does not; give --eps-clip 1 or more to turn that off.",
+    ),
+)
+
+
 def warnings(args: Args, explicit: Collection[str], *, given_load: str | None) -> Iterable[str]:
     """What works but is seldom meant.
 
@@ -78,28 +110,6 @@ def warnings(args: Args, explicit: Collection[str], *, given_load: str | None) -
     """
     yield from without_effect(args, explicit)
     yield from losses.without_effect(args, explicit)
-    yield from losses.in_flight_warnings(args)
     if given_load not in (None, args.load, args.save):
         yield f"--load {given_load} has no checkpoint: training starts from {args.load}."
-    if "ckpt_step" in explicit and not args.debug_rollout_only and classify_checkpoint(args.load) != "megatron":
-        yield (
-            f"--ckpt-step {args.ckpt_step} has no effect: what is loaded, {args.load}, is no Megatron checkpoint with "
-            "iterations."
-        )
-    trains_policy = args.loss_type == "policy_loss" and not args.debug_train_only and not args.eval_only
-    of_group = args.rewards_normalization and ESTIMATORS[args.advantage_estimator].compares_groups
-    if args.n_samples_per_prompt == 1 and of_group and trains_policy:
-        yield (
-            "--n-samples-per-prompt 1: a group of one minus its mean is 0, so nothing is learned; use more, or "
-            "--disable-rewards-normalization."
-        )
-    if args.rollout_min_new_tokens and trains_policy:
-        yield (
-            f"--rollout-min-new-tokens {args.rollout_min_new_tokens}: up to there the engine samples without the end "
-            "token, but the trainer's log-probs count it in, so the two differ by its probability."
-        )
-    if ESTIMATORS[args.advantage_estimator].loss == "cispo" and args.eps_clip < 1:
-        yield (
-            f"--advantage-estimator {args.advantage_estimator} with --eps-clip {args.eps_clip} also bounds the ratio "
-            "from below, which CISPO does not; give --eps-clip 1 or more to turn that off."
-        )
+    yield from broken(WARNINGS, args, explicit)
