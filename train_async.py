@@ -30,8 +30,8 @@ with explain_missing_packages():
     from slime.config.rules.deterministic import check_ahead
     from slime.config.rules.losses import correction_warnings
     from slime.ray.driver import drive
-    from slime.ray.rollouts_ahead import RolloutsAhead
     from slime.ray.run import TrainingRun
+    from slime.ray.schedule import RolloutsAhead
     from slime.utils.errors import UsageError
 
 

@@ -37,7 +37,7 @@ from benchmarks.rollout_overhead import GROUP, PROMPT, RESPONSE, make_args  # no
 from slime.backends.sglang_utils import server_control  # noqa: E402
 from slime.config.args import publish_runtime  # noqa: E402
 from slime.observability.rollout_metrics import compute_rollout_metrics  # noqa: E402
-from slime.ray.rollout.dp_split import split_train_data  # noqa: E402
+from slime.ray.rollout.shares import split_train_data  # noqa: E402
 from slime.rollout import sglang_streaming_rollout  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop_worker  # noqa: E402

@@ -153,7 +153,7 @@ def start_trainer(args: Any, options: argparse.Namespace, port: int) -> Any:
 
 def make_share(args: Any, options: argparse.Namespace, layout: dict[str, int]) -> dict[str, Any]:
     """This rank's share of a rollout of random tokens: one train step."""
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     rng = random.Random(0)
     count = options.tokens * layout["dp_size"] // options.length

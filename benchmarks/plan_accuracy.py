@@ -166,7 +166,7 @@ def watch(meter: Any) -> None:
 
 def train_share(args: Any) -> dict[str, Any]:
     """The only rank's share of a rollout of random tokens."""
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     rng = random.Random(0)
     tokens = [[rng.randrange(100) for _ in range(LENGTHS[i % len(LENGTHS)])] for i in range(SAMPLES)]

@@ -71,7 +71,7 @@ def drive_with_turns() -> int:
     from slime.ray import run
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.driver import drive
-    from slime.ray.gpu_turns import GpuTurns
+    from slime.ray.run_parts import GpuTurns
     from slime.ray.train_actor import TrainRayActor
 
     class Turns(GpuTurns):

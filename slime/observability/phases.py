@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 KEPT = 100
+# A phase that was shorter had nothing to do (no checkpoint was due), and says nothing about its usual length.
 NOTHING_S = 0.05
-"""A phase that was shorter had nothing to do (no checkpoint was due), and says nothing about its usual length."""
-MEDIANS = 6.0
-"""A phase without progress for so many times its usual length is stalled."""
+MEDIANS = 6.0  # A phase without progress for so many times its usual length is stalled.
 
 
 @dataclass(frozen=True)

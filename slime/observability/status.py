@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from slime.observability.phases import Phase, Phases, seconds
-from slime.observability.progress import Count
+from slime.utils.progress_counts import Count
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,21 @@
-"""Named timers of one process: on the host's clock, or on the device's where work is only queued.
+"""Named timers of one process, and what is left of a step's time after them (`StepTimes`).
 
-A CUDA kernel runs after the call that queued it has returned, so the host's clock says when work was queued, not what
-it took. `Timer().use(CudaClock())` marks start and end on the device's own timeline instead. A mark costs the host
-microseconds and waits for nothing; `log_dict` reads all of them, and is the one moment at which the host waits.
+A timer reads the host's clock, or the device's where work is only queued: a CUDA kernel runs after the call that
+queued it has returned, so the host's clock says when work was queued, not what it took. `Timer().use(CudaClock())`
+marks start and end on the device's own timeline instead. A mark costs the host microseconds and waits for nothing;
+`log_dict` reads all of them, and is the one moment at which the host waits.
 
-It measures and hands out sums; it does not know what the names mean nor where the numbers are logged.
+    perf/step_time = generation + log-prob passes + training (of actor and critic) + perf/other_time
+
+`perf/other_time` holds what a run does around its work: preparing and moving data, sleeping and waking up, the weight
+sync, saving, evaluating.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, overload
 
@@ -81,8 +85,7 @@ class Timer:
     _clock: Clock
     _seconds: dict[str, float]
     _started: dict[str, tuple[Clock, Any]]
-    _ended: list[tuple[str, Clock, Any, Any]]
-    """Name, clock, start and end of what is not yet in the sums."""
+    _ended: list[tuple[str, Clock, Any, Any]]  # Name, clock, start and end of what is not yet in the sums.
 
     def __new__(cls) -> Self:
         if cls._instance is None:
@@ -185,3 +188,50 @@ def with_defer(deferred: Callable[[], None]) -> Callable[[Callable[P, R]], Calla
         return wrapped
 
     return decorate
+
+
+# Timers of the computation.
+PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs", "critic_values", "actor_train", "critic_train")
+MetricRecord = tuple[dict[str, float], str]
+
+
+class StepTimes:
+    """Follows the driver through its steps."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+        self._generation_s = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """The driver had nothing to do but to wait for a rollout that is being generated."""
+        self._waited_s += seconds
+
+    def generated(self, records: Iterable[MetricRecord]) -> None:
+        """A rollout's wait is over.
+
+        Args:
+            records: metrics of its generation. Of a rollout that was generated ahead, only what the driver waited for
+                counts; of one that it waited for, only the generation and not what the manager did after it.
+        """
+        took = _joined(records).get("perf/rollout_time", self._waited_s)
+        self._generation_s += min(took, self._waited_s)
+        self._waited_s = 0.0
+
+    def trained(self, records: Iterable[MetricRecord]) -> dict[str, float]:
+        """A step's training is over.
+
+        Args:
+            records: metrics of its training.
+
+        Returns:
+            `perf/other_time` in seconds; nothing where the step was not timed.
+        """
+        metrics, generation_s, self._generation_s = _joined(records), self._generation_s, 0.0
+        if "perf/step_time" not in metrics:
+            return {}
+        computation_s = sum(metrics.get(f"perf/{name}_time", 0.0) for name in PASSES)
+        return {"perf/other_time": metrics["perf/step_time"] - generation_s - computation_s}
+
+
+def _joined(records: Iterable[MetricRecord]) -> Mapping[str, float]:
+    return {name: value for metrics, _ in records for name, value in metrics.items()}

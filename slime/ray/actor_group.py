@@ -1,23 +1,24 @@
 """All trainer ranks of a role as one object: every verb runs on every rank, and fails when the first rank does.
 
 A run has a group for the actor, and with PPO one for the critic in the same slots. What ranks of the two make for each
-other goes from rank to rank through Ray's object store: here it is only references. It knows where ranks sit
-(`Placement`) and that they meet at rank 0's address; nothing about what they compute.
+other goes from rank to rank through Ray's object store: here it is only references.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from slime.config.args import Args
 from slime.config.roles import Role, parse_megatron_role_args
+from slime.ray.checkpoints import resumed
 from slime.ray.placement_group import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options
@@ -30,13 +31,12 @@ WORK_DEADLINE_S = 24 * 3600.0  # a train step has no sensible bound of its own; 
 SLEEP_DEADLINE_S = 1800.0  # copies at some GB/s, after the slowest rank has come (--distributed-timeout-minutes)
 SHUTDOWN_DEADLINE_S = 30.0
 LOSS_SHOWS_S = 10.0  # ranks whose peer is gone fail in a collective, at times before Ray says who that was
+# torch's, of a device or a network that fails under a process that lives on.
 LINK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "AcceleratorError")
-"""torch's, of a device or a network that fails under a process that lives on."""
 
-Beside = Mapping[ray.ObjectRef, str]
-"""What is under way, and what it is called in an error."""
+Beside = Mapping[ray.ObjectRef, str]  # What is under way, and what it is called in an error.
+# Per rank, columns of its share of a rollout (`slime.backends.megatron_utils.data.Columns`).
 Columns = list[ray.ObjectRef]
-"""Per rank, columns of its share of a rollout (`slime.backends.megatron_utils.data.Columns`)."""
 
 
 class RayTrainGroup:
@@ -110,8 +110,7 @@ class RayTrainGroup:
             rank 0's "start_rollout_id", "parallel_config" and "warnings".
         """
         what = f"the start of the {self._name} (logs: {self.log_dir})"
-        started: dict[str, Any] = self._get(self._starting, what, START_DEADLINE_S, beside)[0]
-        return started
+        return self._get(self._starting, what, START_DEADLINE_S, beside)[0]
 
     def compute_values(self, rollout_id: int, refs: list[Any]) -> Columns:
         """What the critic says of every token of a rollout (one Box per DP rank), before training on it."""
@@ -138,8 +137,7 @@ class RayTrainGroup:
 
     def save_model(self, rollout_id: int) -> str | None:
         """Write a checkpoint, or begin to (--async-save); returns why it was not written, if its disk is full."""
-        why: str | None = self._all("save_model", f"saving rollout {rollout_id}", rollout_id)[0]
-        return why
+        return self._all("save_model", f"saving rollout {rollout_id}", rollout_id)[0]
 
     def save_is_written(self) -> bool:
         """Whether `finish_save` has nothing to wait for."""
@@ -147,13 +145,11 @@ class RayTrainGroup:
 
     def finish_save(self) -> str | None:
         """Complete the checkpoint that was begun; returns as `save_model`."""
-        why: str | None = self._all("finish_save", "the end of a save")[0]
-        return why
+        return self._all("finish_save", "the end of a save")[0]
 
     def export_problem(self) -> str | None:
         """Why the last save's HF export was not written, if its disk is full."""
-        why: str | None = self._all("export_problem", "a look at the HF export", deadline_s=SLEEP_DEADLINE_S)[0]
-        return why
+        return self._all("export_problem", "a look at the HF export", deadline_s=SLEEP_DEADLINE_S)[0]
 
     def node_ids(self) -> list[str]:
         """The node of each rank."""
@@ -218,8 +214,7 @@ class RayTrainGroup:
     ) -> list[Any]:
         """As `slime.ray.utils.get`, of a call of every rank; the loss of one is said, whoever failed first of it."""
         try:
-            found: list[Any] = get(refs, what, deadline_s, beside=beside)
-            return found
+            return get(refs, what, deadline_s, beside=beside)
         except ActorFailure as error:
             if lost := _lost(refs):
                 ranks = ", ".join(map(str, lost))
@@ -240,10 +235,8 @@ def _lost(refs: Sequence[ray.ObjectRef]) -> list[int]:
 def _is_lost(ref: ray.ObjectRef) -> bool:
     try:
         ray.get(ref, timeout=0)
-    except RayActorError:
-        return True
-    except Exception:  # noqa: BLE001 - any other end, or none yet, is no loss
-        return False
+    except RayError as error:  # any other end, or none yet, is no loss
+        return isinstance(error, RayActorError)
     return False
 
 
@@ -264,3 +257,72 @@ def trainer_env(accelerator: str, world_size: int, more: Mapping[str, str], *, s
     fixed = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     saver = memory_saver.environment({**os.environ, **more}) if sleeps else {}
     return actor_env({**fixed, **more, **saver})
+
+
+class ReleasedTrainGroup(RayTrainGroup):
+    """The ranks of the actor.
+
+    Args:
+        args: the run's flags.
+        placement: where the ranks sit.
+        actor_cls: the actor class; another one with the same methods may be given.
+    """
+
+    def __init__(self, args: Args, placement: Placement, *, actor_cls: type = TrainRayActor) -> None:
+        super().__init__(args, placement, actor_cls=actor_cls)
+        self._is_awake = False
+        self._is_connected = False
+        self._engines: tuple[list[Any], list[int]] | None = None
+        self._weight_version = 0
+
+    def wait_started(self, beside: Beside | None = None) -> dict[str, Any]:
+        """As of `RayTrainGroup`."""
+        started = super().wait_started(beside)
+        self._is_awake = True
+        return started
+
+    def save_model(self, rollout_id: int) -> str | None:
+        """Write the checkpoint that the next trainers begin from.
+
+        Raises:
+            ActorFailure: its disk is full.
+        """
+        if why := super().save_model(rollout_id):
+            raise ActorFailure(f"--release-train cannot go on without the checkpoint of rollout {rollout_id}: {why}.")
+        self.args = resumed(self.args)
+        return None
+
+    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
+        """As of `RayTrainGroup`; the next trainers get the same engines."""
+        self._engines, self._weight_version = (engines, engine_sizes), weight_version
+        self._is_connected = True
+        super().connect_rollout_engines(engines, engine_sizes, weight_version=weight_version)
+
+    def update_weights(self) -> dict[str, float]:
+        """As of `RayTrainGroup`."""
+        if not self._is_connected and self._engines is not None:  # not before: they may be others by now
+            self.connect_rollout_engines(*self._engines, weight_version=self._weight_version)
+        metrics = super().update_weights()
+        self._weight_version += 1
+        return metrics
+
+    def sleep(self) -> dict[str, float]:
+        """End the trainers, and have the next ones import what they need meanwhile."""
+        start = time.monotonic()
+        self.shutdown()
+        self._actors = self._create_actors()
+        self.load()
+        return {"perf/sleep_time": time.monotonic() - start}
+
+    def wake_up(self) -> dict[str, float]:
+        """Build the next trainers."""
+        start = time.monotonic()
+        self.start()
+        self.wait_started()
+        self._is_connected = False
+        return {"perf/wake_up_time": time.monotonic() - start}
+
+    def shutdown(self, *, graceful: bool = True) -> None:
+        """As of `RayTrainGroup`; trainers that were not built have nothing to end."""
+        super().shutdown(graceful=graceful and self._is_awake)
+        self._is_awake = False

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.config.args import Args
-from slime.config.parse import CommandLine, accept
+from slime.config.parse import Checked, CommandLine, accept
 from slime.config.problems import collected
 from slime.config.resume import line_to_go_on
 from slime.observability.logging_utils import configure_logger
-from slime.ray.plan_check import check_plan
+from slime.ray.plan_check import check_plan, dry_run
 from slime.ray.utils import ActorFailure
 from slime.utils.checkpoint_paths import latest_iteration
 from slime.utils.errors import UsageError
@@ -59,14 +59,8 @@ def drive(
             with reader_may_leave():
                 sys.stdout.write(text)
             return 0
-        checked = command_line.check(sys.argv[1:])
-        if check is not None:
-            collected(checked.problems.wrong, check, checked.args)
-        if warn is not None:
-            checked = dataclasses.replace(checked, driver_warnings=tuple(warn(checked.args)))
+        checked = _checked(command_line, check, warn)
         if checked.args.dry_run:
-            from slime.ray.dry_run import dry_run  # a run needs none of what it imports
-
             return dry_run(checked)
         args = accept(checked)
         check_plan(args)
@@ -88,6 +82,19 @@ def drive(
         _report(error, None if args is None else args.output_dir)
         return EXIT_FAILED
     return 0
+
+
+def _checked(
+    command_line: CommandLine,
+    check: Callable[[Any], None] | None,
+    warn: Callable[[Any], Iterable[str]] | None,
+) -> Checked:
+    checked = command_line.check(sys.argv[1:])
+    if check is not None:
+        collected(checked.problems.wrong, check, checked.args)
+    if warn is not None:
+        checked = dataclasses.replace(checked, driver_warnings=tuple(warn(checked.args)))
+    return checked
 
 
 class _Terminated:

@@ -22,8 +22,8 @@ from slime.ray.utils import ActorFailure, ActorLost, get
 
 logger = logging.getLogger(__name__)
 
+# Each start of an engine has a deadline of its own, and --max-engine-restarts-per-hour says how many there may be.
 REPLACE_DEADLINE_S = 24 * 3600.0
-"""Each start of an engine has a deadline of its own, and --max-engine-restarts-per-hour says how many there may be."""
 
 
 class EngineUpkeep:
@@ -58,8 +58,7 @@ class EngineUpkeep:
     def handles(self) -> tuple[list[Any], list[int]]:
         """The engines that take the trainer's weights, and the GPUs of each."""
         asked = self._manager.get_updatable_engines.remote()
-        found: tuple[list[Any], list[int]] = get(asked, "the engine handles", STATE_DEADLINE_S)
-        return found
+        return get(asked, "the engine handles", STATE_DEADLINE_S)
 
     def connect(self) -> bool:
         """Have new trainers know the engines, and send their weights there next; whether any engine takes them."""
@@ -144,8 +143,7 @@ class EngineUpkeep:
         """Look at the engines a last time before a sync; returns a number that changes with every loss."""
         if not self._is_on:
             return self._engine_count
-        count: int = get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
-        return count
+        return get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
 
     def _is_lost_meanwhile(self, error: ActorFailure, count: int) -> bool:
         silent = getattr(error.cause, "silent", ())

@@ -30,11 +30,10 @@ logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 120.0
 MAX_REQUESTS_PER_ACTOR = 10_000
-MAX_RESTARTS = 10
-"""Starts of one actor in place of one that died; then its requests leave from elsewhere."""
+MAX_RESTARTS = 10  # Starts of one actor in place of one that died; then its requests leave from elsewhere.
+# How long a dead actor is left out of the turn: at first about as long as it takes to start again, doubled each time
+# that it is still dead (its node may be gone for good).
 REST_S, MAX_REST_S = 5.0, 320.0
-"""How long a dead actor is left out of the turn: at first about as long as it takes to start again, doubled each time
-that it is still dead (its node may be gone for good)."""
 
 
 class PostActor:

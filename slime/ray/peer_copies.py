@@ -1,12 +1,13 @@
 """Copies of the trainers' states in the memory of other processes, from which lost trainers are replaced
 (--peer-checkpoint-interval).
 
-A holder on each node (slime.ray.copy_holder) has the copies of the ranks of its own node, and with several nodes those
-of the node before it too, so that a node may be lost with its holder. The copies of one rollout count when those of
-all ranks are there; only then are older ones given up, so a loss on the way leaves the ones before.
+A holder on each node (`CopyHolder`) has the copies of the ranks of its own node, and with several nodes those of the
+node before it too, so that a node may be lost with its holder. The copies of one rollout count when those of all ranks
+are there; only then are older ones given up, so a loss on the way leaves the ones before.
 
-`PeerCopies` is the driver's side. It knows which ranks there are and where they sit; what a state is made of, the
-trainer knows (slime.backends.megatron_utils.checkpoint.rank_state).
+`PeerCopies` is the driver's side; `send_state` and `take_state` run in the trainers, which know what a state is made
+of (slime.backends.megatron_utils.checkpoint.rank_state). Holders import this module, too: it imports next to nothing,
+so that they start at once and their memory is that of the copies.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.ray.actor_group import RayTrainGroup
-from slime.ray.copy_holder import CopyHolder
-from slime.ray.gpu_turns import GpuTurns
-from slime.ray.peer_state import owners_of
-from slime.ray.utils import ActorLost, actor_env, get
+from slime.ray.utils import ActorFailure, ActorLost, actor_env, get
+from slime.utils.progress_counts import went_on
+
+if TYPE_CHECKING:
+    from slime.ray.actor_group import RayTrainGroup
+    from slime.ray.run_parts import GpuTurns
 
 logger = logging.getLogger(__name__)
 ASK_DEADLINE_S = 60.0
@@ -139,3 +141,137 @@ class PeerCopies:
         except (ActorLost, TimeoutError) as error:
             logger.warning("%s", error)
             return None
+
+
+PIECE_BYTES = 256 * 1024**2
+PIECE_DEADLINE_S = 600.0
+
+
+def owners_of(role: str, world_size: int) -> list[str]:
+    """The names of the ranks of a role, in order: another number of ranks has others, for it cannot use the copies."""
+    return [f"{role} {rank} of {world_size}" for rank in range(world_size)]
+
+
+def send_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) -> int:
+    """Give each holder a copy of a trainer's state behind a rollout.
+
+    Args:
+        trainer: has `state_tensors` and `state_values` (`MegatronTrainActor`).
+        rollout_id: which.
+        owner: what the copy is kept under.
+        holders: handles of `CopyHolder`s; one that is lost gets none.
+
+    Returns:
+        bytes of one copy.
+    """
+    left, num_bytes = list(holders), 0
+    left = _tell(left, "begin", rollout_id, owner)
+    for piece in pieces_of(trainer.state_tensors(), PIECE_BYTES):
+        left = _tell(left, "keep", rollout_id, owner, piece)
+        num_bytes += sum(array.nbytes for array in piece.values())
+    _tell(left, "complete", rollout_id, owner, trainer.state_values())
+    return num_bytes
+
+
+def take_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) -> None:
+    """Have a trainer go on with the copy that a holder has of its state.
+
+    Args:
+        trainer: has `restore_state` (`MegatronTrainActor`).
+        rollout_id: see `send_state`. owner: see `send_state`.
+        holders: those that have the copy; the next one is asked where one is lost.
+
+    Raises:
+        ActorLost: all of them are.
+    """
+    for number, holder in enumerate(holders):
+        try:
+            values, count = get(holder.rest.remote(rollout_id, owner), "a copy of the state", PIECE_DEADLINE_S)
+            trainer.restore_state(_fetched(holder, rollout_id, owner, count), values)
+            return
+        except ActorLost as error:
+            if number + 1 == len(holders):
+                raise
+            logger.warning("%s", error)
+    raise ActorFailure(f"no process holds a copy of the state of {owner} behind rollout {rollout_id}")
+
+
+def pieces_of(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[Piece]:
+    """Name -> bytes, as many tensors at a time as have `limit` bytes together, one at least."""
+    from slime.backends.megatron_utils.checkpoint.rank_state import (
+        bytes_of,  # the driver imports this module, without torch
+    )
+
+    piece: Piece = {}
+    size = 0
+    for name, tensor in tensors:
+        if piece and size + tensor.nbytes > limit:
+            yield piece
+            piece, size = {}, 0
+        piece[name] = bytes_of(tensor)
+        size += tensor.nbytes
+    if piece:
+        yield piece
+
+
+def _fetched(holder: Any, rollout_id: int, owner: str, count: int) -> Iterator[Piece]:
+    for number in range(count):
+        what = f"piece {number} of {count} of a copy of the state"
+        yield get(holder.piece.remote(rollout_id, owner, number), what, PIECE_DEADLINE_S)
+        went_on("state pieces")
+
+
+def _tell(holders: list[Any], method: str, *values: Any) -> list[Any]:
+    """Call a method of each; returns those that are there."""
+    calls = [(holder, getattr(holder, method).remote(*values)) for holder in holders]
+    there = []
+    for holder, ref in calls:
+        try:
+            get(ref, "a holder to take a piece of the state", PIECE_DEADLINE_S)
+            there.append(holder)
+        except (ActorLost, TimeoutError) as error:  # one that hangs is as good as lost
+            logger.warning("%s", error)
+    went_on("state pieces")
+    return there
+
+
+Piece = dict[str, Any]  # Name -> array of bytes.
+
+
+class CopyHolder:
+    """What it is given, by rollout and owner. An owner is a rank of a role."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+        self._rest: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+
+    def begin(self, rollout_id: int, owner: str) -> None:
+        """Forget what an owner has begun to give of a rollout."""
+        self._pieces[rollout_id].pop(owner, None)
+        self._rest[rollout_id].pop(owner, None)
+
+    def keep(self, rollout_id: int, owner: str, piece: Piece) -> None:
+        """Take one piece; what arrives lies in Ray's object store, and goes when its sender does."""
+        self._pieces[rollout_id][owner].append({name: array.copy() for name, array in piece.items()})
+
+    def complete(self, rollout_id: int, owner: str, rest: dict[str, Any]) -> None:
+        """Take what is no tensor; the owner's copy is whole now."""
+        self._rest[rollout_id][owner] = rest
+
+    def whole(self) -> dict[int, list[str]]:
+        """Rollout -> owners whose copies are whole."""
+        return {rollout_id: sorted(rest) for rollout_id, rest in self._rest.items()}
+
+    def rest(self, rollout_id: int, owner: str) -> tuple[dict[str, Any], int]:
+        """What is no tensor of an owner's copy, and the number of its pieces."""
+        return self._rest[rollout_id][owner], len(self._pieces[rollout_id][owner])
+
+    def piece(self, rollout_id: int, owner: str, number: int) -> Piece:
+        """One piece of an owner's copy."""
+        return self._pieces[rollout_id][owner][number]
+
+    def keep_only(self, rollout_id: int) -> None:
+        """Give up the copies of other rollouts."""
+        for copies in (self._pieces, self._rest):
+            for other in [number for number in copies if number != rollout_id]:
+                del copies[other]

@@ -1,16 +1,21 @@
 """Connecting to Ray and reserving the slots of a run: one placement group, and who sits in which of its bundles.
 
-A slot is a GPU on CUDA and one unit of the custom resource `slime_slot` on CPU. It does not start actors.
+A slot is a GPU on CUDA and one unit of the custom resource `slime_slot` on CPU.
 
 Layout of the bundles (sorted by node address, then GPU id):
     train only      trainers 0 .. actor-1
-    separate        trainers 0 .. actor-1, engines behind them
+    separate        trainers 0 .. actor-1, then the engines
     --colocate      trainers and engines share the bundles from 0 on
 A managed reward model (--reward-model-path) comes last, with bundles of its own.
+
+After a loss (`usable`) Ray gives a slot of a lost node another place as soon as the cluster has one. Where that does
+not happen in time, whole copies of the model are left out (--elastic-dp): fewer data-parallel ranks share the same
+global batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import logging
 import os
@@ -20,7 +25,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,23 +39,24 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError
 
 from slime.config.args import Args
+from slime.config.rules.batch import check_micro_batches
 from slime.plan.layout import slot_layout
-from slime.ray.utils import SLOT_RESOURCE, get, in_bundle, slot_options
+from slime.ray.utils import SLOT_RESOURCE, ActorFailure, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
 from slime.utils.host_memory import address_limit
 from slime.utils.network import out_of_reach
-from slime.utils.run_records import RAY_PREFIX
-from slime.utils.wait import wait
+from slime.utils.sweeper import RAY_PREFIX
+from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_DEADLINE_S = 600.0
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
+# Of address space that processes take at least: with a tiny model on CPU 2.6 GB are too little for a trainer.
 BESIDE_STORE = 3 * 10**9
-"""Of address space that processes take at least: with a tiny model on CPU 2.6 GB are too little for a trainer."""
+# Of the folder of a Ray: the path of a socket has 107 bytes, and Ray's own part of it takes the rest.
 LONGEST_PARENT = 20
-"""Of the folder of a Ray: the path of a socket has 107 bytes, and Ray's own part of it takes the rest."""
 
 
 class Slot(NamedTuple):
@@ -77,8 +83,7 @@ class Placement:
     group: Any
     trainer_bundles: list[int]
     engine_bundles: list[int]
-    nodes: dict[int, str]
-    """Bundle -> address of its node."""
+    nodes: dict[int, str]  # Bundle -> address of its node.
 
     @property
     def engine_slots(self) -> list[Slot]:
@@ -101,45 +106,43 @@ def connect_ray(args: Args) -> Path | None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray runs workers at nice 15 by default: on a busy machine trainers and engines would starve.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
-    if address:
-        if refusal := _unreachable(address):
-            raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({refusal}); unset it or start one")
-        try:
-            _init(address=address, **options)
-        except AuthenticationError:
-            raise UsageError(
-                f"RAY_ADDRESS={address}: this Ray asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH "
-                "to the file that holds it, as where that Ray was started"
-            ) from None
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({error}); unset it or start one") from None
-        if not is_token_auth_enabled():
-            logger.warning(
-                "the Ray at %s asks for no token: whoever reaches it has your rights; start it with "
-                "RAY_AUTH_MODE=token (docs/security.md)",
-                address,
-            )
-    else:
-        check_address_space(address_limit(), resolve_object_store_memory(estimate_available_memory()))
-        # A Ray of our own finds the machine's GPUs by itself; slots it has to be told.
-        resources = {resource: float(asked)} if args.accelerator == "cpu" else None
-        folder = _private_folder()
-        options |= {"resources": resources, "include_dashboard": False, "_temp_dir": str(folder / "ray")}
-        try:
+    with ExitStack() as connecting:
+        if address:
+            _join(address)
+        else:
+            check_address_space(address_limit(), resolve_object_store_memory(estimate_available_memory()))
+            folder = _private_folder()
+            connecting.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody else knows of it yet
+            connecting.callback(ray.shutdown)
+            # A Ray of our own finds the machine's GPUs by itself; it has to be told of slots.
+            resources = {resource: float(asked)} if args.accelerator == "cpu" else None
             with _on_this_machine():
-                _init(address="local", **options)
-        except BaseException:  # nobody else knows of the folder yet
-            ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    available = int(ray.cluster_resources().get(resource, 0))
-    if available < asked:
-        if folder is not None:
-            ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
-        raise UsageError(slot_shortage(asked, available, resource, started_here=not address))
+                _init(address="local", resources=resources, include_dashboard=False, _temp_dir=str(folder / "ray"))
+        available = int(ray.cluster_resources().get(resource, 0))
+        if available < asked:
+            raise UsageError(slot_shortage(asked, available, resource, started_here=not address))
+        connecting.pop_all()
     return folder
+
+
+def _join(address: str) -> None:
+    if refusal := _unreachable(address):
+        raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({refusal}); unset it or start one")
+    try:
+        _init(address=address)
+    except AuthenticationError:
+        raise UsageError(
+            f"RAY_ADDRESS={address}: this Ray asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH "
+            "to the file that holds it, as where that Ray was started"
+        ) from None
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({error}); unset it or start one") from None
+    if not is_token_auth_enabled():
+        logger.warning(
+            "the Ray at %s asks for no token: whoever reaches it has your rights; start it with "
+            "RAY_AUTH_MODE=token (docs/security.md)",
+            address,
+        )
 
 
 def check_address_space(limit: int | None, store: int) -> None:
@@ -209,7 +212,7 @@ def _on_this_machine() -> Iterator[None]:
 def _init(**options: Any) -> None:
     """ray.init, which takes SIGTERM for itself, without that: ending a run is the driver's business."""
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(**options)
+    ray.init(logging_level=logging.ERROR, log_to_driver=True, **options)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
@@ -237,11 +240,6 @@ def create_placement(args: Args) -> Placement:
     nodes = _nodes_of(group)
     order = _sorted_bundles(group, nodes, args.accelerator)
     return Placement(group, order[: layout.num_trainers], [order[slot] for slot in layout.engine_slots], nodes)
-
-
-def remove_placement(placement: Placement) -> None:
-    """Give the slots back."""
-    ray.util.remove_placement_group(placement.group)
 
 
 def _nodes_of(group: Any) -> dict[int, str]:
@@ -278,3 +276,67 @@ def _gpu_ids(group: Any, num_bundles: int) -> list[int]:
 
 def _first_gpu_id() -> int:
     return int(ray.get_gpu_ids()[0])
+
+
+RETURN_S = 30.0  # How long slots may take to come back before a run shrinks.
+
+
+def usable(placement: Placement, args: Args) -> tuple[Placement, Any]:
+    """The slots that trainers can take now, and the flags with their number.
+
+    Args:
+        placement: that of the whole run.
+        args: of the attempt; reads `elastic_dp`, the parallel sizes and the batch.
+
+    Raises:
+        ActorFailure: there are too few.
+    """
+    bundles = placement.trainer_bundles
+    deadline_s = RETURN_S if args.elastic_dp else PLACEMENT_DEADLINE_S
+    try:
+        wait("the slots of the trainers", deadline_s, lambda: len(_placed(placement)) == len(bundles))
+    except WaitTimeout:
+        logger.warning("%d of %d trainer slots did not come back in %.0f s", *_missing(placement), deadline_s)
+    left = _placed(placement)
+    size = len(left) if len(left) == len(bundles) else 0
+    if not size and args.elastic_dp:
+        size = largest_world(args, len(left))
+    if not size:
+        remedy = "no smaller layout has room in them" if args.elastic_dp else "--elastic-dp goes on with fewer"
+        raise ActorFailure(f"{len(left)} of {len(bundles)} trainer slots are left ({remedy}); start the run again")
+    if size < len(bundles):
+        logger.warning("the run goes on with %d of %d trainer ranks (--elastic-dp)", size, len(bundles))
+    return dataclasses.replace(placement, trainer_bundles=left[:size]), sized(args, size)
+
+
+def largest_world(args: Args, slots: int) -> int:
+    """The most ranks, `slots` or fewer, that are whole copies of the model and can share a train step; 0 if none."""
+    copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = args.expert_model_parallel_size * expert_tensor * args.pipeline_model_parallel_size
+    for size in range(slots, 0, -1):
+        if size % copy == 0 and size % experts == 0 and not list(check_micro_batches(sized(args, size))):
+            return size
+    return 0
+
+
+def sized(args: Args, size: int) -> Any:
+    """The flags with so many trainer ranks."""
+    copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if size == args.actor_num_nodes * args.actor_num_gpus_per_node:
+        return args
+    return args.replace(
+        actor_num_nodes=1, actor_num_gpus_per_node=size, world_size=size, data_parallel_size=size // copy
+    )
+
+
+def _placed(placement: Placement) -> list[int]:
+    """The trainers' bundles that are on nodes which live, in order."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    nodes: dict[int, str] = ray.util.placement_group_table(placement.group)["bundles_to_node_id"]
+    return [bundle for bundle in placement.trainer_bundles if nodes[bundle] in alive]
+
+
+def _missing(placement: Placement) -> tuple[int, int]:
+    total = len(placement.trainer_bundles)
+    return total - len(_placed(placement)), total

@@ -1,7 +1,15 @@
-"""What watches over a run from its first to its last moment: the mark of its processes, the sweeper that ends what is
-left of them, the watch over Ray, and the watchdog that notices a stall.
+"""The supervision of a run from its first to its last moment: the mark of its processes, the sweeper that ends what is
+left of them, the watch over Ray, and the watchdog that notices a stall (slime.ray.stalls).
 
-`TrainingRun` tells it when Ray and the rollout manager are there; everything else it finds out by itself.
+`TrainingRun` says when Ray and the rollout manager are there; the guard finds out everything else by itself.
+
+Ray (2.55) reports its own loss to its driver late, or never: a raylet that was killed shows as an actor that "is
+unavailable" or died, one that is stopped not at all, and calls that need it block whatever timeout they are given
+(`ray.get`, `ray.put`, `ray.shutdown`); a GCS that was killed ends the driver after 60 s without a word of the run's.
+So a thread (`RayWatch`) looks at both. Raylets of other nodes are the GCS's business, which declares their nodes dead
+(`ActorLost`).
+
+Wait graph: a look waits `ANSWER_S` for the GCS; nobody waits for the watch but `stop`, for one look.
 """
 
 from __future__ import annotations
@@ -12,27 +20,29 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import psutil
 import ray
+from ray import NodeID
 
 from slime.observability.phases import Phase, Phases
-from slime.ray import progress_board, stall_report
-from slime.ray.ray_watch import Loss, RayLost, RayWatch
-from slime.ray.stall_watch import StallWatch
+from slime.ray import stalls
+from slime.ray.stalls import StallWatch
 from slime.ray.utils import get, interrupt_main
 from slime.utils import stacks
+from slime.utils.processes import MARK, begin_run
 from slime.utils.progress_counts import counts
-from slime.utils.run_processes import MARK, begin_run
 from slime.utils.sweeper import Sweeper, sweep_dead_runs
 
 logger = logging.getLogger(__name__)
 
 ASK_MANAGER_S = 20.0
+# How long a run that has to end may take for that by itself; without Ray there is little that it could still do.
 LEAVE_S, LEAVE_RAY_S = 60.0, 10.0
-"""How long a run that has to end may take for that by itself; without Ray there is little that it could still do."""
 EXIT_FAILED = 1
 
 
@@ -61,8 +71,8 @@ class RunGuard:
         self._ray_watch: RayWatch | None = None
         self._logs_of_ray = output_dir / "logs" / "ray"
         self._end_anyway: threading.Timer | None = None
+        # Why the Ray that the run is in must not be called any more: calls may block for ever.
         self.lost_ray: RayLost | None = None
-        """Why the Ray that the run is in must not be called any more: calls may block for ever."""
         for sentence in sweep_dead_runs():
             logger.warning("%s", sentence)
         self.run = begin_run()
@@ -111,7 +121,7 @@ class RunGuard:
             self._watch = None
             interrupt_main(None)
         if ray.is_initialized() and self.lost_ray is None:
-            progress_board.clear(self.run)
+            stalls.clear_progress(self.run)
 
     def shut_ray_down(self) -> None:
         """Do what `ray.shutdown` does, where Ray can still do it; without it the process ends as well."""
@@ -161,22 +171,21 @@ class RunGuard:
     # ---- the watchdog
 
     def _look(self) -> Any:
-        board = progress_board.read(self.run)
+        board = stalls.read_progress(self.run)
         done = {name: (said.get("counts"), said.get("begun")) for name, said in board.items()}
         return done, counts()
 
     def _engine_state(self) -> dict[str, Any]:
         if (manager := self._manager()) is None:
             return {}
-        found: dict[str, Any] = get(manager.engine_state.remote(), "the state of the engines", ASK_MANAGER_S)
-        return found
+        return get(manager.engine_state.remote(), "the state of the engines", ASK_MANAGER_S)
 
     def _report(self, phase: Phase, limit_s: float) -> None:
-        path = self._output_dir / stall_report.FILE
-        headline = stall_report.headline(phase, limit_s, self._stopped())
+        path = self._output_dir / stalls.FILE
+        headline = stalls.headline(phase, limit_s, self._stopped())
         message = f"{headline}: what every process is doing is in {path}"
         logger.error("%s", message)
-        stall_report.write_report(path, headline, self._sections())
+        stalls.write_report(path, headline, self._sections())
         if self._on_stall == "report":
             logger.error("the run goes on waiting (--on-stall report)")
             return
@@ -185,27 +194,27 @@ class RunGuard:
 
     def _stopped(self) -> list[str]:
         try:
-            board = progress_board.read(self.run)
+            board = stalls.read_progress(self.run)
         except Exception as error:  # noqa: BLE001 - a boundary: who cannot be asked must not keep the report away
             logger.warning("processes cannot be named: %s", error)
             board = {}
-        return stall_report.stopped_processes(self.run, board)
+        return stalls.stopped_processes(self.run, board)
 
     def _sections(self) -> dict[str, Any]:
         directory = str(self._output_dir)
 
         def board() -> dict[str, Any]:
-            return progress_board.read(self.run)
+            return stalls.read_progress(self.run)
 
         return {
             "Phases so far": lambda: "\n".join(self._phases.history()),
-            "Progress": lambda: stall_report.progress_lines(board()),
-            "Engines and their queues": lambda: stall_report.engine_lines(self._engine_state()),
-            "Collectives of the trainer": lambda: stall_report.collective_lines(board()),
-            "This node: memory, and every process of the run": lambda: stall_report.of_node(
+            "Progress": lambda: stalls.progress_lines(board()),
+            "Engines and their queues": lambda: stalls.engine_lines(self._engine_state()),
+            "Collectives of the trainer": lambda: stalls.collective_lines(board()),
+            "This node: memory, and every process of the run": lambda: stalls.of_node(
                 self.run, directory, [os.getpid()]
             ),
-            "Other nodes": lambda: stall_report.of_other_nodes(self.run, directory),
+            "Other nodes": lambda: stalls.of_other_nodes(self.run, directory),
         }
 
 
@@ -220,3 +229,131 @@ def _exit_at_once() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(EXIT_FAILED)
+
+
+PERIOD_S = 1.0
+ANSWER_S = 5.0
+# How long the raylet may be stopped, or the GCS not answer, before Ray counts as lost: it may come back.
+SILENT_S = 30.0
+
+
+class RayLost(RuntimeError):
+    """The Ray that the run is in does not work any more; the message says what of it, and where its log is."""
+
+
+class Loss(NamedTuple):
+    """A part of Ray that does not work, as a clause, and the file of Ray's logs that may say why."""
+
+    what: str
+    log: str
+
+
+class RayWatch:
+    """A watch over the raylet of this node and over the GCS.
+
+    Args:
+        on_loss: called once, in the watch's thread.
+        processes: those of them that are on this node, by name.
+        is_known: whether the GCS counts this node as alive; raises when it does not answer.
+        node: address of this node.
+        clock: seconds, from anywhere.
+    """
+
+    def __init__(
+        self,
+        on_loss: Callable[[Loss], None],
+        processes: Mapping[str, psutil.Process],
+        is_known: Callable[[], bool],
+        node: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_loss = on_loss
+        self._processes = processes
+        self._is_known = is_known
+        self._node = node
+        self._clock = clock
+        self._last_look = clock()
+        self._silent_s = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray-watch", daemon=True)
+
+    @classmethod
+    def of_this_node(cls, on_loss: Callable[[Loss], None]) -> Self:
+        """Return the watch over the Ray that this process is connected to."""
+        node, client = ray._private.worker._global_node, ray._private.worker.global_worker.gcs_client
+        words = {
+            "raylet": f"--raylet_socket_name={node.raylet_socket_name}",
+            "gcs_server": f"--log_dir={node.get_logs_dir_path()}",
+        }
+        processes = {}
+        for process in psutil.process_iter(["name", "cmdline"]):
+            name = process.info["name"]
+            if name in words and words[name] in (process.info["cmdline"] or []):
+                processes[name] = process
+        node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
+        return cls(
+            on_loss,
+            processes,
+            lambda: client.check_alive([node_id], timeout=ANSWER_S)[0],
+            ray.util.get_node_ip_address(),
+        )
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End. To be called before Ray is shut down."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * ANSWER_S)
+
+    def gone(self) -> Loss | None:
+        """Return which process has ended, at once and without asking anybody."""
+        for name, process in self._processes.items():
+            if _status(process) in (None, psutil.STATUS_ZOMBIE):
+                return Loss(f"{self._title(name)} is gone (dmesg says whether the kernel ended it)", f"{name}.out")
+        return None
+
+    def look(self) -> Loss | None:
+        """Look once; returns what is lost, also what has been silent for too long."""
+        # A driver that was stopped itself must not count that time as Ray's silence.
+        passed_s = min(self._clock() - self._last_look, ANSWER_S + PERIOD_S)
+        self._last_look = self._clock()
+        if (loss := self.gone()) is not None:
+            return loss
+        if (silent := self._silent()) is None:
+            self._silent_s = 0.0
+            return None
+        if not self._silent_s:
+            logger.warning("%s; the run waits %.0f s for it", silent.what, SILENT_S)
+        self._silent_s += passed_s
+        return Loss(f"{silent.what} for {SILENT_S:.0f} s", silent.log) if self._silent_s >= SILENT_S else None
+
+    def _silent(self) -> Loss | None:
+        for name, process in self._processes.items():
+            if _status(process) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                return Loss(f"{self._title(name)} has been stopped (SIGCONT lets it go on)", f"{name}.out")
+        try:
+            if not self._is_known():
+                return Loss(f"Ray's GCS has counted this node ({self._node}) as dead", "gcs_server.out")
+        except Exception as error:  # noqa: BLE001 - Ray's own error classes for this are private
+            return Loss(f"Ray's GCS has not answered ({str(error).partition(chr(10))[0]})", "gcs_server.out")
+        return None
+
+    def _title(self, name: str) -> str:
+        what = "GCS" if name == "gcs_server" else name
+        return f"Ray's {what} (process {self._processes[name].pid} on {self._node})"
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD_S):
+            if (loss := self.look()) is not None:
+                self._on_loss(loss)
+                return
+
+
+def _status(process: psutil.Process) -> str | None:
+    """Return the status of a process; None once it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() if process.is_running() else None
+    return None

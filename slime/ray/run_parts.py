@@ -1,14 +1,17 @@
-"""What a training run is made of: the rollout manager with its engines, the trainers, and the turns that these take on
-GPUs. They are started, started again after a loss, and ended here.
+"""What a training run is made of: the rollout manager with its engines, the trainers, and whose turn it is on the GPUs
+that they share. They are started, started again after a loss, and ended here, in the order that `TrainingRun` decides.
 
-What is done with them, and in which order, knows `TrainingRun`; this knows no rollout and no weights.
+Wait graph of the start: the engines wait for nobody. Trainers load (processes, imports) meanwhile in any case; where
+they share memory with engines they are built only when these run, for engines count on all memory that is free when
+they start. Whichever fails first ends the start with its error.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,11 @@ import ray
 
 from slime.config.args import Args, with_run_keys
 from slime.config.rules.batch import check_schedule_length, check_warmup
-from slime.ray.actor_group import RayTrainGroup
-from slime.ray.checkpoints import STATE_DEADLINE_S
-from slime.ray.elastic import usable
-from slime.ray.gpu_turns import GpuTurns
-from slime.ray.placement_group import connect_ray, create_placement
-from slime.ray.released_trainers import ReleasedTrainGroup
-from slime.ray.resume_point import resumed, settle_checkpoint
+from slime.ray.actor_group import Beside, RayTrainGroup, ReleasedTrainGroup
+from slime.ray.checkpoints import STATE_DEADLINE_S, resumed, settle_checkpoint
+from slime.ray.placement_group import connect_ray, create_placement, usable
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, LOAD_DEADLINE_S, RolloutManager
-from slime.ray.start import start_side_by_side
+from slime.ray.rollout.servers import MEMORY_DEADLINE_S
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, on_this_node
 from slime.utils.errors import UsageError
 
@@ -209,3 +208,142 @@ def try_to_end(what: str, action: Callable[[], Any]) -> None:
         action()
     except Exception as error:  # noqa: BLE001 - the boundary: one part that does not end must not keep the others
         logger.warning("ending %s: %s", what, error)
+
+
+START_DEADLINE_S = 1800.0
+WITHOUT_TRAINERS: dict[str, Any] = {
+    "start_rollout_id": 0,
+    "parallel_config": {"dp_size": 1, "cp_size": 1},
+    "warnings": [],
+}
+
+
+def start_side_by_side(
+    groups: Sequence[RayTrainGroup], turns: GpuTurns, engines: ray.ObjectRef, *, what: str
+) -> dict[str, Any]:
+    """Start the trainers beside engines that are starting; returns when all of them run.
+
+    Args:
+        groups: in the order in which they take the GPU, the actor last; none without trainers.
+        turns: whose turn it is on GPUs that several share.
+        engines: their start, which is under way.
+        what: what that is called in an error.
+
+    Returns:
+        what the actor's rank 0 says of its start, with the warnings of all; `WITHOUT_TRAINERS` without any.
+    """
+    loading = {ref: name for group in groups for ref, name in group.load().items()}
+    if turns.engines_leave:
+        get(engines, what, START_DEADLINE_S, beside=loading)
+    started = turns.start_trainers(groups, {engines: what}) if groups else [WITHOUT_TRAINERS]
+    get(engines, what, START_DEADLINE_S)
+    return {**started[-1], "warnings": [warning for one in started for warning in one["warnings"]]}
+
+
+MOVE_DEADLINE_S = MEMORY_DEADLINE_S + 600.0  # engines that do not answer in time are ended then
+
+
+class GpuTurns:
+    """The turns of one run.
+
+    Args:
+        args: reads `colocate`, `offload_train`, `offload_rollout`, `release_train`.
+        manager: the rollout manager's actor.
+    """
+
+    def __init__(self, args: Args, manager: Any) -> None:
+        self.trainers_leave: bool = args.offload_train or args.release_train
+        self.engines_leave: bool = args.offload_rollout and args.colocate
+        self._leave_to_engines: bool = args.colocate or args.release_train
+        self._manager = manager
+        self._awake: RayTrainGroup | None = None
+        self._engines_have: set[str] = {"weights", "kv"}
+        self._metrics: dict[str, float] = {}
+
+    def start_trainers(self, groups: Sequence[RayTrainGroup], beside: Beside | None = None) -> list[dict[str, Any]]:
+        """Start trainer groups side by side, or in turn where they leave the GPU to each other; the last one stays.
+
+        Engines are to be running when they release memory: trainers are built in what that leaves free.
+
+        Args:
+            groups: which.
+            beside: what else is under way, and ends the waits for them when it fails.
+
+        Returns:
+            what `RayTrainGroup.wait_started` does, of each.
+        """
+        self._engines_out()
+        if not self.trainers_leave:
+            for group in groups:
+                group.start(beside)
+            return [group.wait_started(beside) for group in groups]
+        found = []
+        for group in groups:
+            self._trainers_out()
+            group.start(beside)
+            found.append(group.wait_started(beside))
+            self._awake = group
+        return found
+
+    def trainers_are_lost(self) -> None:
+        """Their memory is free; the engines have what they had."""
+        self._awake = None
+
+    def to_trainer(self, group: RayTrainGroup) -> None:
+        """Let this group compute."""
+        self._engines_out()
+        if self.trainers_leave and self._awake is not group:
+            self._trainers_out()
+            self._count(group.wake_up(), group)
+            self._awake = group
+
+    def to_weight_sync(self, actor: RayTrainGroup) -> None:
+        """Let the actor send its weights to the engines."""
+        self.to_trainer(actor)
+        self._engines_in("weights")
+
+    def to_engines(self) -> None:
+        """Let the engines generate."""
+        if self._leave_to_engines:
+            self._trainers_out()
+        self._engines_in("weights")
+        self._engines_in("kv")
+
+    def take_metrics(self) -> dict[str, float]:
+        """Times and memory of the moves since the last call; times of several moves are summed."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def _trainers_out(self) -> None:
+        if self.trainers_leave and self._awake is not None:
+            self._count(self._awake.sleep(), self._awake)
+            self._awake = None
+
+    def _engines_out(self) -> None:
+        if self.engines_leave and "kv" in self._engines_have:
+            start = time.monotonic()
+            get(self._manager.offload.remote(), "the engines to release their GPU memory", MOVE_DEADLINE_S)
+            self._engines_have.clear()
+            self._add("perf/engine_release_time", time.monotonic() - start)
+
+    def _engines_in(self, kind: str) -> None:
+        if self.engines_leave and kind not in self._engines_have:
+            start = time.monotonic()
+            onload = {"weights": self._manager.onload_weights, "kv": self._manager.onload_kv}[kind]
+            get(onload.remote(), f"the engines to take GPU memory for {kind}", MOVE_DEADLINE_S)
+            self._engines_have.add(kind)
+            self._add("perf/engine_resume_time", time.monotonic() - start)
+
+    def _count(self, metrics: dict[str, float], group: RayTrainGroup) -> None:
+        """Add a move's metrics; those of the critic have its name, and its memory is not told."""
+        if group.role == "critic":
+            times = {name: value for name, value in metrics.items() if name.startswith("perf/")}
+            metrics = {name.replace("perf/", "perf/critic_"): value for name, value in times.items()}
+        for name, value in metrics.items():
+            if name.startswith("perf/"):
+                self._add(name, value)
+            else:
+                self._metrics[name] = value
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + seconds

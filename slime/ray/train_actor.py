@@ -19,10 +19,9 @@ from slime.config.args import Args
 from slime.config.roles import Role
 from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.observability.memory_metrics import memory_after
-from slime.ray import progress_board
-from slime.ray.peer_state import owners_of, send_state, take_state
-from slime.ray.ray_actor import RayActor
-from slime.ray.utils import check_network, redirect_output
+from slime.ray import stalls
+from slime.ray.peer_copies import owners_of, send_state, take_state
+from slime.ray.utils import RayActor, check_network, redirect_output
 from slime.utils import accelerator, stacks
 from slime.utils.api_keys import use_keys
 from slime.utils.collective_state import CollectiveState
@@ -32,8 +31,7 @@ from slime.utils.private_files import use_private_temp_dir
 
 logger = logging.getLogger(__name__)
 
-NAMES: dict[Role, str] = {"actor": "trainer", "critic": "critic"}
-"""What the ranks of a role are called in logs."""
+NAMES: dict[Role, str] = {"actor": "trainer", "critic": "critic"}  # What the ranks of a role are called in logs.
 
 
 class TrainRayActor(RayActor):
@@ -46,7 +44,7 @@ class TrainRayActor(RayActor):
         configure_logger(self._name)
         stacks.can_be_asked()
         use_keys(vars(args).get("run_keys"))
-        progress_board.publish(self._name, CollectiveState().look)
+        stalls.publish_progress(self._name, CollectiveState().look)
         self.args, self.rank, self.world_size, self._role = args, rank, world_size, role
         self._actor: Any = None
         self._has_trained = False
@@ -135,7 +133,7 @@ class TrainRayActor(RayActor):
         return str(ray.get_runtime_context().get_node_id())
 
     def copy_state(self, rollout_id: int, holders: list[Any]) -> int:
-        """Give holders (`slime.ray.copy_holder.CopyHolder`) a copy of this rank's state; returns its bytes.
+        """Give holders (`slime.ray.peer_copies.CopyHolder`) a copy of this rank's state; returns its bytes.
 
         A holder that is lost gets none; the copies of the others count.
         """
@@ -159,8 +157,7 @@ class TrainRayActor(RayActor):
 
     def export_problem(self) -> str | None:
         """Why the last save's HF export was not written, if its disk is full."""
-        problem: str | None = self._actor.export_problem
-        return problem
+        return self._actor.export_problem
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int) -> None:
         """Hand the engines to the weight updater."""

@@ -1,16 +1,20 @@
-"""Waiting on Ray references, and what every Ray actor of a run is created with.
+"""Waiting on Ray references, and what every Ray actor of a run is created with and has in common.
 
 `get` is the only way this package waits for a result: it has a deadline, names what it waited for, and surfaces the
-first actor that failed instead of waiting for its peers. It knows nothing about what the actors compute.
+first actor that failed instead of waiting for its peers.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slime.utils.errors import UsageError
 from slime.utils.host_memory import OutOfMemoryKills, killed_for_memory, too_few_addresses
+from slime.utils.misc import listen_anywhere
 from slime.utils.network import given_address, interface_problem
-from slime.utils.run_processes import MARK
+from slime.utils.processes import MARK
 
 POLL_S = 1.0
 FETCH_DEADLINE_S = 600.0  # of a result that is there, perhaps on another node
@@ -214,3 +219,51 @@ def redirect_output(path: str | Path, *, stdout: bool = True) -> None:
         os.dup2(file.fileno(), 2)
         if stdout:
             os.dup2(file.fileno(), 1)
+
+
+class RayActor:
+    """Base of the actors: where it runs, and a port of its own there.
+
+    `sys.exit()` in user code that a method calls is an error of that method. Ray would end the process, and the driver
+    would replace it as if its machine had failed.
+    """
+
+    _listener: socket.socket | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(cls, name, _exits_as_errors(method))
+
+    def node_address(self) -> str:
+        """The address at which other nodes reach this actor's node."""
+        return node_address()
+
+    def master_address(self) -> tuple[str, int]:
+        """(address, port) for a process group whose rank 0 is this actor.
+
+        The actor listens there from now on, so nobody takes the port before the group is formed.
+        """
+        address = self.node_address()
+        self._listener = listen_anywhere(address)
+        return address, self._listener.getsockname()[1]
+
+    def process_id(self) -> int:
+        """Process id of this actor, for messages and tests."""
+        return os.getpid()
+
+
+def _exits_as_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)  # Ray's marks on the method, too
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if hasattr(error, "ray_terminate_msg"):  # Ray itself ends the process
+                raise
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{place.name} ({place.filename}:{place.lineno})"
+            raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
+
+    return call

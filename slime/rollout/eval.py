@@ -17,7 +17,6 @@ import time
 from typing import Any
 
 from slime.config.args import Args
-from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten
 from slime.rollout.generation import GenerateState, generate_and_rm, sampling_seed
 from slime.rollout.sample_errors import SampleError
@@ -27,6 +26,7 @@ from slime.utils.data import Dataset
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.misc import SingletonMeta
+from slime.utils.progress_counts import progress_bar
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

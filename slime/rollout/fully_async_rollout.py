@@ -39,7 +39,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.args import Args
-from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
 from slime.rollout.eval import eval_rollout
@@ -52,6 +51,7 @@ from slime.rollout.weight_versions import WeightClock, is_too_old, oldest_versio
 from slime.utils import async_utils
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
+from slime.utils.progress_counts import progress_bar
 from slime.utils.types import Sample
 from slime.utils.wait import WaitTimeout
 

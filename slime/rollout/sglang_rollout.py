@@ -21,7 +21,6 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.config.args import Args
-from slime.observability.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
 from slime.rollout.eval import eval_rollout, eval_rollout_single_dataset
@@ -40,6 +39,7 @@ from slime.rollout.weight_versions import WeightClock, is_too_old
 from slime.utils import async_utils
 from slime.utils.errors import HttpError
 from slime.utils.misc import load_function
+from slime.utils.progress_counts import progress_bar
 from slime.utils.types import Sample
 
 __all__ = [

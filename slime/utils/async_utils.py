@@ -17,8 +17,7 @@ from slime.utils.misc import SingletonMeta
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-CANCEL_S = 60.0
-"""Until a task that was told to end has done so; what it awaits in its `finally` takes time."""
+CANCEL_S = 60.0  # Until a task that was told to end has done so; what it awaits in its `finally` takes time.
 
 
 class AsyncLoop(metaclass=SingletonMeta):
@@ -116,9 +115,8 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T] | Awaitab
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
-    except BaseException:
-        await cancel_all(tasks)
-        raise
+    finally:
+        await cancel_all(task for task in tasks if not task.done())
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:

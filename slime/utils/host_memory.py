@@ -14,6 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 _EVENTS = ("memory.events", "memory/memory.oom_control")
 _KERNEL = Path("/proc/vmstat")
+# What programs write whose address space is too small; in lower case or not.
 OUT_OF_ADDRESSES = (
     "MemoryError",
     "Cannot allocate memory",
@@ -23,7 +24,6 @@ OUT_OF_ADDRESSES = (
     "can't start new thread",
     "Resource temporarily unavailable",
 )
-"""What programs write whose address space is too small; in lower case or not."""
 
 
 def host_memory() -> int:

@@ -14,10 +14,9 @@ import psutil
 from slime.utils.env_flags import env_flag
 from slime.utils.errors import UsageError
 
-HOST_IP = "SLIME_HOST_IP"
-"""Environment variable: the address at which other hosts reach this one."""
+HOST_IP = "SLIME_HOST_IP"  # Environment variable: the address at which other hosts reach this one.
+# Environment variable: "1" where this host is reached at its IPv6 address, if it has one.
 PREFER_IPV6 = "SLIME_PREFER_IPV6"
-"""Environment variable: "1" where this host is reached at its IPv6 address, if it has one."""
 CONNECT_TIMEOUT_S = 10.0
 REMEDY = "in the environment of `ray start` on that host, or with --train-env-vars for trainers"
 

@@ -19,8 +19,8 @@ from slime.utils.errors import HttpError
 
 logger = logging.getLogger(__name__)
 
+# As long as a rollout may take: an engine may be lost while the trainer, whose weights another needs, works.
 DEADLINE_S = 24 * 3600.0
-"""As long as a rollout may take: an engine may be lost while the trainer, whose weights another needs, works."""
 
 
 class Outages:
@@ -101,5 +101,4 @@ def origin(url: str) -> str:
     return "/".join(url.split("/", 3)[:3])
 
 
-OUTAGES = Outages()
-"""Of this process."""
+OUTAGES = Outages()  # Of this process.

@@ -16,8 +16,8 @@ from typing import IO
 
 logger = logging.getLogger(__name__)
 
+# Modes of `open_new`: of files that others must not read, and that they must not write.
 PRIVATE, READABLE = 0o600, 0o644
-"""Modes of `open_new`: of files that others must not read, and that they must not write."""
 
 
 def make_own_directory(path: Path, *, forbidden: int = 0o077) -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
-_TAIL_BYTES = 1 << 18
-"""The end of metrics.jsonl in which the last rollout is looked for: a record has some kilobytes."""
+_TAIL_BYTES = 1 << 18  # The end of metrics.jsonl in which the last rollout is looked for: a record has some kilobytes.
 
 
 @dataclass(frozen=True)

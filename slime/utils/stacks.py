@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from slime.utils.run_processes import SHARED_MEMORY
+from slime.utils.processes import SHARED_MEMORY
 
 PY_SPY_S = 20.0
 ASK_S = 2.0

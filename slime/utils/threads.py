@@ -41,8 +41,7 @@ class DaemonThreads:
 
     def __init__(self, name: str, limit: int, *, kills_processes: bool = False) -> None:
         self.name, self.limit, self.kills_processes = name, limit, kills_processes
-        self.num_lost = 0
-        """Calls that were given up and have not come back."""
+        self.num_lost = 0  # Calls that were given up and have not come back.
         self._num_threads = self._num_idle = 0
         self._waiting: deque[_Call] = deque()
         self._changed = threading.Condition()
@@ -66,8 +65,7 @@ class DaemonThreads:
                 self._give_up(call)
         if not call.result.done():
             raise CallTimeout(f"it took more than {timeout_s:g} s")
-        result: T = call.result.result()
-        return result
+        return call.result.result()
 
     def _submit(self, call: _Call) -> None:
         with self._changed:

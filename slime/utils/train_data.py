@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TrainData(TypedDict):
-    """A whole rollout; written by slime.rollout.train_data, read and split by slime.ray.rollout.dp_split."""
+    """A whole rollout; written by slime.rollout.train_data, read and split by slime.ray.rollout.shares."""
 
     tokens: list[list[int]]
     """[S][prompt + R] token ids."""

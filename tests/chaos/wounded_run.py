@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from slime.observability import phases
-from slime.ray import stall_watch
-from slime.utils.run_processes import MARK, processes_of
+from slime.ray import stalls
+from slime.utils.processes import MARK, processes_of
 
 ROLLOUT = 1
 DELAY_S = {"generate": 0.3, "train": 0.2, "save": 0.02, "sync": 0.02, "eval": 0.2, "start": 1.0}
@@ -159,10 +159,10 @@ def main() -> None:
     if (
         name == "SIGSTOP"
     ):  # the quarter of an hour that a start may be silent for is for models that take minutes to read
-        stall_watch.SLOW["start"] = START_STALLS_S
-    from slime.ray import run as run_module
+        stalls.SLOW["start"] = START_STALLS_S
+    from slime.ray import lifetime
 
-    run_module.Phases = lambda: Wounding(part, phase, signal.Signals[name], output_dir)  # type: ignore[assignment,misc]
+    lifetime.Phases = lambda: Wounding(part, phase, signal.Signals[name], output_dir)  # type: ignore[assignment,misc]
     schedule = importlib.import_module(Path(driver).stem)
     from slime.ray.driver import drive
 

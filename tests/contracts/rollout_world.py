@@ -83,7 +83,7 @@ class World:
         manager = RolloutManager.__new__(RolloutManager)
         manager.args = self.args(letters, **changes)
         manager._data_source, manager._parallel_config = None, {"dp_size": 1, "cp_size": 1}
-        manager._finish = manager._replacements = manager._router_watch = None
+        manager._generated = manager._replacements = manager._router_watch = None
         manager._load_user_code()
         return manager
 

@@ -98,7 +98,7 @@ def train_as_rank(model: Path, rank: int, world_size: int, port: int) -> dict[st
 
     megatron_patch.apply("cuda")
     from slime.backends.megatron_utils.actor import MegatronTrainActor
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
     from slime.utils.memory_saver import outside_saver
     from tests.integration.trainer_world import make_train_data, trainer_args
 

@@ -124,7 +124,7 @@ def check_resumed(actor: Any, records: list[Any], out: Path) -> None:
 
 
 def share() -> dict[str, Any]:
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     args = SimpleNamespace(
         balance_data=False,

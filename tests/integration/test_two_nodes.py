@@ -26,9 +26,8 @@ from slime.backends.megatron_utils.update_weight import base
 from slime.backends.megatron_utils.update_weight.from_distributed import DistributedWeightUpdater
 from slime.backends.sglang_utils import server_control
 from slime.ray.placement_group import Placement, connect_ray, create_placement
-from slime.ray.ray_actor import RayActor
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
-from slime.ray.utils import actor_env, in_bundle, slot_options
+from slime.ray.utils import RayActor, actor_env, in_bundle, slot_options
 from slime.utils.network import PREFER_IPV6, given_address
 from tests.integration.launch import ROOT, grpo_flags, make_model, train, write_prompts
 from tests.integration.test_distributed_sync import cut, leave

@@ -92,7 +92,7 @@ def train(
     args: argparse.Namespace, check: Callable[..., None], *more: Any, num_rollouts: int = 1, dp_size: int = 1
 ) -> None:
     """Train `num_rollouts` times on one rollout in a world of TP x DP ranks, then check(actor, records, *more)."""
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     shares = split_train_data(args, make_train_data(), {"dp_size": dp_size, "cp_size": 1})
     run_world(dp_size * args.tensor_model_parallel_size, _rank, args, shares, num_rollouts, check, more)
@@ -106,7 +106,7 @@ def train_and_save(actor: Any, records: list[Any], out: Path) -> None:
 
 def train_once_more(actor: Any, records: list[Any], out: Path) -> None:
     """A check of `train` that trains on rollout 1 and writes (its records, the weights then) to `out`."""
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     (share,) = split_train_data(actor.args, make_train_data(), {"dp_size": 1, "cp_size": 1})
     torch.save((actor.train_on(1, share), parameters(actor)), out)

@@ -9,8 +9,10 @@ import pytest
 import train_async
 from slime.ray import checkpoints, engine_upkeep
 from slime.ray import run as run_module
-from slime.ray.gpu_turns import GpuTurns
-from slime.ray.run import RunPlan, TrainingRun
+from slime.ray.lifetime import RunPlan
+from slime.ray.rollout.shares import HOOKS_ON_SAMPLES
+from slime.ray.run import PendingRollout, TrainingRun
+from slime.ray.run_parts import GpuTurns
 from tests.unit.test_drivers import FakeRun, run_args
 
 _QUIET = {"eval_interval": None, "save": None}
@@ -137,6 +139,16 @@ def test_the_state_of_the_data_source_is_that_of_the_rollout_that_is_saved(monke
     for rollout_id in range(3):
         run.save_if_due(rollout_id)
     assert waited == ["save 0", "model 0", "save 1", "model 1", "save 2", "model 2"]
+
+
+def test_the_engines_keep_their_memory_until_a_hook_that_reads_the_samples_has_run(monkeypatch):
+    waited = []
+    for flags in ({}, {HOOKS_ON_SAMPLES[0]: "mine"}):
+        run = TrainingRun(run_args(**flags))
+        monkeypatch.setattr(run._upkeep, "wait", lambda ref, what: waited.append(ref))
+        run.wait_generated(PendingRollout("samples", "training data"))
+        waited.append("trained")
+    assert waited == ["samples", "trained", "samples", "training data", "trained"]
 
 
 def test_an_evaluation_is_logged_at_the_step_at_which_it_began(monkeypatch):

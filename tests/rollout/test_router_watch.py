@@ -13,11 +13,11 @@ import pytest
 from slime.backends.sglang_utils.server_control import Worker
 from slime.config.sglang.topology import ModelPlan
 from slime.ray.rollout import router as router_module
-from slime.ray.rollout import router_watch
+from slime.ray.rollout import watches
 from slime.ray.rollout.ports import is_free
 from slime.ray.rollout.router import Router
-from slime.ray.rollout.router_watch import RouterWatch
 from slime.ray.rollout.servers import ModelServers
+from slime.ray.rollout.watches import RouterWatch
 from slime.utils import http_utils
 from slime.utils.wait import wait
 from tests.chaos.wounded_run import is_of_part
@@ -63,7 +63,7 @@ def test_a_router_that_ends_comes_back_on_its_port_with_its_engines_but_not_for_
         watch.stop()
         watch.look()
         assert process_of(router).poll() is None, "nothing is wrong with it"
-        monkeypatch.setattr(router_watch, "MOST_RESTARTS", 1)
+        monkeypatch.setattr(watches, "MOST_RESTARTS", 1)
         one = RouterWatch([model])
         one._restarts.note()
         process_of(router).kill()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.ray.peer_state import pieces_of
+from slime.ray.peer_copies import pieces_of
 from tests.integration.trainer_world import make_train_data, parameters, train, trainer_args
 
 REINFORCE = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_loss_type": "k2"}
@@ -21,7 +21,7 @@ SMALL = 4096
 
 def next_step(actor: Any, out: Path) -> None:
     """Train on rollout 1 and write (its records, the weights then) beside `out`."""
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     layout = actor.parallel_config()
     shares = split_train_data(actor.args, make_train_data(), {"dp_size": layout["dp_size"], "cp_size": 1})

@@ -8,9 +8,9 @@ import pytest
 
 from slime.observability.console import WIDTH, ConsoleSink, eval_line, rollout_line
 from slime.observability.phases import Phases
-from slime.observability.progress import counts_under_way, progress_bar
 from slime.observability.status import RunStatus
-from slime.ray import progress_board
+from slime.ray import stalls
+from slime.utils.progress_counts import counts_under_way, progress_bar
 
 GENERATION = {
     "rollout/response_len/mean": 212.4,
@@ -192,13 +192,13 @@ def test_work_is_counted_while_it_is_under_way():
 
 def test_the_driver_reads_the_counts_of_the_process_that_generates(monkeypatch: pytest.MonkeyPatch):
     table: dict[bytes, bytes] = {}
-    monkeypatch.setattr(progress_board.internal_kv, "_internal_kv_get", table.get)
+    monkeypatch.setattr(stalls.internal_kv, "_internal_kv_get", table.get)
     monkeypatch.setattr(
-        progress_board.internal_kv, "_internal_kv_put", lambda key, value, overwrite: table.update({key: value})
+        stalls.internal_kv, "_internal_kv_put", lambda key, value, overwrite: table.update({key: value})
     )
-    assert progress_board.said_by("a run", progress_board.MANAGER) == {}, "it has not published yet"
+    assert stalls.progress_of("a run", stalls.MANAGER) == {}, "it has not published yet"
     with progress_bar(8, "rollout 3") as bar:
         bar.update(5)
-        key = f"{progress_board.PREFIX}a run:{progress_board.MANAGER}"
-        progress_board._put(key, {"under_way": [list(count) for count in counts_under_way()]})
-    assert progress_board.said_by("a run", progress_board.MANAGER) == {"under_way": [["rollout 3", 5, 8]]}
+        key = f"{stalls.PREFIX}a run:{stalls.MANAGER}"
+        stalls._put(key, {"under_way": [list(count) for count in counts_under_way()]})
+    assert stalls.progress_of("a run", stalls.MANAGER) == {"under_way": [["rollout 3", 5, 8]]}

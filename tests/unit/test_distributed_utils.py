@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slime.ray.ray_actor import RayActor
+from slime.ray.utils import RayActor
 from slime.utils.distributed_utils import barrier, distributed_masked_whiten, get_gloo_group, init_gloo_group, store_at
 from slime.utils.misc import listen_anywhere
 from slime.utils.wait import WaitTimeout

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray.rollout.dp_split import split_train_data
+from slime.ray.rollout.shares import split_train_data
 
 # The schedule's own example: lengths [100, 200, 300, 50, 60, 70, 80, 90], one rollout each.
 LENGTHS = [100, 200, 300, 50, 60, 70, 80, 90]

@@ -14,11 +14,12 @@ import pytest
 import train
 import train_async
 from slime.config.args import Args
-from slime.ray import checkpoints, driver, exit_request, run_parts
-from slime.ray.attempts import attempts
-from slime.ray.exit_request import ExitRequest
-from slime.ray.run import RunPlan, TrainingRun
+from slime.ray import checkpoints, driver, run_parts, schedule
+from slime.ray.lifetime import RunPlan
+from slime.ray.rollout.shares import HOOKS_ON_SAMPLES
+from slime.ray.run import TrainingRun
 from slime.ray.run_parts import RunParts
+from slime.ray.schedule import ExitRequest, attempts
 from slime.ray.utils import ActorFailure, ActorLost
 from slime.utils.checkpoint_paths import TRACKER_FILE, state_path
 from slime.utils.errors import UsageError
@@ -106,6 +107,7 @@ def run_args(**changes):
         "deterministic": False,
         "peer_checkpoint_interval": None,
         **NO_EXIT,
+        **dict.fromkeys(HOOKS_ON_SAMPLES),
         "calls": [],
     }
     return SimpleNamespace(**(defaults | changes))
@@ -244,7 +246,7 @@ def test_both_drivers_end_after_the_rollout_in_which_a_signal_comes_and_save_it(
 def test_a_run_whose_time_is_over_says_so(monkeypatch):
     """--exit-duration-in-mins 2"""
     now = [0.0]
-    monkeypatch.setattr(exit_request.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: now[0])
     request = ExitRequest(None, 2)
     assert request.is_possible and request.why() is None
     now[0] = 120.0

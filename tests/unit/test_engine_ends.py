@@ -11,8 +11,8 @@ import pytest
 
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
 from slime.backends.sglang_utils.start_failures import last_error
-from slime.ray.rollout import engine_ends
-from slime.ray.rollout.engine_ends import EngineEnds
+from slime.ray.rollout import watches
+from slime.ray.rollout.watches import EngineEnds
 from slime.utils.errors import HttpError
 from slime.utils.outages import Outages
 from slime.utils.processes import registry
@@ -125,8 +125,8 @@ def model(**engines: list[str | None]) -> SimpleNamespace:
 )
 def test_requests_that_no_engine_can_answer_fail_with_what_the_engine_says(monkeypatch, engines, why) -> None:
     outages = Outages()
-    monkeypatch.setattr(engine_ends, "OUTAGES", outages)
-    monkeypatch.setattr(engine_ends, "get", lambda answer, what, deadline_s: answer)
+    monkeypatch.setattr(watches, "OUTAGES", outages)
+    monkeypatch.setattr(watches, "get", lambda answer, what, deadline_s: answer)
     found = EngineEnds([model(**engines)]).look()
     assert found == [said for whys in engines.values() for said in whys if said]
     if why is None:

@@ -12,9 +12,8 @@ import pytest
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.server_control import Probe
-from slime.ray.rollout import engine_state as engine_state_module
-from slime.ray.rollout.engine_state import engine_state
-from slime.ray.rollout.engine_watch import EngineWatch
+from slime.ray.rollout import watches
+from slime.ray.rollout.watches import EngineWatch, engine_state
 from slime.utils.wait import wait
 
 
@@ -144,7 +143,7 @@ def test_a_server_whose_scheduler_hangs_listens_but_does_not_schedule(monkeypatc
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         found = {probe: server_control.why_unhealthy_sync(url, timeout_s=0.2, probe=probe) for probe in Probe}
-        monkeypatch.setattr(engine_state_module, "ASK_S", 0.2)
+        monkeypatch.setattr(watches, "ASK_S", 0.2)
         state = engine_state([], [url])[f"engine {url}"]
         server.shutdown()
     assert found[Probe.LISTENS] is None

@@ -13,11 +13,12 @@ import pytest
 
 import train
 from slime.config.args import Args
-from slime.ray import actor_group, checkpoints, engine_upkeep, gpu_turns, run_parts
+from slime.ray import actor_group, checkpoints, engine_upkeep, lifetime, run_parts
 from slime.ray import run as run_module
-from slime.ray import start as start_module
-from slime.ray.released_trainers import ReleasedTrainGroup
-from slime.ray.run import RunPlan, TrainingRun
+from slime.ray.actor_group import ReleasedTrainGroup
+from slime.ray.lifetime import RunPlan
+from slime.ray.rollout.shares import HOOKS_ON_SAMPLES
+from slime.ray.run import TrainingRun
 from slime.ray.utils import ActorFailure
 
 
@@ -58,14 +59,14 @@ class Manager:
 
 ON = {"max_restarts": 0, "colocate": True, "offload_train": True, "offload_rollout": True, "release_train": False}
 ON |= {"exit_signal_handler": False, "exit_duration_in_mins": None, "async_save": False}
+ON |= dict.fromkeys(HOOKS_ON_SAMPLES)
 ON |= {"deterministic": False, "peer_checkpoint_interval": None}
 ON |= {"verify_checkpoint": "none", "use_fault_tolerance": False, "save": "somewhere", "save_hf": None}
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(gpu_turns, "get", lambda value, *_: value)
-    for module in (run_module, run_parts, checkpoints, engine_upkeep):
+    for module in (run_module, lifetime, run_parts, checkpoints, engine_upkeep):
         monkeypatch.setattr(module, "get", lambda value, *_, **__: value)
     return []
 
@@ -141,7 +142,7 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, *, dies: bool = Fal
             raise ActorFailure("the engines failed: EngineStartError: no memory")
         return value
 
-    monkeypatch.setattr(start_module, "get", wait)
+    monkeypatch.setattr(run_parts, "get", wait)
     monkeypatch.setattr(run_parts, "RayTrainGroup", lambda *_, role="actor": Group(role, calls))
     off = {"debug_train_only": False, "debug_rollout_only": False}
     values = ON | off | {"use_critic": True, "num_rollout": 1} | flags
@@ -160,7 +161,8 @@ def test_trainers_load_beside_the_engines_and_take_the_gpu_when_these_have_relea
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert start(calls, monkeypatch) == [
-        *[*LOADING, "wait for the start of the engines", "engines offload"],
+        *[*LOADING, "wait for the start of the engines"],
+        *["engines offload", "wait for the engines to release their GPU memory"],
         *["critic start", "critic wait_started", "critic sleep", "actor start", "actor wait_started"],
         "wait for the start of the engines",
     ]
@@ -363,7 +365,7 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_the_run_goes_on_unless_it_wa
     calls: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_of(calls, save_interval=1)
-    run.plan = run_module.RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=2)
+    run.plan = RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=2)
     logged: list[dict[str, float]] = []
     run._log = lambda records: logged.extend(metrics for metrics, _ in records)  # type: ignore[method-assign]
     run._parts.actor = SimpleNamespace(role="actor", save_model=lambda _: "/disk has 0.01 GB free", wake_up=lambda: {})  # type: ignore[assignment]

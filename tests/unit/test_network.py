@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slime.ray import placement_group, ray_actor, utils
+from slime.ray import placement_group, utils
 from slime.ray.rollout.server_group import EngineActor
 from slime.ray.train_actor import TrainRayActor
 from slime.utils import misc, network
@@ -123,7 +123,7 @@ def test_the_address_that_the_environment_gives_is_where_others_meet_this_host(
 ) -> None:
     monkeypatch.setenv(network.HOST_IP, "127.0.0.9")
     monkeypatch.setattr(utils.ray.util, "get_node_ip_address", lambda: pytest.fail("Ray was asked"))
-    assert misc.get_current_node_ip() == ray_actor.RayActor().node_address() == "127.0.0.9"
+    assert misc.get_current_node_ip() == utils.RayActor().node_address() == "127.0.0.9"
     engine: Any = FakeEngine(tmp_path / "log", None)
     engine._given_host = None
     assert EngineActor.launch(engine, 10).url.startswith("http://127.0.0.9:")

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import ray
 
-from slime.ray.copy_holder import CopyHolder
-from slime.ray.peer_copies import PeerCopies
-from slime.ray.peer_state import owners_of, send_state, take_state
+from slime.ray.peer_copies import CopyHolder, PeerCopies, owners_of, send_state, take_state
 from slime.ray.utils import ActorFailure
 from tests.own_ray import own_ray
 from tests.unit.test_ray_runtime import cluster_args

@@ -12,8 +12,7 @@ import pytest
 from slime.plan import Facts, make_plan
 from slime.plan.devices import cpu_device
 from slime.ray import plan_check
-from slime.ray.dry_run import dry_run
-from slime.ray.plan_check import check_plan, find_device
+from slime.ray.plan_check import check_plan, dry_run, find_device
 from slime.utils.errors import UsageError
 from tests.unit.plan_fakes import CUDA, plan_args
 from tests.unit.test_plan_dry_run import checked

@@ -18,8 +18,7 @@ from slime.plan.devices import DEFAULT_GPU, DEVICES
 from slime.plan.render import WIDTH, render
 from slime.plan.rows import head_of, read_rows_of
 from slime.ray import plan_check
-from slime.ray.dry_run import dry_run, hook_report, hook_reports
-from slime.ray.plan_check import engine_kinds, find_device
+from slime.ray.plan_check import dry_run, engine_kinds, find_device, hook_report, hook_reports
 from slime.rollout.base_types import GenerateFn, RewardFn
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig

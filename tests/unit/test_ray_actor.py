@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 
-from slime.ray.ray_actor import RayActor
 from slime.ray.rollout.manager import RolloutManager
 from slime.ray.train_actor import TrainRayActor
+from slime.ray.utils import RayActor
 
 
 def a_loss_that_exits():

@@ -15,7 +15,7 @@ import ray
 from slime.config.args import Args
 from slime.config.rules.devices import OWNED_ENV_VARS
 from slime.plan.layout import slot_layout
-from slime.ray import actor_group, elastic
+from slime.ray import actor_group
 from slime.ray import placement_group as placement
 from slime.ray.actor_group import RayTrainGroup, trainer_env
 from slime.ray.run import TrainingRun
@@ -180,24 +180,24 @@ def test_trainers_take_the_slots_that_are_left_only_where_they_may(monkeypatch):
         micro_batch_size=1,
     )  # fmt: skip
     whole = placement.Placement(None, trainer_bundles=[0, 1, 2, 3, 4, 5], engine_bundles=[6], nodes={})
-    monkeypatch.setattr(elastic, "RETURN_S", 0.0)
-    monkeypatch.setattr(elastic, "PLACEMENT_DEADLINE_S", 0.0)
+    monkeypatch.setattr(placement, "RETURN_S", 0.0)
+    monkeypatch.setattr(placement, "PLACEMENT_DEADLINE_S", 0.0)
     there = [0, 1, 2, 3, 4, 5]
-    monkeypatch.setattr(elastic, "_placed", lambda placed: list(there))
-    assert elastic.usable(whole, args) == (whole, args)
+    monkeypatch.setattr(placement, "_placed", lambda placed: list(there))
+    assert placement.usable(whole, args) == (whole, args)
     del there[1]
-    left, smaller = elastic.usable(whole, args)
+    left, smaller = placement.usable(whole, args)
     assert left.trainer_bundles == [0, 2, 3, 4] and left.engine_bundles == [6]
     assert (smaller.world_size, smaller.data_parallel_size, smaller.global_batch_size) == (4, 2, 12)
     with pytest.raises(ActorFailure, match="5 of 6 trainer slots are left .--elastic-dp goes on with fewer."):
-        elastic.usable(whole, args.replace(elastic_dp=False))
+        placement.usable(whole, args.replace(elastic_dp=False))
     # 12 samples divide among 3 copies, and among 2, not among 5
     del there[:]
     there += range(5)
-    assert elastic.usable(whole, args.replace(tensor_model_parallel_size=1))[1].world_size == 4
+    assert placement.usable(whole, args.replace(tensor_model_parallel_size=1))[1].world_size == 4
     del there[1:]
     with pytest.raises(ActorFailure, match="1 of 6 trainer slots are left .no smaller layout has room in them"):
-        elastic.usable(whole, args)
+        placement.usable(whole, args)
 
 
 def test_a_wait_that_is_too_long_names_what_it_waited_for(local_ray):
@@ -219,7 +219,7 @@ def test_separate_engines_sit_behind_the_trainers_and_colocated_ones_with_them(l
     separate = placement.create_placement(cluster_args())
     assert set(separate.trainer_bundles) | set(separate.engine_bundles) == {0, 1, 2}
     assert len(separate.trainer_bundles) == 1 and len(separate.engine_bundles) == 2
-    placement.remove_placement(separate)
+    ray.util.remove_placement_group(separate.group)
     shared = placement.create_placement(cluster_args(colocate=True))
     assert shared.trainer_bundles[0] == shared.engine_bundles[0] and len(shared.engine_bundles) == 2
     bundle = shared.engine_bundles[0]
@@ -231,7 +231,7 @@ def test_separate_engines_sit_behind_the_trainers_and_colocated_ones_with_them(l
         )
     )
     assert get([trainer.value.remote(), engine.value.remote()], "a trainer and an engine in one slot", 60) == [7, 7]
-    placement.remove_placement(shared)
+    ray.util.remove_placement_group(shared.group)
 
 
 class EnvironmentReader:
@@ -264,7 +264,7 @@ def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls
     assert group.train(0, [])[0] == {**more, "PYTHONUNBUFFERED": "1"}
     TrainingRun(args)._write_timeline()
     group.shutdown()
-    placement.remove_placement(placed)
+    ray.util.remove_placement_group(placed.group)
     assert any(event["cat"] == "task::EnvironmentReader.train" for event in json.loads(path.read_text()))
 
 

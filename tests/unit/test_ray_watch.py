@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from slime.ray.ray_watch import ANSWER_S, PERIOD_S, SILENT_S, Loss, RayWatch
+from slime.ray.run_guard import ANSWER_S, PERIOD_S, SILENT_S, Loss, RayWatch
 from slime.utils.wait import wait
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.server_control import Worker
-from slime.ray.rollout import hourly
 from slime.ray.rollout import replacements as module
+from slime.ray.rollout import watches
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.utils import ActorFailure, ActorLost
 from slime.utils.errors import HttpError
@@ -88,8 +88,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
+HEALTH_CHECK = {f"rollout_health_check_{name}": 1.0 for name in ("interval", "timeout", "first_wait")}
+
+
 def replacements_of(model: Model, *, most: int = 10) -> Replacements:
-    args = SimpleNamespace(accelerator="cpu", rollout_health_check_timeout=1.0, max_engine_restarts_per_hour=most)
+    args = SimpleNamespace(**HEALTH_CHECK, accelerator="cpu", max_engine_restarts_per_hour=most)
     return Replacements(SimpleNamespace(models=[model]), args)  # type: ignore[arg-type]
 
 
@@ -110,7 +113,7 @@ def test_only_so_many_engines_are_started_within_an_hour(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(hourly.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watches.time, "monotonic", lambda: now[0])
     model = Model(3)
     one = replacements_of(model, most=2)
     for number in range(3):
@@ -261,7 +264,7 @@ def test_requests_fail_at_once_when_no_engine_may_be_started_any_more(most: int)
 
 def test_the_place_of_the_only_engine_is_filled_before_that_of_another() -> None:
     many, lone = Model(2), Model(1)
-    args = SimpleNamespace(accelerator="cpu", rollout_health_check_timeout=1.0, max_engine_restarts_per_hour=1)
+    args = SimpleNamespace(**HEALTH_CHECK, accelerator="cpu", max_engine_restarts_per_hour=1)
     one = Replacements(SimpleNamespace(models=[many, lone]), args)  # type: ignore[arg-type]
     one.lose(0, one.urls()[0], "it died")
     one.lose(2, one.urls()[2], "it died")

@@ -25,7 +25,7 @@ from slime.backends.megatron_utils.checkpoint.resumed_state import (
     note_state_of_data_source,
 )
 from slime.config.args import Args
-from slime.ray.resume_point import settle_checkpoint
+from slime.ray.checkpoints import settle_checkpoint
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import (
     MODEL_SHAPE_FILE,

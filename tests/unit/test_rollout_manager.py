@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from slime.backends.sglang_utils.server_control import Probe
 from slime.observability import logging_utils
 from slime.ray.rollout import manager as manager_module
+from slime.ray.rollout import shares
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, _draws_prompts
 from slime.ray.utils import ActorFailure
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -80,6 +82,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
     """A manager as it is after `start`, except that nothing runs."""
     seen.clear()
     monkeypatch.setattr(manager_module.ray, "put", lambda value: value)
+    monkeypatch.setattr(shares, "load_function", lambda path: globals()[path])
     monkeypatch.setattr(manager_module, "load_function", lambda path: globals()[path])
     monkeypatch.setattr("slime.rollout.rewards.load_function", lambda path: globals()[path])
     logging_utils.init_tracking(SimpleNamespace(), primary=False)
@@ -126,7 +129,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         n_samples_per_eval_prompt=1,
         wandb_always_use_train_step=False,
     )
-    bare._data_source = bare._finish = bare._replacements = bare._router_watch = None
+    bare._data_source = bare._generated = bare._replacements = bare._router_watch = None
     bare._parallel_config = {"dp_size": 2, "cp_size": 1}
     bare._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(
         make_samples(), {"rollout/mine": 3.0}
@@ -150,14 +153,12 @@ def as_lists(share: dict[str, Any]) -> dict[str, Any]:
     return columns | {name: [value.tolist() for value in columns[name]] for name in PER_TOKEN if name in columns}
 
 
-def test_the_samples_are_there_before_they_are_made_into_training_data_unless_a_hook_reads_them(manager):
+def test_the_samples_are_there_before_they_are_made_into_training_data(manager):
+    manager.args.custom_rollout_log_function_path = "log_nothing"
     manager.generate(7)
     assert not seen and logging_utils.take_pending() == [], "engines may release their memory from here on"
-    assert len(manager.train_data()[0]) == 2
-    manager.args.custom_rollout_log_function_path = "log_nothing"
-    manager.generate(8)
-    assert seen["log"][0] == 8, "it may ask the engines"
-    assert len(manager.train_data()[0]) == 2 and manager.train_data() == ([], []), "each rollout is taken once"
+    assert len(manager.train_data()[0]) == 2 and seen["log"][0] == 7
+    assert manager.train_data() == ([], []), "each rollout is taken once"
 
 
 def test_columns_of_one_value_per_token_travel_as_one_array_each(manager):
@@ -393,7 +394,8 @@ def test_rollouts_and_evaluations_are_made_by_the_functions_of_their_flags(manag
 def test_the_watchdogs_question_waits_for_nothing_that_the_manager_does():
     """Ray gives each group of methods a thread of its own; the replacement of an engine takes minutes."""
     groups = {
-        name: getattr(method, "__ray_concurrency_group__", None) for name, method in vars(RolloutManager).items()
+        name: getattr(method, "__ray_concurrency_group__", None)
+        for name, method in inspect.getmembers(RolloutManager, inspect.isfunction)
     }
     assert [name for name, group in groups.items() if group == "state"] == ["engine_state"]
     assert groups["replace_engines"] in CONCURRENCY_GROUPS and CONCURRENCY_GROUPS["state"] == 1
@@ -409,6 +411,10 @@ class Engines:
         self.known, self.answers = known, answers or {}
         self.lost: list[str] = []
         self.probes: list[Probe] = []
+
+    @property
+    def watch(self) -> Engines:
+        return self
 
     @property
     def count(self) -> int:
@@ -442,7 +448,7 @@ def test_a_failed_sync_costs_the_engines_that_it_names_or_else_those_that_do_not
     manager: Any, numbers: list[int], answers: dict[Probe, list[str]], lost: list[str], probes: list[Probe]
 ) -> None:
     engines = Engines(["a", "b"], answers)
-    manager._watch = manager._replacements = engines
+    manager._replacements = engines
     manager._updatable = ["a", "b"]
     assert manager.engines_failed(numbers, "flush_cache was not answered within 60 s") == len(lost)
     assert (engines.lost, engines.probes) == (lost, probes)
@@ -457,7 +463,7 @@ def test_an_engine_that_releases_no_memory_is_lost_where_another_can_take_its_pl
     manager: Any, known: list[str] | None, is_lost: bool
 ) -> None:
     manager._servers = Engines([])
-    manager._watch = manager._replacements = None if known is None else Engines(known)
+    manager._replacements = None if known is None else Engines(known)
     if not is_lost:
         with pytest.raises(ActorFailure, match="connection refused"):
             manager.offload()
@@ -470,6 +476,6 @@ def test_one_file_of_dumps_is_not_overwritten_by_an_evaluation(manager: RolloutM
     manager.args.save_debug_rollout_data = str(tmp_path / "dump.pt")
     samples = [sample for group in make_samples() for sample in group]
     for name in ("0", "eval_0", "1"):
-        manager._dump(samples, name)
+        shares.dump_samples(manager.args, samples, name)
     assert load_dump(tmp_path / "dump.pt")["rollout_id"] == "1"
     assert load_dump(tmp_path / "eval_dump.pt")["rollout_id"] == "eval_0"

@@ -12,7 +12,7 @@ import pytest
 from slime.config.problems import Problems
 from slime.config.resume import line_to_go_on
 from slime.config.rules.run_dirs import move_earlier_runs
-from slime.utils import run_records
+from slime.utils import sweeper
 from slime.utils.errors import UsageError
 from slime.utils.run_dir import EarlierRun, earlier_run
 from tests.unit.argument_lines import Check, base, check, command_line, has
@@ -43,7 +43,7 @@ def leave_release(directory: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_records.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(sweeper.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
 def test_the_same_command_again_is_refused_and_names_the_run_and_the_remedies(check: Check) -> None:
@@ -167,7 +167,7 @@ def test_a_fresh_output_moves_neither_the_working_directory_nor_a_run_that_lives
     leave_run("out", records=2)
     leave_run(".", records=2)
     has(check("--save . --fresh-output").problems.environment, "it is the working directory, or holds it")
-    record = run_records.begin_record("1234", Path.cwd() / "out")
+    record = sweeper.begin_record("1234", Path.cwd() / "out")
     assert record is not None
     has(check("--save out --fresh-output").problems.environment, "a run is still going on there")
     record.close()

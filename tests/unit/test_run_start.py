@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray import driver
-from slime.ray import run as run_module
-from slime.ray.run import RunPlan, TrainingRun
+from slime.ray import driver, lifetime
+from slime.ray.lifetime import RunPlan
+from slime.ray.run import TrainingRun
 from slime.utils.errors import UsageError
 from tests.unit.argument_mutations import base_lines, write_files
 
@@ -28,7 +28,7 @@ class Manager:
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, **flags: object) -> tuple[RunPlan, list[int]]:
     """The plan of a run whose checkpoint says that rollout 3 is next, and the loaded states of its data."""
-    monkeypatch.setattr(run_module, "get", lambda value, *what: value)
+    monkeypatch.setattr(lifetime, "get", lambda value, *what: value)
     values = {
         "start_rollout_id": None,
         "num_rollout": 9,

@@ -13,9 +13,8 @@ from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, bui
 from slime.backends.sglang_utils.sglang_engine import EngineStartError
 from slime.ray.placement_group import Slot
 from slime.ray.rollout import server_group
-from slime.ray.rollout.engine_nodes import nodes_of_engine
 from slime.ray.rollout.router import Router, RouterAddress, router_values
-from slime.ray.rollout.server_group import SHOW_ALL_GPUS, EngineActor, threads_per_engine
+from slime.ray.rollout.server_group import SHOW_ALL_GPUS, EngineActor, nodes_of_engine, threads_per_engine
 from slime.utils.errors import UsageError
 
 

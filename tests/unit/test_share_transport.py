@@ -12,7 +12,7 @@ import ray
 import torch
 
 from slime.config.rules import devices
-from slime.ray.rollout import share_transport
+from slime.ray.rollout import shares
 from slime.utils.columns import restore_columns
 
 SHARE = {
@@ -35,8 +35,8 @@ def test_a_share_arrives_as_it_was_sent(transport: str, monkeypatch: pytest.Monk
         sent.update(values=values, options=options)
         return "ref"
 
-    monkeypatch.setattr(share_transport.ray, "put", put)
-    assert share_transport.put_share(SHARE, transport).inner == "ref"
+    monkeypatch.setattr(shares.ray, "put", put)
+    assert shares.put_share(SHARE, transport).inner == "ref"
     is_nixl = transport == "nixl"
     assert sent["options"] == ({"_tensor_transport": "nixl"} if is_nixl else {})
     assert isinstance(sent["values"]["tokens"].values, torch.Tensor if is_nixl else np.ndarray)
@@ -48,7 +48,7 @@ def test_a_share_arrives_as_it_was_sent(transport: str, monkeypatch: pytest.Monk
 def test_nixl_carries_a_share_between_two_actors() -> None:
     class Sender:
         def send(self) -> list[Any]:
-            return [share_transport.put_share(SHARE, "nixl")]
+            return [shares.put_share(SHARE, "nixl")]
 
     class Receiver:
         def receive(self, boxes: list[Any]) -> Any:

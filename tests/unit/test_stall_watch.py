@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from slime.observability.phases import Phase, Phases, phase
-from slime.ray import stall_report
+from slime.ray import stalls
 from slime.ray.run_guard import RunGuard, RunStalled
-from slime.ray.stall_watch import SLOW, StallWatch
+from slime.ray.stalls import SLOW, StallWatch
 from slime.ray.utils import _interrupt, interrupt_main
 from slime.utils import stacks
 from slime.utils.collective_state import CollectiveState
@@ -152,7 +152,7 @@ def test_a_stalled_run_ends_or_only_reports_as_on_stall_says(
     guard = RunGuard(Phases(), tmp_path, stall_timeout_s=1.0, on_stall=on_stall)
     try:
         guard._report(Phase("generate", 90.0, 60.0), 60.0)
-        assert "in the phase 'generate' for 60 s" in (tmp_path / stall_report.FILE).read_text()
+        assert "in the phase 'generate' for 60 s" in (tmp_path / stalls.FILE).read_text()
         if on_stall == "abort":
             with pytest.raises(RunStalled, match="'generate' for 60 s .* is in .*stall_report.txt"):
                 _interrupt.take()
@@ -278,24 +278,24 @@ def test_the_report_says_what_could_not_be_asked_and_goes_on(tmp_path: Path) -> 
     def fails() -> str:
         raise TimeoutError("waited 20 s for the state of the engines")
 
-    path = tmp_path / "out" / stall_report.FILE
+    path = tmp_path / "out" / stalls.FILE
     said = {"counts": {"micro-batches": 8}, "pid": 7, "begun": {"dp": 4}, "last": None}
     board = {
         "trainer 0": said | {"time": time.time() - 300},
         "rollout manager": {"counts": {}, "time": time.time()},
     }
     sections = {
-        "Progress": lambda: stall_report.progress_lines(board),
+        "Progress": lambda: stalls.progress_lines(board),
         "Engines": fails,
-        "Collectives": lambda: stall_report.collective_lines(board),
+        "Collectives": lambda: stalls.collective_lines(board),
     }
-    stall_report.write_report(path, stall_report.headline(Phase("train", 400.0, 300.0), 240.0), sections)
+    stalls.write_report(path, stalls.headline(Phase("train", 400.0, 300.0), 240.0), sections)
     text = path.read_text()
     assert "nothing has gone on in the phase 'train' for 5 min" in text
     assert "trainer 0 (process 7): 8 micro-batches; last heard 5 min ago" in text
     assert "(not there: TimeoutError: waited 20 s for the state of the engines)" in text
     assert "trainer 0: none was seen; operations begun by each group: dp 4" in text
-    stall_report.write_report(path, "again", {})
+    stalls.write_report(path, "again", {})
     assert path.read_text().startswith(text), "a second stall is written behind the first"
 
 
@@ -306,14 +306,14 @@ def test_the_first_line_names_the_processes_that_are_stopped(monkeypatch: pytest
     try:
         for process in started:
             assert process.stdout is not None and process.stdout.readline() == b"\n"
-        assert stall_report.stopped_processes("stopped-run", {}) == []
+        assert stalls.stopped_processes("stopped-run", {}) == []
         for process in started[:2]:
             process.send_signal(signal.SIGSTOP)
             wait("the process to stop", 10, lambda p=process: psutil.Process(p.pid).status() == psutil.STATUS_STOPPED)
-        names = stall_report.stopped_processes("stopped-run", {"trainer 1": {"pid": started[0].pid}})
+        names = stalls.stopped_processes("stopped-run", {"trainer 1": {"pid": started[0].pid}})
         assert sorted(names)[1] == f"trainer 1 (process {started[0].pid})"
         assert sorted(names)[0].endswith(f"engine_0.json (process {started[1].pid})")
-        line = stall_report.headline(Phase("train", 400.0, 300.0), 240.0, names[:1])
+        line = stalls.headline(Phase("train", 400.0, 300.0), 240.0, names[:1])
         assert line.endswith(f"; stopped, which SIGCONT ends: {names[0]}")
     finally:
         for process in started:
@@ -322,5 +322,5 @@ def test_the_first_line_names_the_processes_that_are_stopped(monkeypatch: pytest
 
 
 def test_a_node_tells_its_memory_and_every_process_of_the_run(sleeper: Any, tmp_path: Path) -> None:
-    text = stall_report.of_node("no such run", str(tmp_path), [sleeper.pid])
+    text = stalls.of_node("no such run", str(tmp_path), [sleeper.pid])
     assert "GiB are free" in text and "the_place_where_it_hangs" in text and f"process {os.getpid()}:" not in text

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.observability.step_times import StepTimes
+from slime.observability.timer import StepTimes
 from slime.ray import engine_upkeep
 from slime.ray import run as run_module
-from slime.ray.gpu_turns import GpuTurns
+from slime.ray.rollout.shares import HOOKS_ON_SAMPLES
 from slime.ray.run import PendingRollout, TrainingRun
+from slime.ray.run_parts import GpuTurns
 
 TRAINED = [
     (
@@ -86,7 +87,9 @@ def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.Mo
     run = TrainingRun(
         SimpleNamespace(
             **dict.fromkeys(flags, False),
-            **dict.fromkeys(("exit_duration_in_mins", "save", "save_hf", "peer_checkpoint_interval")),
+            **dict.fromkeys(
+                ("exit_duration_in_mins", "save", "save_hf", "peer_checkpoint_interval", *HOOKS_ON_SAMPLES)
+            ),
         )
     )
     run._parts._turns = GpuTurns(

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.utils import run_records
-from slime.utils.run_processes import MARK, SHARED_MEMORY, processes_of, remove_unused, shared_memory_of
-from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _is_alive, _remove_ray, sweep_dead_runs
+from slime.utils import sweeper as sweeper_module
+from slime.utils.processes import MARK, SHARED_MEMORY, is_alive, processes_of, remove_unused, shared_memory_of
+from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _remove_ray, sweep_dead_runs
 
 NET_S = 60.0
 # A driver that starts a child in a session of its own, which writes over its environment and holds shared memory, and
@@ -24,7 +24,7 @@ NET_S = 60.0
 DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from slime.utils.run_processes import begin_run
+from slime.utils.processes import begin_run
 from slime.utils.sweeper import Sweeper
 run = begin_run()
 sweeper = Sweeper(run, Path(sys.argv[1]))
@@ -78,7 +78,7 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
     time.sleep(1.0)  # the sweeper has looked once
     driver.send_signal(signal.SIGKILL)
     driver.wait(5)
-    until(lambda: not [one for one in found if _is_alive(one)])
+    until(lambda: not [one for one in found if is_alive(one)])
     until(lambda: not segment.exists() and not folder.exists())
     assert (tmp_path / "out" / "logs" / "ray" / "raylet.err").read_text() == "why"
     assert other.poll() is None, "a process of another run was ended"
@@ -96,8 +96,8 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(run_records.tempfile, "tempdir", None)
-    found = run_records.directory()
+    monkeypatch.setattr(sweeper_module.tempfile, "tempdir", None)
+    found = sweeper_module.directory()
     found.rmdir()
     return found
 
@@ -122,7 +122,7 @@ def test_the_next_run_sweeps_what_a_run_left_that_was_killed_with_its_sweeper(re
     assert sweep_dead_runs() == [] and folder.exists(), "its driver lives"
     driver.kill()
     driver.wait(5)
-    until(lambda: not _is_alive(sweeper))
+    until(lambda: not is_alive(sweeper))
     assert segment.exists() and [one for one in left if one.is_running()], "nobody was there to sweep"
     (said,) = sweep_dead_runs()
     assert f"({tmp_path / 'out'}) had left" in said and "1 files in /dev/shm" in said and str(folder) in said
@@ -135,10 +135,10 @@ def test_records_that_others_could_have_written_are_not_believed(records: Path) 
     records.mkdir()
     (records / "1234.jsonl").write_text("")
     records.chmod(0o777)
-    assert list(run_records.dead_runs()) == []
-    assert run_records.begin_record("5678", Path("/out")) is None
+    assert list(sweeper_module.dead_runs()) == []
+    assert sweeper_module.begin_record("5678", Path("/out")) is None
     records.chmod(0o700)
-    assert [record.run for record in run_records.dead_runs()] == ["1234"]
+    assert [record.run for record in sweeper_module.dead_runs()] == ["1234"]
 
 
 def test_a_file_that_has_taken_the_name_of_a_dead_runs_memory_is_somebody_elses(records: Path) -> None:
@@ -146,15 +146,15 @@ def test_a_file_that_has_taken_the_name_of_a_dead_runs_memory_is_somebody_elses(
     names = [SHARED_MEMORY / f"slime_{name}_{os.getpid()}" for name in ("kept", "made_again")]
     for path in names:
         path.write_text("x")
-    run_records.begin_record("1234", Path("/out")).close()
+    sweeper_module.begin_record("1234", Path("/out")).close()
     for path in names:
-        run_records.note("1234", "memory", path)
-    with run_records.path_of("1234").open("a") as file:
+        sweeper_module.note("1234", "memory", path)
+    with sweeper_module.path_of("1234").open("a") as file:
         file.write('5\n["run", "5678", null]\n["memory", 5, null]\n["mem')
     other = names[1].with_name(names[1].name + "_new")
     other.write_text("y")
     other.replace(names[1])
-    (record,) = run_records.dead_runs()
+    (record,) = sweeper_module.dead_runs()
     assert (record.run, record.output_dir, record.memory_left()) == ("1234", Path("/out"), names[:1])
     for path in names:
         path.unlink()

@@ -4,7 +4,7 @@ Asleep, a rank holds its CUDA context and nothing else: gradients are dropped (e
 process groups are destroyed, and all that torch has allocated is in pinned host memory. Both functions are collective:
 every rank of the role calls them, and a rank that does not come is named by the barrier's deadline.
 
-It does not know whose turn it is (`slime.ray.gpu_turns`), and keeps no copy of anything itself.
+It does not know whose turn it is (`slime.ray.run_parts`), and keeps no copy of anything itself.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from slime.config.roles import critic_save_dir
 from slime.utils.checkpoint_paths import latest_iteration
 from slime.utils.errors import UsageError
 from slime.utils.run_dir import METRICS_FILE, earlier_run, place_aside
-from slime.utils.run_records import live_output_dirs
+from slime.utils.sweeper import live_output_dirs
 
 logger = logging.getLogger(__name__)
 # Values that may name a place in an earlier run's directory because the new run will write there.

@@ -8,7 +8,7 @@ answers again. Whoever is new has other weights than the trainer's: an engine of
 router only when the trainer has sent it its own. Whoever holds handles of engines asks `count` whether they are still
 those.
 
-It does not know how a loss is noticed (engine_watch), nor when it is time to replace.
+`EngineWatch` notices a loss; the driver decides when it is time to replace.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.external import ExternalEngine
 from slime.backends.sglang_utils.server_control import Probe, Worker
 from slime.config.args import Args
-from slime.ray.rollout.hourly import LastHour
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import ModelServers, RolloutServers
+from slime.ray.rollout.watches import EngineWatch, LastHour
 from slime.ray.utils import ActorFailure, get
 from slime.utils.api_keys import protect_engine
 from slime.utils.errors import HttpError, UsageError
@@ -36,15 +36,12 @@ from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
 
+# Worker types that answer by themselves: a prefill or decode server needs the other, an encoder generates nothing.
 WATCHED = "regular"
-"""Worker types that answer by themselves: a prefill or decode server needs the other, an encoder generates nothing."""
 
-PLACE_S = 30.0
-"""For Ray to find other slots than those of a lost node, which it notices after 15 s."""
-EXTERNAL_S = 60.0
-"""For the last engine of a model to answer again where it is somebody else's."""
-RETRY_S = 5.0
-"""Between two tries to start the only engine of a model."""
+PLACE_S = 30.0  # For Ray to find other slots than those of a lost node, which it notices after 15 s.
+EXTERNAL_S = 60.0  # For the last engine of a model to answer again where it is somebody else's.
+RETRY_S = 5.0  # Between two tries to start the only engine of a model.
 LOOK_S = 5.0
 START_MARGIN_S = 60.0
 
@@ -60,8 +57,7 @@ class _Seat:
     index: int = 0
     external: ExternalEngine | None = None
     is_lost: bool = False
-    was_without_slots: bool = False
-    """Its slots were waited for, and did not come."""
+    was_without_slots: bool = False  # Its slots were waited for, and did not come.
 
     @property
     def engine(self) -> Any:
@@ -79,7 +75,10 @@ class Replacements:
 
     Args:
         servers: all of them, which run.
-        args: reads `accelerator`, `rollout_health_check_timeout`, `max_engine_restarts_per_hour`.
+        args: reads `accelerator`, `rollout_health_check_*`, `max_engine_restarts_per_hour`.
+
+    Attributes:
+        watch: which notices that an engine is lost; started by the owner.
     """
 
     def __init__(self, servers: RolloutServers, args: Args) -> None:
@@ -90,11 +89,17 @@ class Replacements:
         self._started = LastHour()
         self._is_spent = False
         self._last_failure = ""
-        self.count = 0
-        """How often an engine was lost or replaced."""
+        self.count = 0  # How often an engine was lost or replaced.
         self.lost = 0
         self.replaced = 0
         self._models = servers.models
+        self.watch = EngineWatch(
+            self.urls,
+            self.lose,
+            interval_s=args.rollout_health_check_interval,
+            timeout_s=args.rollout_health_check_timeout,
+            first_wait_s=args.rollout_health_check_first_wait,
+        )
         for model in servers.models:
             for kind, group in model.groups:
                 takes_weights = model.plan.update_weights and kind.takes_weights
@@ -295,8 +300,7 @@ class Replacements:
         what, gone_since = "the start of an engine in place of a lost one", None
         while True:
             try:
-                worker: Worker = get(starting, what, min(LOOK_S, max(0.1, end - time.monotonic())))
-                return worker
+                return get(starting, what, min(LOOK_S, max(0.1, end - time.monotonic())))
             except TimeoutError:
                 now = time.monotonic()
                 if now >= end:

@@ -1,11 +1,12 @@
 """Engines of one kind: Ray actors, started in parallel, each on ports found on its own node; one actor a node.
 
-It does not know the router, nor the other groups of the run.
+An engine runs one server process on each of its nodes, with an equal share of the engine's GPUs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import time
@@ -25,6 +26,7 @@ from slime.ray.placement_group import ENGINE_SHARE, Slot
 from slime.ray.rollout.ports import PortBlock, reserve_block
 from slime.ray.utils import actor_env, check_network, get, in_bundle, node_address, slot_options
 from slime.utils.api_keys import use_keys
+from slime.utils.errors import UsageError
 from slime.utils.processes import registry
 
 logger = logging.getLogger(__name__)
@@ -33,13 +35,11 @@ START_DEADLINE_S = {"cpu": 600.0, "cuda": 1800.0}  # a large model takes many mi
 SHUTDOWN_DEADLINE_S = 30.0
 MAX_STARTS = 3
 JOIN_DEADLINE_S = 120.0
-CHECK_INTERVAL_S = 2.0
-"""Between two questions whether the other nodes of an engine that starts still run."""
+CHECK_INTERVAL_S = 2.0  # Between two questions whether the other nodes of an engine that starts still run.
 # A server takes as many GPUs as it is large, so it has to see them all, not only its actor's own (HIP: AMD's).
 SHOW_ALL_GPUS = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP")}
 SMALL_MODEL_BYTES = 100 * 2**20
-CONCURRENCY_GROUPS = {"control": 1}
-"""Threads of an engine's actor: one that is starting can be ended."""
+CONCURRENCY_GROUPS = {"control": 1}  # Threads of an engine's actor: one that is starting can be ended.
 # Offsets in an engine's block of ports; the server's own is 0. Behind the bootstrap port comes that for encoders.
 NCCL_PORT, BOOTSTRAP_PORT, ENCODER_PORT, DIST_INIT_PORT = 1, 2, 3, 4
 PORTS = (0, NCCL_PORT, BOOTSTRAP_PORT, ENCODER_PORT, DIST_INIT_PORT)
@@ -234,10 +234,8 @@ class ServerGroup:
         self._args = args
         self._seats = list(zip(specs, placements, strict=True))
         self._host, self._log_dir, self._num_threads = host, log_dir, num_threads
-        self.engines: list[Any] = []
-        """Of each, the actor that is asked: on the first of its nodes."""
-        self._others: list[list[Any]] = []
-        """Of each engine, the actors of its other nodes."""
+        self.engines: list[Any] = []  # Of each, the actor that is asked: on the first of its nodes.
+        self._others: list[list[Any]] = []  # Of each engine, the actors of its other nodes.
         for spec, slots in self._seats:
             first, *others = self._create_all(spec, slots)
             self.engines.append(first)
@@ -265,8 +263,7 @@ class ServerGroup:
     def _launch(self, index: int, encoder_urls: Sequence[str]) -> ray.ObjectRef:
         deadline_s = START_DEADLINE_S[self._args.accelerator]
         launch = self.engines[index].launch
-        launched: ray.ObjectRef = launch.remote(deadline_s, list(encoder_urls), self._others[index])
-        return launched
+        return launch.remote(deadline_s, list(encoder_urls), self._others[index])
 
     def replace(self, index: int, encoder_urls: Sequence[str] = ()) -> ray.ObjectRef:
         """End an engine that is of no use any more, and start another in its place; as of `launch`."""
@@ -306,3 +303,24 @@ def threads_per_engine(model_path: Path, num_cores: int, num_engines: int) -> in
     """
     num_bytes = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
     return 1 if num_bytes < SMALL_MODEL_BYTES else max(1, num_cores // num_engines)
+
+
+def nodes_of_engine(slots: Sequence[Slot], name: str) -> list[Slot]:
+    """The first slot of an engine on each of its nodes.
+
+    Args:
+        slots: of the engine, in order.
+        name: of the engine, for messages.
+
+    Raises:
+        UsageError: the nodes have unequal shares, which SGLang cannot do.
+    """
+    shares = [list(share) for _, share in itertools.groupby(slots, key=lambda slot: slot.node)]
+    if len({len(share) for share in shares}) > 1:
+        found = ", ".join(f"{len(share)} on {share[0].node}" for share in shares)
+        raise UsageError(
+            f"{name} of {len(slots)} GPUs (slots) would have {found}, but it takes as many of each of its nodes: "
+            "choose --rollout-num-gpus-per-engine and the trainer's GPUs so that engines begin where a node begins or "
+            "end where it ends."
+        )
+    return [share[0] for share in shares]

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from slime.backends.sglang_utils.server_control import Worker
 from slime.config.args import Args, publish_runtime
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan, releases_memory
 from slime.ray.placement_group import Slot
-from slime.ray.rollout.engine_nodes import nodes_of_engine
 from slime.ray.rollout.router import Router, RouterAddress
-from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, threads_per_engine
+from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, nodes_of_engine, threads_per_engine
 from slime.ray.utils import ActorFailure, get, node_address
 from slime.utils.api_keys import protect_engine
 from slime.utils.errors import HttpError
@@ -60,8 +59,7 @@ class ModelServers:
         self.router = router
         self.groups = groups
         self.external: list[ExternalEngine] = []
-        self.lost: set[Any] = set()
-        """Those that have ended, or do not answer, and were not replaced yet."""
+        self.lost: set[Any] = set()  # Those that have ended, or do not answer, and were not replaced yet.
         self._behind: dict[str, Worker] = {}
         self._may_change = threading.RLock()
 
@@ -263,11 +261,10 @@ def start_rollout_servers(args: Args, *, slots: Sequence[Slot]) -> RolloutServer
     """
     begin = time.monotonic()
     servers = RolloutServers(args, list(_models(args, slots)))
-    try:
+    with ExitStack() as launching:
+        launching.callback(servers.shutdown)
         servers.launch()
-    except BaseException:
-        servers.shutdown()
-        raise
+        launching.pop_all()
     seconds = time.monotonic() - begin
     for model in servers.models:
         logger.info(

@@ -59,7 +59,7 @@ def start(args: Args, role: str) -> Any:
 
 
 def shares_of(args: Args, *, dp_size: int = 1, **columns: Any) -> list[dict[str, Any]]:
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     return split_train_data(args, make_train_data() | columns, {"dp_size": dp_size, "cp_size": 1})
 

@@ -116,7 +116,7 @@ def next_token_log_probs(actor: Any) -> torch.Tensor:
 
 def sampled_rollout(actor: Any, seed: int) -> dict[str, Any]:
     """A share whose responses are one token that the policy samples, all rewards 0."""
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(next_token_log_probs(actor).exp(), SAMPLES, replacement=True, generator=generator)

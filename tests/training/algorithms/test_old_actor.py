@@ -25,7 +25,7 @@ class Engines:
 
 
 def share_of(args: argparse.Namespace, version: int | None) -> dict[str, Any]:
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     data = make_train_data() | ({} if version is None else {"weight_version": version})
     return split_train_data(args, data, {"dp_size": 1, "cp_size": 1})[0]

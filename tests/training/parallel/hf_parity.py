@@ -59,7 +59,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
     from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
     from slime.backends.megatron_utils.passes.forward_only import run_model
     from slime.backends.megatron_utils.passes.pipelined_pass import run_pass
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
     from slime.utils import accelerator
 
     args.global_batch_size, args.calculate_per_token_loss = 12, False  # Megatron's scaling is undone below

@@ -143,7 +143,7 @@ def train(args: argparse.Namespace, rollouts: Sequence[int] = (0,)) -> dict[int,
         {rollout: {"steps", "rollout" (metrics), "columns" (of all samples), "weights" (HF names)}}.
     """
     from slime.backends.megatron_utils import actor as actor_module
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     actor = actor_module.MegatronTrainActor(args, rank=0, world_size=0, master_addr="", master_port=0)
     with mock.patch.object(actor_module.initialize, "init"):  # `_child` has done it

@@ -126,7 +126,7 @@ def copies_of_the_embedding(args: argparse.Namespace) -> list[torch.Tensor]:
     """Both pipeline stages' copies after two train steps."""
     from slime.backends.megatron_utils import actor as actor_module
     from slime.backends.megatron_utils.model_provider import unwrap
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     actor = actor_module.MegatronTrainActor(args, rank=0, world_size=0, master_addr="", master_port=0)
     with mock.patch.object(actor_module.initialize, "init"):  # the world has done it

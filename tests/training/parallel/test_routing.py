@@ -24,7 +24,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def share_of_one_rank(args: Any, data: dict[str, Any]) -> dict[str, Any]:
-    from slime.ray.rollout.dp_split import split_train_data
+    from slime.ray.rollout.shares import split_train_data
 
     (share,) = split_train_data(args, data, {"dp_size": 1, "cp_size": 1})
     return dict(share)

@@ -1,0 +1,297 @@
+"""How a training run starts, goes on after a loss, and ends.
+
+`slime.ray.run_parts` makes the parts; here they get to know each other, are watched over, and are ended. The verbs in
+between are `slime.ray.run.TrainingRun`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from slime.config.args import Args
+from slime.config.roles import Role
+from slime.config.rules.losses import check_critic_only_steps
+from slime.config.rules.run_dirs import move_earlier_runs
+from slime.observability import logging_utils
+from slime.observability.phases import Phases, phase
+from slime.observability.profiler import nothing_recorded
+from slime.observability.status import START, RunStatus
+from slime.observability.timer import StepTimes
+from slime.ray import stalls
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
+from slime.ray.engine_upkeep import EngineUpkeep
+from slime.ray.peer_copies import PeerCopies, owners_of
+from slime.ray.run_guard import RunGuard
+from slime.ray.run_parts import GpuTurns, RunParts, try_to_end
+from slime.ray.schedule import Attempt, ExitRequest, attempts
+from slime.ray.utils import get
+from slime.rollout.weight_versions import SyncSchedule
+from slime.utils.checkpoint_paths import latest_iteration
+from slime.utils.errors import UsageError
+from slime.utils.progress_counts import Count
+
+logger = logging.getLogger(__name__)
+
+MetricRecord = tuple[dict[str, float], str]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is known only once trainers and data are loaded: which rollouts this process runs."""
+
+    start_rollout_id: int
+    num_rollout: int
+    num_rollout_per_epoch: int
+
+
+class RunLifetime:
+    """A context in which the parts of a run are there; it ends them all.
+
+    Args:
+        args: the parsed flags.
+        sync_interval: the driver syncs the weights after every so many rollouts.
+    """
+
+    def __init__(self, args: Args, *, sync_interval: int = 1) -> None:
+        self._parts = RunParts(args)
+        self._sync_interval = sync_interval
+        self._first_version = 1
+        self._has_engines = not args.debug_train_only
+        self._has_trainers = not args.debug_rollout_only
+        self._rollout_id = 0
+        self._evaluation: tuple[int, ray.ObjectRef] | None = None  # the step and the result of one that was begun
+        self._trained = range(0)
+        self._times = StepTimes()
+        self._checkpoints = Checkpoints(
+            args.save,
+            is_async=args.async_save,
+            exports=bool(args.save_hf),
+            needs_each=args.release_train,
+            log=lambda metrics: self._log_rollout_record(metrics),
+        )
+        self._copies = PeerCopies(args.peer_checkpoint_interval)
+        self._guard: RunGuard | None = None
+        self.phases = Phases()
+        self._status = RunStatus(self.phases, self._counts, logger.info)
+        self._upkeep = EngineUpkeep(self._parts, self.phases, is_on=args.use_fault_tolerance and self._has_engines)
+        self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
+        self._ends_after: int | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as started:
+            started.push(self)
+            self._start()
+            started.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Finish; where something else is behind the error, raise that."""
+        cause = self._guard.cause(error) if error is not None and self._guard is not None else error
+        self.finish(failed=error is not None)
+        if cause is not None and cause is not error:
+            raise cause from error
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Contexts for the schedule: another one follows where an actor was lost in one (--max-restarts)."""
+        return attempts(self.args.max_restarts, self._start_again)
+
+    def sync_weights(self) -> None:
+        """Send the trainer's weights to the engines."""
+        raise NotImplementedError
+
+    @phase(START)
+    def _start(self) -> None:
+        args, parts, start = self.args, self._parts, time.monotonic()
+        move_earlier_runs(args)
+        self._status.begin()
+        directory = Path(args.output_dir).resolve()
+        self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
+        logger.info("logs of every process: %s", directory / "logs")
+        self._status.announce("connecting to Ray")
+        self._guard.watch_ray(parts.connect())
+        self._status.announce("placing trainers and engines")
+        parts.place()
+        logging_utils.init_tracking(self.args)
+        parts.create_manager()
+        self._guard.watch(lambda: parts.manager)
+        self._announce_parts()
+        self._connect(parts.start())
+        self._exit.listen()
+        logger.info("everything is running after %.1f s", time.monotonic() - start)
+
+    @phase(START)
+    def _start_again(self) -> None:
+        """Have new trainers, and the data source, go on from the newest checkpoint, or from newer copies in memory, or
+        begin again where there is neither; engines stay where the manager, whose they are, is there."""
+        parts = self._parts
+        roles = [group.role for group in parts.groups]
+        parts.end_trainers()
+        parts.use_what_is_left(resumes=self._checkpoints.has_saved)
+        copied = self._newest_copy(roles)
+        self._checkpoints.forget_what_was_begun()
+        evaluation, self._evaluation = self._evaluation, None
+        self._announce_parts()
+        started = parts.start_again(
+            None if evaluation is None else evaluation[1],
+            meanwhile=functools.partial(self._upkeep.serve_all, with_weights=False),
+        )
+        if copied is not None:
+            self._copies.restore(copied, parts.groups, parts.turns)
+            reopened = self._manager.begin_again.remote(self.args.save)  # its state is there, whatever trainers load
+            get(reopened, "the data source", STATE_DEADLINE_S)
+        self._connect(started, first=None if copied is None else copied + 1)
+
+    def _announce_parts(self) -> None:
+        parts = [name for name, has in (("engines", self._has_engines), ("trainers", self._has_trainers)) if has]
+        self._status.announce(f"starting {' and '.join(parts)}, loading weights")
+
+    def _newest_copy(self, roles: Sequence[Role]) -> int | None:
+        """The rollout behind which trainers can go on from copies in memory, where no checkpoint is as new."""
+        owners = [owner for role in roles for owner in owners_of(role, self._parts.world_size)]
+        copied = self._copies.newest(owners)
+        saved = latest_iteration(self.args.save) if self._checkpoints.has_saved else None
+        if copied is None and saved is None:
+            logger.warning("there is no checkpoint of this run: it begins again with what it began with")
+        return copied if copied is not None and (saved is None or copied > saved) else None
+
+    def _connect(self, started: dict[str, Any], *, first: int | None = None) -> None:
+        """Let trainers, data source and engines that were started know of each other.
+
+        Args:
+            started: what the trainers say.
+            first: the first rollout, where that is not the one behind what they have loaded.
+        """
+        for warning in started["warnings"]:
+            logger.warning("trainer: %s", warning)
+        parallel = started["parallel_config"]
+        get(self._manager.set_train_parallel_config.remote(parallel), "the rollout manager", STATE_DEADLINE_S)
+        per_epoch = get(self._manager.get_num_rollout_per_epoch.remote(), "the data source", STATE_DEADLINE_S)
+        resumed_from = int(started["start_rollout_id"] if first is None else first) - 1
+        if first is None:
+            given = self.args.start_rollout_id
+            first = int(started["start_rollout_id"] if given is None else given)
+        num_rollout = self.args.num_rollout
+        self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
+        if resumed_from >= 0 and not self.args.eval_only:
+            left = f"going on at {first}" if first < self.plan.num_rollout else "it was the last: no rollout is left"
+            logger.info("resumed from rollout %d; %s", resumed_from, left)
+        if problems := list(check_critic_only_steps(self.args, self.plan.num_rollout)):
+            raise UsageError(problems)  # where --num-epoch could not be counted before
+        self._warn_of_no_profile(range(first, self.plan.num_rollout))
+        if first > 0 and not self.args.eval_only:
+            get(
+                self._manager.load.remote(first - 1),
+                f"the data source's state of rollout {first - 1}",
+                STATE_DEADLINE_S,
+            )
+        if self._has_engines and self._has_trainers:  # without trainers the weights stay those that engines start with
+            self._first_version = self._upkeep.version + 1
+            get(self._manager.set_sync_schedule.remote(self._schedule), "the rollout manager", STATE_DEADLINE_S)
+            if not self._upkeep.connect():
+                logger.warning("no engine takes the trainer's weights: what is trained is not what generates")
+            self._rollout_id = first
+            self.sync_weights()
+
+    @property
+    def _schedule(self) -> SyncSchedule:
+        plan = self.plan
+        return SyncSchedule(
+            plan.start_rollout_id, plan.num_rollout, self._sync_interval, self._first_version, self._stops_every
+        )
+
+    @property
+    def _stops_every(self) -> tuple[int, ...]:
+        """Periods of the rollouts behind which this run may be resumed, where that must change nothing."""
+        args = self.args
+        if not args.deterministic or args.save is None:
+            return ()
+        saves = () if args.save_interval is None else (args.save_interval, self.plan.num_rollout_per_epoch)
+        return tuple(period for period in (*saves, args.peer_checkpoint_interval) if period)
+
+    def finish(self, *, failed: bool = False) -> None:
+        """End everything that was started; after a failure without waiting for trainers that may be stuck.
+
+        Trackers come last: they may have minutes of uploads left, in which nothing of the run should hold a GPU.
+        """
+        try_to_end("the status", self._status.end)
+        if not failed:
+            self._warn_of_no_profile(self._trained)
+            try_to_end("the state of the last copies", self._checkpoints.forget_state_of_copy)
+        if self._guard is not None:
+            try_to_end("the watchdog", self._guard.before_end)
+            if ray.is_initialized():
+                if self._guard.lost_ray is None:
+                    self._end_parts(graceful=not failed)
+                self._guard.shut_ray_down()
+        try_to_end("the trackers", logging_utils.finish_tracking)
+        if self._guard is not None:
+            self._guard.end(failed=failed)
+            self._guard = None
+
+    def _end_parts(self, *, graceful: bool) -> None:
+        if self.args.ray_timeline_path:
+            try_to_end("the timeline", self._write_timeline)
+        self._parts.end(graceful=graceful)
+        try_to_end("the copies of trainers", self._copies.end)
+
+    def _write_timeline(self) -> None:
+        path = Path(self.args.ray_timeline_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ray.timeline()))
+        logger.info("timeline of the Ray actors: %s", path)
+
+    def _warn_of_no_profile(self, rollouts: range) -> None:
+        args = self.args
+        asked = range(args.profile_step_start, args.profile_step_end)
+        if args.use_pytorch_profiler and (sentence := nothing_recorded(asked, rollouts)):
+            logger.warning("%s", sentence)
+
+    @property
+    def args(self) -> Any:
+        """The flags with which the run goes on."""
+        return self._parts.args
+
+    @property
+    def trainers(self) -> RayTrainGroup:
+        """The trainer ranks."""
+        assert self._parts.actor is not None, "the run is not started: use it as a context manager"
+        return self._parts.actor
+
+    @property
+    def turns(self) -> GpuTurns:
+        """Who has the GPUs."""
+        return self._parts.turns
+
+    @property
+    def _manager(self) -> Any:
+        return self._parts.manager
+
+    def _counts(self) -> list[Count]:
+        if self._guard is None or self._parts.manager is None:
+            return []
+        said = stalls.progress_of(self._guard.run, stalls.MANAGER)
+        return [(what, done, total) for what, done, total in said.get("under_way", ())]
+
+    def _log_rollout_record(self, metrics: dict[str, float]) -> None:
+        self._log([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])
+
+    def _log(self, records: list[MetricRecord]) -> None:
+        for metrics, step_key in records:
+            logging_utils.log(self.args, metrics, step_key)

@@ -1,0 +1,334 @@
+"""The threads that look after the engines and routers of a run.
+
+`EngineWatch` (--use-fault-tolerance) notices engines that do not answer any more; the listener decides what is done
+about them. `EngineEnds` (without) says why requests fail: the engines that were to answer them have ended.
+`RouterWatch` starts a router again that has ended or hangs. Nobody waits for a look of theirs but `EngineWatch.pause`
+and `RouterWatch.stop`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from slime.backends.sglang_utils import server_control
+from slime.backends.sglang_utils.server_control import Probe
+from slime.ray.rollout.servers import ModelServers
+from slime.ray.utils import ActorFailure, get
+from slime.utils.errors import HttpError
+from slime.utils.outages import OUTAGES
+
+logger = logging.getLogger(__name__)
+
+SUSPICION_S = 5.0  # Between two looks at all engines that failed requests ask for.
+ENDING_S = 30.0
+PAUSE_S = 1.0  # Between two looks at engines that have ended, which failed requests ask for.
+INTERVAL_S = 0.5
+ANSWER_EVERY_S = 10.0  # Between two questions to a router whose process is there.
+MOST_RESTARTS = 6
+HOUR_S = 3600.0
+ASK_S = 3.0
+
+
+class LastHour:
+    """Counts what was done, and forgets it after an hour."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def count(self) -> int:
+        """How often it was done within the last hour."""
+        now = time.monotonic()
+        while self._times and now - self._times[0] > HOUR_S:
+            self._times.popleft()
+        return len(self._times)
+
+    def note(self, times: int = 1) -> None:
+        """It is done now."""
+        self._times.extend([time.monotonic()] * times)
+
+
+class _Watch:
+    """A daemon thread that looks again and again until `stop`.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; what a look that is under way still finds has no effect: engines end after their watch."""
+        self._is_over.set()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _try(self, look: Callable[[], Any]) -> None:
+        try:
+            look()
+        except Exception:  # noqa: BLE001 - a watch that ended would leave the engines and routers unwatched
+            logger.exception("a look of the %s failed", self._thread.name)
+
+
+class EngineWatch(_Watch):
+    """Notices engines that do not answer any more (--use-fault-tolerance).
+
+    All are asked at once, every so many seconds and when a request has failed, to generate one token
+    (`/health_generate`), which a server that is stuck does not do either. While they cannot be expected to (they have
+    released their memory, or get new weights) the watch is paused; after that it waits before it looks again.
+
+    Wait graph: a look waits for the engines' answers, `timeout_s` at most; nobody waits for a look but `pause`.
+
+    Args:
+        urls: at each look, number -> address of every engine to look at.
+        on_loss: called in the watch's thread with the number and the address of one that did not answer, and what
+            happened; by then another may have taken its place.
+        interval_s: between two looks.
+        timeout_s: for an answer.
+        first_wait_s: without a look after `resume`.
+    """
+
+    def __init__(
+        self,
+        urls: Callable[[], Mapping[int, str]],
+        on_loss: Callable[[int, str, str], None],
+        *,
+        interval_s: float,
+        timeout_s: float,
+        first_wait_s: float,
+    ) -> None:
+        super().__init__("engine-watch")
+        self._urls, self._on_loss = urls, on_loss
+        self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
+        self._may_look = threading.Lock()
+        self._is_paused = self._is_suspected = False
+        self._quiet_until = 0.0
+        self._changed = threading.Event()
+
+    def start(self) -> None:
+        """Begin."""
+        self._quiet_until = time.monotonic() + self._first_wait_s
+        super().start()
+
+    def pause(self) -> None:
+        """Do not look until `resume`; a look that is under way is waited for."""
+        self._is_paused = True
+        with self._may_look:
+            pass
+
+    def resume(self) -> None:
+        """Look again, after the first wait."""
+        self._quiet_until = time.monotonic() + self._first_wait_s
+        self._changed.set()  # first: a look that is due just now sees one of the two
+        self._is_paused = False
+
+    def suspect(self) -> None:
+        """Look soon, in place of after the interval: a request has failed."""
+        if time.monotonic() >= self._quiet_until and not self._is_paused:
+            self._quiet_until = time.monotonic() + SUSPICION_S
+            self._is_suspected = True
+            self._changed.set()
+
+    def stop(self) -> None:
+        """End; nobody is notified of what a look that is under way still finds."""
+        super().stop()
+        self._changed.set()
+
+    def look(self, probe: Probe = Probe.GENERATES) -> None:
+        """Ask every engine once."""
+        urls = self._urls()
+        if not urls:
+            return
+        ask = functools.partial(server_control.why_unhealthy_sync, timeout_s=self._timeout_s, probe=probe)
+        with ThreadPoolExecutor(len(urls), thread_name_prefix="engine-health") as threads:
+            answers = dict(zip(urls, threads.map(ask, urls.values()), strict=True))
+        for number, problem in answers.items():
+            if problem is not None and not self._is_over.is_set():
+                self._on_loss(number, urls[number], problem)
+
+    def _run(self) -> None:
+        wait_s = self._first_wait_s + self._interval_s
+        while not self._is_over.is_set():
+            is_changed = self._changed.wait(wait_s)
+            is_suspected, self._is_suspected = self._is_suspected, False
+            if is_changed:
+                self._changed.clear()
+            if is_changed and not is_suspected:
+                wait_s = self._first_wait_s + self._interval_s
+                continue
+            wait_s = self._interval_s
+            with self._may_look:
+                if not (self._is_paused or self._is_over.is_set() or self._changed.is_set()):
+                    self._try(self.look)
+
+
+class EngineEnds(_Watch):
+    """Says why requests fail without --use-fault-tolerance: the engines that were to answer them have ended.
+
+    Their router answers "No available workers" from then on, to each request of a rollout and for as long as it is
+    sent again. Once no engine of a kind is left that a model needs, its requests fail with what the engine itself has
+    said. A look, whenever a request has failed, waits for the engines' actors, `ENDING_S` at most.
+
+    Args:
+        models: they run.
+    """
+
+    def __init__(self, models: Sequence[ModelServers]) -> None:
+        super().__init__("engine-ends")
+        self._models = models
+        self._suspected = threading.Event()
+
+    def suspect(self, _url: str) -> None:
+        """Look soon: a request has failed."""
+        self._suspected.set()
+
+    def look(self) -> list[str]:
+        """Have the requests of models fail that have no engine of some kind any more.
+
+        Returns:
+            of each engine that has ended, that and why.
+        """
+        found = []
+        for model in self._models:
+            by_kind: dict[str, list[str | None]] = {}
+            for kind, group in model.groups:
+                by_kind.setdefault(kind.worker_type, []).extend(_why_ended(engine) for engine in group.engines)
+            found += [why for whys in by_kind.values() for why in whys if why is not None]
+            if not model.external and (gone := _all_of_a_kind(by_kind.values())) and not self._is_over.is_set():
+                url = model.router.address.url
+                if not OUTAGES.is_on(url):
+                    logger.error("the requests to model %s fail: %s", model.plan.name, gone)
+                OUTAGES.begin(url)
+                OUTAGES.give_up(url, gone)
+        return found
+
+    def _run(self) -> None:
+        while not self._is_over.wait(PAUSE_S):
+            if self._suspected.is_set():
+                self._suspected.clear()
+                self._try(self.look)
+
+
+def _all_of_a_kind(kinds: Any) -> str | None:
+    for whys in kinds:
+        if whys and all(whys):
+            return str(whys[0])
+    return None
+
+
+def _why_ended(engine: Any) -> str | None:
+    try:
+        why: str | None = get(engine.ending.remote(), "the state of an engine", ENDING_S)
+    except TimeoutError:
+        return None  # it may be busy
+    except ActorFailure as error:
+        return str(error)
+    return why
+
+
+class RouterWatch(_Watch):
+    """Starts a router again, on its port, that has ended or hangs.
+
+    Requests that it had are lost with it, and sent again by whoever sent them (`slime.utils.http_utils`); the engines
+    are put behind the new one as they were behind the old. A router that is not ours is not looked after. After
+    `MOST_RESTARTS` in an hour none is started any more: requests then fail, which ends the run with their error.
+
+    Wait graph: a look waits for the routers' answers, and for a new one until it answers and has its engines; nobody
+    waits for a look but `stop`, and those who change the engines behind a router that is being started.
+
+    Args:
+        models: they run.
+    """
+
+    def __init__(self, models: Sequence[ModelServers]) -> None:
+        super().__init__("router-watch")
+        self._models = [model for model in models if model.router.is_ours]
+        self._restarts = LastHour()
+        self.count = 0  # How often a router was started again.
+
+    def stop(self) -> None:
+        """End; a router that is being started is waited for a moment."""
+        super().stop()
+        self._thread.join(timeout=ANSWER_EVERY_S)
+
+    def look(self, *, asks: bool = True) -> None:
+        """Start the routers again that are not there; with `asks`, those too that do not answer."""
+        for model in self._models:
+            why = model.router.what_is_wrong(asks=asks)
+            if why is not None and not self._is_over.is_set():
+                self._restart(model, why)
+
+    def _restart(self, model: ModelServers, why: str) -> None:
+        now = time.monotonic()
+        url = model.router.address.url
+        if self._restarts.count() >= MOST_RESTARTS:
+            logger.error("the router %s %s; it was started %d times in an hour, no more", url, why, MOST_RESTARTS)
+            self._models.remove(model)
+            return
+        self._restarts.note()
+        logger.error("the router %s %s; it is started again", url, why)
+        count = model.restart_router()
+        self.count += 1
+        logger.warning("the router %s is back with %d engine(s), after %.1f s", url, count, time.monotonic() - now)
+
+    def _run(self) -> None:
+        asked = time.monotonic()
+        while not self._is_over.wait(INTERVAL_S):
+            asks = time.monotonic() - asked > ANSWER_EVERY_S
+            self._try(functools.partial(self.look, asks=asks))
+            if asks:
+                asked = time.monotonic()
+
+
+def engine_state(routers: Iterable[str], engines: Iterable[str]) -> dict[str, Any]:
+    """Address -> its load (requests that run and wait, tokens held, ...), or why it does not tell.
+
+    Args:
+        routers: their addresses; engines behind them are asked, too.
+        engines: addresses of engines that are known.
+    """
+    found: dict[str, Any] = {}
+    urls = set(engines)
+    for router in routers:
+        try:
+            urls |= set(server_control.list_workers_sync(router, timeout_s=ASK_S))
+        except HttpError as error:
+            found[f"router {router}"] = str(error)
+        else:
+            found[f"router {router}"] = "answers"
+    with ThreadPoolExecutor(max_workers=max(1, min(32, len(urls))), thread_name_prefix="engine-state") as threads:
+        answers = threads.map(_load_of, sorted(urls))
+        found |= {f"engine {url}": answer for url, answer in zip(sorted(urls), answers, strict=True)}
+    return found
+
+
+def _load_of(url: str) -> Any:
+    problem = "?"
+    try:
+        loads = server_control.loads_sync(url, timeout_s=ASK_S)
+    except HttpError as error:
+        problem = str(error)
+    else:
+        kept = [{key: value for key, value in load.items() if key != "timestamp"} for load in loads]
+        known = kept[0] if len(kept) == 1 else kept
+        # The load is read from memory that the scheduler writes, and still there when it hangs.
+        why = server_control.why_unhealthy_sync(url, timeout_s=ASK_S, probe=server_control.Probe.SCHEDULES)
+        return known if why is None else f"its scheduler does not answer ({why}); its last load: {known}"
+    with suppress(HttpError):  # an encoder knows no loads
+        server_control.model_info_sync(url, timeout_s=ASK_S)
+        return "answers, but tells no load"
+    return problem
