@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 import ray
 from ray import NodeID
+from ray.exceptions import RayError
 
 from slime.observability.phases import Phase, Phases
 from slime.ray import stalls
@@ -37,6 +38,7 @@ from slime.utils import stacks
 from slime.utils.processes import MARK, begin_run
 from slime.utils.progress_counts import counts
 from slime.utils.sweeper import Sweeper, sweep_dead_runs
+from slime.utils.threads import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +250,7 @@ class Loss(NamedTuple):
     log: str
 
 
-class RayWatch:
+class RayWatch(Watch):
     """A watch over the raylet of this node and over the GCS.
 
     Args:
@@ -267,6 +269,7 @@ class RayWatch:
         node: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("ray-watch", every_s=PERIOD_S)
         self._on_loss = on_loss
         self._processes = processes
         self._is_known = is_known
@@ -274,8 +277,6 @@ class RayWatch:
         self._clock = clock
         self._last_look = clock()
         self._silent_s = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ray-watch", daemon=True)
 
     @classmethod
     def of_this_node(cls, on_loss: Callable[[Loss], None]) -> Self:
@@ -298,13 +299,9 @@ class RayWatch:
             ray.util.get_node_ip_address(),
         )
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
     def stop(self) -> None:
         """End. To be called before Ray is shut down."""
-        self._over.set()
+        super().stop()
         if self._thread.is_alive():
             self._thread.join(2 * ANSWER_S)
 
@@ -337,7 +334,7 @@ class RayWatch:
         try:
             if not self._is_known():
                 return Loss(f"Ray's GCS has counted this node ({self._node}) as dead", "gcs_server.out")
-        except Exception as error:  # noqa: BLE001 - Ray's own error classes for this are private
+        except (RayError, OSError, RuntimeError) as error:
             return Loss(f"Ray's GCS has not answered ({str(error).partition(chr(10))[0]})", "gcs_server.out")
         return None
 
@@ -345,11 +342,11 @@ class RayWatch:
         what = "GCS" if name == "gcs_server" else name
         return f"Ray's {what} (process {self._processes[name].pid} on {self._node})"
 
-    def _run(self) -> None:
-        while not self._over.wait(PERIOD_S):
-            if (loss := self.look()) is not None:
-                self._on_loss(loss)
-                return
+    def tick(self) -> None:
+        """Look, and end with the first loss."""
+        if (loss := self.look()) is not None:
+            super().stop()
+            self._on_loss(loss)
 
 
 def _status(process: psutil.Process) -> str | None:

@@ -34,6 +34,7 @@ from slime.ray.utils import actor_env
 from slime.utils.processes import MARK, processes_of
 from slime.utils.progress_counts import counts
 from slime.utils.stacks import describe, free_memory
+from slime.utils.threads import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ SLOW = {"start": 900.0}  # Phases that count nothing while they work: processes 
 LOOKS = 10  # Looks within the time that a phase may be silent for.
 
 
-class StallWatch:
+class StallWatch(Watch):
     """A watch over phases.
 
     Args:
@@ -61,24 +62,15 @@ class StallWatch:
         *,
         timeout_s: float,
     ) -> None:
+        super().__init__("stall-watch", every_s=max(0.05, min(30.0, timeout_s / LOOKS)))
         self._phases = phases
         self._looks = {"look": look, "closely": look_closely}
         self._on_stall = on_stall
         self._timeout_s = timeout_s
         self._seen: dict[str, Any] = {}
         self._is_reported = False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; a report that is being written goes on."""
-        self._over.set()
-
-    def look(self) -> None:
+    def tick(self) -> None:
         """Look once."""
         phase = self._phases.current()
         if phase is None:
@@ -104,13 +96,6 @@ class StallWatch:
         has_changed = look in self._seen and self._seen[look] != found
         self._seen[look] = found
         return has_changed
-
-    def _run(self) -> None:
-        while not self._over.wait(max(0.05, min(30.0, self._timeout_s / LOOKS))):
-            try:
-                self.look()
-            except Exception:  # noqa: BLE001 - a watch that fails must not leave the run unwatched
-                logger.exception("the watchdog failed")
 
 
 def clock() -> str:

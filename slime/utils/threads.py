@@ -1,4 +1,5 @@
-"""Blocking functions in daemon threads, each kind with threads of its own, so that one that hangs holds up no other.
+"""Daemon threads: blocking functions, each kind with threads of its own, so that one that hangs holds up no other; and
+watches that look at something again and again.
 
 `asyncio.to_thread` puts everything into one pool, whose threads the interpreter waits for when it ends.
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import logging
 import os
 import signal
 import threading
@@ -18,8 +20,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 _IDLE_S = 60.0
+
+
+class Watch:
+    """A daemon thread that looks at something again and again until `stop`.
+
+    Args:
+        name: of the thread.
+        every_s: seconds between two looks.
+    """
+
+    def __init__(self, name: str, *, every_s: float) -> None:
+        self.every_s = every_s
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; a look that is under way goes on."""
+        self._is_over.set()
+
+    def tick(self) -> None:
+        """Look once."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self.every_s):
+            self._try(self.tick)
+
+    def _try(self, look: Callable[[], Any]) -> None:
+        try:
+            look()
+        except Exception:  # noqa: BLE001 - a watch that ended would leave what it looks at unwatched
+            logger.exception("a look of the %s failed", self._thread.name)
 
 
 class CallTimeout(Exception):

@@ -48,7 +48,7 @@ class World:
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds)):
             self.now += 1.0
-            self.watch.look()
+            self.watch.tick()
 
     def do(self, name: str, seconds: float) -> None:
         with self.phases.enter(name):

@@ -24,6 +24,7 @@ from slime.ray.rollout.servers import ModelServers
 from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import HttpError
 from slime.utils.outages import OUTAGES
+from slime.utils.threads import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -55,36 +56,7 @@ class LastHour:
         self._times.extend([time.monotonic()] * times)
 
 
-class _Watch:
-    """A daemon thread that looks again and again until `stop`.
-
-    Args:
-        name: of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; what a look that is under way still finds has no effect: engines end after their watch."""
-        self._is_over.set()
-
-    def _run(self) -> None:
-        raise NotImplementedError
-
-    def _try(self, look: Callable[[], Any]) -> None:
-        try:
-            look()
-        except Exception:  # noqa: BLE001 - a watch that ended would leave the engines and routers unwatched
-            logger.exception("a look of the %s failed", self._thread.name)
-
-
-class EngineWatch(_Watch):
+class EngineWatch(Watch):
     """Notices engines that do not answer any more (--use-fault-tolerance).
 
     All are asked at once, every so many seconds and when a request has failed, to generate one token
@@ -111,9 +83,9 @@ class EngineWatch(_Watch):
         timeout_s: float,
         first_wait_s: float,
     ) -> None:
-        super().__init__("engine-watch")
+        super().__init__("engine-watch", every_s=interval_s)
         self._urls, self._on_loss = urls, on_loss
-        self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
+        self._timeout_s, self._first_wait_s = timeout_s, first_wait_s
         self._may_look = threading.Lock()
         self._is_paused = self._is_suspected = False
         self._quiet_until = 0.0
@@ -161,22 +133,22 @@ class EngineWatch(_Watch):
                 self._on_loss(number, urls[number], problem)
 
     def _run(self) -> None:
-        wait_s = self._first_wait_s + self._interval_s
+        wait_s = self._first_wait_s + self.every_s
         while not self._is_over.is_set():
             is_changed = self._changed.wait(wait_s)
             is_suspected, self._is_suspected = self._is_suspected, False
             if is_changed:
                 self._changed.clear()
             if is_changed and not is_suspected:
-                wait_s = self._first_wait_s + self._interval_s
+                wait_s = self._first_wait_s + self.every_s
                 continue
-            wait_s = self._interval_s
+            wait_s = self.every_s
             with self._may_look:
                 if not (self._is_paused or self._is_over.is_set() or self._changed.is_set()):
                     self._try(self.look)
 
 
-class EngineEnds(_Watch):
+class EngineEnds(Watch):
     """Says why requests fail without --use-fault-tolerance: the engines that were to answer them have ended.
 
     Their router answers "No available workers" from then on, to each request of a rollout and for as long as it is
@@ -188,7 +160,7 @@ class EngineEnds(_Watch):
     """
 
     def __init__(self, models: Sequence[ModelServers]) -> None:
-        super().__init__("engine-ends")
+        super().__init__("engine-ends", every_s=PAUSE_S)
         self._models = models
         self._suspected = threading.Event()
 
@@ -216,11 +188,11 @@ class EngineEnds(_Watch):
                 OUTAGES.give_up(url, gone)
         return found
 
-    def _run(self) -> None:
-        while not self._is_over.wait(PAUSE_S):
-            if self._suspected.is_set():
-                self._suspected.clear()
-                self._try(self.look)
+    def tick(self) -> None:
+        """Look, if a request has failed."""
+        if self._suspected.is_set():
+            self._suspected.clear()
+            self.look()
 
 
 def _all_of_a_kind(kinds: Any) -> str | None:
@@ -240,7 +212,7 @@ def _why_ended(engine: Any) -> str | None:
     return why
 
 
-class RouterWatch(_Watch):
+class RouterWatch(Watch):
     """Starts a router again, on its port, that has ended or hangs.
 
     Requests that it had are lost with it, and sent again by whoever sent them (`slime.utils.http_utils`); the engines
@@ -255,9 +227,10 @@ class RouterWatch(_Watch):
     """
 
     def __init__(self, models: Sequence[ModelServers]) -> None:
-        super().__init__("router-watch")
+        super().__init__("router-watch", every_s=INTERVAL_S)
         self._models = [model for model in models if model.router.is_ours]
         self._restarts = LastHour()
+        self._asked = time.monotonic()
         self.count = 0  # How often a router was started again.
 
     def stop(self) -> None:
@@ -285,13 +258,14 @@ class RouterWatch(_Watch):
         self.count += 1
         logger.warning("the router %s is back with %d engine(s), after %.1f s", url, count, time.monotonic() - now)
 
-    def _run(self) -> None:
-        asked = time.monotonic()
-        while not self._is_over.wait(INTERVAL_S):
-            asks = time.monotonic() - asked > ANSWER_EVERY_S
-            self._try(functools.partial(self.look, asks=asks))
+    def tick(self) -> None:
+        """Look, and at times ask routers whose process is there."""
+        asks = time.monotonic() - self._asked > ANSWER_EVERY_S
+        try:
+            self.look(asks=asks)
+        finally:
             if asks:
-                asked = time.monotonic()
+                self._asked = time.monotonic()
 
 
 def engine_state(routers: Iterable[str], engines: Iterable[str]) -> dict[str, Any]:
