@@ -1,6 +1,6 @@
 """Which phase a run is in, how long phases have taken, and for how long nothing has gone on in this one.
 
-It is told of progress; it does not know what a phase does, nor what is done about one that stalls.
+Its users report progress, and decide what is done about a phase that stalls.
 """
 
 from __future__ import annotations

@@ -156,14 +156,14 @@ class RayTrainGroup:
         return self._all("node_id", "where the trainers are", deadline_s=SLEEP_DEADLINE_S)
 
     def copy_state(self, rollout_id: int, holders: Sequence[Sequence[Any]]) -> int:
-        """Copy every rank's state behind a rollout to its holders (`slime.ray.peer_copies`); returns its bytes."""
-        what = f"copying the states of the {self._name} behind rollout {rollout_id}"
+        """Copy every rank's state after a rollout to its holders (`slime.ray.peer_copies`); returns its bytes."""
+        what = f"copying the states of the {self._name} after rollout {rollout_id}"
         refs = [actor.copy_state.remote(rollout_id, list(of_rank)) for actor, of_rank in self._with(holders)]
         return sum(self._get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S))
 
     def restore_state(self, rollout_id: int, holders: Sequence[Sequence[Any]]) -> None:
-        """Give every rank the state behind a rollout, of which these holders have copies."""
-        what = f"restoring the states of the {self._name} behind rollout {rollout_id}"
+        """Give every rank the state after a rollout, of which these holders have copies."""
+        what = f"restoring the states of the {self._name} after rollout {rollout_id}"
         refs = [actor.restore_state.remote(rollout_id, list(of_rank)) for actor, of_rank in self._with(holders)]
         self._get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
 
@@ -276,7 +276,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         self._weight_version = 0
 
     def wait_started(self, beside: Beside | None = None) -> dict[str, Any]:
-        """As of `RayTrainGroup`."""
+        """See `RayTrainGroup`."""
         started = super().wait_started(beside)
         self._is_awake = True
         return started
@@ -293,13 +293,13 @@ class ReleasedTrainGroup(RayTrainGroup):
         return None
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
-        """As of `RayTrainGroup`; the next trainers get the same engines."""
+        """See `RayTrainGroup`; the next trainers get the same engines."""
         self._engines, self._weight_version = (engines, engine_sizes), weight_version
         self._is_connected = True
         super().connect_rollout_engines(engines, engine_sizes, weight_version=weight_version)
 
     def update_weights(self) -> dict[str, float]:
-        """As of `RayTrainGroup`."""
+        """See `RayTrainGroup`."""
         if not self._is_connected and self._engines is not None:  # not before: they may be others by now
             self.connect_rollout_engines(*self._engines, weight_version=self._weight_version)
         metrics = super().update_weights()
@@ -323,6 +323,6 @@ class ReleasedTrainGroup(RayTrainGroup):
         return {"perf/wake_up_time": time.monotonic() - start}
 
     def shutdown(self, *, graceful: bool = True) -> None:
-        """As of `RayTrainGroup`; trainers that were not built have nothing to end."""
+        """See `RayTrainGroup`; trainers that were not built have nothing to end."""
         super().shutdown(graceful=graceful and self._is_awake)
         self._is_awake = False

@@ -53,9 +53,9 @@ class Checkpoints:
 
     Args:
         save: directory of --save, None where only HF exports are written.
-        is_async: they are written while training goes on (--async-save).
+        is_async: they are written while training continues (--async-save).
         exports: HF models are exported (--save-hf).
-        needs_each: the run cannot go on without one that was to be written (--release-train).
+        needs_each: the run cannot continue without one that was to be written (--release-train).
         log: takes a record of metrics.
 
     Attributes:
@@ -86,7 +86,7 @@ class Checkpoints:
     def has_saved(self) -> bool:
         """Whether a checkpoint of this run is complete.
 
-        Of one whose writer was lost right behind it nobody was told: the tracker alone says so.
+        Of one whose writer was lost right after it nobody was told: the tracker alone says so.
         """
         return self._has_saved or self._newest() != self._newest_at_start
 
@@ -104,20 +104,20 @@ class Checkpoints:
             self._remove_state(rollout_id)
 
     def has_state_for_copy(self, rollout_id: int) -> bool:
-        """Whether the trainers' states may be copied to memory behind this rollout: not without the data source's."""
+        """Whether the trainers' states may be copied to memory after this rollout: not without the data source's."""
         if why_not := self._await_state(rollout_id):
             logger.error("the states of rollout %d are not copied: %s; those before are kept", rollout_id, why_not)
         return not why_not
 
     def keep_state_of_copy(self, rollout_id: int) -> None:
-        """Keep the data source's state of a rollout behind which the trainers' states were copied to memory, in the
+        """Keep the data source's state of a rollout after which the trainers' states were copied to memory, in the
         place of the one before."""
         if self._state_of_copy != rollout_id:
             self.forget_state_of_copy()
         self._state_of_copy = rollout_id
 
     def forget_state_of_copy(self) -> None:
-        """Nobody will go on from the copies any more."""
+        """Nobody will resume from the copies any more."""
         if self._state_of_copy is not None:
             self._remove_state(self._state_of_copy)
         self._state_of_copy = None
@@ -164,7 +164,7 @@ class Checkpoints:
     def finish(
         self, groups: Sequence[RayTrainGroup], turns: GpuTurns, *, if_written: bool = False, is_last: bool = False
     ) -> None:
-        """Complete the checkpoint that is written while training goes on, if there is one.
+        """Complete the checkpoint that is written while training continues, if there is one.
 
         Args:
             groups: see `save`. turns: see `save`. is_last: see `save`.
@@ -204,7 +204,7 @@ class Checkpoints:
 
 
 def resumed(args: Args) -> Any:
-    """The flags of a run that goes on from the last checkpoint of its own."""
+    """The flags of a run that resumes from the last checkpoint of its own."""
     values = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
     return args.replace(load=args.save, ckpt_step=None, start_rollout_id=None, **values)
 
@@ -275,7 +275,7 @@ def _settle_load(args: Args, depth: manifest.Depth) -> Any:
 
 
 def _takes_state(args: Args, step: Any) -> bool:
-    """Whether the data source goes on from its state after an iteration: not where the run begins elsewhere, nor where
+    """Whether the data source resumes from its state after an iteration: not where the run begins elsewhere, nor where
     nothing is drawn from it."""
     if args.finetune or args.eval_only or args.load_debug_rollout_data is not None or not str(step).isdigit():
         return False

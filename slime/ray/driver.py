@@ -1,7 +1,7 @@
 """From the command line to an exit status: what train.py and train_async.py have in common around their schedule.
 
 It turns every end of a run into one readable message and a status: 0 done, 1 something failed, 2 unusable input
-(nothing was started), 130 Ctrl-C, 143 SIGTERM. It knows nothing about what a run does.
+(nothing was started), 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _leave(signum: int, frame: Any) -> NoReturn:
 
 
 def _say_how_to_go_on(args: Args | None) -> None:
-    """Print the command that goes on with a run that was interrupted as the last line; nothing where none can."""
+    """Print, as the last line, the command that resumes a run that was interrupted, if one can."""
     if args is None or not args.save or args.eval_only or args.debug_rollout_only:
         return
     newest = latest_iteration(args.save)
@@ -121,7 +121,7 @@ def _say_how_to_go_on(args: Args | None) -> None:
 
 
 def _report(error: Exception, output_dir: str | None) -> None:
-    """One line for the user; both tracebacks in a file beside the logs."""
+    """Print one line for the user; both tracebacks go into a file next to the logs."""
     _say(f"error: {error}")
     if output_dir is None:
         traceback.print_exception(error)

@@ -119,7 +119,7 @@ class _Turn:
     def _let_rest(self, number: int, error: RayActorError) -> None:
         now = self._clock()
         until, rest_s = self._rests.get(number, (0.0, REST_S / 2))
-        if until > now:  # another of its requests has told already
+        if until > now:  # another of its requests has reported it already
             return
         self._rests[number] = (now + 2 * rest_s, min(2 * rest_s, MAX_REST_S / 2))
         first_line = str(error).partition("\n")[0]

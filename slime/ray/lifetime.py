@@ -1,4 +1,4 @@
-"""How a training run starts, goes on after a loss, and ends.
+"""How a training run starts, resumes after a loss, and ends.
 
 `slime.ray.run_parts` makes the parts; here they get to know each other, are watched over, and are ended. The verbs in
 between are `slime.ray.run.TrainingRun`'s.
@@ -102,7 +102,7 @@ class RunLifetime:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Finish; where something else is behind the error, raise that."""
+        """Finish; raise what caused the error, if that is something else."""
         cause = self._guard.cause(error) if error is not None and self._guard is not None else error
         self.finish(failed=error is not None)
         if cause is not None and cause is not error:
@@ -138,8 +138,8 @@ class RunLifetime:
 
     @phase(START)
     def _start_again(self) -> None:
-        """Have new trainers, and the data source, go on from the newest checkpoint, or from newer copies in memory, or
-        begin again where there is neither; engines stay where the manager, whose they are, is there."""
+        """Have new trainers and the data source resume from the newest checkpoint or from newer copies in memory, or
+        begin again where there is neither. Engines stay if their manager is there."""
         parts = self._parts
         roles = [group.role for group in parts.groups]
         parts.end_trainers()
@@ -163,7 +163,7 @@ class RunLifetime:
         self._status.announce(f"starting {' and '.join(parts)}, loading weights")
 
     def _newest_copy(self, roles: Sequence[Role]) -> int | None:
-        """The rollout behind which trainers can go on from copies in memory, where no checkpoint is as new."""
+        """The rollout after which trainers can resume from copies in memory, where no checkpoint is as new."""
         owners = [owner for role in roles for owner in owners_of(role, self._parts.world_size)]
         copied = self._copies.newest(owners)
         saved = latest_iteration(self.args.save) if self._checkpoints.has_saved else None
@@ -176,7 +176,7 @@ class RunLifetime:
 
         Args:
             started: what the trainers say.
-            first: the first rollout, where that is not the one behind what they have loaded.
+            first: the first rollout, where that is not the one after what they have loaded.
         """
         for warning in started["warnings"]:
             logger.warning("trainer: %s", warning)
@@ -218,7 +218,7 @@ class RunLifetime:
 
     @property
     def _stops_every(self) -> tuple[int, ...]:
-        """Periods of the rollouts behind which this run may be resumed, where that must change nothing."""
+        """Periods of the rollouts after which this run may be resumed, where that must change nothing."""
         args = self.args
         if not args.deterministic or args.save is None:
             return ()
@@ -265,7 +265,7 @@ class RunLifetime:
 
     @property
     def args(self) -> Any:
-        """The flags with which the run goes on."""
+        """The flags of the run as they are now."""
         return self._parts.args
 
     @property

@@ -44,11 +44,11 @@ class PeerCopies:
         self._holders: dict[str, Any] = {}
 
     def is_due(self, rollout_id: int) -> bool:
-        """Whether the states behind this rollout are to be copied."""
+        """Whether the states after this rollout are to be copied."""
         return self.interval is not None and (rollout_id + 1) % self.interval == 0
 
     def keep(self, rollout_id: int, groups: Sequence[RayTrainGroup], turns: GpuTurns) -> dict[str, float]:
-        """Copy the states behind a rollout, and give up older copies.
+        """Copy the states after a rollout, and give up older copies.
 
         Args:
             rollout_id: which.
@@ -67,16 +67,16 @@ class PeerCopies:
             for holder in self._holders.values():
                 self._ask(holder.keep_only.remote(rollout_id))
         else:
-            logger.warning("a copy of the states behind rollout %d was lost: the ones before stay", rollout_id)
+            logger.warning("a copy of the states after rollout %d was lost: the ones before stay", rollout_id)
         return {"perf/peer_copy_time": time.monotonic() - begin, "perf/peer_copy_bytes": float(num_bytes)}
 
     def newest(self, owners: Sequence[str]) -> int | None:
-        """The newest rollout behind which the copies of all these ranks are there; None where there is none."""
+        """The newest rollout after which the copies of all these ranks are there; None where there is none."""
         found = self._owners()
         return max((rollout_id for rollout_id, there in found.items() if there >= set(owners)), default=None)
 
     def restore(self, rollout_id: int, groups: Sequence[RayTrainGroup], turns: GpuTurns) -> None:
-        """Give new trainers, of the same layout, the states behind a rollout."""
+        """Give new trainers, of the same layout, the states after a rollout."""
         begin = time.monotonic()
         having = {node: self._whole(holder).get(rollout_id, []) for node, holder in self._holders.items()}
         for group in groups:
@@ -87,7 +87,7 @@ class PeerCopies:
             ]
             group.restore_state(rollout_id, holders)
         seconds = time.monotonic() - begin
-        logger.warning("trainers go on behind rollout %d, from copies in memory (%.1f s)", rollout_id, seconds)
+        logger.warning("trainers go on after rollout %d, from copies in memory (%.1f s)", rollout_id, seconds)
 
     def end(self) -> None:
         """End the holders."""
@@ -153,7 +153,7 @@ def owners_of(role: str, world_size: int) -> list[str]:
 
 
 def send_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) -> int:
-    """Give each holder a copy of a trainer's state behind a rollout.
+    """Give each holder a copy of a trainer's state after a rollout.
 
     Args:
         trainer: has `state_tensors` and `state_values` (`MegatronTrainActor`).
@@ -174,7 +174,7 @@ def send_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) ->
 
 
 def take_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) -> None:
-    """Have a trainer go on with the copy that a holder has of its state.
+    """Have a trainer resume from the copy that a holder has of its state.
 
     Args:
         trainer: has `restore_state` (`MegatronTrainActor`).
@@ -193,7 +193,7 @@ def take_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) ->
             if number + 1 == len(holders):
                 raise
             logger.warning("%s", error)
-    raise ActorFailure(f"no process holds a copy of the state of {owner} behind rollout {rollout_id}")
+    raise ActorFailure(f"no process holds a copy of the state of {owner} after rollout {rollout_id}")
 
 
 def pieces_of(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[Piece]:

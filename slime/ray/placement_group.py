@@ -114,7 +114,7 @@ def connect_ray(args: Args) -> Path | None:
             folder = _private_folder()
             connecting.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody else knows of it yet
             connecting.callback(ray.shutdown)
-            # A Ray of our own finds the machine's GPUs by itself; it has to be told of slots.
+            # A Ray of our own finds the machine's GPUs by itself; slots have to be given.
             resources = {resource: float(asked)} if args.accelerator == "cpu" else None
             with _on_this_machine():
                 _init(address="local", resources=resources, include_dashboard=False, _temp_dir=str(folder / "ray"))
@@ -197,7 +197,7 @@ def read_auth() -> None:
 def _on_this_machine() -> Iterator[None]:
     """Have a Ray that is started in here listen on the loopback alone; otherwise it listens on every interface.
 
-    Ray does so by itself where it makes no clusters (Windows, macOS), and nothing else tells it to. The variable is
+    Ray does so by itself where it makes no clusters (Windows, macOS), and it has no option for it. The variable is
     for its processes; this one has read it already. A start takes 7 s instead of 11 s with it, seen on two cores.
     """
     name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER

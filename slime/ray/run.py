@@ -64,7 +64,7 @@ class TrainingRun(RunLifetime):
     def start_generate(self, rollout_id: int) -> PendingRollout:
         """Begin a rollout and return at once; `wait_generated` waits for it.
 
-        The data source's state is saved right behind it where this rollout will be saved: a rollout that is begun
+        The data source's state is saved right after it where this rollout will be saved: a rollout that is begun
         ahead would otherwise already have moved it.
         """
         samples = self._manager.generate.remote(rollout_id)

@@ -49,7 +49,7 @@ EXIT_FAILED = 1
 
 
 class RunStalled(RuntimeError):
-    """Nothing went on any more, and --on-stall says that this ends the run; the message names the phase and the
+    """Nothing made progress any more, and --on-stall says that this ends the run; the message names the phase and the
     report."""
 
 
@@ -111,7 +111,7 @@ class RunGuard:
             self._watch.start()
 
     def cause(self, error: BaseException) -> BaseException:
-        """Return why the run ends: `error`, or, where Ray is gone, that: it is what is behind the error then."""
+        """Return why the run ends: `error`, or, where Ray is gone, that, which has caused the error."""
         if self.lost_ray is None and self._ray_watch is not None and (loss := self._ray_watch.gone()) is not None:
             self._lose_ray(loss)
         return self.lost_ray if self.lost_ray is not None and isinstance(error, Exception) else error
@@ -140,7 +140,7 @@ class RunGuard:
         self._stay()
 
     def end(self, *, failed: bool) -> None:
-        """The run is over, and everything of it that can be told to end was told."""
+        """The run is over: everything of it that can be ended was asked to end."""
         self._stay()
         if not failed:
             self._sweeper.say("well")

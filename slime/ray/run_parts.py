@@ -41,7 +41,7 @@ class RunParts:
         args: the parsed flags.
 
     Attributes:
-        args: the flags with which the run goes on: with its keys, and after a loss with what it resumes from.
+        args: the flags of the run as they are now: with its keys, and after a loss with what it resumes from.
         manager: handle of the rollout manager; None before the start and after the end.
         actor, critic: the trainer ranks; None where there are none.
     """
@@ -80,7 +80,7 @@ class RunParts:
         self._placement = self._trainer_placement = create_placement(self.args)
 
     def create_manager(self) -> None:
-        """Begin the rollout manager's process, which starts engines when it is told to."""
+        """Begin the rollout manager's process, which starts engines when it is asked to."""
         log_path = Path(self.args.output_dir).resolve() / "logs" / "rollout_manager.log"
         self.take_manager(
             ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutManager)
@@ -99,7 +99,7 @@ class RunParts:
         self._turns = GpuTurns(self.args, manager)
 
     def start(self) -> dict[str, Any]:
-        """Start engines and trainers beside each other; returns what the trainers say (`start_side_by_side`).
+        """Start engines and trainers side by side; returns what the trainers say (`start_side_by_side`).
 
         Raises:
             UsageError: a schedule needs the length of the run, and the data source does not know it.
@@ -221,7 +221,7 @@ WITHOUT_TRAINERS: dict[str, Any] = {
 def start_side_by_side(
     groups: Sequence[RayTrainGroup], turns: GpuTurns, engines: ray.ObjectRef, *, what: str
 ) -> dict[str, Any]:
-    """Start the trainers beside engines that are starting; returns when all of them run.
+    """Start the trainers while engines are starting; returns when all of them run.
 
     Args:
         groups: in the order in which they take the GPU, the actor last; none without trainers.
@@ -335,7 +335,7 @@ class GpuTurns:
             self._add("perf/engine_resume_time", time.monotonic() - start)
 
     def _count(self, metrics: dict[str, float], group: RayTrainGroup) -> None:
-        """Add a move's metrics; those of the critic have its name, and its memory is not told."""
+        """Add a move's metrics; those of the critic have its name, and its memory is left out."""
         if group.role == "critic":
             times = {name: value for name, value in metrics.items() if name.startswith("perf/")}
             metrics = {name.replace("perf/", "perf/critic_"): value for name, value in times.items()}

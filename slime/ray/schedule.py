@@ -132,7 +132,7 @@ class RolloutsAhead:
         self._begun: deque[PendingRollout] = deque()
 
     def take(self, rollout_id: int) -> PendingRollout:
-        """This rollout, once its samples are there; then those behind it are begun, as many as may be."""
+        """This rollout, once its samples are there; then those after it are begun, as many as may be."""
         if not self._begun:
             self._begun.append(self._run.start_generate(rollout_id))
         rollout = self._run.wait_generated(self._begun.popleft())

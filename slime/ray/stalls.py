@@ -108,7 +108,7 @@ NODE_DEADLINE_S = 90.0
 
 
 def headline(phase: Phase, limit_s: float, stopped: Sequence[str] = ()) -> str:
-    """The sentence that says what has stalled, and which processes (`stopped_processes`) cannot go on."""
+    """The sentence that says what has stalled, and which processes (`stopped_processes`) cannot continue."""
     who = f"; stopped, which SIGCONT ends: {', '.join(stopped)}" if stopped else ""
     return (
         f"nothing has gone on in the phase {phase.name!r} for {seconds(phase.silent_s)} (it began "

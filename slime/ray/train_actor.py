@@ -1,6 +1,6 @@
 """The Ray actor around one rank of the trainer: `MegatronTrainActor` is a plain class, made here inside its process.
 
-It forwards; it knows nothing about what the trainer computes.
+It only forwards calls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One event loop in a background thread, for synchronous code that has to run coroutines.
 
-It does not know what the coroutines do. Inside a coroutine use `await`, never `run`.
+Inside a coroutine use `await`, never `run`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ it is in force is *managed*: `pause` copies it to pinned host memory and frees t
 between the two, whoever touches managed memory crashes the process. Everything is managed, except inside
 `outside_saver`: memory that another process maps (CUDA IPC) or that NCCL registers must not be managed.
 
-It is the one module that touches the package. It does not know what is allocated, nor when the trainer sleeps; whoever
-pauses has waited for the device's work and has emptied torch's cache, which would be copied too.
+It is the one module that touches the package. Whoever pauses has waited for the device's work and has emptied torch's
+cache, which would be copied too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run over several hosts asks of a host's network: its address, the interfaces it names, whom it can reach.
 
-Every answer is a sentence that can be acted on, given before a collective times out. It knows no processes.
+Every answer is a sentence that can be acted on, given before a collective times out.
 """
 
 from __future__ import annotations

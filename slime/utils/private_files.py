@@ -1,7 +1,6 @@
 """Files and directories of this user alone: what holds secrets, and what a process loads or connects to again.
 
-Modes are given when a file is made, not afterwards: in between another user could open it. It does not know what is in
-the files.
+Modes are given when a file is made, not afterwards: in between another user could open it.
 """
 
 from __future__ import annotations

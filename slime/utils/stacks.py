@@ -2,7 +2,7 @@
 
 Stacks come from py-spy where it is installed and may look at other processes. Without it a process writes its own,
 if it was prepared for that with `can_be_asked`: SIGUSR2 has faulthandler write into memory which only its owner can
-read. Others are described by what the kernel knows. It knows nothing about what the processes are.
+read. Others are described by what the kernel knows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Waiting until something holds, with a deadline and an error that names what was waited for.
 
-Every wait of this project that is not on a Ray reference or a collective goes through here. It knows nothing about
-what it waits for: `poll` looks, `check` notices early that looking on is pointless (a process that died, say).
+Every wait of this project that is not on a Ray reference or a collective goes through here. `poll` looks,
+`check` notices early that looking on is pointless (a process that died, say).
 """
 
 from __future__ import annotations

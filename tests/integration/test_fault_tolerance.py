@@ -48,7 +48,7 @@ def test_a_lost_trainer_is_replaced_and_sends_its_weights_to_engines_that_stayed
 
 def test_a_lost_trainer_goes_on_from_a_copy_in_memory_and_does_no_step_twice(run: Run) -> None:
     """No checkpoint is due before the last rollout."""
-    assert "trainers go on behind rollout 2, from copies in memory" in run.printed
+    assert "trainers go on after rollout 2, from copies in memory" in run.printed
     rows = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/step"] for row in rows if row["step_key"] == "train/step"] == list(range(NUM_ROLLOUT))
     sizes = run.column("perf/peer_copy_bytes", "rollout/step")

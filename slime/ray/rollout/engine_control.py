@@ -162,7 +162,7 @@ class EngineControl(RayActor):
 
     @ray.method(concurrency_group="control")
     def let_go_on(self) -> None:
-        """Let engines go on that a weight sync has stopped and whose trainer is lost: requests wait in them, whose
+        """Let engines continue that a weight sync has stopped and whose trainer is lost: requests wait in them, whose
         answers are of no use, but are waited for."""
         if self._servers is not None:
             self._servers.let_go_on()

@@ -2,7 +2,7 @@
 
 `generate` = rollout function; `train_data` = dump -> metrics -> `TrainData` -> one share per data-parallel rank in
 Ray's object store. They are two calls so that memory of a GPU that is shared can change hands beside the second.
-It does not know when rollouts happen (the driver does), and nothing about how the trainer uses the shares.
+The driver decides when rollouts happen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RolloutManager(EngineControl):
 
     One method runs at a time, in the order of the calls: the driver relies on that. Some do not wait for that order:
     `eval`, so that an evaluation may go on beside a rollout; `set_weight_version`, so that a rollout that keeps
-    requests in flight hears of a sync; those that move the engines' memory, which go on beside `train_data`; and
+    requests in flight is notified of a sync; those that move the engines' memory, which run next to `train_data`; and
     `engine_state`, which the watchdog asks for whatever goes on.
 
     Args:
@@ -125,7 +125,7 @@ class RolloutManager(EngineControl):
     @ray.method(concurrency_group="settling")
     def settle(self) -> None:
         """Wait until every group that may be begun with the engines' weights is finished, where groups are begun
-        behind the rollouts that were asked for."""
+        for later rollouts than those that were asked for."""
         settle_worker()
 
     def generate(self, rollout_id: int) -> None:

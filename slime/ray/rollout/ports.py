@@ -3,8 +3,7 @@
 An engine needs several ports for many seconds before it binds the first of them. So ports are handed out in blocks,
 and a block belongs to whoever has bound its first port (without listening, which leaves the server free to bind and
 listen there itself: both sides set SO_REUSEADDR). The holder keeps the reservation until its server listens. Blocks
-lie below the range from which the kernel takes ports for outgoing connections. It does not know what the ports are
-for.
+lie below the range from which the kernel takes ports for outgoing connections.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def _hold(host: str, port: int) -> socket.socket | None:
-    """Bind exclusively first, so that two holders never succeed; then allow the server to bind beside it."""
+    """Bind exclusively first, so that two holders never succeed; then allow the server to bind there, too."""
     holder = socket.socket(_family(host))
     try:
         holder.bind((host, port))

@@ -66,7 +66,7 @@ class _Seat:
 
     @property
     def is_behind_router(self) -> bool:
-        """Whether its router is told of it by us; somebody else's router knows somebody else's engines itself."""
+        """Whether we register it with its router; somebody else's router finds somebody else's engines itself."""
         return self.external is None or self.model.router.is_ours
 
 
@@ -261,7 +261,7 @@ class Replacements:
         for seat, starting in zip(seats, begun, strict=True):
             try:
                 seat.worker = self._wait_started(seat, starting, end)
-                protect_engine(seat.worker.url)  # it is asked before its router is told of it
+                protect_engine(seat.worker.url)  # it is asked before it is registered with its router
                 seat.model.lost.discard(seat.engine)
                 seat.is_lost = False
             except (ActorFailure, TimeoutError, UsageError) as error:
@@ -345,7 +345,7 @@ class Replacements:
         return allowed
 
     def register(self) -> None:
-        """Put new engines behind their routers: they have the trainer's weights now; requests go on."""
+        """Register new engines with their routers: they have the trainer's weights now; requests continue."""
         for seat in list(self._waiting):
             self._register(seat)
         for model in self._models:

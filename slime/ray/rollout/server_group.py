@@ -83,7 +83,7 @@ class EngineActor(SGLangEngine):
             others: the actors of its other nodes.
 
         Returns:
-            what a router is to be told of it.
+            what a router needs to know of it.
 
         Raises:
             EngineStartError: see `SGLangEngine.start`.
@@ -136,7 +136,7 @@ class EngineActor(SGLangEngine):
 
     @ray.method(concurrency_group="control")
     def ending(self) -> str | None:
-        """As of `SGLangEngine`, whatever else the engine is asked at that time."""
+        """See `SGLangEngine`; answers whatever else the engine is asked at that time."""
         return super().ending()
 
     @ray.method(concurrency_group="control")

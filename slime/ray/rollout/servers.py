@@ -1,4 +1,4 @@
-"""Everything that generates or scores: for each model a router and the engines behind it.
+"""Everything that generates or scores: for each model a router and its engines.
 
 Started together and ended together; what runs already (a router, external engines) is used and left as it was. It does
 not know what is generated: requests go to the routers, weight updates to the engines that take them.
@@ -84,7 +84,7 @@ class ModelServers:
         return [engine for group in groups for engine in group.engines if engine not in self.lost]
 
     def register(self, args: Args, workers: Sequence[Worker]) -> None:
-        """Put engines behind the router, external ones too where they are this model's; needs the router to run."""
+        """Register engines with the router, external ones too where they are this model's; the router must run."""
         url = self.router.address.url
         for worker in workers:
             self.put_behind_router(worker)
@@ -109,7 +109,7 @@ class ModelServers:
                 server_control.remove_worker_sync(self.router.address.url, worker_url, timeout_s=REMOVE_TIMEOUT_S)
 
     def restart_router(self) -> int:
-        """Start the router again on its port, with the engines that were behind it; returns how many.
+        """Start the router again on its port, with the engines that it had; returns how many.
 
         An engine that the new router does not take is left out: it does not answer.
 
@@ -128,7 +128,7 @@ class ModelServers:
             return taken
 
     def shutdown(self) -> None:
-        """End what is ours; a router that is not is told of the engines that leave it."""
+        """End what is ours; engines are removed from a router that is not."""
         if not self.router.is_ours:
             for url in list(self._behind):
                 self.take_from_router(url)

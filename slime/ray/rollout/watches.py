@@ -216,11 +216,11 @@ class RouterWatch(Watch):
     """Starts a router again, on its port, that has ended or hangs.
 
     Requests that it had are lost with it, and sent again by whoever sent them (`slime.utils.http_utils`); the engines
-    are put behind the new one as they were behind the old. A router that is not ours is not looked after. After
+    are registered with the new one as they were with the old. A router that is not ours is not looked after. After
     `MOST_RESTARTS` in an hour none is started any more: requests then fail, which ends the run with their error.
 
     Wait graph: a look waits for the routers' answers, and for a new one until it answers and has its engines; nobody
-    waits for a look but `stop`, and those who change the engines behind a router that is being started.
+    waits for a look but `stop`, and those who change the engines of a router that is being started.
 
     Args:
         models: they run.
@@ -272,7 +272,7 @@ def engine_state(routers: Iterable[str], engines: Iterable[str]) -> dict[str, An
     """Address -> its load (requests that run and wait, tokens held, ...), or why it does not tell.
 
     Args:
-        routers: their addresses; engines behind them are asked, too.
+        routers: their addresses; their engines are asked, too.
         engines: addresses of engines that are known.
     """
     found: dict[str, Any] = {}
@@ -302,7 +302,7 @@ def _load_of(url: str) -> Any:
         # The load is read from memory that the scheduler writes, and still there when it hangs.
         why = server_control.why_unhealthy_sync(url, timeout_s=ASK_S, probe=server_control.Probe.SCHEDULES)
         return known if why is None else f"its scheduler does not answer ({why}); its last load: {known}"
-    with suppress(HttpError):  # an encoder knows no loads
+    with suppress(HttpError):  # an encoder reports no loads
         server_control.model_info_sync(url, timeout_s=ASK_S)
         return "answers, but tells no load"
     return problem
