@@ -6,7 +6,7 @@
 #
 #   hf download zai-org/GLM-5.2 --local-dir $SLIME_HOME/GLM-5.2
 #
-# Sparse attention is not served in fp8: engines run in 16 bit.
+# Engines run in 16 bit: nobody has run sparse attention in fp8 on a GPU (docs/fp8.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh

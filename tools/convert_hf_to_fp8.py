@@ -89,7 +89,7 @@ def convert(args: argparse.Namespace) -> int:
 
     fmt = format_of(args)
     flags = ("--model-dir", "--save-dir")
-    config = config_to_quantize(args.model_dir, args.save_dir, flags=flags, kind="fp8")
+    config = config_to_quantize(args.model_dir, args.save_dir, flags=flags, kind="fp8", in_blocks=bool(fmt.block_size))
     torch.set_num_threads(args.max_workers)
     reader = SafetensorsReader(args.model_dir, flag="--model-dir")
     if not any(fmt.quantizes(name) for name in reader.names()):
@@ -152,7 +152,13 @@ def unquantized_modules(reader: SafetensorsReader, fmt: Fp8Format) -> list[str]:
 
 
 def config_to_quantize(
-    source: str, target: str, *, flags: tuple[str, str], kind: str, beside: Mapping[str, str] | None = None
+    source: str,
+    target: str,
+    *,
+    flags: tuple[str, str],
+    kind: str,
+    beside: Mapping[str, str] | None = None,
+    in_blocks: bool = True,
 ) -> dict[str, Any]:
     """The config.json of a checkpoint that is to be quantised.
 
@@ -162,6 +168,7 @@ def config_to_quantize(
         flags: that named them.
         kind: what it is to become, in a word.
         beside: flag -> path of what is read beside it.
+        in_blocks: fp8 weights are to have a scale for each block.
 
     Raises:
         UsageError: it is no HF checkpoint, quantised already or of a family that is not trained so, or the output
@@ -177,7 +184,7 @@ def config_to_quantize(
     check_target(Path(target), flag=flags[1], sources={flags[0]: source, **(beside or {})})
     if quantization_config_of(config):
         raise UsageError(f"{flags[0]} {source} is quantised already; give the unquantised checkpoint.")
-    if problem := unsupported_family(config.get("model_type"), kind):
+    if problem := unsupported_family(config.get("model_type"), kind, in_blocks=in_blocks):
         raise UsageError(f"{flags[0]} {source}: {problem}")
     return config
 

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -224,13 +225,20 @@ class Parser(argparse.ArgumentParser):
         self, tokens: list[str], extras: list[str], explain_unknown: Callable[[str], str | None]
     ) -> Iterable[str]:
         known, flag_before = self.options(), ""
+        strays = Counter(extras)  # a value of an unknown flag may be a known flag's value, too
+        for token in tokens:
+            if token.startswith("--"):
+                flag_before = token.split("=", 1)[0]
+            elif flag_before and flag_before not in known:
+                strays[token] -= 1
+        flag_before = ""
         for token in tokens:
             name = token.split("=", 1)[0]
             if token.startswith("--"):
                 flag_before = name
                 if token in extras:
                     yield explain_unknown(name) or self.did_you_mean(name)
-            elif token in extras and (not flag_before or flag_before in known):  # else the value of an unknown flag
+            elif strays[token] > 0 and (not flag_before or flag_before in known):
                 yield (
                     explain_unknown(name)
                     or f"{token!r} belongs to no flag; write the flag's name before it, and quote a value with spaces."

@@ -18,6 +18,7 @@ from slime.models.hf_defaults import (
     SPARSE,
     WITH_SHARED_EXPERTS,
     WITHOUT_FP8,
+    WITHOUT_INT4,
 )
 from slime.models.hf_rope import missing_rope_features, rope_args, rope_numbers, rope_of
 from slime.utils.errors import UsageError
@@ -395,7 +396,8 @@ def unsupported_model(hf_config: Mapping[str, Any], *, has_own_layers: bool = Fa
     quantization = quantization_config_of(hf_config)
     method = str(quantization.get("quant_method")) if quantization and isinstance(quantization, Mapping) else None
     model_type = hf_config.get("model_type")
-    problem = unsupported_family(model_type, method)
+    in_blocks = isinstance(quantization, Mapping) and bool(quantization.get("weight_block_size"))
+    problem = unsupported_family(model_type, method, in_blocks=in_blocks)
     if problem and has_own_layers and model_type not in SUPPORTED_MODEL_TYPES:
         problem = _unsupported_beyond(model_type, method)
     if problem:
@@ -416,18 +418,28 @@ def _unsupported_beyond(model_type: Any, quant_method: str | None) -> str | None
     )
 
 
-def unsupported_family(model_type: Any, quant_method: str | None = None) -> str | None:
-    """Return why models of this model_type, quantised so, cannot be trained; None where they can."""
+def unsupported_family(model_type: Any, quant_method: str | None = None, *, in_blocks: bool = True) -> str | None:
+    """Return why models of this model_type, quantised so, cannot be trained; None where they can.
+
+    Args:
+        in_blocks: fp8 weights have a scale for each block, not one for the whole tensor.
+    """
     if model_type not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
         return (
             f"model_type {model_type!r} of the HF config is not supported; use {known}, or train it with --spec and "
             "--model-name (docs/architectures_beyond_megatron.md)."
         )
-    if model_type in WITHOUT_FP8 and quant_method:
+    if quant_method and model_type in (WITHOUT_FP8 if quant_method == "fp8" else WITHOUT_INT4):
         return (
             f"a quantised checkpoint ({quant_method}) of model_type {model_type!r} is not supported: which of its "
             "weights engines keep so was not compared with what a sync quantises; take one in 16 bit "
             "(tools/fp8_cast_bf16.py and tools/convert_k2_thinking_int4_to_bf16.py make one of it)."
+        )
+    if quant_method and model_type in SPARSE and not in_blocks:
+        return (
+            f"fp8 weights of model_type {model_type!r} with one scale a tensor are not supported: SGLang reads those "
+            "of its indexer in blocks alone; take a checkpoint with weight_block_size (tools/convert_hf_to_fp8.py "
+            "--strategy block makes one)."
         )
     return None

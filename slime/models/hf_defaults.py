@@ -173,5 +173,7 @@ LATENT = ("glm4_moe_lite", "deepseek_v3", "kimi_k2", *SPARSE)
 """Families with latent attention."""
 DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_text", *QWEN3_5_MOE)
 """Families with layers of linear attention, and gates behind the others."""
-WITHOUT_FP8 = (*DELTA_NET, *SPARSE)
+WITHOUT_FP8 = DELTA_NET
 """Families of which nobody has compared the weights that engines keep in fp8 with those that a sync would quantise."""
+WITHOUT_INT4 = (*DELTA_NET, *SPARSE)
+"""The same for int4."""

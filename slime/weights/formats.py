@@ -28,7 +28,10 @@ DEFAULT_BLOCK = (128, 128)
 FP8_REMEDY = "use the unquantized checkpoint, or make one in fp8 of it with tools/convert_hf_to_fp8.py"
 # The linear layers that SGLang quantises. Embeddings, norms, routers (`mlp.gate`), the output layer and the projection
 # of a multi-token prediction layer (`eh_proj`) it keeps as they are.
-_LINEAR = re.compile(r".*\.layers\.\d+\..*((?<!\.eh)_proj(_with_mqa)?|\.experts\.\d+\.w[123])\.weight")
+_LINEAR = re.compile(
+    r".*\.layers\.\d+\..*((?<!\.eh)(?<!\.indexer\.weights)_proj(_with_mqa)?|\.indexer\.w(q_b|k)|\.experts\.\d+\.w[123])"
+    r"\.weight"
+)
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 COLUMN_GROUPS = "weight_g_idx"

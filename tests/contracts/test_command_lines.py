@@ -22,7 +22,6 @@ REFUSED = {
     # 1408 / 4 columns are no tiles of the int4 kernels
     "scripts_low_precision_run-moonlight-16B-A3B-int4.sh": "its part of moe_intermediate_size is 352",
     "examples_geo3k_vlm_run_geo3k_qwen35.sh": "--multimodal-keys image is not supported yet in training",
-    "scripts_run-glm5.2-744B-A40B.sh": "a quantised checkpoint (fp8) of model_type 'glm_moe_dsa' is not supported",
 }
 # What anyone must give, and these documents leave out.
 COMPLETED = {
@@ -98,6 +97,9 @@ def test_what_is_not_installed_is_a_line_of_the_plan_and_refuses_a_run(
     assert "--rollout-data-transport nixl needs the package nixl, which is not installed" in shown
     assert "--moe-enable-deepep: DeepEP (the package deep_ep) is not installed here; tokens go to" in shown
     assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG asks for training with weights rounded to int4" in shown
+    fp8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-param-gather"]
+    assert dry_run(planned(name, *fp8)) == 0
+    assert "(the package transformer_engine)" in " ".join(capsys.readouterr().out.split())
     required = planned(name, "--require-deepep").problems.environment
     assert any("which --require-deepep refuses" in sentence for sentence in required)
     run = _as_run(planned, name)

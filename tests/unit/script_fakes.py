@@ -25,16 +25,21 @@ esac
 """
 
 
-# A model of the same sizes; what differs, no flag says.
-SIZED_AS = {"glm5.2-744B-A40B": "glm5-744B-A40B"}
+# A model of the same sizes -> (that one, what differs of what flags say).
+SIZED_AS = {
+    "glm5.2-744B-A40B": (
+        "glm5-744B-A40B",
+        {"rope_parameters": {"rope_theta": 8000000, "rope_type": "default"}},
+    )
+}
 
 
 def hf_config(name: str) -> dict[str, Any]:
     """The config of the model of a model script."""
-    name = SIZED_AS.get(name, name)
+    name, changes = SIZED_AS.get(name, (name, {}))
     whole, num_layers = SHORTENED.get(name, (name, None))
     config = json.loads((FIXTURES / f"{whole}.json").read_text())
-    return config if num_layers is None else config | {"num_hidden_layers": num_layers}
+    return config | changes | ({} if num_layers is None else {"num_hidden_layers": num_layers})
 
 
 def script_flags(name: str) -> list[str]:

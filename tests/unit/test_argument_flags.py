@@ -79,6 +79,7 @@ def test_names_cannot_be_abbreviated(token: str) -> None:
 
 def test_the_value_of_an_unknown_flag_is_not_a_second_problem() -> None:
     assert parse("--colour red")[1] == ["unknown flag --colour: see --help for all flags."]
+    assert parse("--kind b --kin b --size 3")[1] == ["unknown flag --kin: did you mean --kind?"]
 
 
 def test_explicit_names_the_attributes_on_the_line() -> None:

@@ -19,6 +19,7 @@ from slime.models.hf_config import (
 from slime.models.hf_config_check import CROSS_CHECKED, config_mismatches, flag_of
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import text_config
+from slime.weights.formats import EXPERTS_ONLY, Int4Format
 from tests.unit.megatron_fakes import NAMED_AS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_configs"
@@ -286,10 +287,18 @@ def test_a_type_without_weight_rules_is_not_supported_yet():
 
 def test_fp8_weights_of_a_family_that_was_not_compared_are_refused():
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (sentence,) = unsupported_model(fixture("deepseek-v3.2", quantization_config=config))
-    assert "checkpoint (fp8) of model_type 'deepseek_v32'" in sentence and "fp8_cast_bf16" in sentence
-    assert unsupported_model(fixture("deepseek-v3.2")) == []
-    assert unsupported_model(fixture("minimax-m2", quantization_config=config)) == []
+    (sentence,) = unsupported_model(fixture("qwen3-next-80B-A3B", quantization_config=config))
+    assert "checkpoint (fp8) of model_type 'qwen3_next'" in sentence and "fp8_cast_bf16" in sentence
+    for name in ("deepseek-v3.2", "glm5-744B-A40B", "minimax-m2"):
+        assert unsupported_model(fixture(name, quantization_config=config)) == []
+
+
+def test_a_sparse_family_is_served_in_fp8_by_blocks_alone():
+    (sentence,) = unsupported_model(fixture("glm5-744B-A40B", quantization_config={"quant_method": "fp8"}))
+    assert "with one scale a tensor are not supported" in sentence and "weight_block_size" in sentence
+    int4 = Int4Format(ignored=EXPERTS_ONLY).config()
+    (sentence,) = unsupported_model(fixture("glm5-744B-A40B", quantization_config=int4))
+    assert "checkpoint (compressed-tensors) of model_type 'glm_moe_dsa'" in sentence
 
 
 def test_fp8_weights_have_the_same_flags_as_unquantized_ones():

@@ -297,7 +297,7 @@ def test_what_only_a_gpu_can_do_is_a_problem_of_the_device(flags, named):
         ("--exp-avg-sq-dtype bf16", "stand still under small updates"),
         ("--main-params-dtype fp16", "they stay in fp32"),
         ("--cpu-offloading-weights", "weights stay on the GPU"),
-        ("--fp8-recipe blockwise", "training in 8 and 4 bit needs the kernels of TransformerEngine"),
+        ("--fp4-recipe nvfp4 --fp4-format e2m1", "training in 8 and 4 bit needs the kernels of TransformerEngine"),
         ("--batch-invariant-mode", "Megatron's batch-invariant kernels replace those of TransformerEngine"),
         ("--transformer-impl inference_optimized", "slime trains the model; use local"),
     ],
@@ -306,6 +306,14 @@ def test_what_is_not_built_is_not_called_wrong(flags, named):
     problems = problems_of(flags, hf_config=None)
     assert problems.all() == problems.unsupported
     assert named in problems.unsupported[0]
+
+
+def test_training_in_fp8_is_planned_and_a_run_lacks_it():
+    problems = problems_of("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", hf_config=None)
+    assert problems.all() == []
+    (sentence,) = problems.lacking
+    assert all(f"--fp8-{part}" in sentence for part in ("format e4m3", "recipe blockwise", "param-gather"))
+    assert "(the package transformer_engine)" in sentence
 
 
 def test_models_that_are_not_built_are_unsupported():

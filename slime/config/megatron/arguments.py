@@ -141,6 +141,7 @@ def megatron_problems(
     set_here = derive_megatron(args).keys()
     derived = set_here - given
     problems.unsupported += refused_flags(args, derived)
+    problems.lacking += refused_flags(args, derived, kind="planned")
     out_of_range = list(value_checks.check_ranges(args, derived))
     problems.wrong += out_of_range
     problems.wrong += value_checks.check_effects(args, given, set_here)

@@ -130,21 +130,22 @@ def megatron_warnings(args: Args, explicit: Collection[str]) -> list[str]:
     return ["accepted, without effect: " + "; ".join(f"{', '.join(o)} ({why})" for why, o in given.items()) + "."]
 
 
-def refused_flags(args: Args, derived: Collection[str] = ()) -> list[str]:
-    """One sentence for each group of refused options that have another value than their default.
+def refused_flags(args: Args, derived: Collection[str] = (), *, kind: Kind = "refused") -> list[str]:
+    """Return one sentence for each group of refused options that have another value than their default.
 
     Args:
         args: parsed flags, before or after derivation.
         derived: attributes that were not given but derived; they are left alone.
+        kind: "refused", or "planned" for those that only a run refuses.
     """
     found: dict[tuple[str, str | None], list[str]] = {}
     for option, action in registered().items():
         group, value = groups_by_option().get(option), vars(args).get(action.dest, action.default)
         if group is None or value == action.default or (group.kind == "refused" and action.dest in derived):
             continue
-        if group.kind == "refused" and value not in SAME_AS_DEFAULT.get(option, ()):
+        if group.kind == kind and value not in SAME_AS_DEFAULT.get(option, ()):
             found.setdefault((group.reason, group.later), []).append(_shown(option, value))
-        elif not isinstance(value, list) and value in REFUSED_VALUES.get(option, {}):
+        elif kind == "refused" and not isinstance(value, list) and value in REFUSED_VALUES.get(option, {}):
             found.setdefault(REFUSED_VALUES[option][value], []).append(_shown(option, value))
     return [_refusal(options, reason, later) for (reason, later), options in found.items()]
 

@@ -1,16 +1,17 @@
 """What each of Megatron's options does here: one table, and the sentences that follow from it.
 
 `used`: it has an effect on what is built today. `warned`: it is accepted, has no effect here, and one warning says
-so, unless it asks for what is so anyway. `refused`: another value than the default stops a run, with the reason or
-the topic of the later work that brings it. Options that slime's own dataclasses define (SLIMES) are not classified
-here; refused values are in flag_classes.py, rules between options in arguments.py and layout_checks.py.
+so, unless it asks for what is so anyway. `planned`: a dry run names it as missing, and a run is refused. `refused`:
+another value than the default stops a run, with the reason or the topic of the later work that brings it. Options that
+slime's own dataclasses define (SLIMES) are not classified here; refused values are in flag_classes.py, rules between
+options in arguments.py and layout_checks.py.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Kind = Literal["used", "warned", "refused"]
+Kind = Literal["used", "warned", "planned", "refused"]
 
 
 class Group(NamedTuple):
@@ -38,7 +39,7 @@ NO_BOUND = "rotary positions have no end"
 NO_SGD = "Megatron's distributed optimizer holds and checkpoints no state but Adam's"
 """Reason of what belongs to SGD."""
 
-_EIGHT_BIT = """--fp8-format --fp8-recipe --fp8-param-gather --fp8-quantizer-factory --fp8-margin --fp8-interval
+_EIGHT_BIT = """--fp8-quantizer-factory --fp8-margin --fp8-interval
     --fp8-amax-history-len --fp8-amax-compute-algo --no-fp8-wgrad --fp8-dot-product-attention
     --fp8-multi-head-attention --tp-only-amax-red --first-last-layers-bf16 --num-layers-at-start-in-bf16
     --num-layers-at-end-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
@@ -230,6 +231,13 @@ TABLE: tuple[Group, ...] = (
         """--inference-sampling-seed --flash-decode --use-inference-optimized-layers --inference-fuse-tp-communication
         --mlp-chunks-for-prefill --cache-mla-latents""",
         "it is about inference, which SGLang does",
+    ),
+    # ---------------------------------------------------------------------------------------------------- planned
+    Group(
+        "planned",
+        "--fp8-format --fp8-recipe --fp8-param-gather",
+        "training in fp8 needs the fp8 layers of TransformerEngine (the package transformer_engine), which slime does "
+        "not use yet",
     ),
     # --------------------------------------------------------------------------------------------- refused, later
     Group(
