@@ -1,9 +1,17 @@
-"""The names that other trainers (verl, TRL, OpenRLHF) give to what our flags do, for errors about unknown flags."""
+"""Other names of our flags: older ones, and what other trainers (verl, TRL, OpenRLHF) call what they do."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Sequence
 
+logger = logging.getLogger(__name__)
+
+OLDER_NAMES = {
+    "--prompt-key": "--input-key",
+    "--rollout-generate-func-path": "--custom-generate-function-path",
+    "--reward-fn-path": "--custom-rm-path",
+}
 CRITIC = "--megatron-config-path, with an entry of the role critic (docs/ppo.md)"
 HERE = {
     "learning-rate": "--lr",
@@ -136,3 +144,14 @@ def here(name: str, known: Collection[str]) -> str | None:
         if flag := HERE.get(rest) or (f"--{rest}" if len(parts) > 1 and f"--{rest}" in known else None):
             return f"unknown flag {name}: that is {flag} here."
     return None
+
+
+def with_current_names(tokens: Sequence[str], *, say: bool = True) -> list[str]:
+    """The command line with names from older documents replaced; each use prints one line (unless `say` is False)."""
+    current = []
+    for token in tokens:
+        name, equals, value = token.partition("=")
+        if say and name in OLDER_NAMES:
+            logger.warning("%s is called %s now", name, OLDER_NAMES[name])
+        current.append(OLDER_NAMES.get(name, name) + equals + value)
+    return current

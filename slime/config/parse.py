@@ -1,8 +1,8 @@
 """From the command line to checked, frozen `Args`: where slime's, Megatron's and SGLang's flags come together.
 
 Order: parse -> derive -> validate -> freeze. Problems of all stages are collected and reported together, before
-anything starts. This is the one module of `slime.config` that imports `slime.rollout`, inside functions: the hook
-Protocols and the reward names.
+anything starts. This is the one module of `slime.config` that imports `slime.rollout`: the hook Protocols and the
+reward names.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config import ask, derive, other_names
+from slime.config import ask, derive
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, apply_extra
-from slime.config.flags.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
-from slime.config.flags.rollout import DataFlags, EvalFlags, RolloutBufferFlags, RolloutFlags, WeightSyncFlags
-from slime.config.flags.run import (
-    AskFlags,
-    CiFlags,
-    ClusterFlags,
-    DebugFlags,
-    FaultToleranceFlags,
-    ObservabilityFlags,
-    ProfileFlags,
+from slime.config.flags import FLAG_CLASSES
+from slime.config.megatron.arguments import (
+    add_megatron_arguments,
+    args_implied_by_hf,
+    derive_megatron,
+    kernel_problems,
+    later_megatron_flags,
+    megatron_flag_class,
+    megatron_problems,
+    megatron_warnings,
+    model_args_from_hf,
+    teacher_problems,
+    without_deepep,
 )
-from slime.config.flags.train import ModelPartFlags, TrainFlags
+from slime.config.other_names import OLDER_NAMES, here, with_current_names
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags, group_title
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
 from slime.config.resume import resume_values
@@ -50,38 +53,28 @@ from slime.config.rules.hooks import (
     form_notes,
 )
 from slime.config.rules.run_dirs import check_run_dirs, run_dir_warnings
+from slime.config.sglang.arguments import (
+    SglangFlags,
+    add_sglang_arguments,
+    derive_engines,
+    derive_sglang,
+    served_model_problems,
+    set_aside,
+    sglang_problems,
+    sglang_tables,
+)
+from slime.config.sglang.arguments import explain_unknown as explain_unknown_sglang
+from slime.rollout.base_types import HOOKS
+from slime.rollout.hook_signatures import is_batch_generate, signature_problem
+from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
+from slime.rollout.tool_calls import ToolFn
+from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, load_eval_config
 from slime.utils.misc import is_port_available
 
 logger = logging.getLogger(__name__)
-
-FLAG_CLASSES: tuple[type, ...] = (
-    AskFlags,
-    ClusterFlags,
-    CheckpointFlags,
-    DataFlags,
-    RolloutFlags,
-    RolloutBufferFlags,
-    RewardFlags,
-    AlgorithmFlags,
-    DistillationFlags,
-    EvalFlags,
-    TrainFlags,
-    ModelPartFlags,
-    WeightSyncFlags,
-    FaultToleranceFlags,
-    ObservabilityFlags,
-    ProfileFlags,
-    DebugFlags,
-    CiFlags,
-)
-OLDER_NAMES = {
-    "--prompt-key": "--input-key",
-    "--rollout-generate-func-path": "--custom-generate-function-path",
-    "--reward-fn-path": "--custom-rm-path",
-}
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,6 @@ class Checked:
 
     def warnings(self) -> list[str]:
         """What has no effect, and what works but is seldom meant."""
-        from slime.config.megatron.arguments import megatron_warnings
-
         without_effect = self.problems.warning()
         own = validate.warnings(self.args, self.explicit, given_load=self.given_load)
         earlier = run_dir_warnings(self.args, self.given_load)
@@ -190,14 +181,10 @@ class CommandLine:
 
     def unsupported(self) -> list[tuple[str, str]]:
         """(flag, or flag and value; topic of the work that brings it) of everything declared but not built."""
-        from slime.config.megatron.arguments import later_megatron_flags
-
         return [*effect.unsupported_flags(_own_classes()), *later_megatron_flags().items()]
 
     def status_of(self, action: argparse.Action) -> ask.FlagStatus:
         """What a flag does today."""
-        from slime.config.megatron.arguments import megatron_flag_class
-
         own = {f.name: effect.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
         if action.dest in own:
             topic = own[action.dest]
@@ -213,11 +200,9 @@ class CommandLine:
     def check(self, argv: Sequence[str]) -> Checked:
         """Parse, derive and validate one command line (without the program's name); starts nothing."""
         tokens = with_current_names(argv)
-        from slime.config.sglang.arguments import explain_unknown as of_sglang
-        from slime.config.sglang.arguments import set_aside
 
         def explain_unknown(name: str) -> str | None:
-            return of_sglang(name) or other_names.here(name, self.parser.options())
+            return explain_unknown_sglang(name) or here(name, self.parser.options())
 
         args, problems = Args(), Problems()
         tokens = set_aside(tokens, self.parser.options())
@@ -232,8 +217,9 @@ class CommandLine:
         given_load = args.load
         _finish(args, explicit, problems, by_role)
         problems.wrong += apply_extra(args, custom)
-        problems.environment += _check_tools(args)
-        problems.wrong += _check_hook_settings(args)
+        tool = vars(args).get("tool_function_path")
+        problems.environment += check_tool_function(_generates(args).values(), tool, ToolFn, signature_problem)
+        problems.wrong += check_settings(vars(args), HOOKS)
         if not args.strict_flags:
             vars(args).update(problems.settle())
         for kind in (problems.wrong, problems.environment, problems.unsupported):
@@ -251,27 +237,11 @@ class CommandLine:
 
 
 def _own_classes() -> tuple[type, ...]:
-    from slime.config.sglang.arguments import SglangFlags
-
     return (*FLAG_CLASSES, SglangFlags)
-
-
-def with_current_names(tokens: Sequence[str], *, say: bool = True) -> list[str]:
-    """The command line with names from older documents replaced; each use prints one line (unless `say` is False)."""
-    current = []
-    for token in tokens:
-        name, equals, value = token.partition("=")
-        if say and name in OLDER_NAMES:
-            logger.warning("%s is called %s now", name, OLDER_NAMES[name])
-        current.append(OLDER_NAMES.get(name, name) + equals + value)
-    return current
 
 
 def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> Parser:
     """The parser of a command line; help lists slime's groups first, then Megatron's, then SGLang's."""
-    import slime.config.sglang.arguments as sglang
-    from slime.config.megatron.arguments import add_megatron_arguments
-
     parser = Parser(
         prog="train.py",
         add_help=False,  # `CommandLine.answer` does it, and never ends the process
@@ -279,7 +249,7 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
         description="Train a language model by reinforcement learning: slime's flags, then Megatron's, then SGLang's.",
         epilog="A wrong command line ends with status 2 and one 'error:' line per problem, before anything starts.",
     )
-    classes = (*FLAG_CLASSES, sglang.SglangFlags)
+    classes = (*FLAG_CLASSES, SglangFlags)
     # Our groups are made first (order of --help) and filled last (our flags win over the user's and Megatron's).
     groups = [parser.add_argument_group(*group_title(flags_class)) for flags_class in classes]
     groups[0].add_argument(
@@ -287,38 +257,20 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
     )
     with ThreadPoolExecutor(1) as asking:
         # The first time, another process imports SGLang to ask for its options, and this one meanwhile Megatron.
-        tables = asking.submit(sglang.sglang_tables)
+        tables = asking.submit(sglang_tables)
         if add_custom_arguments is not None:
             add_custom_arguments(parser)
         add_megatron_arguments(parser)
     for group, flags_class in zip(groups, classes, strict=True):
         add_flags(group, flags_class)
-    sglang.add_sglang_arguments(parser, tables.result())
+    add_sglang_arguments(parser, tables.result())
     return parser
 
 
 def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping[Role, FileValues]) -> None:
     """Derive and validate, in place; what is wrong goes to `problems`."""
-    from slime.config.megatron.arguments import (
-        args_implied_by_hf,
-        derive_megatron,
-        kernel_problems,
-        megatron_problems,
-        model_args_from_hf,
-        teacher_problems,
-        without_deepep,
-    )
-    from slime.config.sglang.arguments import (
-        SglangFlags,
-        derive_engines,
-        derive_sglang,
-        served_model_problems,
-        sglang_problems,
-    )
-
-    values, given_load = vars(args), args.load
-    classes = _own_classes()
-    fields = [field for flags_class in classes for field in dataclasses.fields(flags_class)]
+    given_load = args.load
+    fields = [field for flags_class in _own_classes() for field in dataclasses.fields(flags_class)]
     if not args.strict_flags:
         _set_aside_pointless(args, explicit, problems, fields)
     args.accelerator = _accelerator(args, problems)
@@ -327,13 +279,37 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
         args.tensor_model_parallel_size, args.sequence_parallel = 1, False
     hf_config, hf_problems = files.read_hf_config(args.hf_checkpoint)
     problems.environment += hf_problems
-    if args.model_args_from_hf and hf_config is not None:
-        from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
+    _derive(args, explicit, problems, hf_config)
+    problems.extend(validate.collect(args, explicit, fields))
+    problems.unsupported += effect.unsupported_uses(args, explicit, fields)
+    if not args.debug_rollout_only:  # V16: no trainers
+        _check_trainers(args.replace(load=given_load), explicit, problems, hf_config, by_role, fields)
+    if not args.debug_train_only:
+        problems.extend(sglang_problems(args, port_is_free=is_port_available))
+        if hf_config is not None:
+            synced = not args.debug_rollout_only
+            problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
+    problems.lacking += devices.MISSING_TRANSPORT(args)
+    problems.lacking += check_int4_training(args, os.environ)
+    problems.notes += debug.template_notes(args)
+    for option, path in _generates(args).items():
+        problems.notes += form_notes(option, path, is_batch_generate)
+    _check_rewards(args, problems)
+    problems.environment += _check_environment(args, given_load=given_load, has_config=hf_config is not None)
+    problems.environment += collected(problems.environment, lambda: list(check_run_dirs(args, given_load))) or []
+    args.eval_prompt_data = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
+    del args.offload  # only a short form
+
+
+def _derive(args: Args, explicit: set[str], problems: Problems, hf_config: Mapping[str, Any] | None) -> None:
+    """Set what follows from the flags and from the model's config, in place."""
+    values = vars(args)
+    if hf_config is not None:
+        if args.model_args_from_hf:
+            from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
+        else:
+            from_hf = args_implied_by_hf(hf_config, args.spec, has_latent_attention=args.multi_latent_attention)
         values.update({name: value for name, value in from_hf.items() if name not in explicit})
-    elif hf_config is not None:
-        latent = args.multi_latent_attention
-        implied_by_hf = args_implied_by_hf(hf_config, args.spec, has_latent_attention=latent)
-        values.update({name: value for name, value in implied_by_hf.items() if name not in explicit})
     problems.wrong += check_deterministic(args, explicit)
     implied = deterministic_values(args)
     values.update(implied)
@@ -346,42 +322,36 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
         else:
             problems.notes.append(f"{sentence} (--require-deepep refuses that).")
     values.update(collected(problems.wrong, derive_megatron, args) or {})
-    own = list(defaults_of(SglangFlags))
-    values.update(derive_sglang(args, explicit, own))
+    values.update(derive_sglang(args, explicit, list(defaults_of(SglangFlags))))
     derive_engines(args, explicit, problems)
-    values["eval_datasets"] = _eval_datasets(args, problems)
+    args.eval_datasets = _eval_datasets(args, problems)
     if args.num_rollout is None:
         problems.notes += files.small_data_note(args)
         args.num_rollout = derive.rollouts_of_epochs(
             args.num_epoch, num_rows=files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
         )
-    problems.extend(validate.collect(args, explicit, fields))
-    problems.unsupported += effect.unsupported_uses(args, explicit, fields)
-    if not args.debug_rollout_only:  # V16: no trainers
-        of_actor = megatron_problems(args.replace(load=given_load), hf_config, explicit)
-        problems.extend(of_actor)
-        if critic := critic_entry(args.replace(load=given_load), by_role):
-            critic_args, critic_explicit = critic
-            of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
-            of_critic.extend(validate.collect(critic_args, set(critic_explicit), fields))
-            if not args.strict_flags:
-                _settle_critic(args, of_actor, of_critic)
-            problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
-        problems.wrong += teacher_problems(args)
-        problems.extend(kernel_problems(args, hf_config))
-    if not args.debug_train_only:
-        problems.extend(sglang_problems(args, port_is_free=is_port_available))
-        if hf_config is not None:
-            synced = not args.debug_rollout_only
-            problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
-    problems.lacking += devices.MISSING_TRANSPORT(args)
-    problems.notes += debug.template_notes(args)
-    problems.lacking += check_int4_training(args, os.environ)
-    problems.notes += _generate_notes(args)
-    _check_rewards(args, problems)
-    _check_environment(args, problems.environment, given_load=given_load, has_config=hf_config is not None)
-    values["eval_prompt_data"] = [text for d in args.eval_datasets for text in (d.name, d.path)] or None
-    del args.offload  # only a short form
+
+
+def _check_trainers(
+    args: Args,
+    explicit: set[str],
+    problems: Problems,
+    hf_config: Mapping[str, Any] | None,
+    by_role: Mapping[Role, FileValues],
+    fields: Fields,
+) -> None:
+    """What is wrong with the model, its layout and kernels, the critic and the teacher; --load is as it was given."""
+    of_actor = megatron_problems(args, hf_config, explicit)
+    problems.extend(of_actor)
+    if critic := critic_entry(args, by_role):
+        critic_args, critic_explicit = critic
+        of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
+        of_critic.extend(validate.collect(critic_args, set(critic_explicit), fields))
+        if not args.strict_flags:
+            _settle_critic(args, of_actor, of_critic)
+        problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
+    problems.wrong += teacher_problems(args)
+    problems.extend(kernel_problems(args, hf_config))
 
 
 def _settle_critic(args: Args, of_actor: Problems, of_critic: Problems) -> None:
@@ -403,8 +373,6 @@ def _set_aside_pointless(args: Args, explicit: set[str], problems: Problems, fie
 
 def _accelerator(args: Args, problems: Problems) -> str:
     """The device to run, or only to plan, on. A plan for GPUs can be made without one."""
-    from slime.utils import accelerator
-
     if args.dry_run and args.accelerator != "auto":
         return str(args.accelerator)
     return collected(problems.environment, accelerator.resolve, args.accelerator) or str(args.accelerator)
@@ -423,8 +391,6 @@ def _eval_datasets(args: Args, problems: Problems) -> list[EvalDatasetConfig]:
 
 def _check_rewards(args: Args, problems: Problems) -> None:
     """Rewards have a grader, and it has what it reads."""
-    from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
-
     fields = files.fields_text(args)
     problems.wrong += generation.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields)
     problems.wrong += generation.check_tensorboard(args, os.environ)
@@ -434,64 +400,42 @@ def _check_rewards(args: Args, problems: Problems) -> None:
     problems.environment += files.check_eval_data(args, reads_reward=reads_reward and has_default_eval)
 
 
-def _check_environment(args: Args, problems: list[str], *, given_load: str | None, has_config: bool) -> None:
+def _check_environment(args: Args, *, given_load: str | None, has_config: bool) -> Iterator[str]:
     """What else the flags point at: checkpoints, hooks, directories."""
-    from slime.rollout.base_types import HOOKS
-    from slime.rollout.hook_signatures import signature_problem
-
     if has_config:
         reads_weights = not args.debug_train_only and args.sglang_load_format != "dummy"
         needs_weights = reads_weights or args.load == args.hf_checkpoint
-        problems.extend(files.check_hf_files(args.hf_checkpoint, needs_weights=needs_weights))
-    problems.extend(
-        files.check_checkpoints(
-            load=given_load, ref_load=args.ref_load, save=args.save, teacher_load=args.opd_teacher_load
-        )
+        yield from files.check_hf_files(args.hf_checkpoint, needs_weights=needs_weights)
+    yield from files.check_checkpoints(
+        load=given_load, ref_load=args.ref_load, save=args.save, teacher_load=args.opd_teacher_load
     )
     if args.check_weight_update_equal and args.hf_checkpoint:
-        problems.extend(files.check_weight_update_equal(load=args.load, hf_checkpoint=args.hf_checkpoint))
-    problems.extend(files.check_weight_dir(args.update_weight_disk_dir))
-    problems.extend(files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout))
-    problems.extend(debug.MISSING_RECORDER(args))
+        yield from files.check_weight_update_equal(load=args.load, hf_checkpoint=args.hf_checkpoint)
+    yield from files.check_weight_dir(args.update_weight_disk_dir)
+    yield from files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout)
+    yield from debug.MISSING_RECORDER(args)
     if not args.dry_run:  # a plan for GPUs can be made elsewhere
-        problems.extend(devices.check_memory_saver(args, os.environ))
-    problems.extend(generation.check_generation_files(args))
+        yield from devices.check_memory_saver(args, os.environ)
+    yield from generation.check_generation_files(args)
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     defaults["eval_function_path"] = generation.DEFAULT_ROLLOUT
-    problems.extend(check_hooks(vars(args), defaults, HOOKS, signature_problem))
+    yield from check_hooks(vars(args), defaults, HOOKS, signature_problem)
+    for where, name, path in _hooks_of_evaluation(args):
+        yield from check_hook(where, path, HOOKS[name], signature_problem)
+    yield from files.check_output_dirs(files.output_dirs(args))
+    yield from files.check_output_file("--ray-timeline-path", args.ray_timeline_path)
+
+
+def _hooks_of_evaluation(args: Args) -> Iterator[tuple[str, str, str]]:
+    """(where it is given, attribute, path) of each hook of a data set."""
     for dataset in args.eval_datasets:
         for name in ("custom_rm_path", "custom_generate_function_path"):
             if path := vars(dataset)[name]:
-                problems.extend(
-                    check_hook(f"evaluation data set {dataset.name}: {name}", path, HOOKS[name], signature_problem)
-                )
-    problems.extend(files.check_output_dirs(files.output_dirs(args)))
-    problems.extend(files.check_output_file("--ray-timeline-path", args.ray_timeline_path))
-    collected(problems, lambda: problems.extend(check_run_dirs(args, given_load)))
+                yield f"evaluation data set {dataset.name}: {name}", name, path
 
 
-def _generate_notes(args: Args) -> list[str]:
-    """Generate functions that are given in another form than the recommended one."""
-    from slime.rollout.hook_signatures import is_batch_generate
-
-    given = {"--custom-generate-function-path": args.custom_generate_function_path}
-    for dataset in args.eval_datasets:
-        where = f"evaluation data set {dataset.name}: custom_generate_function_path"
-        given[where] = dataset.custom_generate_function_path
-    return [note for option, path in given.items() for note in form_notes(option, path, is_batch_generate)]
-
-
-def _check_tools(args: Args) -> list[str]:
-    """What is wrong with the tool function, which the custom config names."""
-    from slime.rollout.hook_signatures import signature_problem
-    from slime.rollout.tool_calls import ToolFn
-
-    generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
-    return list(check_tool_function(generates, vars(args).get("tool_function_path"), ToolFn, signature_problem))
-
-
-def _check_hook_settings(args: Args) -> list[str]:
-    """What hooks that have settings in the custom config say about them."""
-    from slime.rollout.base_types import HOOKS
-
-    return list(check_settings(vars(args), HOOKS))
+def _generates(args: Args) -> dict[str, str]:
+    """Where it is given -> path of each generate function of the run."""
+    own, name = args.custom_generate_function_path, "custom_generate_function_path"
+    given = {"--custom-generate-function-path": own} if own else {}
+    return given | {where: path for where, attribute, path in _hooks_of_evaluation(args) if attribute == name}
