@@ -187,7 +187,10 @@ class RunGuard:
         headline = stalls.headline(phase, limit_s, self._stopped())
         message = f"{headline}: what every process is doing is in {path}"
         logger.error("%s", message)
-        stalls.write_report(path, headline, self._sections())
+        try:
+            stalls.write_report(path, headline, self._sections())
+        except OSError as error:  # a full disk must not keep a stalled run going
+            logger.error("the report cannot be written: %s", error)
         if self._on_stall == "report":
             logger.error("the run goes on waiting (--on-stall report)")
             return
@@ -195,11 +198,11 @@ class RunGuard:
         self._leave_after(LEAVE_S, message)
 
     def _stopped(self) -> list[str]:
+        board = {}
         try:
             board = stalls.read_progress(self.run)
         except Exception as error:  # noqa: BLE001 - a boundary: who cannot be asked must not keep the report away
             logger.warning("processes cannot be named: %s", error)
-            board = {}
         return stalls.stopped_processes(self.run, board)
 
     def _sections(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures as cf
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Coroutine, Iterable
@@ -57,13 +58,11 @@ class AsyncLoop(metaclass=SingletonMeta):
             coro.close()
             raise self._end_of(coro)
         ended, begun = self._ended, list[cf.Future[T]]()
-        try:  # an interrupt may come as soon as the work has begun
+        with contextlib.ExitStack() as interrupt:  # which may come as soon as the work has begun
+            interrupt.callback(lambda: [future.cancel() for future in begun])
             begun.append(asyncio.run_coroutine_threadsafe(coro, self.loop))
             cf.wait([*begun, ended], return_when=cf.FIRST_COMPLETED)
-        except BaseException:
-            for future in begun:
-                future.cancel()
-            raise
+            interrupt.pop_all()
         [future] = begun
         if not future.done():
             raise self._end_of(coro)

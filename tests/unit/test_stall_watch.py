@@ -161,6 +161,20 @@ def test_a_stalled_run_ends_or_only_reports_as_on_stall_says(
         guard.end(failed=True)  # nothing ends this process any more
 
 
+def test_a_stalled_run_ends_though_its_report_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / stalls.FILE).mkdir()
+    guard = RunGuard(Phases(), tmp_path, stall_timeout_s=1.0, on_stall="abort")
+    try:
+        guard._report(Phase("generate", 90.0, 60.0), 60.0)
+        assert "the report cannot be written" in caplog.text
+        with pytest.raises(RunStalled):
+            _interrupt.take()
+    finally:
+        guard.end(failed=True)  # nothing ends this process any more
+
+
 def test_a_stalled_run_ends_the_main_threads_wait() -> None:
     interrupt_main(RunStalled("nothing has gone on"))
     other = threading.Thread(target=_interrupt.take)  # the watchdog waits, too: it is not ended

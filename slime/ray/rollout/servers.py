@@ -32,7 +32,7 @@ from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, nodes_of_engine, threads_per_engine
 from slime.ray.utils import ActorFailure, get, node_address
 from slime.utils.api_keys import protect_engine
-from slime.utils.errors import HttpError
+from slime.utils.errors import HttpError, UsageError
 from slime.utils.misc import url_host
 from slime.utils.wait import WaitTimeout
 
@@ -235,7 +235,7 @@ class RolloutServers:
     def let_go_on(self) -> None:
         """Have the engines that take the trainer's weights generate again; one that is gone keeps nobody waiting."""
         for engine, _ in self.updatable:
-            with suppress(Exception):
+            with suppress(RuntimeError, TimeoutError, UsageError):
                 if isinstance(engine, ExternalEngine):
                     engine.continue_generation()
                 else:
