@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from benchmarks.gpu_models import QWEN3, SHAPES  # noqa: E402
 from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter  # noqa: E402
 from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWriter, WholeWriter  # noqa: E402
-from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint  # noqa: E402
+from slime.backends.sglang_utils.disk_weights import LocalCheckpoint  # noqa: E402
 
 BUCKET = 2**29
 Weights = dict[str, torch.Tensor]

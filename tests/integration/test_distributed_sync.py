@@ -31,8 +31,7 @@ from slime.backends.megatron_utils.update_weight.from_distributed import (
     announcement,
 )
 from slime.backends.sglang_utils import weight_transfer
-from slime.backends.sglang_utils.quick_load import NOT_SHORT
-from slime.backends.sglang_utils.receive_bucket import layout_of
+from slime.backends.sglang_utils.bucket_load import NOT_SHORT, layout_of
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model
@@ -80,7 +79,7 @@ def cut(model: Path, count: int) -> list[list[tuple[str, torch.Tensor]]]:
 def test_buckets_that_come_again_restore_every_bit(
     engine: SGLangEngine, tiny_models: tuple[Path, Path], iterated: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More of them than there are buffers; from the second sync on the engine loads them by `quick_load`."""
+    """More of them than there are buffers; from the second sync on the engine loads them by `bucket_load`'s copies."""
     updater = updater_to(engine, tiny_models[0])
     caplog.set_level("INFO")
     for version, model in enumerate([*tiny_models, *tiny_models], start=1):

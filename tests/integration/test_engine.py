@@ -70,6 +70,11 @@ def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor.detach().clone()) for name, tensor in model.named_parameters()]
 
 
+def num_running(url: str) -> int:
+    loads = server_control.loads_sync(url)
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
 def send_as_tensor(engine: SGLangEngine, model: Any, version: str) -> None:
     handle = weight_transfer.serialize_bucket(weights(model))
     engine.update_weights_from_tensor([handle], load_format="flattened_bucket", weight_version=version)
@@ -84,7 +89,6 @@ def test_weights_sent_as_a_bucket_are_the_ones_it_answers_with(engine: SGLangEng
     assert largest_gap(engine, models[1]) < 1e-4
     assert largest_gap(engine, models[1], temperature=1.0, sampling_seed=3) < 1e-4
     assert engine.get_weight_version() == "7"
-    assert run(server_control.weight_version(engine.url)) == "7"
 
 
 def test_a_bucket_has_a_handle_for_each_receiver(engine: SGLangEngine, models: list[Any]) -> None:
@@ -124,7 +128,7 @@ def test_pausing_ends_requests_and_a_flush_waits_for_them(engine: SGLangEngine) 
         target=lambda: answers.append(generate(engine, [5, 6], max_new_tokens=2000, temperature=1.0))
     )
     request.start()
-    wait_until(lambda: run(server_control.num_running(engine.url)) == 1)
+    wait_until(lambda: num_running(engine.url) == 1)
     with pytest.raises(TimeoutError, match="to flush its prefix cache"):
         engine.flush_cache(deadline_s=0)
     engine.pause("abort")

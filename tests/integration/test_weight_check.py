@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from slime.backends.megatron_utils.update_weight import base
 from slime.backends.megatron_utils.update_weight.from_tensor import TensorWeightUpdater
-from slime.backends.sglang_utils.quick_load import NOT_SHORT
+from slime.backends.sglang_utils.bucket_load import NOT_SHORT
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 
 
@@ -53,7 +53,7 @@ def test_a_sync_that_restores_every_bit_passes_and_another_one_is_refused(
 def test_buckets_that_come_again_restore_every_bit(
     engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine loads them by the copies of the first time (`quick_load`)."""
+    """The engine loads them by the copies of the first time (`bucket_load`)."""
     for model in tiny_models:
         updater = updater_of(engine, model, model, monkeypatch)
         updater.args.check_weight_update_equal = False

@@ -15,7 +15,7 @@ from aiohttp import web
 from slime.backends.sglang_utils import server_control, sglang_engine
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
-from slime.backends.sglang_utils.forwarder import Forwarder
+from slime.backends.sglang_utils.launch_router import Forwarder
 from slime.backends.sglang_utils.server_control import Worker
 from slime.config.args import Args, with_run_keys
 from slime.observability.wandb_utils import public_config

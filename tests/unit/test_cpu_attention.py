@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slime.backends.sglang_utils import cpu_attention
+from slime.backends.sglang_utils import cpu_standins
 
 HEADS, DIM = 4, 8
 
@@ -49,8 +49,8 @@ def test_every_sequence_is_attended_to_as_if_it_were_alone(
         req_to_token[row, :length] = places[taken : taken + length]
         taken += length
     output = torch.full((sum(query_lens), HEADS, DIM), math.nan)
-    buckets = cpu_attention.plan(torch.tensor(seq_lens), torch.tensor(query_lens), req_to_token, req_pool_indices)
-    cpu_attention.attend(buckets, query, output, k_cache, v_cache, scaling=0.3)
+    buckets = cpu_standins.plan(torch.tensor(seq_lens), torch.tensor(query_lens), req_to_token, req_pool_indices)
+    cpu_standins.attend(buckets, query, output, k_cache, v_cache, scaling=0.3)
     start = 0
     for row, length, num_queries in zip(req_pool_indices.tolist(), seq_lens, query_lens, strict=True):
         own = req_to_token[row, :length].long()
@@ -60,17 +60,17 @@ def test_every_sequence_is_attended_to_as_if_it_were_alone(
 
 
 def test_a_large_group_is_cut_into_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "MAX_SCORES", 3 * 16 * 16)
+    monkeypatch.setattr(cpu_standins, "MAX_SCORES", 3 * 16 * 16)
     lengths = torch.full((8,), 10)
-    buckets = cpu_attention.plan(lengths, lengths, torch.zeros(8, 16, dtype=torch.int32), torch.arange(8))
+    buckets = cpu_standins.plan(lengths, lengths, torch.zeros(8, 16, dtype=torch.int32), torch.arange(8))
     assert [len(bucket.rows) for bucket in buckets] == [3, 3, 2]
 
 
 def test_lengths_of_one_bucket_differ_by_less_than_a_factor_of_two() -> None:
     lengths = torch.tensor([1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 500])
-    buckets = cpu_attention.plan(
+    buckets = cpu_standins.plan(
         lengths, torch.ones_like(lengths), torch.zeros(11, 512, dtype=torch.int32), torch.arange(11)
     )
     for bucket in buckets:
         longest, shortest = lengths[bucket.rows].max(), lengths[bucket.rows].min()
-        assert longest < 2 * shortest or longest <= cpu_attention.SHORTEST_BUCKET
+        assert longest < 2 * shortest or longest <= cpu_standins.SHORTEST_BUCKET

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
-from slime.backends.sglang_utils.start_failures import last_error
+from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine, last_error
 from slime.ray.rollout import watches
 from slime.ray.rollout.watches import EngineEnds
 from slime.utils.errors import HttpError

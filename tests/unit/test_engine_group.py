@@ -12,7 +12,7 @@ import pytest
 from slime.backends.megatron_utils import update_weight
 from slime.backends.megatron_utils.update_weight import base, engine_group, from_disk
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, NoLinkError, WeightSyncError
-from slime.backends.sglang_utils import weight_group
+from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.weight_transfer import EngineContact
 
 
@@ -115,8 +115,8 @@ def test_a_trainer_whose_own_side_fails_says_why(form: Any, monkeypatch: pytest.
 def test_an_address_within_reach_is_told_from_one_that_is_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert weight_group.out_of_reach("127.0.0.1", port) is None
-    reason = weight_group.out_of_reach("127.0.0.1", port)
+        assert engine_patches.out_of_reach("127.0.0.1", port) is None
+    reason = engine_patches.out_of_reach("127.0.0.1", port)
     assert reason is not None and f"cannot connect to 127.0.0.1:{port}: " in reason
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.start_failures import memory_advice
+from slime.backends.sglang_utils.sglang_engine import memory_advice
 from slime.config.sglang.served_models import shape_problems, undivided
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from tests.unit.argument_lines import Check, check, command_line, has

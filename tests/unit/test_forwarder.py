@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from slime.backends.sglang_utils import server_control
-from slime.backends.sglang_utils.forwarder import Forwarder
+from slime.backends.sglang_utils.launch_router import Forwarder
 from slime.backends.sglang_utils.server_control import Worker
 from slime.utils import http_utils
 from slime.utils.errors import HttpError

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import (
     quantize_bucket,
     stored_bytes,
 )
-from slime.backends.sglang_utils.int4_engine import _scale_place, _Stored
+from slime.backends.sglang_utils.quantized_layers import _scale_place, _Stored
 from slime.config.sglang.served_models import cut_blocks, quantization_problems
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from slime.plan import Facts, make_plan

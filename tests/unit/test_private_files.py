@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils import numa_script
+from slime.backends.sglang_utils import engine_patches
+from slime.backends.sglang_utils.disk_weights import LocalCheckpoint, RefusedError
 from slime.backends.sglang_utils.launch_server import hidden, write_launch_file
-from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint, RefusedError
 from slime.utils.dumps import save_dump
 from slime.utils.private_files import READABLE, make_own_directory, open_new, use_private_temp_dir
 
@@ -100,7 +100,7 @@ def test_a_secret_argument_of_an_engine_is_not_in_its_log() -> None:
 def test_the_script_that_starts_a_scheduler_on_its_numa_node_can_only_be_written_by_its_user(
     shared_temp_dir: Path,
 ) -> None:
-    path, shown = numa_script.write_script("--cpunodebind=0")
+    path, shown = engine_patches.write_numa_script("--cpunodebind=0")
     assert mode_of(path) == 0o700 and Path(path).parent == shared_temp_dir
     line = f'exec numactl --cpunodebind=0 {sys.executable} "$@"'
     assert Path(path).read_text().splitlines() == ["#!/bin/sh", line] and "cpunodebind" in shown

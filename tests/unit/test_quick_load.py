@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang_utils.quick_load import Recipes
+from slime.backends.sglang_utils.bucket_load import Recipes
 
 
 class Engine:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang_utils import cpu_standins, receive_bucket
+from slime.backends.sglang_utils import bucket_load, cpu_standins
 
 
 class Updater:
@@ -36,13 +36,13 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
         (WeightUpdater, "_update_bucketed_weights_from_distributed"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # `install` replaces them
-    receive_bucket.install()
+    bucket_load.install()
     sent = torch.frombuffer(bytearray(b"abcd"), dtype=torch.uint8)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda data, src, group: data.copy_(sent))
 
     def made(target: Updater, draft_worker: Any) -> Any:
         def receive(request: Any) -> tuple[bool, str]:
-            return receive_bucket._receive(target, ["w"], ["uint8"], [[4]], "g")
+            return bucket_load._receive(target, ["w"], ["uint8"], [[4]], "g")
 
         return of_scheduler.SchedulerWeightUpdaterManager(
             tp_worker=SimpleNamespace(update_weights_from_distributed=receive),
@@ -87,4 +87,4 @@ def test_a_draft_that_cannot_load_is_an_answer_and_not_the_end(manager: Any) -> 
     worker = SimpleNamespace(draft_model_runner=SimpleNamespace(weight_updater=draft))
     answer = manager(Updater(), worker).update_weights_from_distributed(REQUEST)
     assert not answer.success and "no such layer" in answer.message
-    assert receive_bucket._drafts == []
+    assert bucket_load._drafts == []

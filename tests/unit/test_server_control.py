@@ -80,13 +80,9 @@ def test_only_healthy_workers_are_listed(script: Script) -> None:
     assert server_control.list_workers_sync(script.url) == ["http://w0", "http://w2"]
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_registering_waits_until_the_router_uses_the_worker(script: Script, blocking: bool) -> None:
+def test_registering_waits_until_the_router_uses_the_worker(script: Script) -> None:
     script.answers["/workers"] = [(202, {}), (200, workers()), (200, workers(False)), (200, workers(True))]
-    if blocking:
-        server_control.register_worker_sync(script.url, Worker("http://w0"), deadline_s=10)
-    else:
-        run(server_control.register_worker(script.url, Worker("http://w0"), deadline_s=10))
+    server_control.register_worker_sync(script.url, Worker("http://w0"), deadline_s=10)
     assert script.requests[0] == ("/workers", {"url": "http://w0", "worker_type": "regular"})
     assert len(script.requests) == 4
 
@@ -97,24 +93,16 @@ def test_a_worker_the_router_never_accepts_is_named(script: Script) -> None:
         server_control.register_worker_sync(script.url, Worker("http://w0"), deadline_s=0.05)
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_refused_flush_is_tried_again(script: Script, blocking: bool) -> None:
+def test_a_refused_flush_is_tried_again(script: Script) -> None:
     script.answers["/flush_cache"] = [(400, "busy"), (400, "busy"), (200, "flushed")]
-    if blocking:
-        server_control.flush_cache_sync(script.url, 10)
-    else:
-        run(server_control.flush_cache(script.url, 10))
+    server_control.flush_cache_sync(script.url, 10)
     assert len(script.requests) == 3
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_flush_that_fails_otherwise_is_an_error_at_once(script: Script, blocking: bool) -> None:
+def test_a_flush_that_fails_otherwise_is_an_error_at_once(script: Script) -> None:
     script.answers["/flush_cache"] = [(404, "no such path")]
     with pytest.raises(http_utils.HttpError, match="404"):
-        if blocking:
-            server_control.flush_cache_sync(script.url, 10)
-        else:
-            run(server_control.flush_cache(script.url, 10))
+        server_control.flush_cache_sync(script.url, 10)
 
 
 def test_pause_abort_and_resume_send_what_sglang_expects(script: Script) -> None:
@@ -123,9 +111,9 @@ def test_pause_abort_and_resume_send_what_sglang_expects(script: Script) -> None
     server_control.pause_sync(script.url, "retract")
     server_control.abort_all_sync(script.url)
     server_control.resume_sync(script.url)
-    run(server_control.pause(script.url))
+    run(server_control.abort_all(script.url))
     expected = [("/pause_generation", {"mode": "retract"}), ("/abort_request", {"abort_all": True})]
-    expected += [("/continue_generation", {}), ("/pause_generation", {"mode": "abort"})]
+    expected += [("/continue_generation", {}), ("/abort_request", {"abort_all": True})]
     assert script.requests == expected
 
 
@@ -149,10 +137,10 @@ def test_memory_is_released_once_no_request_is_in_flight_and_taken_again_by_kind
         engine.resume_memory_occupation(["kv_cache"])
 
 
-def test_the_requests_of_all_data_parallel_ranks_are_counted(script: Script) -> None:
+def test_the_loads_of_all_data_parallel_ranks_are_returned(script: Script) -> None:
     loads = [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_running_reqs": 0, "num_waiting_reqs": 4}]
     script.answers["/v1/loads?include=core"] = [(200, {"loads": loads})]
-    assert run(server_control.num_running(script.url)) == 2 + 1 + 0 + 4
+    assert server_control.loads_sync(script.url) == loads
 
 
 def test_a_server_that_is_not_there_is_not_healthy(script: Script) -> None:

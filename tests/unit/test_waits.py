@@ -61,7 +61,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ): "a collective: it has the timeout of its group",
     ("slime/backends/sglang_utils/external.py", "discover_external_engines", "answer.result"): FINISHED,
     (
-        "slime/backends/sglang_utils/local_checkpoint.py",
+        "slime/backends/sglang_utils/disk_weights.py",
         "LocalCheckpoint._apply",
         "task.result",
     ): "reads and writes files",

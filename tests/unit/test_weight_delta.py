@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWeightUpdater, bytes_of
 from slime.backends.sglang_utils import disk_weights
-from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
+from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
 from slime.utils import manifest
 from slime.weights.delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
 from slime.weights.safetensors_files import INDEX_FILE, files_of
@@ -387,7 +387,7 @@ def test_a_full_sync_may_load_from_the_hosts_own_copy_too(world: World) -> None:
 
 OTHER_HOST_RUN = """
 import pathlib, sys, time
-from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
+from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
 LocalCheckpoint(pathlib.Path(sys.argv[1])).bring_to(pathlib.Path(sys.argv[2]))
 print("there", flush=True)
 time.sleep(60)
@@ -420,7 +420,7 @@ def test_a_copy_belongs_to_the_engines_of_one_run_as_long_as_they_live(world: Wo
 SECOND_ENGINE = """
 import pathlib, sys
 from slime.backends.sglang_utils import disk_weights
-from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint
+from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
 for line in sys.stdin:
     LocalCheckpoint(pathlib.Path(sys.argv[1])).bring_to(pathlib.Path(line.strip()))
     print("there", flush=True)

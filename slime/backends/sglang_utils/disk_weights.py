@@ -4,26 +4,38 @@ SGLang's own formats differ in two ways that matter during training. A file that
 fails while loading is tried again from the same files, outside any `try`. And they prepare layers once more after
 loading, which fp8 layers do not survive. Here the directory is looked at first, every byte of it, once for an engine
 (or where the host's copy is made): what was changed on its way is not loaded. Weights are loaded as the other
-transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all. With "slime:DIR" the
-host's own copy of the weights in DIR is brought to the version first, which may be a delta, and is loaded from: of a
-delta the tensors that changed, and those without which SGLang would not load them. "slime-copy:DIR" only brings the
-copy there, in the process that answers requests: the engine generates meanwhile, and a load finds it done.
+transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all.
 
-It does not know who writes versions, nor when they go away.
+With "slime:DIR" the host's own copy of the weights in DIR is brought to the version first, which may be a delta, and
+is loaded from: of a delta the tensors that changed, and those without which SGLang would not load them.
+"slime-copy:DIR" only brings the copy there, in the process that answers requests: the engine generates meanwhile, and
+a load finds it done.
+
+The copy is an HF directory `<root>/checkpoint`, with the run and the version that it is of beside it. Every rank of
+every engine of a host comes with each version, and the first one does the work. A delta is applied to the version that
+it was made from, known by its id (numbers come again where trainers begin again), and every tensor has to come out
+with the checksum that it had at the sender; otherwise the delta is refused, and the copy is of no version until a
+whole one comes. A copy belongs to the engines of one run for as long as one of them lives, whichever trainers it has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import logging
+import os
+import shutil
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from slime.backends.sglang_utils.local_checkpoint import LocalCheckpoint, RefusedError
 from slime.utils import manifest
+from slime.utils.private_files import make_own_directory
+from slime.utils.wait import lock_file
 from slime.weights.names import with_partners
-from slime.weights.safetensors_files import files_of, read_index, what_is_wrong
+from slime.weights.safetensors_files import files_of, read_header, read_index, what_is_wrong
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +44,15 @@ logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "slime"
 COPY_FORMAT = "slime-copy"
+FLAG = "--update-weight-local-checkpoint-dir"
+MAX_THREADS = 16
+PIECE = 2**20
+"""Bytes of a tensor that are changed at a time; elements are not cut."""
+_ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+"""Of the dtypes of safetensors; those of one byte are left out."""
+LOCK_DEADLINE_S = 1800.0  # another engine of the node copies a whole checkpoint
+_held: dict[Path, IO[str]] = {}
+"""Root -> the file whose lock says that an engine of this process uses it."""
 
 
 def install() -> None:
@@ -171,3 +192,185 @@ def agreed(problem: str | None) -> str | None:
     found: list[str | None] = [None] * group.world_size
     dist.all_gather_object(found, problem, group=group.cpu_group)
     return next(filter(None, found), None)
+
+
+class RefusedError(RuntimeError):
+    """A version that this host cannot take; the message says why."""
+
+
+class LocalCheckpoint:
+    """The copy below one directory.
+
+    Args:
+        root: made if it does not exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.directory = root / "checkpoint"
+
+    def bring_to(self, version_dir: Path) -> Path:
+        """Make the copy one of a version, unless another process has done it.
+
+        It stays that until the trainer, who waits for every engine, writes the next one.
+
+        Args:
+            version_dir: as the trainer wrote it: a whole checkpoint or a delta.
+
+        Returns:
+            the HF directory of the copy.
+
+        Raises:
+            RefusedError: it cannot be brought there.
+        """
+        wanted = read_index(version_dir)["metadata"]
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make_own_directory(self.root.resolve(), forbidden=0o022)
+        except PermissionError as error:
+            raise RefusedError(
+                f"{FLAG} {self.root}: {error}, who could replace the weights; give a directory that only you can write"
+            ) from None
+        with (self.root / ".lock").open("a") as lock:
+            lock_file(lock, f"another engine to finish with {self.root}", LOCK_DEADLINE_S)
+            self._hold(wanted["run"])
+            if self._state().get("id") != wanted["id"]:
+                self._bring(version_dir, wanted)
+        return self.directory
+
+    def _hold(self, run: str) -> None:
+        """Use the copy for a run from now on, unless engines of another run do, or it is none of ours."""
+        users = self.root / ".users"
+        if self.directory.exists() and not users.exists():
+            raise RefusedError(
+                f"{self.directory} would be overwritten, and no run of slime has made it; give another {FLAG}"
+            )
+        file = _held.get(self.root) or users.open("a")
+        if self._state().get("run") != run:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RefusedError(
+                    f"{FLAG} {self.root} is in use by the engines of another run; give each run a directory of its own"
+                ) from None
+            self._set_state(run)
+        lock_file(file, f"the use of {self.root}", LOCK_DEADLINE_S, shared=True)
+        _held[self.root] = file
+
+    def _bring(self, version_dir: Path, wanted: dict[str, Any]) -> None:
+        base, state = wanted.get("base_version"), self._state()
+        if base is not None and (state.get("version"), state.get("id")) != (base, wanted["base_id"]):
+            held = state.get("version") or "no whole version"
+            if held == base:
+                held = f"another version {base}"
+            raise RefusedError(
+                f"{version_dir} is a delta from version {base}, but {self.root} holds {held}: a version is missing "
+                "there"
+            )
+        self._set_state(wanted["run"])
+        if base is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            try:
+                shutil.copytree(version_dir, self.directory)
+            except OSError as error:
+                raise RefusedError(f"{version_dir} cannot be copied to {FLAG} {self.root}: {error}") from None
+            _check(self.directory)
+            (self.directory / manifest.FILE).unlink()  # deltas change what it is about
+        else:
+            _check(version_dir)
+            self._apply(version_dir, wanted)
+        self._set_state(wanted["run"], wanted["version"], wanted["id"])
+
+    def _apply(self, version_dir: Path, wanted: dict[str, Any]) -> None:
+        """Change every tensor of a delta in its file."""
+        places = Places(self.directory)
+        headers = {file: read_header(file) for file in files_of(version_dir)}
+        deltas = [(file, header, name) for file, header in headers.items() for name in header.tensors]
+        deltas.sort(key=lambda delta: places.size_of(delta[2]), reverse=True)  # the largest is not begun last
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="delta") as threads:
+            for task in [threads.submit(_apply_one, *delta, places, wanted) for delta in deltas]:
+                task.result()
+
+    def _state(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.root / "state.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _set_state(self, run: str, version: int | None = None, version_id: str | None = None) -> None:
+        """Without a version it is not known what the copy holds."""
+        partial = self.root / "state.json.partial"
+        partial.write_text(json.dumps({"run": run, "version": version, "id": version_id}))
+        partial.replace(self.root / "state.json")
+
+
+def _check(directory: Path) -> None:
+    if problem := manifest.what_is_wrong(directory / manifest.FILE):
+        raise RefusedError(problem)
+
+
+class Places:
+    """Where the tensors of an HF directory lie in its files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file_of = {name: directory / file for name, file in read_index(directory)["weight_map"].items()}
+        self._headers = {file: read_header(file) for file in set(self._file_of.values())}
+
+    def size_of(self, name: str) -> int:
+        """Bytes of a tensor.
+
+        Raises:
+            RefusedError: there is no such tensor.
+        """
+        start, end = self._entry_of(name)["data_offsets"]
+        return int(end - start)
+
+    def _entry_of(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise RefusedError(f"there is no tensor {name} in the local checkpoint")
+        return self._headers[self._file_of[name]].tensors[name]
+
+    def of(self, name: str) -> tuple[Path, int, int]:
+        """(the file of a tensor, where it begins there, bytes of an element).
+
+        Raises:
+            RefusedError: there is no such tensor.
+        """
+        entry = self._entry_of(name)
+        file = self._file_of[name]
+        start = self._headers[file].data_start + entry["data_offsets"][0]
+        return file, start, _ITEMSIZES.get(entry["dtype"], 1)
+
+
+def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted: dict[str, Any]) -> None:
+    """Change one tensor in its file, a piece after the other: memory that is used again is in the caches."""
+    import numpy as np
+
+    from slime.weights.delta import Changes, hasher
+
+    start, end = header.tensors[name]["data_offsets"]
+    with delta_file.open("rb") as stream:
+        stream.seek(header.data_start + start)
+        delta = stream.read(end - start)
+    file, begin, itemsize = places.of(name)
+    size, digest, buffer = places.size_of(name), hasher(wanted["checksum_format"]), np.empty(PIECE, np.uint8)
+    try:
+        changes = Changes(delta, size, itemsize=itemsize, encoding=wanted["delta_encoding"])
+        with file.open("r+b", buffering=0) as data:
+            for at in range(0, size, PIECE):
+                piece = buffer[: min(PIECE, size - at)]
+                if os.preadv(data.fileno(), [piece.data], begin + at) != piece.size:
+                    raise RefusedError(f"{file} ends within {name}")
+                changes.apply(at, piece)
+                digest.update(piece)
+                if os.pwrite(data.fileno(), piece.data, begin + at) != piece.size:
+                    raise RefusedError(f"{file} took a part of {name} only")
+        changes.finish()
+    except ValueError as error:
+        raise RefusedError(f"the delta of {name} in {delta_file} is damaged: {error}") from None
+    if digest.hexdigest() != header.metadata.get(name):
+        raise RefusedError(
+            f"{name} has {wanted['checksum_format']} {digest.hexdigest()} after the delta of {delta_file}, and had "
+            f"{header.metadata.get(name)} at the trainer"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.disk_weights import COPY_FORMAT, LOAD_FORMAT
-from slime.backends.sglang_utils.weight_group import PROBE
+from slime.backends.sglang_utils.engine_patches import PROBE
 from slime.backends.sglang_utils.weight_samples import SAMPLE_ACTION
 from slime.utils import http_utils
 from slime.utils.api_keys import protect_engine

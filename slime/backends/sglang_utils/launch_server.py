@@ -14,9 +14,11 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slime.backends.sglang_utils import cpu_standins
 from slime.utils.api_keys import ENGINE_ENV, HiddenText
 from slime.utils.private_files import use_private_temp_dir, write_private
 from slime.utils.secret_names import is_secret
@@ -61,64 +63,38 @@ def prepare(launch: dict[str, Any]) -> None:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if launch["accelerator"] == "cpu":
         _prepare_cpu(launch["server_args"])
-    from slime.backends.sglang_utils import (
-        disk_weights,
-        quick_load,
-        receive_bucket,
-        store_address,
-        weight_group,
-        weight_samples,
-    )
+    from slime.backends.sglang_utils import bucket_load, disk_weights, engine_patches, weight_samples
 
-    if launch["accelerator"] != "cpu":
-        from slime.backends.sglang_utils import numa_script
-
-        numa_script.install()
-    store_address.install()
+    is_cpu, config = launch["accelerator"] == "cpu", _config(Path(launch["server_args"]["model_path"]))
+    if not is_cpu:
+        engine_patches.write_numa_script_privately()
+    engine_patches.serve_store_at_its_address()
     disk_weights.install()
-    weight_samples.install(on_cpu=launch["accelerator"] == "cpu")
-    quick_load.install()
-    receive_bucket.install()
-    weight_group.install()
+    weight_samples.install(on_cpu=is_cpu)
+    bucket_load.install()
+    engine_patches.probe_before_joining()
     if launch["server_args"].get("enable_return_routed_experts"):
-        from slime.backends.sglang_utils import routed_experts
-
-        routed_experts.install()
-    model_path = Path(launch["server_args"]["model_path"])
-    if launch["accelerator"] == "cpu" and _config(model_path).get("kv_lora_rank"):
-        from slime.backends.sglang_utils import cpu_standins
-
+        engine_patches.return_routed_experts()
+    if is_cpu and config.get("kv_lora_rank"):
         cpu_standins.install_latent_attention()
-    if launch["accelerator"] == "cpu" and _config(model_path).get("model_type") == "minimax_m2":
-        from slime.backends.sglang_utils import cpu_standins
-
+    if is_cpu and config.get("model_type") == "minimax_m2":
         cpu_standins.install_all_heads_norm()
-    if _serves_fp8(model_path):
-        from slime.backends.sglang_utils import fp8_engine
-
-        fp8_engine.install(launch["accelerator"])
-    if _serves_int4(model_path):
-        from slime.backends.sglang_utils import int4_engine
-
-        int4_engine.install(launch["accelerator"])
-    if _classifies(model_path):
-        from slime.backends.sglang_utils import classifier_bias
-
-        classifier_bias.install()
+    if install_layers := _quantized_layers(config):
+        install_layers(launch["accelerator"])
+    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or []):
+        engine_patches.clear_missing_bias()
 
 
-def _classifies(model_path: Path) -> bool:
-    return any(name.endswith("ForSequenceClassification") for name in _config(model_path).get("architectures") or [])
-
-
-def _serves_fp8(model_path: Path) -> bool:
-    return (_config(model_path).get("quantization_config") or {}).get("quant_method") == "fp8"
-
-
-def _serves_int4(model_path: Path) -> bool:
+def _quantized_layers(config: dict[str, Any]) -> Callable[[str], None] | None:
+    """What changes the layers of a model with quantised weights, by its config.json."""
     from slime.weights.formats import METHODS, quantization_config_of
 
-    return str(quantization_config_of(_config(model_path)).get("quant_method")).lower() in METHODS
+    method = str(quantization_config_of(config).get("quant_method")).lower()
+    if method != "fp8" and method not in METHODS:
+        return None
+    from slime.backends.sglang_utils import quantized_layers
+
+    return quantized_layers.install_fp8 if method == "fp8" else quantized_layers.install_int4
 
 
 def _config(model_path: Path) -> dict[str, Any]:
@@ -127,8 +103,6 @@ def _config(model_path: Path) -> dict[str, Any]:
 
 
 def _prepare_cpu(server_args: dict[str, Any]) -> None:
-    from slime.backends.sglang_utils import cpu_attention, cpu_standins
-
     if server_args.get("enable_deterministic_inference"):
         cpu_standins.install_deterministic()
     else:
@@ -136,7 +110,7 @@ def _prepare_cpu(server_args: dict[str, Any]) -> None:
     cpu_standins.install_kernels()
     if server_args.get("enable_return_routed_experts"):
         cpu_standins.drop_pinned_memory()
-    cpu_attention.install()
+    cpu_standins.install_attention()
 
 
 def fork_children() -> None:

@@ -20,7 +20,7 @@ from slime.config.args import Args
 from slime.utils.misc import url_host
 
 # Chosen with 512 requests of 8 + 6 tokens to a model of 0.8 M parameters on two cores: 2.0 s of CPU time with
-# SGLang's own values and attention, 1.0 s with these and `cpu_attention`.
+# SGLang's own values and attention, 1.0 s with these and `install_attention`.
 CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": CPU_ATTENTION_BACKEND,
     "dtype": "float32",  # bfloat16 is slower on CPU, and its log-probs are worse

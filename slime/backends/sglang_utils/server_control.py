@@ -1,13 +1,12 @@
 """What can be asked of a running SGLang server or of the router in front of it, over HTTP only.
 
-The plain names are coroutines, for the rollout loop; the `_sync` twins are for code without an event loop (the engine
-object, starting and stopping). It imports neither SGLang nor torch, so that `slime.rollout` may use it anywhere.
-Addresses are `http://host:port`, without a slash at the end.
+`list_workers` and `abort_all` are coroutines, for the rollout loop; the names that end in `_sync` are for code without
+an event loop (the engine object, starting and stopping). Importing this module takes neither SGLang nor torch, so that
+`slime.rollout` may use it anywhere. Addresses are `http://host:port`, without a slash at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from slime.utils import http_utils
 from slime.utils.api_keys import key_of
 from slime.utils.http_utils import HttpError
-from slime.utils.wait import wait, wait_async
+from slime.utils.wait import wait
 
 CONTROL_TIMEOUT_S = 60.0
 PROFILE_TIMEOUT_S = 600.0
@@ -60,22 +59,12 @@ class Worker:
         return {"url": self.url, "worker_type": self.worker_type, **port, **key}
 
 
-async def register_worker(router_url: str, worker: Worker, *, deadline_s: float = ROUTER_DEADLINE_S) -> None:
+def register_worker_sync(router_url: str, worker: Worker, *, deadline_s: float = ROUTER_DEADLINE_S) -> None:
     """Put a server behind a router and wait until the router sends it requests.
 
     Raises:
         WaitTimeout: the router did not find it healthy in time.
     """
-    await http_utils.post(f"{router_url}/workers", worker.request, timeout_s=CONTROL_TIMEOUT_S)
-
-    async def found() -> bool:
-        return worker.url in await list_workers(router_url)
-
-    await wait_async(f"the router {router_url} to accept {worker.url}", deadline_s, found)
-
-
-def register_worker_sync(router_url: str, worker: Worker, *, deadline_s: float = ROUTER_DEADLINE_S) -> None:
-    """As `register_worker`."""
     http_utils.post_sync(f"{router_url}/workers", worker.request, timeout_s=CONTROL_TIMEOUT_S)
     wait(
         f"the router {router_url} to accept {worker.url}",
@@ -106,97 +95,44 @@ def abort_all_sync(worker_url: str) -> None:
     http_utils.post_sync(f"{worker_url}/abort_request", {"abort_all": True}, timeout_s=CONTROL_TIMEOUT_S)
 
 
-async def pause(worker_url: str, mode: str = "abort") -> None:
-    """Stop generating: "abort" ends requests, "retract" and "in_place" keep them for `resume`."""
-    await http_utils.post(f"{worker_url}/pause_generation", {"mode": mode}, timeout_s=CONTROL_TIMEOUT_S)
-
-
 def pause_sync(worker_url: str, mode: str = "abort") -> None:
-    """As `pause`."""
+    """Stop generating: "abort" ends requests, "retract" and "in_place" keep them for `resume_sync`."""
     http_utils.post_sync(f"{worker_url}/pause_generation", {"mode": mode}, timeout_s=CONTROL_TIMEOUT_S)
 
 
-async def resume(worker_url: str) -> None:
-    """Generate again after `pause`."""
-    await http_utils.post(f"{worker_url}/continue_generation", {}, timeout_s=CONTROL_TIMEOUT_S)
-
-
 def resume_sync(worker_url: str) -> None:
-    """As `resume`."""
+    """Generate again after `pause_sync`."""
     http_utils.post_sync(f"{worker_url}/continue_generation", {}, timeout_s=CONTROL_TIMEOUT_S)
 
 
-async def flush_cache(worker_url: str, deadline_s: float) -> None:
+def flush_cache_sync(worker_url: str, deadline_s: float) -> None:
     """Forget the prefix cache; a server with requests in flight refuses (400), so try until they have ended.
 
     Raises:
         WaitTimeout: requests were still in flight at the deadline.
     """
 
-    async def flushed() -> bool:
-        return await _unless_refused(http_utils.post(f"{worker_url}/flush_cache", {}, timeout_s=CONTROL_TIMEOUT_S))
-
-    await wait_async(_flush_what(worker_url), deadline_s, flushed)
-
-
-def flush_cache_sync(worker_url: str, deadline_s: float) -> None:
-    """As `flush_cache`."""
-
     def flushed() -> bool:
-        return _unless_refused_sync(
-            lambda: http_utils.post_sync(f"{worker_url}/flush_cache", {}, timeout_s=CONTROL_TIMEOUT_S)
-        )
+        try:
+            http_utils.post_sync(f"{worker_url}/flush_cache", {}, timeout_s=CONTROL_TIMEOUT_S)
+        except HttpError as error:
+            if error.status != 400:
+                raise
+            return False
+        return True
 
-    wait(_flush_what(worker_url), deadline_s, flushed)
-
-
-def _flush_what(worker_url: str) -> str:
-    return f"{worker_url} to flush its prefix cache (it refuses while requests are in flight)"
-
-
-async def _unless_refused(request: Awaitable[Any]) -> bool:
-    try:
-        await request
-    except HttpError as error:
-        if error.status != 400:
-            raise
-        return False
-    return True
-
-
-def _unless_refused_sync(request: Callable[[], Any]) -> bool:
-    try:
-        request()
-    except HttpError as error:
-        if error.status != 400:
-            raise
-        return False
-    return True
-
-
-async def weight_version(worker_url: str) -> str:
-    """The version given with the last weight update ("default" before the first). (/get_weight_version is 404.)"""
-    return str((await http_utils.get(f"{worker_url}/model_info", timeout_s=CONTROL_TIMEOUT_S))["weight_version"])
+    wait(f"{worker_url} to flush its prefix cache (it refuses while requests are in flight)", deadline_s, flushed)
 
 
 def weight_version_sync(worker_url: str) -> str:
-    """As `weight_version`."""
+    """The version given with the last weight update ("default" before the first). (/get_weight_version is 404.)"""
     return str(http_utils.get_sync(f"{worker_url}/model_info", timeout_s=CONTROL_TIMEOUT_S)["weight_version"])
-
-
-async def num_running(worker_url: str) -> int:
-    """Requests in a server, running and waiting."""
-    return _total_requests(await http_utils.get(f"{worker_url}/v1/loads?include=core", timeout_s=CONTROL_TIMEOUT_S))
 
 
 def loads_sync(worker_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> list[dict[str, Any]]:
     """What each data-parallel rank of a server is busy with: requests that run and wait, tokens held, ..."""
     answer = http_utils.get_sync(f"{worker_url}/v1/loads?include=core", timeout_s=timeout_s)
     return list(answer["loads"]) if isinstance(answer, dict) and "loads" in answer else []
-
-
-def _total_requests(answer: dict[str, Any]) -> int:
-    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])
 
 
 def server_info_sync(worker_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "EngineContact",
     "agrees",
     "init_process_group",
+    "metadata_of",
     "on_host",
     "open_flat",
     "opened_elsewhere",
@@ -33,6 +34,7 @@ __all__ = [
     "sample",
     "serialize_bucket",
     "serialize_flat",
+    "view_as",
 ]
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ OPEN_DEADLINE_S = 120.0
 
 Place = tuple[str, "torch.Size", "torch.dtype", int]
 """Name, shape and type of a tensor, and the byte at which it begins."""
+
+
+def view_as(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 [num_bytes] as so many elements of a type as there is room for; bytes at the end may be left over."""
+    return data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def serialize_bucket(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
@@ -84,12 +91,12 @@ def serialize_flat(data: torch.Tensor, places: Sequence[Place], num_receivers: i
     if data.is_cuda:
         # torch wraps the storage that it shares once more each time: an alias is wrapped, and forgotten afterwards.
         data = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(data))
-    content = {"flattened_tensor": data, "metadata": _metadata(tuple(places))}
+    content = {"flattened_tensor": data, "metadata": metadata_of(tuple(places))}
     return [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(num_receivers)], data
 
 
 @functools.lru_cache(maxsize=4096)
-def _metadata(places: tuple[Place, ...]) -> list[Any]:
+def metadata_of(places: tuple[Place, ...]) -> list[Any]:
     """SGLang's description of a bucket; shapes as plain tuples, which are serialized and opened faster."""
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 

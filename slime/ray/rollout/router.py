@@ -65,8 +65,7 @@ class Router:
     ) -> None:
         self._args = args
         self._log_path = log_path
-        self._has_pd = kind == "pd"
-        self._program = "forwarder" if kind == "classify" else "launch_router"
+        self._kind = kind
         self._process: subprocess.Popen[bytes] | None = None
         self._block: PortBlock | None = None
         self._port: int | None = args.sglang_router_port if is_first else None
@@ -95,13 +94,13 @@ class Router:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_private(file, json.dumps(self._values(self._block[1]), indent=2))  # there may be passwords in it
         self._process = registry().start(
-            [sys.executable, "-m", f"slime.backends.sglang_utils.{self._program}", str(file)],
+            [sys.executable, "-m", "slime.backends.sglang_utils.launch_router", str(file), self._kind],
             name="router",
             log_path=self._log_path,
         )
 
     def _values(self, prometheus_port: int) -> dict[str, Any]:
-        values = router_values(self._args, self.address, prometheus_port=prometheus_port, has_pd=self._has_pd)
+        values = router_values(self._args, self.address, prometheus_port=prometheus_port, has_pd=self._kind == "pd")
         if not self._is_first:
             values["prometheus_port"] = prometheus_port  # that of --router-prometheus-port is taken
         return values

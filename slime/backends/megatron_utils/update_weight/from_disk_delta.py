@@ -3,7 +3,7 @@
 The first version is a whole one. The source rank keeps a copy of the bytes that it sent, in host memory. Later
 versions hold, for each tensor that changed, a compressed delta to that copy (slime.weights.delta) and a checksum
 of the result. Every host with engines has a copy of the weights as files (--update-weight-local-checkpoint-dir), to
-which deltas are applied, and from which engines load the tensors that changed (sglang_utils/local_checkpoint.py).
+which deltas are applied, and from which engines load the tensors that changed (sglang_utils/disk_weights.py).
 
 A delta that a host refuses, because it is damaged or a version is missing there, is followed by a whole version. So is
 every failure, and every new set of engines.

@@ -1,16 +1,24 @@
-"""What SGLang 0.5.17 lacks for int4 weights that a trainer replaces; installed in the server process of such a model.
+"""What SGLang 0.5.17 lacks for fp8 and int4 weights that a trainer replaces; installed in the server of such a model.
 
+fp8:
+1. One scale a tensor (CUDA): having loaded a checkpoint, SGLang transposes each weight and spreads its scales over
+   channels, in new parameters without a loader, so that the first sync fails with an AttributeError (and an expert's
+   scale goes nowhere). Here they get loaders that write into the same memory; nothing moves, so CUDA graphs stay
+   valid. One scale a block needs none of this: SGLang leaves such weights as they are stored.
+2. CPU: SGLang computes with fp8 weights only on CPUs with AMX.
+
+int4:
 1. CUDA: having loaded a checkpoint, SGLang shuffles each layer's weights and scales for its kernels (Marlin; of
    experts also Triton), which no loader can write into. Here a tensor that comes later is loaded into other memory
    by SGLang's loader, which cuts it for this rank; the rows that it wrote are shuffled and copied to their place. That
    works row by row, for kernels shuffle within 64 of them: nothing is kept twice, tensors may come in any order or
    stay away (a delta), nothing moves, and CUDA graphs stay valid.
-2. CPU: SGLang has no kernels for int4 there. Here a layer multiplies its weights by their scales and computes in the
-   activations' type: slow, for tests and for trying out a configuration.
+2. CPU: SGLang has no kernels for int4 there.
 3. SGLang's check of weights compares `weight_shape`, too, which no kernel reads: in a layer that several tensors make
    up (queries, keys, values), it is the shape of the one that came last. Here the check passes over it.
 
-It does not quantise, and it does not know who sends the weights.
+On CPU a layer multiplies its weights by their scales and computes in the activations' type: slow, for tests and for
+trying out a configuration. Nothing is quantised here.
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ from typing import Any
 
 import torch
 
+from slime.weights.fp8 import dequantize
 from slime.weights.int4 import dequantize_groups, unpack
 
 Place = Callable[[torch.Tensor, int, torch.Tensor], None]
@@ -31,7 +40,107 @@ TILE = 64
 """Rows that Marlin shuffles among each other."""
 
 
-def install(accelerator: str) -> None:
+def install_fp8(accelerator: str) -> None:
+    """Change SGLang's fp8 layers in this process; imports SGLang.
+
+    Args:
+        accelerator: "cpu" or "cuda".
+    """
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+
+    if accelerator == "cpu":
+        Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32, torch.bfloat16, torch.half])
+        for method in (Fp8LinearMethod, Fp8MoEMethod):
+            method.process_weights_after_loading = _leave_fp8_as_stored
+        Fp8LinearMethod.apply, Fp8MoEMethod.apply = _fp8_linear, _fp8_experts
+        return
+    Fp8LinearMethod.process_weights_after_loading = _updatable_fp8_linear(
+        Fp8LinearMethod.process_weights_after_loading
+    )
+    Fp8MoEMethod.process_weights_after_loading = _updatable_fp8_experts(Fp8MoEMethod.process_weights_after_loading)
+
+
+# ---- fp8 with one scale a tensor, on CUDA
+
+
+def _updatable_fp8_linear(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        if self.block_quant or not self.is_checkpoint_fp8_serialized:
+            process(self, layer)
+            return
+        if not self.cutlass_fp8_supported:
+            raise RuntimeError(
+                "this GPU has no fp8 products, so SGLang re-quantises weights with one scale a tensor and cannot take "
+                "new ones; convert the checkpoint with --strategy block (tools/convert_hf_to_fp8.py)"
+            )
+        from sglang.srt.layers.quantization.utils import convert_to_channelwise
+
+        weight, scale, widths = layer.weight, layer.weight_scale, layer.logical_widths
+        process(self, layer)
+        if layer.weight.data_ptr() != weight.data_ptr():
+            raise RuntimeError("SGLang copied an fp8 weight after loading it, so that no sync could reach it")
+
+        def load_weight(_param: Any, loaded: torch.Tensor, *shard: Any) -> None:
+            weight.weight_loader(weight, loaded, *shard)
+
+        def load_scale(param: Any, loaded: torch.Tensor, *shard: Any) -> None:
+            scale.weight_loader(scale, loaded, *shard)
+            param.data.copy_(convert_to_channelwise(scale.data, widths))
+
+        layer.weight.weight_loader, layer.weight_scale.weight_loader = load_weight, load_scale
+
+    return process_weights_after_loading
+
+
+def _updatable_fp8_experts(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        is_stored_by_tensor = self.quant_config.is_checkpoint_fp8_serialized and not self.block_quant
+        scales = layer.w13_weight_scale if is_stored_by_tensor else None
+        process(self, layer)
+        if scales is None:
+            return
+
+        # Of gate and up, which are sent with one scale for both; SGLang keeps their maximum.
+        def load_scale(param: Any, loaded: torch.Tensor, *where: Any, **named: Any) -> None:
+            scales.weight_loader(scales, loaded, *where, **named)
+            param.data.copy_(scales.data.amax(dim=1))
+
+        layer.w13_weight_scale.weight_loader = load_scale
+
+    return process_weights_after_loading
+
+
+# ---- fp8 on CPU
+
+
+def _leave_fp8_as_stored(self: Any, layer: Any) -> None:
+    """In the place of process_weights_after_loading: what is loaded later lands where the checkpoint's did."""
+
+
+def _fp8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b, W from its values and scales; a merged layer has a scale for each of its parts."""
+    if self.block_quant:
+        weight = dequantize(layer.weight, layer.weight_scale_inv, tuple(self.weight_block_size), x.dtype)
+    else:
+        widths = torch.tensor(layer.logical_widths)
+        weight = (layer.weight.float() * layer.weight_scale.repeat_interleave(widths)[:, None]).to(x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _fp8_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    x = dispatch_output.hidden_states
+    if self.block_quant:
+        size = tuple(self.weight_block_size)
+        w13 = dequantize(layer.w13_weight, layer.w13_weight_scale_inv, size, x.dtype)
+        w2 = dequantize(layer.w2_weight, layer.w2_weight_scale_inv, size, x.dtype)
+    else:
+        half = layer.w13_weight.shape[1] // 2
+        w13 = (layer.w13_weight.float() * layer.w13_weight_scale.repeat_interleave(half, 1)[..., None]).to(x.dtype)
+        w2 = (layer.w2_weight.float() * layer.w2_weight_scale[:, None, None]).to(x.dtype)
+    return _native_experts(self, layer, dispatch_output, w13, w2)
+
+
+def install_int4(accelerator: str) -> None:
     """Change SGLang's int4 layers in this process; imports SGLang.
 
     Args:
@@ -49,13 +158,17 @@ def install(accelerator: str) -> None:
         CompressedTensorsConfig._check_scheme_supported = lambda self, capability, error=True: True
         CompressedTensorsConfig.get_supported_act_dtypes = lambda self: [torch.float32, torch.bfloat16, torch.half]
         for scheme in (linear, marlin, triton):
-            scheme.process_weights_after_loading = _leave_as_stored
-        linear.apply_weights, marlin.apply_weights, triton.apply_weights = _linear, _experts, _experts
+            scheme.process_weights_after_loading = _leave_int4_as_stored
+        linear.apply_weights, marlin.apply_weights, triton.apply_weights = _int4_linear, _int4_experts, _int4_experts
         marlin.create_moe_runner = triton.create_moe_runner = _note_config
         return
-    linear.process_weights_after_loading = _updatable_linear(linear.process_weights_after_loading)
-    marlin.process_weights_after_loading = _updatable_experts(marlin.process_weights_after_loading, _marlin_places)
-    triton.process_weights_after_loading = _updatable_experts(triton.process_weights_after_loading, _triton_places)
+    linear.process_weights_after_loading = _updatable_int4_linear(linear.process_weights_after_loading)
+    marlin.process_weights_after_loading = _updatable_int4_experts(
+        marlin.process_weights_after_loading, _marlin_places
+    )
+    triton.process_weights_after_loading = _updatable_int4_experts(
+        triton.process_weights_after_loading, _triton_places
+    )
     _watch_experts()
 
 
@@ -65,7 +178,7 @@ def _leave_shapes_unchecked(layer: Any) -> None:
             param._skip_weight_check = True  # SGLang's own mark
 
 
-# ---- CUDA
+# ---- int4 on CUDA
 
 
 class _Stored:
@@ -106,7 +219,7 @@ def _check_rows(first: int, behind: int) -> None:
         )
 
 
-def _updatable_linear(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _updatable_int4_linear(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         names = ("weight_packed", "weight_scale")
         stored = {name: (_Stored(getattr(layer, name)), getattr(layer, name).weight_loader) for name in names}
@@ -154,7 +267,7 @@ def _scale_place(size_k: int, group_size: int) -> Place:
     return place
 
 
-def _updatable_experts(
+def _updatable_int4_experts(
     process: Callable[[Any, Any], None], places_of: Callable[[Any, Any], dict[str, Place]]
 ) -> Callable[[Any, Any], None]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
@@ -217,10 +330,10 @@ def _watch_experts() -> None:
     FusedMoE._weight_loader_impl = load_or_place
 
 
-# ---- CPU
+# ---- int4 on CPU
 
 
-def _leave_as_stored(self: Any, layer: Any) -> None:
+def _leave_int4_as_stored(self: Any, layer: Any) -> None:
     """In the place of process_weights_after_loading: what is loaded later lands where the checkpoint's did."""
     _leave_shapes_unchecked(layer)
 
@@ -235,17 +348,13 @@ def _weight(packed: torch.Tensor, scales: torch.Tensor, group_size: int, dtype: 
     return dequantize_groups(values, scales, group_size, dtype=dtype)
 
 
-def _linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _int4_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + b, W from its values and scales."""
     weight = _weight(layer.weight_packed.data, layer.weight_scale.data, self.group_size, x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """SGLang's own torch path for experts, over weights made from their values and scales."""
-    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
-    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
+def _int4_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
     x = dispatch_output.hidden_states
 
     def weights_of(part: str) -> torch.Tensor:
@@ -254,7 +363,14 @@ def _experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
         weight = _weight(packed.flatten(0, 1), scales.flatten(0, 1), self.group_size, x.dtype)
         return weight.unflatten(0, packed.shape[:2])
 
-    weights = SimpleNamespace(num_experts=layer.num_experts, w13_weight=weights_of("w13"), w2_weight=weights_of("w2"))
-    return StandardCombineInput(
-        hidden_states=moe_forward_native(weights, x, dispatch_output.topk_output, self.moe_runner_config)
-    )
+    return _native_experts(self, layer, dispatch_output, weights_of("w13"), weights_of("w2"))
+
+
+def _native_experts(self: Any, layer: Any, dispatch_output: Any, w13: torch.Tensor, w2: torch.Tensor) -> Any:
+    """SGLang's own torch path for experts, over weights made from their values and scales (CPU)."""
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    weights = SimpleNamespace(num_experts=layer.num_experts, w13_weight=w13, w2_weight=w2)
+    x, routing = dispatch_output.hidden_states, dispatch_output.topk_output
+    return StandardCombineInput(hidden_states=moe_forward_native(weights, x, routing, self.moe_runner_config))

@@ -1,20 +1,31 @@
-"""Load a bucket of weights that comes again and again without asking the model where each tensor goes.
+"""Load a bucket of weights in an engine: received in one broadcast, and by the copies of before when it comes again.
 
-SGLang's `load_weights` walks over the model for every bucket and finds the place of every tensor by its name: 30 us a
-tensor, most of a weight sync on a fast GPU. But what it does in the end is the same each time. So the first load of a
-bucket is SGLang's own, watched by torch: when it did nothing but copy parts of the bucket into parameters (look at
-parts of tensors, fill the padding of a vocabulary), these copies are kept, and the same bucket is loaded by them from
-then on, all in one call. A load that does more (casts first, quantises, computes something, has other threads copy) is
-never shortened.
+1. A bucket that comes again and again is loaded without asking the model where each tensor goes. SGLang's
+   `load_weights` walks over the model for every bucket and finds the place of every tensor by its name: 30 us a
+   tensor, most of a weight sync on a fast GPU. But what it does in the end is the same each time. So the first load of
+   a bucket is SGLang's own, watched by torch: when it did nothing but copy parts of the bucket into parameters (look
+   at parts of tensors, fill the padding of a vocabulary), these copies are kept, and the same bucket is loaded by them
+   from then on, all in one call. A load that does more (casts first, quantises, computes something, has other threads
+   copy) is never shortened. "The same bucket" means the same names, shapes, types and places in it; each parameter
+   has to be where it was.
+2. For load format "flattened_bucket" of `/update_weights_from_distributed` SGLang allocates every tensor, concatenates
+   them to have a buffer to receive into, and loads the parts of that one by one: twice the bucket's memory, and a copy
+   of it that holds nothing yet. Here the buffer is allocated alone, and loaded as one out of shared memory is. What is
+   asked and what is broadcast stay the same, so a sender need not know. SGLang gives what was received to the model
+   alone; here an engine that drafts with a model of its own gives it that bucket, too, as it does with one out of
+   shared memory. A bucket of nothing is a broadcast of one byte, to see that the group works.
 
-"The same bucket" means the same names, shapes, types and places in it; each parameter has to be where it was. It does
-not know models, formats or senders. `install` changes the server that runs in this process.
+With CUDA nothing here waits for the device: the server answers as soon as receiving and copying are queued. `install`
+changes the server that runs in this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +36,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.weights.flat_bytes import view_as
+from slime.backends.sglang_utils.weight_transfer import metadata_of, view_as
 
 logger = logging.getLogger(__name__)
 
+FAILED = "The bucket could not be received or loaded, so that the weights are neither the old nor the new ones"
 MAX_BUCKETS = 4096
 """Of one model; who sends other buckets every time gets no recipes, and costs no more memory than this."""
 
@@ -234,10 +246,8 @@ def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def install() -> None:
-    """Shorten what SGLang does with a "flattened_bucket" in this process; imports SGLang.
-
-    That of a broadcast is one only with `receive_bucket`.
-    """
+    """Change how the server of this process loads a "flattened_bucket"; imports SGLang."""
+    from sglang.srt.managers.scheduler_components import weight_updater as of_scheduler
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     load = WeightUpdater._update_weights_from_flattened_bucket
@@ -249,3 +259,66 @@ def install() -> None:
         return recipes.load(model, bucket["flattened_tensor"], bucket["metadata"], lambda: load(updater, bucket))
 
     WeightUpdater._update_weights_from_flattened_bucket = load_quickly
+
+    WeightUpdater._update_bucketed_weights_from_distributed = _receive
+    manager = of_scheduler.SchedulerWeightUpdaterManager
+    update = manager.update_weights_from_distributed
+
+    def update_both(self: Any, request: Any) -> Any:
+        runner = of_scheduler._get_draft_model_runner(self.draft_worker) if self.draft_worker is not None else None
+        with _also_given_to(None if runner is None else runner.weight_updater):
+            return update(self, request)
+
+    manager.update_weights_from_distributed = update_both
+
+
+_drafts: list[Any] = []
+"""Updaters of the models with which this engine drafts, while it receives."""
+
+
+@contextlib.contextmanager
+def _also_given_to(draft: Any) -> Iterator[None]:
+    """Have buckets that are received meanwhile loaded by the updater of a drafting model, too, if there is one."""
+    _drafts[:] = [] if draft is None else [draft]
+    try:
+        yield
+    finally:
+        _drafts.clear()
+
+
+def _receive(
+    updater: Any, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str
+) -> tuple[bool, str]:
+    """As SGLang's method: whether it worked, and what to answer."""
+    try:
+        if not names:
+            return _try(updater, group_name)
+        num_bytes, metadata = layout_of(tuple(names), tuple(map(str, dtypes)), tuple(map(tuple, shapes)))
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=updater.device)
+        torch.distributed.broadcast(data, src=0, group=updater._model_update_group[group_name])
+        bucket = {"flattened_tensor": data, "metadata": metadata}
+        for taker in (*(draft for draft in _drafts if draft is not updater), updater):
+            taker._update_weights_from_flattened_bucket(bucket)
+    except Exception as error:  # the server has to answer, and to go on
+        logger.exception(FAILED)
+        return False, f"{FAILED}: {type(error).__name__}: {error}"
+    return True, "Succeeded to update parameter online."
+
+
+def _try(updater: Any, group_name: str) -> tuple[bool, str]:
+    """A broadcast of one byte, waited for: communicators are made in the first one, and fail in it."""
+    data = torch.zeros(1, dtype=torch.uint8, device=updater.device)
+    torch.distributed.broadcast(data, src=0, group=updater._model_update_group[group_name])
+    return data.item() == 1, "received one byte"
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(
+    names: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]
+) -> tuple[int, list[Any]]:
+    """How many bytes a bucket has, and SGLang's description of what lies where: one tensor right behind the other."""
+    kinds = [getattr(torch, name.removeprefix("torch.")) for name in dtypes]
+    sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
+    starts = list(itertools.accumulate(sizes, initial=0))
+    places = zip(names, map(torch.Size, shapes), kinds, starts, strict=False)
+    return starts[-1], metadata_of(tuple(places))
