@@ -27,6 +27,7 @@ from slime.plan.trainer_memory import Precision, TrainerMemory, recompute_of
 from slime.utils import flops_utils
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import WeightFormat, quantized_parts
+from slime.weights.transports import transport_of
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -179,9 +180,10 @@ def transport(
         return None
     num_bytes = hf_bytes(args, shape, fmt)
     network = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth
-    if args.update_weight_transport == "disk":
-        is_delta = args.update_weight_mode == "delta"
-        kind = f"changed bytes ({args.update_weight_delta_encoding})" if is_delta else "full HF checkpoint"
+    sync = transport_of(args.update_weight_transport, args.update_weight_mode)
+    if sync.is_over_files:
+        encoding = args.update_weight_delta_encoding
+        kind = f"changed bytes ({encoding})" if sync.sends_changes else "full HF checkpoint"
         way, bandwidth = f"disk: {kind} under {args.update_weight_disk_dir or '(no directory given)'}", DISK_BANDWIDTH
     elif args.colocate:
         # Both hand over one flattened tensor a bucket; only its handle travels.
@@ -220,7 +222,7 @@ def outputs(args: Args, shape: ModelShape | None, fmt: WeightFormat | None = Non
     )
     if args.keep_checkpoints:
         when += f"; the newest {args.keep_checkpoints} are kept"
-    often, disk = "every rollout", args.update_weight_transport == "disk"
+    often, sync = "every rollout", transport_of(args.update_weight_transport, args.update_weight_mode)
     found = [
         Output("metrics", f"{args.output_dir}/metrics.jsonl", None, often),
         Output("logs", f"{args.output_dir}/logs/", None, "as they come"),
@@ -237,7 +239,7 @@ def outputs(args: Args, shape: ModelShape | None, fmt: WeightFormat | None = Non
             "weights for the engines",
             args.update_weight_disk_dir,
             None,
-            "every weight sync" + ("" if disk else ", if there is no other way"),
+            "every weight sync" + ("" if sync.is_over_files else ", if there is no other way"),
         ),
     ]
     return [replace(output, where=str(output.where)) for output in found if output.where]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
-from slime.backends.megatron_utils.update_weight.ipc import ipc_refusal
+from slime.backends.megatron_utils.update_weight.from_tensor import ipc_refusal
 from slime.backends.sglang_utils.weight_transfer import EXPECTED, NUM_BYTES, opened_elsewhere, serialize_flat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -157,7 +157,7 @@ def test_after_a_delta_the_engine_answers_with_the_new_weights_and_after_a_damag
     assert gap(engine, changed) < 1e-4
     assert 0 < metrics["perf/update_weights_density"] < 0.5
     version = tmp_path / "shared" / "weight_v000002"
-    assert sum(file.stat().st_size for file in version.iterdir()) < updater._sent.num_bytes / 2
+    assert sum(file.stat().st_size for file in version.iterdir()) < updater.checks.sent.num_bytes / 2
 
     trained |= load_file(tiny_models[0] / "model.safetensors")
     updater._hook = damage

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from slime.backends.megatron_utils.checkpoint import hf_export
 from slime.backends.megatron_utils.update_weight import base, build_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
+from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
@@ -461,7 +462,7 @@ class Asked(FileEngine):
             raise ConnectionError("refused")
 
 
-class BrokenLink(base.WeightUpdater):
+class BrokenLink(BucketUpdater):
     """A link over which not even the pause comes through."""
 
     def open(self, engine_sizes: list[int]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import threading
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils import update_weight
-from slime.backends.megatron_utils.update_weight import base, engine_group, from_disk
+from slime.backends.megatron_utils.update_weight import agreement, engine_group, from_disk
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, NoLinkError, WeightSyncError
 from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.weight_transfer import EngineContact
@@ -124,6 +125,7 @@ class Linkless:
     """An updater over a link that is not there."""
 
     is_source = True
+    is_over_files = False
 
     def __init__(self, args: Any, model: Any) -> None:
         self.args, self.model, self.weight_version = args, model, 0
@@ -189,9 +191,9 @@ def test_an_engine_that_has_refused_a_bucket_is_not_asked_to_take_the_next() -> 
 
 
 def test_what_cannot_be_formed_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    updater = base.WeightUpdater.__new__(from_disk.DiskWeightUpdater)
-    assert updater._together(lambda: 3) == 3
-    monkeypatch.setattr(base, "gathered", lambda told: [told, ("rank 1 has no link", (4,))])
+    assert agreement.together(lambda: 3) == 3
+    error = pickle.loads(pickle.dumps(NoLinkError("rank 1 has no link", silent=(4,))))  # as it comes from a rank
+    monkeypatch.setattr(agreement, "gathered", lambda own: [own, error])
     with pytest.raises(NoLinkError, match="rank 1 has no link") as failed:
-        updater._together(lambda: 3)
+        agreement.together(lambda: 3)
     assert failed.value.silent == (4,)

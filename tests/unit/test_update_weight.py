@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.update_weight import base, engine_group, from_distributed, from_tensor
-from slime.backends.megatron_utils.update_weight.base import Bucket, Posted, Transport, WeightSyncError, WeightUpdater
-from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream
+from slime.backends.megatron_utils.update_weight.base import WeightSyncError
+from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, BucketStream, Posted, Transport
+from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
+from slime.backends.megatron_utils.update_weight.checks import choose
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet
-from slime.backends.megatron_utils.update_weight.spot_check import choose
 from slime.backends.sglang_utils.weight_samples import agrees, describe, on_host, sample
 from slime.config.rules.files import check_weight_update_equal
 from slime.utils.errors import HttpError
@@ -85,7 +86,7 @@ class FakeTransport(Transport):
         return Posted(self.fleet.start("load", prepared, version))
 
 
-class FakeUpdater(WeightUpdater):
+class FakeUpdater(BucketUpdater):
     """Over one fake transport."""
 
     def open(self, engine_sizes: list[int]) -> list[Transport]:

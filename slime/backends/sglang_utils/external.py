@@ -24,6 +24,7 @@ from slime.config.args import Args
 from slime.utils.api_keys import protect, protect_engine
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.wait import WaitTimeout
+from slime.weights.transports import transport_of
 
 logger = logging.getLogger(__name__)
 
@@ -180,8 +181,8 @@ def _misfits(args: Args, info: ExternalEngineInfo, expected: tuple[str, ...], ex
             f"{name} was started without --enable-return-routed-experts, so there is nothing for "
             "--use-rollout-routing-replay; give --use-routing-replay, or let the run start its engines."
         )
-    over_files = (args.update_weight_transport, args.update_weight_mode) == ("disk", "full")
-    stays = over_files and args.update_weight_disk_keep_files
+    way = transport_of(args.update_weight_transport, args.update_weight_mode)
+    stays = way.versions_are_whole and args.update_weight_disk_keep_files
     if info.num_stages > 1 and not (stays or args.debug_rollout_only):
         yield (
             f"{name} has {info.num_stages} pipeline stages, which take the trainer's weights from files that stay: "

@@ -16,6 +16,7 @@ from slime.config.derive import backend_of
 from slime.config.problems import Check, Rule, each, first_of, where
 from slime.utils.errors import UsageError
 from slime.utils.names import nearest
+from slime.weights.transports import WeightTransport, transport_of
 
 _ADDRESS = re.compile(r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d+)/?")
 
@@ -79,6 +80,11 @@ def no_engines_flag(args: Args) -> str:
     return "--debug-train-only" if args.load_debug_rollout_data is None else "--load-debug-rollout-data"
 
 
+def way_of(args: Args) -> WeightTransport:
+    """How weights get to engines, as far as files matter."""
+    return transport_of(args.update_weight_transport, args.update_weight_mode)
+
+
 def is_missing(package: str) -> bool:
     """Whether a package is not installed."""
     return importlib.util.find_spec(package) is None
@@ -136,7 +142,7 @@ DEVICE_CHECKS: tuple[Check, ...] = (
     ),
     # weights on disk, and their deltas (V27)
     Rule(
-        lambda a: a.update_weight_transport == "disk" and not a.update_weight_disk_dir,
+        lambda a: way_of(a).is_over_files and not a.update_weight_disk_dir,
         "--update-weight-transport disk needs --update-weight-disk-dir, a directory that all hosts share.",
     ),
     Rule(
@@ -146,14 +152,14 @@ DEVICE_CHECKS: tuple[Check, ...] = (
         "--update-weight-mode full.",
     ),
     where(
-        lambda a: a.update_weight_mode == "delta",
+        lambda a: way_of(a).sends_changes,
         Rule(
             lambda a: a.update_weight_delta_checksum == "blake3" and is_missing("blake3"),
             "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed; install it here "
             "and on the engines' hosts, or give xxh3-128.",
         ),
         Rule(
-            lambda a: a.update_weight_transport != "disk",
+            lambda a: not way_of(a).is_over_files,
             "--update-weight-mode delta needs --update-weight-transport disk, not {update_weight_transport}: only "
             "files can hold changed bytes.",
         ),
@@ -198,7 +204,7 @@ DEVICE_CHECKS: tuple[Check, ...] = (
             ),
         ),
         Rule(
-            lambda a: (a.update_weight_transport, a.update_weight_mode) != ("disk", "full"),
+            lambda a: not way_of(a).versions_are_whole,
             "--release-train needs --update-weight-transport disk and --update-weight-mode full, not "
             "{update_weight_transport} and {update_weight_mode}.",
         ),

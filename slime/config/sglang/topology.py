@@ -19,6 +19,7 @@ from slime.config.problems import Problems
 from slime.config.sglang.served_models import quantization_problems, read_text_config, shape_problems
 from slime.config.sglang.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
 from slime.plan.layout import slot_layout
+from slime.weights.transports import transport_of
 
 DEFAULT_MODEL = "default"
 REWARD_MODEL = "reward"
@@ -244,8 +245,8 @@ def _stage_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
         sizes = [int(g.settings.get("pp_size") or 1) for g in model.groups if model.update_weights and g.takes_weights]
         if max(sizes, default=1) <= 1:
             continue
-        over_files = (args.update_weight_transport, args.update_weight_mode) == ("disk", "full")
-        if not (over_files and args.update_weight_disk_keep_files):
+        way = transport_of(args.update_weight_transport, args.update_weight_mode)
+        if not (way.versions_are_whole and args.update_weight_disk_keep_files):
             yield (
                 f"model {model.name}: engines of {max(sizes)} pipeline stages (--sglang-pp-size) take the trainer's "
                 "weights from files that stay: give --update-weight-transport disk and "

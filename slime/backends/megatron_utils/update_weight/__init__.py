@@ -8,6 +8,8 @@ from typing import Any
 
 from slime.backends.megatron_utils.update_weight.base import NoLinkError, WeightSyncError, WeightUpdater
 from slime.config.args import Args
+from slime.utils.misc import load_function
+from slime.weights.transports import transport_of
 
 __all__ = [
     "NoLinkError",
@@ -72,9 +74,7 @@ def over_files_instead(updater: WeightUpdater, error: WeightSyncError) -> Weight
         WeightSyncError: `error`, where files would not help or there is no --update-weight-disk-dir; another one,
             where they have not begun.
     """
-    from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
-
-    has_other_way = updater.args.update_weight_disk_dir is not None and not isinstance(updater, DiskWeightUpdater)
+    has_other_way = updater.args.update_weight_disk_dir is not None and not updater.is_over_files
     may_help = isinstance(error, NoLinkError) or not error.is_final
     if not (has_other_way and may_help and updater.is_answered()):
         raise error
@@ -103,16 +103,9 @@ def build_weight_updater(args: Args, model: list[Any], *, colocated: bool) -> We
         model: this rank's Megatron model chunks.
         colocated: trainer and engines share their slots, so that memory can be handed over.
     """
-    if args.update_weight_transport == "disk":
-        from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
-        from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWeightUpdater
-
-        return (DeltaWeightUpdater if args.update_weight_mode == "delta" else DiskWeightUpdater)(args, model)
-    # Imported here: both reach SGLang's classes, which takes seconds to import.
-    if colocated:
-        from slime.backends.megatron_utils.update_weight.from_tensor import TensorWeightUpdater
-
-        return TensorWeightUpdater(args, model)
-    from slime.backends.megatron_utils.update_weight.from_distributed import DistributedWeightUpdater
-
-    return DistributedWeightUpdater(args, model)
+    # Found by name: some of them reach SGLang's classes, which takes seconds to import.
+    make = load_function(
+        transport_of(args.update_weight_transport, args.update_weight_mode, colocated=colocated).updater
+    )
+    updater: WeightUpdater = make(args, model)
+    return updater

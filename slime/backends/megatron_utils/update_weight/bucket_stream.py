@@ -1,22 +1,82 @@
 """One attempt to send buckets, as a rank that sends sees it: which are on their way, and what has been confirmed.
 
-Each bucket is posted as soon as it is ready, under a version of its own. At most as many are under way as the
-transports have slots: one is loaded while the next is made ready. The sync's own version is none of its business: that
-is set when `finish` has seen every bucket confirmed. After a failure nothing more is posted; the other ranks still go
-through all buckets, so this one has to as well.
+Each bucket is posted over a `Transport` as soon as it is ready, under a version of its own. At most as many are under
+way as the transports have slots: one is loaded while the next is made ready. The sync's own version is set later, when
+`finish` has seen every bucket confirmed. After a failure nothing more is posted; the other ranks still go through all
+buckets, so this one has to as well. A `Timeline` says where the time went, by the host's clock.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError, contact_of
-from slime.backends.megatron_utils.update_weight.transport import Posted
+import torch
+
+from slime.backends.megatron_utils.update_weight.engines import Calls, EngineFleet, WeightSyncError, contact_of
 from slime.utils.progress_counts import went_on
+
+Bucket = list[tuple[str, torch.Tensor]]
+"""(HF name, full tensor); views of live parameters as a rule."""
+T = TypeVar("T")
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Posted:
+    """A bucket that was handed to engines.
+
+    Attributes:
+        calls: to each engine; their results are the versions that the engines have now.
+        finish: to be called once every engine has answered.
+    """
+
+    calls: Calls = field(default_factory=dict)
+    finish: Callable[[], None] = _nothing
+
+
+class Transport(ABC):
+    """A way to carry buckets to some of the engines: make one ready, then hand it over.
+
+    All ranks have it and call `prepare`; the source rank calls `post`.
+
+    Attributes:
+        num_slots: buckets that may be on their way at once; each slot is used again only when every engine has
+            answered for the bucket that was in it.
+        shares_memory: engines read what other ranks than the source have prepared, so that these, too, must know
+            when a slot is free.
+        keeps_order: a bucket that one engine has not taken leaves it out of step, until the way is opened anew.
+    """
+
+    num_slots = 1
+    shares_memory = False
+    keeps_order = False
+
+    @abstractmethod
+    def prepare(self, bucket: Bucket, *, slot: int) -> Any:
+        """Make a bucket ready (collective); it must not depend on `bucket` afterwards."""
+
+    @abstractmethod
+    def post(self, prepared: Any, *, version: str) -> Posted:
+        """Begin handing it over, as this version of the engines' weights (source rank only)."""
+
+    def timings(self) -> str:
+        """For the log, what a device did since this was last asked; of most transports nothing is known."""
+        return ""
+
+    def close(self) -> None:  # noqa: B027
+        """Give the way up; another one is opened in its place."""
+
+    def release(self) -> None:  # noqa: B027 - most have nothing to give up
+        """Give up what is needed only during a sync."""
+
 
 Post = Callable[[Any, str], Posted]
 """(a prepared bucket, its version) -> what was handed to the engines."""
@@ -106,6 +166,40 @@ class BucketStream:
         first.posted.finish()
         check_versions(self._fleet, dict(zip(first.posted.calls, answers, strict=True)), first.version)
         went_on("buckets of weights")
+
+
+class Timeline:
+    """Seconds by stage, in the order in which stages were first seen.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """The block's time belongs to a stage."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - begin
+
+    def making(self, name: str, items: Iterable[T]) -> Iterator[T]:
+        """Yield items; the time until each is there belongs to a stage."""
+        left, end = iter(items), object()
+        while True:
+            with self.stage(name):
+                item = next(left, end)
+            if item is end:
+                return
+            yield item  # type: ignore[misc]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.4f}" for name, seconds in self._seconds.items())
 
 
 def check_versions(fleet: EngineFleet, found: Mapping[int, Any], version: str) -> None:

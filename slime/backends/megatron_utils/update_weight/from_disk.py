@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 
 from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
-from slime.backends.megatron_utils.update_weight.bucket_stream import check_versions
-from slime.backends.megatron_utils.update_weight.transport import Bucket, Transport
+from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, check_versions
 from slime.config.args import Args
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
@@ -53,13 +52,15 @@ class Writer(Protocol):
 
 
 class DiskWeightUpdater(WeightUpdater):
-    """Writes the weights as files and has the engines load them.
+    """Writes the weights as files and has the engines load them; the hook gets the engines as they were given.
 
     Args:
         args: reads also `update_weight_disk_dir`, `update_weight_disk_keep_files`, `output_dir`,
             `custom_update_weight_post_write_path`, `update_weight_local_checkpoint_dir`.
         model: this rank's Megatron model chunks.
     """
+
+    is_over_files = True
 
     def __init__(self, args: Args, model: list[Any]) -> None:
         super().__init__(args, model)
@@ -70,19 +71,12 @@ class DiskWeightUpdater(WeightUpdater):
         local = args.update_weight_local_checkpoint_dir
         self._local_dir = None if local is None else str(Path(local).absolute())
         self._version_id = ""
-        self._engines: list[Any] = []
         self._is_written = False
         self._metrics: dict[str, float] = {}
 
-    def connect(self, engines: Sequence[Any], *, engine_sizes: Sequence[int]) -> None:
-        """As of `WeightUpdater`; the hook gets these engines."""
-        self._engines = list(engines)
-        super().connect(engines, engine_sizes=engine_sizes)
-
-    def open(self, engine_sizes: list[int]) -> list[Transport]:
-        """Take the directory; nothing goes bucket by bucket."""
-        self._on_source(lambda: self._dir.claim(goes_on=self.weight_version > 0))
-        return []
+    def _open_anew(self) -> None:
+        """Take the directory."""
+        self._by_source(lambda: self._dir.claim(goes_on=self.weight_version > 0), also=(UsageError, OSError))
 
     def _prepare(self) -> None:
         self._write()
@@ -204,7 +198,7 @@ class DiskWeightUpdater(WeightUpdater):
             return
         failure, message = None, None
         try:
-            self._hook(hook_args(self.args), path, self._engines)
+            self._hook(hook_args(self.args), path, self.engines)
         except Exception as error:  # the user's code: told with its rank, and raised on all
             logger.exception("%s failed", HOOK_FLAG)
             failure, message = error, f"{type(error).__name__}: {error}"
@@ -212,14 +206,3 @@ class DiskWeightUpdater(WeightUpdater):
         if failed:
             where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             raise WeightSyncError(f"{HOOK_FLAG} failed on {path}: {where}", is_final=True) from failure
-
-    def _on_source(self, action: Callable[[], None]) -> None:
-        """Do something on the source rank; every rank raises what is wrong there."""
-        error = None
-        if self.is_source:
-            try:
-                action()
-            except (UsageError, OSError) as problem:
-                error = WeightSyncError(str(problem), is_final=True)
-        if error := self._from_source(error):
-            raise error

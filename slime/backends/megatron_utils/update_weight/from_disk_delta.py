@@ -25,8 +25,8 @@ import torch
 
 from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
+from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater, Writer
-from slime.backends.megatron_utils.update_weight.transport import Bucket
 from slime.config.args import Args
 from slime.weights.delta import COMPRESSION, Bytes, checksum, encode_part, parts_of
 

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.update_weight.base import WeightUpdater
+from slime.backends.megatron_utils.update_weight.agreement import together
+from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, Posted, Timeline, Transport
+from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers, FlatBucket
 from slime.backends.megatron_utils.update_weight.engine_group import GROUP_NAME, abandon, form_group
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
-from slime.backends.megatron_utils.update_weight.timeline import Timeline
-from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
 from slime.backends.sglang_utils.weight_transfer import Place
 from slime.config.args import Args
 from slime.utils import accelerator
@@ -38,7 +38,7 @@ from slime.utils.accelerator import process_group_backend
 from slime.utils.distributed_utils import gathered, get_gloo_group
 
 
-class DistributedWeightUpdater(WeightUpdater):
+class DistributedWeightUpdater(BucketUpdater):
     """Broadcasts every bucket to the engines, from the pipeline stage that has it.
 
     Of each stage the first rank sends, in a group of its own with the engines. They take turns: a link into an engine
@@ -60,9 +60,9 @@ class DistributedWeightUpdater(WeightUpdater):
         found: list[Transport] = []
         for stage in range(self._place.num_stages):
             if stage == self._place.stage:
-                found.append(self._together(lambda: self._transport(engine_sizes)))
+                found.append(together(lambda: self._transport(engine_sizes)))
             else:
-                self._together(lambda: None)
+                together(lambda: None)
         return found
 
     def _transport(self, engine_sizes: list[int]) -> Transport:
@@ -97,15 +97,12 @@ class DistributedWeightUpdater(WeightUpdater):
     def _of_all_senders(self, error: WeightSyncError | None) -> WeightSyncError | None:
         if self._place.num_stages == 1:
             return error
-        told = None if error is None else (str(error), error.is_final, error.silent)
-        parts = gathered((told, self._sent, self._spot_check.taken()) if self.is_sender else None)
+        parts = gathered((error, self.checks.sent.on_host()) if self.is_sender else None)
         if not self.is_source:
             return None
-        for told, sent, samples in filter(None, parts[1:]):
-            error = error or (WeightSyncError(told[0], is_final=told[1], silent=told[2]) if told else None)
-            self._sent.names |= sent.names
-            self._sent.num_bytes += sent.num_bytes
-            self._spot_check.add(samples)
+        for failed, sent in filter(None, parts[1:]):
+            error = error or failed
+            self.checks.sent.add(sent)
         return error
 
 

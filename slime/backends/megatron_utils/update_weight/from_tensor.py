@@ -10,19 +10,21 @@ Engines in slots behind the trainer's get the collective instead; so do all engi
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.update_weight.base import WeightUpdater
+from slime.backends.megatron_utils.update_weight.agreement import together
+from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, Posted, Transport
+from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, contact_of
 from slime.backends.megatron_utils.update_weight.from_distributed import CollectiveTransport
-from slime.backends.megatron_utils.update_weight.ipc import ipc_refusal
-from slime.backends.megatron_utils.update_weight.transport import Bucket, Posted, Transport
-from slime.backends.sglang_utils.weight_transfer import serialize_flat
+from slime.backends.sglang_utils.weight_transfer import EXPECTED, NUM_BYTES, opened_elsewhere, serialize_flat
 from slime.utils import accelerator
 from slime.utils.distributed_utils import gathered
 
@@ -32,7 +34,7 @@ Receivers = dict[int, list[int]]
 """Number of an engine -> for each of its ranks, the trainer rank that makes its handle."""
 
 
-class TensorWeightUpdater(WeightUpdater):
+class TensorWeightUpdater(BucketUpdater):
     """Sends flattened buckets through memory that trainer and engines share."""
 
     def open(self, engine_sizes: list[int]) -> list[Transport]:
@@ -60,7 +62,7 @@ class TensorWeightUpdater(WeightUpdater):
             # NCCL takes no two ranks on one GPU.
             backend = "gloo" if refusal else None
             transports.append(
-                self._together(
+                together(
                     lambda: CollectiveTransport(
                         fleet,
                         sizes,
@@ -72,6 +74,24 @@ class TensorWeightUpdater(WeightUpdater):
                 )
             )
         return transports
+
+
+@functools.cache
+def ipc_refusal() -> str | None:
+    """Why CUDA memory cannot be shared with another process here; None where it can. Takes seconds the first time.
+
+    Asked before the first sync: where a container or a driver forbids it, SGLang's scheduler would die of the attempt.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    buffers = BucketBuffers(1, NUM_BYTES, device)
+    try:
+        flat = buffers.fill(0, [("probe", torch.full((NUM_BYTES,), EXPECTED, dtype=torch.uint8, device=device))])
+        handles, kept = serialize_flat(flat.data, [], 1)
+    except RuntimeError as error:  # torch passes on what the driver says
+        return str(error).splitlines()[0]
+    reason = opened_elsewhere(handles[0])
+    del kept
+    return reason
 
 
 def first_slots(fleet: EngineFleet, sizes: Sequence[int]) -> list[int]:

@@ -1,0 +1,123 @@
+"""Send the weights bucket by bucket, over one transport or several, from one rank or several."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from typing import Any
+
+from slime.backends.megatron_utils.update_weight.base import WeightUpdater
+from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream, Posted, Timeline, Transport
+from slime.backends.megatron_utils.update_weight.engines import WeightSyncError
+from slime.config.args import Args
+
+logger = logging.getLogger(__name__)
+
+
+class BucketUpdater(WeightUpdater):
+    """Hands every bucket to the engines over transports.
+
+    Args:
+        args: as of `WeightUpdater`.
+        model: this rank's Megatron model chunks.
+
+    Attributes:
+        transports: that are open, together to all engines.
+    """
+
+    def __init__(self, args: Args, model: list[Any]) -> None:
+        super().__init__(args, model)
+        self.transports: list[Transport] = []
+
+    @abstractmethod
+    def open(self, engine_sizes: list[int]) -> list[Transport]:
+        """Prepare the ways to engines of so many ranks each (collective)."""
+
+    def close(self) -> None:
+        """Leave the groups with the engines; another updater takes over (on every rank)."""
+        for transport in self.transports:
+            transport.close()
+        self.transports = []
+
+    def _open_anew(self) -> None:
+        self.close()
+        self.transports = self.open(self.engine_sizes)
+
+    def _before_next_attempt(self) -> None:
+        if any(transport.keeps_order for transport in self.transports):
+            self._open_anew()
+
+    def _release(self) -> None:
+        for transport in self.transports:
+            transport.release()
+
+    def _attempt(self) -> WeightSyncError | None:
+        """Send every bucket and compare; all ranks go through all buckets, whatever fails on the way."""
+        slots = min(transport.num_slots for transport in self.transports)
+        shares_memory = any(transport.shares_memory for transport in self.transports)
+        stream, times = None, Timeline()
+        if self.is_sender:
+            stream = BucketStream(self.fleet, self._post, version=self._part_version(), num_slots=slots)
+        for number, bucket in enumerate(times.making("tensors", self._buckets())):
+            slot = number % slots
+            if stream is not None:
+                with times.stage("waiting for a buffer"):
+                    stream.make_room(slot)
+            if shares_memory:
+                self._barrier()  # what other ranks prepared there has been loaded as well
+            with times.stage("filling buffers"):
+                prepared = [transport.prepare(bucket, slot=slot) for transport in self.transports]
+            if stream is not None:
+                if number == 0:
+                    self._await_turn(times)
+                with times.stage("handing over"):
+                    stream.send(prepared, slot)
+        if stream is not None:
+            with times.stage("last answers"):
+                stream.finish()
+            self._end_turn()
+        error = self._of_all_senders(stream.error if stream is not None else None)
+        if self.is_source and error is None:
+            with times.stage("comparison"):
+                error = self._compare()
+        if stream is not None:
+            self._tell(times, stream)
+        return error
+
+    # ---- what is otherwise where several ranks send
+
+    def _part_version(self) -> str:
+        """What the versions of this sender's buckets begin with."""
+        return str(self.weight_version)
+
+    def _await_turn(self, times: Timeline) -> None:  # noqa: B027 - one sender waits for nobody
+        """Wait until this sender may hand over."""
+
+    def _end_turn(self) -> None:  # noqa: B027
+        """Let the next one do so."""
+
+    def _of_all_senders(self, error: WeightSyncError | None) -> WeightSyncError | None:
+        """On the source rank the first error of a sender; what they sent is noted there (collective)."""
+        return error
+
+    def _tell(self, times: Timeline, stream: BucketStream) -> None:
+        """One line that says where the time of an attempt went."""
+        parts = [str(times), *filter(None, (transport.timings() for transport in self.transports))]
+        answers = stream.answer_times()
+        if answers:
+            parts.append(f"answers after {sum(answers) / len(answers):.4f}, the slowest {max(answers):.4f}")
+        size = f"{len(answers)} buckets, {self.checks.sent.num_bytes / 1e9:.3f} GB"
+        logger.info("weight sync %d, %s; seconds: %s", self.weight_version, size, "; ".join(parts))
+
+    def _post(self, prepared: list[Any], version: str) -> Posted:
+        """Hand a bucket to all engines, each over its transport."""
+        parts = [
+            transport.post(part, version=version) for transport, part in zip(self.transports, prepared, strict=True)
+        ]
+        calls = {number: call for part in parts for number, call in part.calls.items()}
+
+        def finish() -> None:
+            for part in parts:
+                part.finish()
+
+        return Posted(calls, finish)
