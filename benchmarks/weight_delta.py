@@ -25,7 +25,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.gpu_models import QWEN3, SHAPES  # noqa: E402
-from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter  # noqa: E402
 from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWriter, WholeWriter  # noqa: E402
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint  # noqa: E402
 
@@ -88,8 +87,8 @@ class Versions:
         if not is_whole:
             metadata |= {"base_version": self._number - 1, "base_id": str(self._number - 1)}
             metadata |= {"delta_encoding": "xor", "checksum_format": "xxh3-128"}
-        files = HfWriter(directory, None, shard_bytes=BUCKET, index_metadata=metadata, has_manifest=True)
-        writer = WholeWriter(files, self._held) if is_whole else DeltaWriter(files, self._held, "xor", "xxh3-128")
+        kind = WholeWriter if is_whole else DeltaWriter
+        writer = kind(self._held, directory, None, shard_bytes=BUCKET, index_metadata=metadata, has_manifest=True)
 
         def write() -> None:
             for bucket in self._buckets():

@@ -26,8 +26,7 @@ from slime.rollout.engine_request import append_engine_output, call_budget, engi
 from slime.rollout.generation import GenerateState, tokenize_prompt
 from slime.rollout.model_urls import router_url
 from slime.utils.errors import HttpError
-from slime.utils.http_stream import stream_events
-from slime.utils.http_utils import is_new_incident, is_refused
+from slime.utils.http_utils import is_new_incident, is_refused, stream_events
 from slime.utils.outages import OUTAGES
 from slime.utils.types import Sample
 

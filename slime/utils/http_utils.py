@@ -27,7 +27,7 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ __all__ = [
     "post_sync",
     "run_router",
     "shared_session",
+    "stream_events",
     "set_post_transport",
     "terminate_process",
 ]
@@ -243,6 +244,45 @@ async def _request(attempts: _Attempts, timeout_s: float | None, **content: Any)
             is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
             delay = attempts.next_delay(error, late_s=timeout.total if is_late else None)
         await asyncio.sleep(delay)
+
+
+async def stream_events(url: str, payload: Any, headers: dict[str, str] | None = None) -> AsyncIterator[Any]:
+    """POST JSON and yield the parsed JSON of each server-sent event, until "[DONE]" or the end of the answer.
+
+    Nothing is retried: what was received so far, only the caller knows. The end of an outage is waited for.
+
+    Raises:
+        HttpError: a 4xx or 5xx answer (`status` says which), the connection broke, or an outage will not end (`status`
+            is None).
+    """
+    body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    accepts = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    headers = {**accepts, **headers_for(url), **(headers or {})}
+    await OUTAGES.over(url)
+    try:
+        async with shared_session().post(url, data=body, headers=headers) as answer:
+            if answer.status >= 400:
+                if answer.status >= 500:
+                    OUTAGES.suspect(url)
+                text = (await answer.read()).decode(errors="replace")[:2000]
+                raise HttpError(f"POST {url} was refused: HTTP {answer.status}: {text}", status=answer.status)
+            pending: list[bytes] = []
+            async for chunk in answer.content.iter_any():  # lines may be longer than aiohttp's own limit of a line
+                pending.append(chunk)
+                if b"\n" not in chunk:
+                    continue
+                *lines, rest = b"".join(pending).split(b"\n")
+                pending = [rest]
+                for line in lines:
+                    data = line.strip().removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:"):
+                        continue
+                    if data == b"[DONE]":
+                        return
+                    yield orjson.loads(data)
+    except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
+        OUTAGES.suspect(url)
+        raise HttpError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
 
 
 def post_sync(url: str, payload: Any = None, *, timeout_s: float = 60.0, max_retries: int = 0) -> Any:

@@ -17,7 +17,7 @@ from slime.backends.megatron_utils.update_weight import base
 from slime.backends.megatron_utils.update_weight.from_tensor import TensorWeightUpdater
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils import http_utils
-from slime.utils.http_stream import stream_events
+from slime.utils.http_utils import stream_events
 from tests.integration.conftest import make_engine
 
 PROMPT = [random.Random(0).randrange(8, 100) for _ in range(200)]

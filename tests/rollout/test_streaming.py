@@ -18,7 +18,7 @@ from slime.rollout import sglang_streaming_rollout
 from slime.rollout.generation import GenerateState
 from slime.rollout.model_urls import router_url
 from slime.rollout.sglang_streaming_rollout import generate_streaming
-from slime.utils import async_utils, http_stream
+from slime.utils import async_utils, http_utils
 from slime.utils.errors import HttpError
 from slime.utils.outages import Outages
 from slime.utils.types import Sample
@@ -186,7 +186,7 @@ def test_a_stream_that_breaks_with_the_last_engine_waits_for_another(comes_anoth
     """As long as it takes: with the pauses of a server that only stumbles, breaks would be given up."""
     outages, asked = Outages(), list[int]()
     outages.listen(lambda url: outages.begin(url))
-    for module in (sglang_streaming_rollout, http_stream):
+    for module in (sglang_streaming_rollout, http_utils):
         monkeypatch.setattr(module, "OUTAGES", outages)
     server = Server((3, "break"), (2, "stop"))
 

@@ -24,7 +24,7 @@ from slime.rollout.rm_hub.service import Service, ask, close_reward_client
 from slime.utils import api_keys, http_utils
 from slime.utils.api_keys import ENGINE_ENV, ROUTER_ENV, HiddenText, RunKeys, headers_for, make_keys, protect, use_keys
 from slime.utils.errors import HttpError
-from slime.utils.http_stream import stream_events
+from slime.utils.http_utils import stream_events
 from slime.utils.secret_names import command_line_without_secrets, is_secret, without_secrets
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import serve

@@ -16,13 +16,13 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError
 
 from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
-from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, check_versions
+from slime.backends.megatron_utils.update_weight.bucket_stream import check_versions
 from slime.config.args import Args
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
@@ -32,23 +32,6 @@ from slime.weights.version_dir import FLAG, WeightDir
 logger = logging.getLogger(__name__)
 
 HOOK_FLAG = "--custom-update-weight-post-write-path"
-
-
-class Writer(Protocol):
-    """Takes buckets and makes a version of them."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of tensors written so far."""
-
-    def add(self, tensors: Bucket, /) -> None:
-        """Write a bucket, or keep a copy until it is."""
-
-    def finish(self) -> None:
-        """Give the version its name."""
-
-    def discard(self) -> None:
-        """Leave nothing behind."""
 
 
 class DiskWeightUpdater(WeightUpdater):
@@ -143,7 +126,7 @@ class DiskWeightUpdater(WeightUpdater):
 
     def _write_files(self, path: Path) -> WeightSyncError | None:
         """Every rank goes through all buckets, whatever fails on the way; the source rank writes them."""
-        writer: Writer | None = None
+        writer: HfWriter | None = None
         error: WeightSyncError | None = None
         if self.is_source:
             writer, error = self._unless_failed(lambda: self._new_writer(path))
@@ -158,7 +141,7 @@ class DiskWeightUpdater(WeightUpdater):
                 writer.discard()
         return error
 
-    def _note(self, writer: Writer) -> None:
+    def _note(self, writer: HfWriter) -> None:
         """Remember what there is to say of a version."""
         self._metrics["perf/update_weights_wire_bytes"] = float(writer.num_bytes)
 
@@ -167,17 +150,18 @@ class DiskWeightUpdater(WeightUpdater):
         number of another one, and an id of its own."""
         return {"version": self.weight_version, "run": self._dir.run_id, "id": self._version_id}
 
-    def _new_writer(self, path: Path) -> Writer:
-        """A shard is as large as a bucket; so much host memory is needed beside it."""
+    def _new_writer(self, path: Path) -> HfWriter:
+        return HfWriter(path, self.args.hf_checkpoint, **self._of_whole_version())
+
+    def _of_whole_version(self) -> dict[str, Any]:
+        """How a version with all weights is written; a shard, which host memory holds, is as large as a bucket."""
         self._version_id = uuid.uuid4().hex
-        return HfWriter(
-            path,
-            self.args.hf_checkpoint,
-            keeps_dtypes=True,
-            shard_bytes=self.args.update_weight_buffer_size,
-            index_metadata=self._index_metadata(),
-            has_manifest=True,
-        )
+        return {
+            "keeps_dtypes": True,
+            "shard_bytes": self.args.update_weight_buffer_size,
+            "index_metadata": self._index_metadata(),
+            "has_manifest": True,
+        }
 
     def _unless_failed(self, action: Callable[[], Any]) -> tuple[Any, WeightSyncError | None]:
         """(what it returns, None), or (None, what was wrong with the disk)."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,7 @@ import torch
 
 from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
-from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket
-from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater, Writer
+from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.config.args import Args
 from slime.weights.delta import COMPRESSION, Bytes, checksum, encode_part, parts_of
 
@@ -81,12 +80,12 @@ class DeltaWeightUpdater(DiskWeightUpdater):
         version = self.weight_version
         logger.warning("version %d was refused as a delta; a whole one follows: %s", version, error)
 
-    def _new_writer(self, path: Path) -> Writer:
+    def _new_writer(self, path: Path) -> HfWriter:
         base, self._base = self._base, None  # it is again when all hosts have it
         self._is_delta = base is not None
         base_id = self._version_id
         if base is None:
-            return WholeWriter(super()._new_writer(path), self._held)
+            return WholeWriter(self._held, path, self.args.hf_checkpoint, **self._of_whole_version())
         self._version_id = uuid.uuid4().hex
         metadata = {
             **self._index_metadata(),
@@ -96,49 +95,36 @@ class DeltaWeightUpdater(DiskWeightUpdater):
             "compression_format": COMPRESSION,
             "checksum_format": self.args.update_weight_delta_checksum,
         }
-        shard_bytes = self.args.update_weight_buffer_size
-        files = HfWriter(path, None, shard_bytes=shard_bytes, index_metadata=metadata, has_manifest=True)
-        return DeltaWriter(files, self._held, metadata["delta_encoding"], metadata["checksum_format"])
+        size = self.args.update_weight_buffer_size
+        return DeltaWriter(self._held, path, None, shard_bytes=size, index_metadata=metadata, has_manifest=True)
 
-    def _note(self, writer: Writer) -> None:
+    def _note(self, writer: HfWriter) -> None:
         super()._note(writer)
-        is_delta = isinstance(writer, DeltaWriter)
-        self._metrics["perf/update_weights_density"] = writer.density if isinstance(writer, DeltaWriter) else 1.0
-        if is_delta:
-            done = (self.weight_version, 100 * self._metrics["perf/update_weights_density"], writer.num_bytes)
+        density = writer.density if isinstance(writer, DeltaWriter) else 1.0
+        self._metrics["perf/update_weights_density"] = density
+        if isinstance(writer, DeltaWriter):
+            done = (self.weight_version, 100 * density, writer.num_bytes)
             logger.info("version %d: %.3f %% of the elements changed, %d bytes", *done)
 
 
-class WholeWriter:
+class WholeWriter(HfWriter):
     """Writes everything, and keeps a copy of the bytes.
 
     Args:
-        files: where to.
         held: name -> bytes of the copy.
+        where, how: as of `HfWriter`.
     """
 
-    def __init__(self, files: Writer, held: dict[str, Bytes]) -> None:
-        self._files = files
+    def __init__(self, held: dict[str, Bytes], *where: Any, **how: Any) -> None:
+        super().__init__(*where, **how)
         self._held = held
         held.clear()
 
-    def add(self, bucket: Bucket) -> None:
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write a bucket."""
+        bucket = list(tensors)
         self._held |= {name: np.array(bytes_of(tensor)) for name, tensor in bucket}
-        self._files.add(bucket)
-
-    def finish(self) -> None:
-        """As of `HfWriter`."""
-        self._files.finish()
-
-    def discard(self) -> None:
-        """As of `HfWriter`."""
-        self._files.discard()
-
-    @property
-    def num_bytes(self) -> int:
-        """As of `HfWriter`."""
-        return self._files.num_bytes
+        super().add(bucket)
 
 
 class _Pair(NamedTuple):
@@ -150,21 +136,19 @@ class _Pair(NamedTuple):
     itemsize: int
 
 
-class DeltaWriter:
+class DeltaWriter(HfWriter):
     """Writes the tensors that changed, each as its delta; the copy follows.
 
     Args:
-        files: where to.
         held: name -> bytes, of the version that deltas begin from; afterwards those of the new one.
-        encoding: of `slime.weights.delta`.
-        checksum_kind: of the same.
+        where, how: as of `HfWriter`; the metadata of the index say encoding and checksum, of `slime.weights.delta`.
     """
 
-    def __init__(self, files: HfWriter, held: dict[str, Bytes], encoding: str, checksum_kind: str) -> None:
-        self._files = files
+    def __init__(self, held: dict[str, Bytes], *where: Any, **how: Any) -> None:
+        super().__init__(*where, **how)
         self._held = held
-        self._encoding = encoding
-        self._checksum_kind = checksum_kind
+        self._encoding = how["index_metadata"]["delta_encoding"]
+        self._checksum_kind = how["index_metadata"]["checksum_format"]
         self._changed = self._elements = 0
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="delta")
 
@@ -173,18 +157,13 @@ class DeltaWriter:
         """Share of the elements that changed."""
         return self._changed / max(1, self._elements)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the deltas written so far."""
-        return self._files.num_bytes
-
-    def add(self, bucket: Bucket) -> None:
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write what changed of a bucket.
 
         Raises:
             WeightSyncError: a tensor that the last version did not have.
         """
-        pairs = list(self._threads.map(self._pair_of, bucket))
+        pairs = list(self._threads.map(self._pair_of, tensors))
         work = [(pair, part) for pair in pairs for part in parts_of(pair.new.size, self._encoding)]
         encoded = self._threads.map(lambda item: self._encode(*item), work)
         for pair, of_pair in zip(pairs, _split(encoded, pairs, self._encoding), strict=True):
@@ -193,8 +172,8 @@ class DeltaWriter:
             self._changed += changed
             if changed:
                 delta = np.frombuffer(bytearray().join(part for part, _ in of_pair), np.uint8)
-                self._files.note(pair.name, checksum(pair.new, self._checksum_kind))
-                self._files.add([(pair.name, torch.from_numpy(delta))])
+                self.note(pair.name, checksum(pair.new, self._checksum_kind))
+                super().add([(pair.name, torch.from_numpy(delta))])
 
     def _pair_of(self, named: tuple[str, torch.Tensor]) -> _Pair:
         name, tensor = named
@@ -217,12 +196,12 @@ class DeltaWriter:
     def finish(self) -> None:
         """As of `HfWriter`."""
         self._threads.shutdown()
-        self._files.finish()
+        super().finish()
 
     def discard(self) -> None:
         """As of `HfWriter`."""
         self._threads.shutdown()
-        self._files.discard()
+        super().discard()
 
 
 def _split(
