@@ -6,8 +6,8 @@ node before it too, so that a node may be lost with its holder. The copies of on
 are there; only then are older ones given up, so a loss on the way leaves the ones before.
 
 `PeerCopies` is the driver's side; `send_state` and `take_state` run in the trainers, which know what a state is made
-of (slime.backends.megatron_utils.checkpoint.rank_state). Holders import this module, too: it imports next to nothing,
-so that they start at once and their memory is that of the copies.
+of (slime.backends.megatron_utils.checkpoint.training_state). Holders import this module, too: it imports next to
+nothing, so that they start at once and their memory is that of the copies.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def take_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) ->
 
 def pieces_of(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[Piece]:
     """Name -> bytes, as many tensors at a time as have `limit` bytes together, one at least."""
-    from slime.backends.megatron_utils.checkpoint.rank_state import (
+    from slime.backends.megatron_utils.checkpoint.training_state import (
         bytes_of,  # the driver imports this module, without torch
     )
 

@@ -187,7 +187,7 @@ class TrainRayActor(RayActor):
 
 
 def _why_not_written(write: Callable[[], None]) -> str | None:
-    from slime.backends.megatron_utils.checkpoint.out_of_space import DiskFull
+    from slime.backends.megatron_utils.checkpoint.writing import DiskFull
 
     try:
         write()

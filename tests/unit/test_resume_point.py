@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.checkpoint.resumed_state import (
+from slime.backends.megatron_utils.checkpoint.training_state import (
     REFERENCE_PART,
     STATE_FILE,
     note_state_of_data_source,
@@ -253,14 +253,14 @@ def test_a_checkpoint_of_megatrons_own_is_taken_as_it_is(two: Path) -> None:
 
 
 def save_where_nothing_fits(args, root):
-    from slime.backends.megatron_utils.checkpoint import out_of_space
+    from slime.backends.megatron_utils.checkpoint import writing
     from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
     from tests.unit.test_checkpoint import build
 
     state = build(args)
-    for margin in (out_of_space.MARGIN, -(2**40)):  # seen before anything is written, and while it is
-        out_of_space.MARGIN = margin
-        with pytest.raises(out_of_space.DiskFull, match="GB free, and it takes" if margin > 0 else "became full"):
+    for margin in (writing.MARGIN, -(2**40)):  # seen before anything is written, and while it is
+        writing.MARGIN = margin
+        with pytest.raises(writing.DiskFull, match="GB free, and it takes" if margin > 0 else "became full"):
             save_checkpoint(root, 0, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)
         assert not list(root.iterdir()), "what was written is gone again"
         torch.distributed.barrier()  # before another save begins
@@ -298,8 +298,8 @@ FAILS_ON_ONE_RANK = (
 def save_where_one_file_finds_no_room(args: Any, root: Path) -> None:
     """Of two ranks one opens a device that is always full in place of a file; then fsync fails, then all is well."""
     from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint
-    from slime.backends.megatron_utils.checkpoint.out_of_space import DiskFull
-    from slime.backends.megatron_utils.checkpoint.resumed_state import write_resumed_state
+    from slime.backends.megatron_utils.checkpoint.training_state import write_resumed_state
+    from slime.backends.megatron_utils.checkpoint.writing import DiskFull
     from tests.unit.test_checkpoint import build
 
     state, rank, opens, syncs = build(args), torch.distributed.get_rank(), io.open, os.fsync

@@ -29,20 +29,18 @@ from slime.backends.megatron_utils.checkpoint.iterations import (
     begin_checkpoint,
     load_checkpoint,
 )
-from slime.backends.megatron_utils.checkpoint.out_of_space import DiskFull
 from slime.backends.megatron_utils.checkpoint.pruning import prune_after_save
-from slime.backends.megatron_utils.checkpoint.rank_state import (
+from slime.backends.megatron_utils.checkpoint.training_state import (
+    load_moved_reference,
+    note_state_of_data_source,
+    restore_controller,
     restore_tensors,
     restore_values,
     state_tensors,
     state_values,
-)
-from slime.backends.megatron_utils.checkpoint.resumed_state import (
-    load_moved_reference,
-    note_state_of_data_source,
-    restore_controller,
     write_resumed_state,
 )
+from slime.backends.megatron_utils.checkpoint.writing import DiskFull
 from slime.backends.megatron_utils.data import Columns, MicroBatches, Packing, to_host, to_tensors
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.value_head import is_value_model
@@ -327,7 +325,7 @@ class MegatronTrainActor:
             self._prune(rollout_id)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that the next step depends on, live (`rank_state`)."""
+        """The tensors that the next step depends on, live (`training_state`)."""
         moves_reference = bool(self.args.ref_update_interval) and REFERENCE in self._weights.tags
         return state_tensors(self.state, self._weights, moves_reference=moves_reference)
 

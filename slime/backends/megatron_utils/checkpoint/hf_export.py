@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.checkpoint.out_of_space import DiskFull
+from slime.backends.megatron_utils.checkpoint.writing import DiskFull
 from slime.config.args import Args
 from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
 from slime.utils.distributed_utils import barrier, gathered

@@ -33,8 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from slime.backends.megatron_utils.checkpoint.background_save import BackgroundSave, merged
-from slime.backends.megatron_utils.checkpoint.out_of_space import gives_way_to_a_full_disk, together
+from slime.backends.megatron_utils.checkpoint.writing import BackgroundSave, gives_way_to_a_full_disk, merged, together
 from slime.backends.megatron_utils.layers.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.backends.megatron_utils.model_provider import unwrap
@@ -158,7 +157,7 @@ def begin_checkpoint(
         contents: what to save of optimizer (with the schedule) and rng; the weights always are.
         model_shape: the numbers of `arguments.model_shape`, kept beside the tensors for checks at parse time.
         write_more: called with the unfinished directory on every rank, to add files of its own.
-        in_background: leave the tensors to processes that go on when this returns (`background_save`).
+        in_background: leave the tensors to processes that go on when this returns (`writing.BackgroundSave`).
 
     Raises:
         DiskFull: it does not fit; nothing of it is left, and the tracker still names the one before.

@@ -1,25 +1,106 @@
-"""What the next train step of one rank depends on, as it is held here: for a copy in another process's memory.
+"""What a run that goes on needs besides weights and optimizer: in an iteration of a checkpoint, or in memory.
 
-Weights, the optimizer's fp32 weights and moments, a moved reference: tensors, by names that a rank of the same layout
-has too. Steps, schedule, loss scale, random states, the weight of the KL: plain values. A checkpoint (checkpoint.py)
-fits any layout and lasts; this fits the same rank of the same layout alone, and nothing has to be gathered for it. It
-does not know where copies are kept.
+1. In a checkpoint: the weight of an adaptive KL controller (`trainer_state.json`) and a reference that
+   --ref-update-interval moves (`reference/`, weights alone). A run with the same flags that resumes goes on with both;
+   one without them takes the flags' values.
+2. In another process's memory: all that the next train step of one rank depends on, as it is held here. Weights, the
+   optimizer's fp32 weights and moments, a moved reference: tensors, by names that a rank of the same layout has too.
+   Steps, schedule, loss scale, random states, the weight of the KL: plain values. A checkpoint fits any layout and
+   lasts; this fits the same rank of the same layout alone, and nothing has to be gathered for it.
+
+When to save, what is resumed and where copies are kept is decided elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime.algorithms.kl import KlController
-from slime.backends.megatron_utils.checkpoint.iterations import random_states, set_random_states
+from slime.backends.megatron_utils.checkpoint.iterations import (
+    load_weights,
+    random_states,
+    save_weights,
+    set_random_states,
+)
+from slime.backends.megatron_utils.checkpoint.writing import holds
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
 from slime.backends.megatron_utils.passes.forward_passes import REFERENCE
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
+from slime.config.args import Args
+from slime.utils.checkpoint_paths import STATE_MANIFEST, manifest_of_state, state_path
+from slime.utils.manifest import entries_of, write_manifest
 from slime.utils.tensor_backper import TensorBackuper
+
+STATE_FILE = "trainer_state.json"
+REFERENCE_PART = "reference"
+
+
+def write_resumed_state(
+    args: Args,
+    directory: Path,
+    *,
+    model: Sequence[torch.nn.Module],
+    weights: TensorBackuper,
+    controller: KlController,
+) -> None:
+    """Add to an unfinished iteration what this run changes; every rank calls it.
+
+    Args:
+        args: `ref_update_interval`, `kl_ctrl`.
+        directory: the iteration's.
+        model: holds the policy's weights, also afterwards.
+        weights: has the reference's.
+        controller: of the KL in the rewards.
+    """
+    if args.kl_ctrl == "adaptive" and dist.get_rank() == 0:
+        holds((directory / STATE_FILE).write_text)(json.dumps({"kl_coef": controller.coef}) + "\n")
+    if args.ref_update_interval:
+        with weights.swapped(REFERENCE):
+            save_weights(directory / REFERENCE_PART, model)
+
+
+def note_state_of_data_source(directory: Path, root: str, rollout_id: int) -> None:
+    """Write into an unfinished iteration what the data source's state after the rollout is; rank 0 calls it.
+
+    A data source of the user's own writes what it likes; without a manifest of it nothing is noted.
+
+    Args:
+        directory: the iteration's, in `root`.
+        root: of the actor's checkpoints.
+        rollout_id: its state is written.
+    """
+    state = state_path(root, rollout_id)
+    if manifest_of_state(state).is_file():
+        holds(_note)(directory, [state, manifest_of_state(state)])
+
+
+def _note(directory: Path, files: Sequence[Path]) -> None:
+    entries = entries_of(directory.parent, files)
+    write_manifest(directory / STATE_MANIFEST, {f"../{name}": entry for name, entry in entries.items()})
+
+
+def restore_controller(args: Args, directory: Path | None, controller: KlController) -> None:
+    """Give an adaptive controller the weight that it had, where the iteration at `directory` has one."""
+    if args.kl_ctrl == "adaptive" and directory is not None and (directory / STATE_FILE).is_file():
+        controller.coef = json.loads((directory / STATE_FILE).read_text())["kl_coef"]
+
+
+def load_moved_reference(args: Args, directory: Path | None, model: Sequence[torch.nn.Module]) -> bool:
+    """Put the reference of the iteration at `directory` into the model; False where it has none."""
+    if not args.ref_update_interval or directory is None or not (directory / REFERENCE_PART).is_dir():
+        return False
+    load_weights(directory / REFERENCE_PART, model)
+    return True
+
+
+# ---- copies in memory
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
