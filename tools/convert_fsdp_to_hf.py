@@ -4,17 +4,15 @@
 
 Its tensors have HF's names already, with what wraps the model before them; optimizer states are left out. Config and
 tokenizer files are copied from --origin-hf-dir, without a quantization_config, for the tensors are not quantised;
-where it has weights, the tensors must have their names. Memory holds one tensor a thread, and a conversion that was
-cut off goes on when it is started again.
+where it has weights, the tensors must have their names. Memory holds one tensor a thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
-    from slime.utils.conversion.file_copy import Segment
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
+    from slime.conversion.writer import Job
 
 EMBEDDING = re.compile(r"(?P<before>(.*\.)?)model\.(language_model\.)?embed_tokens\.weight")
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -35,7 +32,7 @@ IS_OPTIMIZER = re.compile(r"(.*\.)?optim(izer)?(_state)?\.")
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    from slime.utils.conversion.progress import usual_threads
+    from slime.conversion.writer import usual_threads
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--input-dir", required=True, help="directory with .metadata and *.distcp, or one around it")
@@ -55,8 +52,8 @@ def convert(args: argparse.Namespace) -> int:
     """
     from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
     from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
-    from slime.utils.conversion.hf_config import read_hf_config, without_quantization
-    from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
+    from slime.conversion.reader import read_hf_config, without_quantization
+    from slime.conversion.writer import HfTarget, check_target, write_hf
     from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import text_config
     from slime.weights.formats import quantization_config_of
@@ -81,7 +78,6 @@ def convert(args: argparse.Namespace) -> int:
         assets_from=Path(args.origin_hf_dir),
         config=without_quantization(config) if quantization_config_of(config) else None,
         shard_bytes=args.chunk_size,
-        made_from=[str(directory.resolve()), str((directory / ".metadata").stat().st_mtime_ns), json.dumps(config)],
         replaces=args.force,
     )
     write_hf(target, jobs, num_threads=args.max_workers)
@@ -129,23 +125,14 @@ def hf_names(names: Sequence[str], directory: Path) -> dict[str, str]:
 
 def tensor_jobs(reader: TorchDistReader, name_of: Mapping[str, str], dtype: torch.dtype | None) -> list[Job]:
     """One job for each tensor, in the dtype that the config says; experts that are one tensor become single ones."""
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
+    from slime.conversion.writer import Job
     from slime.weights.names import is_fused, single_names
-
-    def in_files(name: str, info: TensorInfo) -> Callable[[], list[list[Segment]] | None]:
-        def places() -> list[list[Segment]] | None:
-            found = reader.segments(name, 0, info.num_bytes)
-            return None if found is None else [found]
-
-        return places
 
     def job_of(name: str, info: TensorInfo) -> Job:
         stored = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
         if not is_fused(name_of[name]):
-            outputs = {name_of[name]: TensorInfo(stored, info.shape)}
-            keeps_bytes = stored == info.dtype
-            return Job(outputs, lambda: [reader.read(name).to(stored)], in_files(name, info) if keeps_bytes else None)
+            return Job({name_of[name]: TensorInfo(stored, info.shape)}, lambda: [reader.read(name).to(stored)])
         singles = single_names(name_of[name], info.shape[0])
         parts = len(singles) // info.shape[0]
         one = TensorInfo(stored, (info.shape[1] // parts, *info.shape[2:]))

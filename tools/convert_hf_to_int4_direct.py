@@ -3,16 +3,14 @@
     python tools/convert_hf_to_int4_direct.py --model-dir Qwen3-30B-A3B --save-dir Qwen3-30B-A3B-int4
     python tools/convert_hf_to_int4_direct.py --model-dir ... --save-dir ... --group-size 128 --ignore-rules lm_head
 
-It reads and writes one tensor after the other, so that memory holds one a thread; a conversion that was cut off goes
-on when it is started again. Of a model with experts only these are quantised, as in Kimi-K2-Thinking, of any other all
-linear layers; --ignore-rules says otherwise. The functions are those of a weight sync. What is stored:
-docs/int4.md.
+It reads and writes one tensor after the other, so that memory holds one a thread. Of a model with experts only these
+are quantised, as in Kimi-K2-Thinking, of any other all linear layers; --ignore-rules says otherwise. The functions are
+those of a weight sync. What is stored: docs/int4.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -24,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader, TensorInfo
+    from slime.conversion.writer import Job
     from slime.weights.formats import Int4Format
 
 
@@ -59,8 +56,8 @@ def convert(args: argparse.Namespace) -> int:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.utils.conversion.hf_output import HfTarget, write_hf
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
+    from slime.conversion.writer import HfTarget, write_hf
     from slime.utils.errors import UsageError
     from slime.weights.formats import EXPERTS_ONLY, Int4Format
     from tools.convert_hf_to_fp8 import config_to_quantize
@@ -89,7 +86,6 @@ def convert(args: argparse.Namespace) -> int:
         assets_from=Path(args.model_dir),
         config=config | {"quantization_config": fmt.config()},
         shard_bytes=args.shard_bytes,
-        made_from=[*reader.identity(), json.dumps(fmt.config())],
     )
     write_hf(target, int4_jobs(reader, fmt), num_threads=args.max_workers)
     return sum(fmt.quantizes(name) for name in reader.names())
@@ -124,7 +120,7 @@ def int4_jobs(reader: SafetensorsReader, fmt: Int4Format) -> list[Job]:
     """Every tensor by itself; a quantised weight becomes its packed values, scales, shape and zero points."""
     from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_int4 import planned, quantize_bucket
-    from slime.utils.conversion.hf_output import Job
+    from slime.conversion.writer import Job
     from slime.utils.errors import UsageError
 
     def packed_job(name: str, info: TensorInfo) -> Job:

@@ -4,10 +4,10 @@
     python tools/convert_hf_to_torch_dist.py --hf-checkpoint ... --save ... --max-workers 8
 
 Weights are read, re-laid and written one by one, by several threads: memory holds one weight a thread, whatever the
-size of the model, and a conversion that was cut off goes on when it is started again. A checkpoint has no layout: any
-sizes of tensor, pipeline and expert parallelism load it, and flags of a layout mean nothing here. Under torchrun the
-first process does all of it. Megatron's model flags may be given (scripts/models/*.sh) and must then agree with the HF
-config; without them, or with --model-args-from-hf, they are derived from it. The dtype of the HF tensors is kept.
+size of the model. A checkpoint has no layout: any sizes of tensor, pipeline and expert parallelism load it, and flags
+of a layout mean nothing here. Under torchrun the first process does all of it. Megatron's model flags may be given
+(scripts/models/*.sh) and must then agree with the HF config; without them, or with --model-args-from-hf, they are
+derived from it. The dtype of the HF tensors is kept.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ NO_LAYOUT: dict[str, Any] = {
 def make_parser() -> argparse.ArgumentParser:
     """The command line: ours and all of Megatron's flags."""
     from slime.config.megatron.arguments import add_megatron_arguments
-    from slime.utils.conversion.progress import usual_threads
+    from slime.conversion.writer import usual_threads
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--hf-checkpoint", required=True, help="HF directory with safetensors")
@@ -89,9 +89,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         set_default_megatron_args,
     )
     from slime.config.parser import explicit_flags
+    from slime.conversion.reader import read_hf_config
+    from slime.conversion.writer import check_target
     from slime.utils.checkpoint_paths import TRACKER_FILE, iteration_dir, latest_iteration
-    from slime.utils.conversion.hf_config import read_hf_config
-    from slime.utils.conversion.hf_output import check_target
     from slime.utils.errors import UsageError
 
     parser = make_parser()
@@ -129,7 +129,7 @@ def convert(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
     from slime.config.megatron.arguments import model_shape
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
     from slime.utils.misc import listen_anywhere
     from slime.weights.fp8 import E4M3
 
@@ -160,14 +160,7 @@ def convert(args: argparse.Namespace) -> None:
             parameters,
             objects,
             value_of=weights.value_of,
-            stored=weights.stored,
             model_shape=shape | {"model_type": hf_config["model_type"], "hf_dtypes": unusual},
-            made_from=[
-                *reader.identity(),
-                json.dumps(hf_config, sort_keys=True),
-                json.dumps(shape, default=str),
-                str(args.model_name),
-            ],
             num_threads=args.max_workers,
         )
     finally:

@@ -3,14 +3,12 @@
     python tools/convert_k2_thinking_int4_to_bf16.py --model-dir Kimi-K2-Thinking --output-dir Kimi-K2-Thinking-bf16
 
 To train from: every weight is multiplied by its scales. Other tensors keep their dtype, and config.json loses its
-quantization_config. Memory holds one tensor a thread, and a conversion that was cut off goes on when it is started
-again.
+quantization_config. Memory holds one tensor a thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -22,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import RawTensors
+    from slime.conversion.reader import RawTensors
+    from slime.conversion.writer import Job
     from slime.weights.formats import Int4Format
 
 
@@ -46,9 +44,8 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.utils.conversion.hf_config import read_config_file, read_hf_config, without_quantization
-    from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
-    from slime.utils.conversion.raw_tensors import RawTensors
+    from slime.conversion.reader import RawTensors, read_config_file, read_hf_config, without_quantization
+    from slime.conversion.writer import HfTarget, check_target, write_hf
     from slime.utils.errors import UsageError
     from slime.weights.formats import PACKED, Int4Format
 
@@ -76,7 +73,6 @@ def convert(args: argparse.Namespace) -> tuple[Path, int]:
         assets_from=source,
         config=without_quantization(config),
         shard_bytes=args.shard_bytes,
-        made_from=[*raw.identity(), json.dumps(sorted(args.files or []))],
         replaces=args.overwrite,
     )
     write_hf(hf_target, bf16_jobs(raw, names, fmt), num_threads=args.max_workers)
@@ -91,8 +87,8 @@ def bf16_jobs(raw: RawTensors, names: Sequence[str], fmt: Int4Format) -> list[Jo
     """
     import torch
 
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
+    from slime.conversion.writer import Job
     from slime.utils.errors import UsageError
     from slime.weights.formats import PACKED, SCALE, SHAPE, ZERO
     from slime.weights.int4 import dequantize_groups, unpack

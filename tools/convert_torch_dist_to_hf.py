@@ -3,9 +3,8 @@
     python tools/convert_torch_dist_to_hf.py --input-dir ckpt --output-dir out --origin-hf-dir Qwen3-0.6B
 
 Weights come from the checkpoint alone; config and tokenizer files are copied from --origin-hf-dir. They are read,
-re-laid and written one by one, by several threads: memory holds one weight a thread, and a conversion that was cut off
-goes on when it is started again. It does not know how the checkpoint was made: a converted model and a trained one
-look the same. Checkpoints of FSDP: tools/convert_fsdp_to_hf.py.
+re-laid and written one by one, by several threads: memory holds one weight a thread. A converted model and a trained
+one look the same to it. Checkpoints of FSDP: tools/convert_fsdp_to_hf.py.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
 if TYPE_CHECKING:
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
+    from slime.conversion.writer import Job
 
 EMBEDDING = "embedding.word_embeddings.weight"
 VALUE_HEAD = ".value_head."
@@ -33,7 +32,7 @@ LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    from slime.utils.conversion.progress import usual_threads
+    from slime.conversion.writer import usual_threads
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -66,8 +65,7 @@ def convert(args: argparse.Namespace) -> None:
 
     from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
     from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
-    from slime.utils.conversion.hf_output import HfTarget, check_target, write_hf
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.writer import HfTarget, check_target, write_hf
     from slime.utils.hf_text_config import text_config
     from slime.weights.formats import weight_format_of
 
@@ -87,16 +85,12 @@ def convert(args: argparse.Namespace) -> None:
     fmt = weight_format_of(origin)
     jobs = weight_jobs(reader, family, saved, origin, fmt, threading.Semaphore(args.load_max_workers))
     written = {name: info for job in jobs for name, info in job.outputs.items()}
-    made_from = [str(directory.resolve()), str((directory / ".metadata").stat().st_mtime_ns)]
-    made_from += [json.dumps(origin), json.dumps(saved, default=str), str(args.model_name)]
     if args.origin_hf_dir is not None:
         with_missing = args.add_missing_from_origin_hf
         remedy = "is it one of another model? --add-missing-from-origin-hf copies them"
         check_written(written, args.origin_hf_dir, None if with_missing else remedy)
         more = jobs_of_origin(args.origin_hf_dir, written.keys(), fmt, with_missing=with_missing)
         jobs += more
-        if more:
-            made_from += SafetensorsReader(args.origin_hf_dir, flag="--origin-hf-dir").identity()
         if more or with_missing:
             print(f"copied from the origin: {', '.join(name for job in more for name in job.outputs) or 'nothing'}")
     target = HfTarget(
@@ -104,7 +98,6 @@ def convert(args: argparse.Namespace) -> None:
         flag="--output-dir",
         assets_from=Path(args.origin_hf_dir) if args.origin_hf_dir else None,
         shard_bytes=args.chunk_size,
-        made_from=made_from,
         replaces=args.force,
     )
     write_hf(target, jobs, num_threads=args.save_max_workers)
@@ -114,7 +107,7 @@ def convert(args: argparse.Namespace) -> None:
 
 def check_paths(args: argparse.Namespace) -> None:
     """Raise UsageError for paths and numbers that cannot work, before anything is read."""
-    from slime.utils.conversion.hf_output import check_target
+    from slime.conversion.writer import check_target
     from slime.utils.errors import UsageError
 
     if args.origin_hf_dir is None and (args.model_name is None or args.add_missing_from_origin_hf):
@@ -128,7 +121,7 @@ def check_paths(args: argparse.Namespace) -> None:
 
 def read_origin_config(origin: str | None) -> dict[str, Any]:
     """Return the origin's config.json, {} without an origin."""
-    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.conversion.reader import read_hf_config
 
     return {} if origin is None else read_hf_config(origin, flag="--origin-hf-dir")
 
@@ -153,9 +146,9 @@ def checkpoint_dir(path: str) -> Path:
 
 def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
     """Return the model's numbers as the checkpoint has them, or as the origin's config says where it has none."""
+    from slime.conversion.reader import read_config_file
     from slime.models.hf_config import model_args_from_hf
     from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
-    from slime.utils.conversion.hf_config import read_config_file
     from slime.utils.errors import UsageError
 
     file = directory / MODEL_SHAPE_FILE
@@ -230,9 +223,8 @@ def weight_jobs(
     from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
     from slime.backends.megatron_utils.megatron_to_hf.rules import numbered_in_model
-    from slime.utils.conversion.file_copy import Segment, range_in
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
+    from slime.conversion.writer import Job
     from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import text_config
 
@@ -242,9 +234,8 @@ def weight_jobs(
 
     def job_of(name: str, info: TensorInfo) -> Job:
         rule, hf_names = family.find(numbered_in_model(name, shape.num_layers), shape.num_layers)
-        whole = torch.empty(info.shape, dtype=info.dtype, device="meta")
         try:
-            parts = rule.layout.to_hf(whole, shape)
+            parts = rule.layout.to_hf(torch.empty(info.shape, device="meta"), shape)
         except (RuntimeError, ValueError) as error:
             raise UsageError(
                 f"{name} of shape {list(info.shape)} is none of the model that the config of --origin-hf-dir "
@@ -262,14 +253,7 @@ def weight_jobs(
             found = quantize_bucket(list(zip(hf_names, rule.layout.to_hf(param, shape), strict=True)), fmt)
             return [tensor.to(outputs[n].dtype) for n, tensor in found]
 
-        ranges = [range_in(part, whole) for part in parts]
-        keeps_bytes = fmt is None and all(dtype == info.dtype for dtype in dtypes) and None not in ranges
-
-        def stored() -> list[list[Segment]] | None:
-            found = [reader.segments(name, *one) for one in ranges if one is not None]
-            return None if None in found else [one for one in found if one is not None]
-
-        return Job(outputs, make, stored if keeps_bytes else None)
+        return Job(outputs, make)
 
     jobs: list[Job] = []
     for name, info in reader.infos().items():
@@ -298,7 +282,7 @@ def check_written(written: Mapping[str, TensorInfo], origin: str, remedy: str | 
     Raises:
         UsageError: a tensor of the origin is missing, or of another shape.
     """
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
     from slime.utils.errors import UsageError
     from slime.weights.names import expected_hf_names
 
@@ -330,7 +314,7 @@ def check_config(written: Mapping[str, TensorInfo], origin: str) -> None:
     Raises:
         UsageError: it is the config of another model.
     """
-    from slime.utils.conversion.hf_config import read_hf_config
+    from slime.conversion.reader import read_hf_config
     from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import is_of_other_part, text_config
 
@@ -374,8 +358,8 @@ def jobs_of_origin(origin: str, written: Collection[str], fmt: Any, *, with_miss
         UsageError: the origin's index names tensors that have to be copied, and their files are not there.
     """
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
-    from slime.utils.conversion.hf_output import Job
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
+    from slime.conversion.writer import Job
     from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import is_of_other_part
 

@@ -3,8 +3,7 @@
     python tools/fp8_cast_bf16.py --input-fp8-hf-path DeepSeek-V3 --output-bf16-hf-path DeepSeek-V3-bf16
 
 Tensors that are not fp8 keep their dtype, and config.json loses its quantization_config. Memory holds one tensor a
-thread, and a conversion that was cut off goes on when it is started again. A run does not need it: --load and
---ref-load of an fp8 checkpoint do the same as they read.
+thread. A run does not need this tool: --load and --ref-load of an fp8 checkpoint do the same as they read.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def convert(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from slime.utils.conversion.hf_config import read_hf_config, without_quantization
-    from slime.utils.conversion.hf_output import HfTarget, Job, check_target, write_hf
-    from slime.utils.conversion.raw_tensors import TensorInfo
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader, TensorInfo, read_hf_config, without_quantization
+    from slime.conversion.writer import HfTarget, Job, check_target, write_hf
     from slime.utils.errors import UsageError
     from slime.weights.formats import Fp8Format, quantization_config_of
     from slime.weights.fp8 import E4M3
@@ -55,7 +52,7 @@ def convert(args: argparse.Namespace) -> int:
             f"--input-fp8-hf-path {source}: activation_scheme {scheme!r} has scales of activations beside the "
             "weights, which have no place in a checkpoint in bf16; use the unquantised checkpoint."
         )
-    if (fmt := Fp8Format.of(config)) is None:
+    if Fp8Format.of(config) is None:
         raise UsageError(f"--input-fp8-hf-path {source} has no quantization_config; there is nothing to convert.")
     reader = SafetensorsReader(source, flag="--input-fp8-hf-path")
     stored = reader.infos()
@@ -71,7 +68,6 @@ def convert(args: argparse.Namespace) -> int:
         assets_from=source,
         config=without_quantization(config),
         shard_bytes=args.shard_bytes,
-        made_from=[*reader.identity(), repr(fmt)],
     )
     write_hf(out, jobs, num_threads=args.max_workers)
     return sum(info.dtype == E4M3 for info in stored.values())

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.utils.conversion.raw_tensors import TensorInfo
+    from slime.conversion.reader import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def open_checkpoint(path: str, origin: str | None, model_name: str | None) -> Ch
         UsageError: it is no checkpoint that is known, or not whole; names the file.
     """
     from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
+    from slime.conversion.reader import RawTensors
     from slime.utils.checkpoint_paths import TRACKER_FILE, resolve_checkpoint_dir
-    from slime.utils.conversion.raw_tensors import RawTensors
     from slime.utils.errors import UsageError
 
     directory = Path(path)
@@ -109,7 +109,7 @@ def checksum(tensor: torch.Tensor) -> str:
     """xxh3 of the bytes of a tensor, in hexadecimal."""
     import xxhash
 
-    from slime.utils.conversion.raw_tensors import bytes_of
+    from slime.conversion.reader import bytes_of
 
     return str(xxhash.xxh3_64(bytes_of(tensor.contiguous())).hexdigest())
 
@@ -144,7 +144,7 @@ def value_difference(name: str, first: torch.Tensor, second: torch.Tensor) -> It
     """A row where values differ: how many, the largest difference, and the mean one relative to the mean size."""
     import torch
 
-    from slime.utils.conversion.raw_tensors import bytes_of
+    from slime.conversion.reader import bytes_of
 
     if first.dtype == second.dtype and bytes_of(first.contiguous()) == bytes_of(second.contiguous()):
         return

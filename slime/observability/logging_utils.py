@@ -3,8 +3,7 @@
 Answers of evaluations go to eval_samples.jsonl and to those of them that can show text.
 
 One process writes (the driver: `init_tracking(args)`); in every other process `log` only collects, and the records
-travel to the driver with the results (`take_pending`). `log_of_user` is what users call as `slime.log`. This module
-does not know what the metrics mean.
+travel to the driver with the results (`take_pending`). `log_of_user` is what users call as `slime.log`.
 """
 
 from __future__ import annotations
@@ -21,16 +20,60 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from slime.config.args import Args
-from slime.observability.appended_lines import AppendedLines
 from slime.observability.console import ConsoleSink
-from slime.observability.eval_samples import EVAL_SAMPLES_FILE, EvalSample, EvalSamplesFile, TextSink
+from slime.observability.eval_samples import EVAL_SAMPLES_FILE, AppendedLines, EvalSample, EvalSamplesFile, TextSink
 from slime.observability.plots import write_curves
 from slime.observability.tensorboard_utils import _TensorboardAdapter
-from slime.observability.tracker_runs import TrackerRuns, tracker_runs
-from slime.observability.user_metrics import STEP_KEY, UserMetrics, check_record
+from slime.observability.tracker_runs import tracker_runs
 from slime.observability.wandb_utils import WandbAdapter
 from slime.utils.full_disk import is_of_full_disk
 from slime.utils.run_dir import METRICS_FILE
+
+STEP_KEY = "rollout/step"
+RESERVED = ("step_key", "time", STEP_KEY)  # Names that a line of metrics.jsonl has anyway
+
+
+class UserMetrics:
+    """The owner of the sums, by step and name."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[str, tuple[float, int]]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Count one value of each metric."""
+        with self._lock:
+            sums = self._sums.setdefault(step, {})
+            for name, value in values.items():
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = (total + value, count + 1)
+
+    def take(self) -> list[dict[str, float]]:
+        """Return the mean of each metric since the last call, one record for each step."""
+        with self._lock:
+            taken, self._sums = self._sums, {}
+        return [
+            {name: total / count for name, (total, count) in sums.items()} | {STEP_KEY: step}
+            for step, sums in sorted(taken.items())
+        ]
+
+
+def check_record(metrics: object, step: object) -> None:
+    """Check what `slime.log` was given.
+
+    Raises:
+        TypeError: `metrics` is no dict with names, or `step` is no whole number.
+        ValueError: the step is negative, or a name is one that every record has.
+    """
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise TypeError(f"slime.log takes a dict of metric names and numbers, not {str(metrics)[:80]!r}")
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"slime.log takes the number of the rollout as its step, a whole number, not {step!r}")
+    if step < 0:
+        raise ValueError(f"slime.log got the step {step}; rollouts are counted from 0")
+    if taken := [name for name in RESERVED if name in metrics]:
+        raise ValueError(f"slime.log got a metric named {taken[0]!r}, which every record has; name it otherwise")
+
 
 logger = logging.getLogger(__name__)
 
@@ -110,45 +153,6 @@ class JsonlSink:
         self._lines.finish()
 
 
-class TensorboardSink:
-    """Records to TensorBoard, at their own step."""
-
-    def __init__(self, args: Args, runs: TrackerRuns) -> None:
-        self._adapter = _TensorboardAdapter(args, runs)
-
-    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
-        """Write all values but the step itself."""
-        values = {name: value for name, value in metrics.items() if name != step_key}
-        self._adapter.log(values, int(metrics[step_key]))
-
-    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
-        """Show the answers as text."""
-        self._adapter.log_eval_samples(shown, step)
-
-    def finish(self) -> None:
-        """Close the event file."""
-        self._adapter.finish()
-
-
-class WandbSink:
-    """Records to W&B, which takes the step from the record."""
-
-    def __init__(self, args: Args, runs: TrackerRuns) -> None:
-        self._adapter = WandbAdapter(args, runs)
-
-    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
-        """Write the record as it is."""
-        self._adapter.log(metrics)
-
-    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
-        """Show the answers as a table."""
-        self._adapter.log_eval_samples(shown, step)
-
-    def finish(self) -> None:
-        """End the run."""
-        self._adapter.finish()
-
-
 class _Tracking:
     """The owner of this process's sinks and of what it collected for another process."""
 
@@ -179,12 +183,12 @@ def init_tracking(args: Args, primary: bool = True) -> None:
     _tracking.is_collected = not primary
     if not primary:
         return
-    trackers: list[TensorboardSink | WandbSink] = []
+    trackers: list[_TensorboardAdapter | WandbAdapter] = []
     runs = tracker_runs(args)  # one for both: each writes the file with what it knows
     if args.use_tensorboard:
-        trackers.append(TensorboardSink(args, runs))
+        trackers.append(_TensorboardAdapter(args, runs))
     if args.use_wandb:
-        trackers.append(WandbSink(args, runs))
+        trackers.append(WandbAdapter(args, runs))
     directory = Path(args.output_dir)
     _tracking.args = args
     _tracking.console = ConsoleSink()
@@ -210,7 +214,7 @@ def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
         _tracking.pending.append((values, step_key))
         return
     for sink in _tracking.sinks:
-        if isinstance(sink, WandbSink) and args.wandb_always_use_train_step and step_key != "train/step":
+        if isinstance(sink, WandbAdapter) and args.wandb_always_use_train_step and step_key != "train/step":
             sink.write({**values, "train/step": _train_step(args, values[step_key])}, step_key)
         else:
             sink.write(values, step_key)

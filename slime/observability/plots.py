@@ -17,9 +17,9 @@ Series = dict[str, dict[float, float]]  # curve label -> {step: value}
 
 ROLLOUT, STEP = "rollout", "train step"
 TIMES = "seconds a rollout"
-OUTLIER = 4.0
-"""So many times the median is far more than an evaluation or a save adds."""
+OUTLIER = 4.0  # So many times the median is far more than an evaluation or a save adds
 LOSS = {"train/loss": "training"}
+# Title -> (unit of the horizontal axis, {metric: legend})
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "response length (tokens)": (ROLLOUT, {"rollout/response_len/mean": "mean"}),
     "shares of a rollout": (
@@ -36,7 +36,6 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
         {"perf/step_time": "all", "perf/rollout_time": "generation", "perf/actor_train_time": "training"},
     ),
 }
-"""Title -> (unit of the horizontal axis, {metric: legend})."""
 
 
 def read_records(path: Path) -> Iterator[dict[str, float | str]]:

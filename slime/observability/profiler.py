@@ -1,16 +1,25 @@
-"""Traces of a trainer rank: parts of a rollout's training under torch's profiler, one file per rollout and part.
+"""Recordings of a process: torch's profiler, every allocation, and how much memory is in use after a phase.
 
-The files are for chrome://tracing or ui.perfetto.dev: `<directory>/rollout_<id>_<target>_rank_<rank>.json.gz`. A
-process has one torch profiler, so parts must not contain each other. It knows the parts only by their names.
+`Profiler` writes parts of a rollout's training, one file per rollout and part, for chrome://tracing or
+ui.perfetto.dev: `<directory>/rollout_<id>_<target>_rank_<rank>.json.gz`. A process has one torch profiler, so parts
+must not contain each other.
+
+`MemoryRecorder` writes every allocation, with the stacks that made it, into one file (--record-memory-history).
+`torch` records CUDA's caching allocator: open the file at https://docs.pytorch.org/memory_viz. `memray` records host
+memory: `memray flamegraph FILE`. The file is written after so many rollouts, or at the end of the run; torch's also
+when the GPU runs out of memory, which is what it is mostly for.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from slime.config.args import Args
 from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)
@@ -60,3 +69,128 @@ def nothing_recorded(asked: range, done: range) -> str | None:
         f"nothing is profiled: --profile-step-start {asked.start} --profile-step-end {asked.stop} name rollouts "
         f"{asked.start} to {asked.stop - 1}, and this run {ran}; change them."
     )
+
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 1_000_000  # events that torch keeps; older ones are dropped
+
+
+class MemoryRecorder:
+    """Records from `start` to the `num_rollouts`-th `end_rollout`, or to `finish`.
+
+    Args:
+        kind: "torch" or "memray".
+        path: the file; its directories are made.
+        num_rollouts: None records to the end.
+    """
+
+    def __init__(self, kind: str, path: Path, *, num_rollouts: int | None) -> None:
+        self._backend: _Torch | _Memray = _Memray(path) if kind == "memray" else _Torch(path)
+        self._path, self._left = path, num_rollouts
+        self._is_recording = False
+
+    def start(self) -> None:
+        """Begin to record."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._backend.start()
+        self._is_recording = True
+
+    def end_rollout(self) -> None:
+        """Count a rollout; writes the file when it is the last one to record."""
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                self.finish()
+
+    def finish(self) -> None:
+        """Write the file and stop, unless that is done already."""
+        if self._is_recording:
+            self._is_recording = False
+            self._backend.finish()
+            logger.info("memory snapshot: %s", self._path)
+
+
+class _Torch:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def start(self) -> None:
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
+        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
+
+    def finish(self) -> None:
+        import torch
+
+        torch.cuda.memory._dump_snapshot(str(self._path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _out_of_memory(self, device: int, asked: int, reserved: int, free: int) -> None:
+        import torch
+
+        path = self._path.with_name(f"oom_{self._path.name}")
+        logger.error("GPU %d is out of memory (%d bytes asked, %d free); snapshot: %s", device, asked, free, path)
+        torch.cuda.memory._dump_snapshot(str(path))
+
+
+class _Memray:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tracker: Any = None
+
+    def start(self) -> None:
+        memray = importlib.import_module("memray")
+        self._tracker = memray.Tracker(destination=memray.FileDestination(str(self._path), overwrite=True))
+        self._tracker.__enter__()
+
+    def finish(self) -> None:
+        self._tracker.__exit__(None, None, None)
+
+
+def recorder_of(args: Args, rank: int, *, role: str = "actor") -> MemoryRecorder | None:
+    """The recorder that the flags ask for, of this rank's own file; None without --record-memory-history.
+
+    Args:
+        args: the `memory_*` flags and `record_memory_history`.
+        rank: of the trainer.
+        role: "actor" or "critic", which has files beside the actor's.
+    """
+    if not args.record_memory_history:
+        return None
+    path = Path(args.memory_snapshot_dir) / args.memory_snapshot_path
+    prefix = "" if role == "actor" else f"{role}_"
+    path = path.with_name(f"{prefix}rank{rank}_{path.name}")
+    return MemoryRecorder(args.memory_recorder, path, num_rollouts=args.memory_snapshot_num_steps)
+
+
+GB = 1e9
+
+
+def memory_after(phase: str) -> dict[str, float]:
+    """`memory/after_<phase>/<what>` in GB (1e9 bytes).
+
+    `host_rss_gb` is this process's resident memory. With CUDA also `gpu_used_gb`, what all processes hold of this
+    process's GPU, `gpu_process_gb`, what this process alone holds (where the driver tells processes apart), and
+    `torch_allocated_gb` and `torch_reserved_gb` of this process (both count memory that is put away by
+    torch_memory_saver as if it were there).
+    """
+    found = {"host_rss_gb": _resident_bytes()}
+    if accelerator.kind() == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        found["gpu_used_gb"] = total - free
+        if (own := accelerator.process_bytes()) is not None:
+            found["gpu_process_gb"] = own
+        found["torch_allocated_gb"] = torch.cuda.memory_allocated()
+        found["torch_reserved_gb"] = torch.cuda.memory_reserved()
+    return {f"memory/after_{phase}/{name}": num_bytes / GB for name, num_bytes in found.items()}
+
+
+def _resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no line VmRSS")

@@ -17,12 +17,12 @@ from slime.utils.misc import is_finite_number
 from slime.utils.overlong import overlong_metrics, overlong_penalties
 from slime.utils.types import Sample
 
+# Family of metrics -> attribute of a sample's trace (slime.observability.trace_utils)
 ENGINE_SAYS = {
     "request/e2e_latency": "sglang_e2e_latency",
     "request/queue_time": "sglang_queue_time",
     "decode/throughput": "sglang_decode_throughput",
 }
-"""Family of metrics -> attribute of a sample's trace (slime.observability.trace_utils)."""
 
 
 def compute_rollout_metrics(args: Args, samples: Sequence[Sample], rollout_time_s: float) -> dict[str, float]:

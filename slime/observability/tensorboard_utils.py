@@ -1,7 +1,4 @@
-"""TensorBoard as a sink of metric records.
-
-It knows the directory rule and the writer, nothing of what the metrics mean. tensorboard is imported on first use.
-"""
+"""TensorBoard as a sink of metric records; tensorboard is imported on first use."""
 
 from __future__ import annotations
 
@@ -45,17 +42,18 @@ class _TensorboardAdapter:
         self._writer: Any = SummaryWriter(log_dir=str(directory))
         runs.keep(TENSORBOARD_DIR, str(directory))
 
-    def log(self, data: Mapping[str, float], step: int) -> None:
-        """Write each value of `data` at `step`."""
+    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
+        """Write all values but the step, at that step."""
 
         def write(writer: Any) -> None:
-            for name, value in data.items():
-                writer.add_scalar(name, value, step)
+            for name, value in metrics.items():
+                if name != step_key:
+                    writer.add_scalar(name, value, int(metrics[step_key]))
             writer.flush()
 
         self._unless_full(write)
 
-    def log_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
+    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
         """Write each answer as a text of its own."""
 
         def write(writer: Any) -> None:

@@ -9,8 +9,7 @@
 
 A span or event that user code records on a sample binds a trace to it. slime's own spans (`span_if_traced`) record
 only on samples that have one: a rollout binds traces when its samples are dumped, since nothing else reads them.
-What fails in here is logged and never raised: a trace must not end a run. It knows no rollout and no engine; the
-timeline is drawn by tools/trace_timeline_viewer.py.
+What fails in here is logged and never raised. tools/trace_timeline_viewer.py draws the timeline.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 VERSION = 1
-MAX_EVENTS = 10_000
-"""Events that one sample keeps; later ones are counted in `trace["dropped_events"]`."""
-MAX_TEXT = 500
-"""Characters of an error's message, or of a value that is no plain data."""
+MAX_EVENTS = 10_000  # Events that one sample keeps; later ones are counted in `trace["dropped_events"]`
+MAX_TEXT = 500  # Characters of an error's message, or of a value that is no plain data
 
 # trace_id -> the span that runs now. Never changed in place: tasks inherit it, and each goes on from what it got.
 _running: ContextVar[Mapping[str, str]] = ContextVar("slime_running_spans")
@@ -63,9 +60,30 @@ _META_KEYS = (
 )
 
 
+class _never_fails:  # noqa: N801 (used like a function)
+    """A `with` block whose exceptions are logged and go no further: a trace must not end a run.
+
+    Args:
+        what: was to be recorded.
+    """
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, Exception):
+            logger.warning("tracing: %s was not recorded: %s: %s", self._what, type(error).__name__, error)
+        return isinstance(error, Exception)
+
+
 def bind_trace(sample: Any) -> dict[str, Any] | None:
     """The sample's trace; made if it has none. None when nothing can be attached to the object."""
-    try:
+    with _never_fails("bind_trace"):
         attributes = vars(sample)
         trace = attributes.get("trace")
         if trace is None:
@@ -79,18 +97,14 @@ def bind_trace(sample: Any) -> dict[str, Any] | None:
             }
             sample.trace = trace
         return trace
-    except Exception as error:
-        _report("bind_trace", error)
-        return None
+    return None
 
 
 def trace_next_attempt(target: Any) -> None:
     """The next try at the same samples begins (a retry, or the rest of a partial response); its events say so."""
-    try:
+    with _never_fails("trace_next_attempt"):
         for trace in _traces(target):
             trace["attempt"] += 1
-    except Exception as error:
-        _report("trace_next_attempt", error)
 
 
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
@@ -101,13 +115,11 @@ def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = Non
         name: what happened.
         attrs: plain values that say more.
     """
-    try:
+    with _never_fails(f"the event {name}"):
         running, now, plain = _running.get(_NOTHING_RUNS), time.time(), _plain(attrs)
         for trace in _traces(target):
             parent = running.get(trace["trace_id"], trace.get("parent_span_id"))
             _append(trace, "event", name, now, span_id=None, parent=parent, attrs=plain)
-    except Exception as error:
-        _report(f"the event {name}", error)
 
 
 class trace_span:  # noqa: N801 (used like a function)
@@ -147,13 +159,11 @@ class trace_span:  # noqa: N801 (used like a function)
 
     def update(self, attrs: Mapping[str, Any]) -> None:
         """Add attributes to the end of the span."""
-        try:
+        with _never_fails(f"the attributes of span {self._name}"):
             self._more.update(attrs)
-        except Exception as error:
-            _report(f"the attributes of span {self._name}", error)
 
     def __enter__(self) -> trace_span:
-        try:
+        with _never_fails(f"the start of span {self._name}"):
             running, now, plain = _running.get(_NOTHING_RUNS), time.time(), _plain(self._attrs)
             inside = dict(running)
             for trace in _traces(self._target):
@@ -163,14 +173,12 @@ class trace_span:  # noqa: N801 (used like a function)
                 self._open.append((trace, span_id, parent))
                 inside[trace["trace_id"]] = span_id
             self._token = _running.set(inside)
-        except Exception as error:
-            _report(f"the start of span {self._name}", error)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
+        with _never_fails(f"the end of span {self._name}"):
             if self._token is not None:
                 with contextlib.suppress(ValueError):  # left in another context: nothing of this one to take back
                     _running.reset(self._token)
@@ -179,8 +187,6 @@ class trace_span:  # noqa: N801 (used like a function)
             now, plain = time.time(), _plain(self._more)
             for trace, span_id, parent in self._open:
                 _append(trace, "span_end", self._name, now, span_id=span_id, parent=parent, attrs=plain)
-        except Exception as failure:
-            _report(f"the end of span {self._name}", failure)
 
 
 class _NoSpan:
@@ -244,11 +250,9 @@ def trace_function(
 
         def span(positional: tuple[Any, ...], named: dict[str, Any]) -> trace_span:
             found = attrs = None
-            try:
+            with _never_fails(f"the target or attributes of span {name}"):
                 found = find(*positional, **named)
                 attrs = attrs_getter(*positional, **named) if attrs_getter else None
-            except Exception as error:
-                _report(f"the target or attributes of span {name}", error)
             return trace_span(found, name, attrs=attrs, record_error=record_error)
 
         if inspect.iscoroutinefunction(fn):
@@ -272,16 +276,14 @@ def trace_function(
 
 def export_trace(sample: Any) -> dict[str, Any] | None:
     """The sample's trace as plain data for another process, with the span that runs now; None when it has no trace."""
-    try:
+    with _never_fails("export_trace"):
         trace = vars(sample).get("trace")
         if trace is None:
             return None
         exported = copy.deepcopy(trace)
         exported["parent_span_id"] = _running.get(_NOTHING_RUNS).get(trace["trace_id"], trace.get("parent_span_id"))
         return exported
-    except Exception as error:
-        _report("export_trace", error)
-        return None
+    return None
 
 
 def import_trace(sample: Any, data: Mapping[str, Any] | None) -> None:
@@ -290,7 +292,7 @@ def import_trace(sample: Any, data: Mapping[str, Any] | None) -> None:
     A sample without a trace continues this one: its spans are children of the span that ran at the export. A sample
     with the same trace gets the events that it has not seen (what another process added). Anything else is left out.
     """
-    try:
+    with _never_fails("import_trace"):
         if data is None:
             return
         own = vars(sample).get("trace")
@@ -303,13 +305,11 @@ def import_trace(sample: Any, data: Mapping[str, Any] | None) -> None:
             own["attempt"] = max(own["attempt"], data["attempt"])
         else:
             logger.warning("sample %s has another trace than the one to import", own["sample_id"])
-    except Exception as error:
-        _report("import_trace", error)
 
 
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any] | None) -> dict[str, Any]:
     """What an engine's `meta_info` says about a call, as attributes: its length, its end, its times, its weights."""
-    try:
+    with _never_fails("build_sglang_meta_trace_attrs"):
         if not meta:
             return {}
         attrs = {f"sglang_{key}": meta[key] for key in _META_KEYS if meta.get(key) is not None}
@@ -317,9 +317,7 @@ def build_sglang_meta_trace_attrs(meta: Mapping[str, Any] | None) -> dict[str, A
         if reason:
             attrs["sglang_finish_reason"] = reason.get("type") if isinstance(reason, Mapping) else str(reason)
         return attrs
-    except Exception as error:
-        _report("build_sglang_meta_trace_attrs", error)
-        return {}
+    return {}
 
 
 def _traces(target: Any) -> Iterable[dict[str, Any]]:
@@ -391,7 +389,3 @@ def _target_finder(fn: Callable[..., Any], target: Any) -> Callable[..., Any]:
 
 def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
     return event["type"], event["name"], event["ts"], event["span_id"]
-
-
-def _report(what: str, error: Exception) -> None:
-    logger.warning("tracing: %s was not recorded: %s: %s", what, type(error).__name__, error)

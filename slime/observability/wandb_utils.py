@@ -25,10 +25,9 @@ from slime.utils.secret_names import command_line_without_secrets, without_secre
 
 logger = logging.getLogger(__name__)
 
+# For what is not uploaded yet at the end of a run (WANDB_FINISH_TIMEOUT is another); the rest stays on the disk
 FINISH_S = 300.0
-"""For what is not uploaded yet at the end of a run (WANDB_FINISH_TIMEOUT is another); the rest stays on the disk."""
-ANSWER_MARGIN_S = 30.0
-"""On top of that: W&B's own process, which keeps that deadline, may hang itself."""
+ANSWER_MARGIN_S = 30.0  # On top of that: W&B's own process, which keeps that deadline, may hang itself
 SERVICE = "wandb-core"
 ENDED_S = 10.0
 # Family of metrics -> the metric that is its x axis.
@@ -84,16 +83,16 @@ class WandbAdapter:
             self.run.define_metric(f"{family}/*", step_metric=step_metric)
         self._with_axis: set[str] = set()
 
-    def log(self, data: Mapping[str, float]) -> None:
+    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
         """Write one record; its step metric is one of its own values."""
-        step_metric = next((name for name in STEP_METRICS.values() if name in data), None)
-        for name in data.keys() - self._with_axis:
+        step_metric = next((name for name in STEP_METRICS.values() if name in metrics), None)
+        for name in metrics.keys() - self._with_axis:
             if name.partition("/")[0] not in STEP_METRICS:  # a user's
                 self.run.define_metric(name, step_metric=step_metric)
             self._with_axis.add(name)
-        self.run.log(dict(data))
+        self.run.log(dict(metrics))
 
-    def log_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
+    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
         """Write one table a data set."""
         import wandb
 

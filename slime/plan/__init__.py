@@ -1,7 +1,237 @@
-"""The plan of a run: `make_plan` computes it from the flags, `render` writes it as text."""
+"""The plan of a run: everything that `--dry-run` shows, made from the flags and from facts that the caller has read.
+
+`make_plan` is pure: it reads no file, imports no torch and starts nothing. What needs a tokenizer, a data file, the
+user's modules or the machine comes in as `Facts`. A part that cannot be planned (no model flags, no batch size) is
+None, and `missing` says why. `dataclasses.asdict` of a plan is JSON.
+"""
 
 from __future__ import annotations
 
-from slime.plan.plan import EngineKind, Facts, HookReport, Plan, RowReport, make_plan
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["EngineKind", "Facts", "HookReport", "Plan", "RowReport", "make_plan"]
+from slime.plan import times
+from slime.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device
+from slime.plan.fit import EngineMemory, Moment, engine_memory, moments
+from slime.plan.layout import (
+    MEAN_SHARE,
+    BatchPlan,
+    DataFacts,
+    EngineGroup,
+    ParallelLayout,
+    Seat,
+    SlotLayout,
+    batch_plan,
+    seats,
+    slot_layout,
+)
+from slime.plan.trainer_memory import TrainerMemory, trainer_memory
+from slime.utils.model_shape import ModelShape
+from slime.weights.formats import WeightFormat
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+
+ASSUMED_HOST_MEMORY = 24 * 2**30
+
+
+@dataclass(frozen=True)
+class HookReport:
+    """One hook of the command line."""
+
+    flag: str
+    path: str
+    where: str | None  # file:line of what was loaded; None where it could not be
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """The first usable row of a data file, as the model will see it."""
+
+    data: str  # "prompts", or the name of an evaluation data set
+    path: str
+    where: str | None  # file:line
+    text: str | None
+    pieces: list[tuple[str, bool]]  # SFT: the text in spans, each with whether it is trained on. Empty otherwise.
+    num_tokens: int | None
+    num_trained_tokens: int | None
+    label: str | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """Engines that are alike: a model of --sglang-config, or all."""
+
+    group: EngineGroup
+    settings: Mapping[str, Any] = field(default_factory=dict)  # ServerArgs values that differ from SGLang's own
+    serves_policy: bool = True  # False: another model, whose size is not known from the flags
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan needs and flags alone do not say."""
+
+    device: Device | None = None
+    data: DataFacts | None = None
+    engines: list[EngineKind] | None = None  # None: all alike, as the cluster flags say
+    # How --hf-checkpoint is quantised, and with it what engines store and are sent; None: it is not
+    weight_format: WeightFormat | None = None
+    hooks: list[HookReport] = field(default_factory=list)
+    rows: list[RowReport] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before it starts; sizes in bytes, times in seconds."""
+
+    device: Device
+    params: dict[str, int] | None  # Parameters of each part of the model
+    slots: SlotLayout
+    layout: ParallelLayout | None
+    seats: list[Seat]
+    batch: BatchPlan | None
+    trainer_memory: TrainerMemory | None
+    critic_memory: TrainerMemory | None  # Of the critic, which takes turns with the actor on the same GPUs
+    engine_memory: list[EngineMemory]
+    fit: list[Moment]
+    host_memory_per_node: int  # Pinned copies of weights, and what is offloaded; with GPUs
+    phases: list[times.Phase]  # Of one rollout; estimates
+    transport: times.Transport | None
+    outputs: list[times.Output]
+    hooks: list[HookReport]
+    rows: list[RowReport]
+    assumptions: list[str]
+    missing: list[str]
+    warnings: list[str]
+    refused: list[str]
+
+    @property
+    def rollout_seconds(self) -> float:
+        """Seconds of one rollout, its phases one after the other."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def does_fit(self) -> bool:
+        """Whether every moment fits."""
+        return all(moment.fits for moment in self.fit)
+
+
+def make_plan(args: Args, facts: Facts | None = None) -> Plan:
+    """Plan the run of a command line.
+
+    Args:
+        args: parsed and derived flags; none of them need be supported yet.
+        facts: what was found out beside them.
+    """
+    facts = facts or Facts()
+    device = facts.device or (cpu_device(ASSUMED_HOST_MEMORY) if args.accelerator == "cpu" else DEVICES[DEFAULT_GPU])
+    shape, missing = ModelShape.of(args), list(facts.missing)
+    if shape is None:
+        missing.append(
+            "the model's sizes: give its flags (scripts/models/*.sh) or --model-args-from-hf; memory and times are "
+            "left out"
+        )
+    layout = ParallelLayout.of(args, shape.num_layers if shape else 1)
+    batch = batch_plan(args, layout, facts.data) if args.rollout_batch_size else None
+    slots, node_size = slot_layout(args), _node_size(args)
+    kinds = facts.engines
+    if kinds is None:
+        group = EngineGroup("", slots.num_engine_slots, args.rollout_num_gpus_per_engine)
+        kinds = [EngineKind(group)] if slots.num_engine_slots else []
+    serving = [kind for kind in kinds if kind.serves_policy and kind.group.name != "placeholder"]
+    num_engines = max(1, sum(kind.group.num_gpus // kind.group.num_gpus_per_engine for kind in serving))
+    trainer = trainer_memory(args, shape, layout, batch) if shape and batch and slots.num_trainers else None
+    critic = None
+    if trainer and shape and batch and args.use_critic:
+        critic = trainer_memory(args, shape, layout, batch, is_critic=True)
+    engines = [
+        engine_memory(
+            shape,
+            device,
+            kind.settings,
+            num_gpus=kind.group.num_gpus_per_engine,
+            longest=batch.lengths.longest if batch else 1,
+            name=kind.group.name,
+            fmt=facts.weight_format,
+        )
+        for kind in serving
+        if shape
+    ]
+    trainers = [each for each in (trainer, critic) if each]
+    num_nodes = -(-slots.total // node_size)
+    sends = times.transport(args, shape, device, num_nodes=num_nodes, fmt=facts.weight_format) if shape else None
+    phases: list[times.Phase] = []
+    if shape and batch:
+        rollout = times.Rollout(args, shape, device, layout, batch)
+        phases = list(times.phases(rollout, trainer, engines, num_engines=num_engines, sends=sends))
+    return Plan(
+        device=device,
+        params=shape.components if shape else None,
+        slots=slots,
+        layout=layout if shape else None,
+        seats=seats(slots, layout, [kind.group for kind in kinds], num_gpus_per_node=node_size),
+        batch=batch,
+        trainer_memory=trainer,
+        critic_memory=critic,
+        engine_memory=engines,
+        fit=moments(args, device, slots, trainers=trainers, engines=engines) if shape and batch else [],
+        host_memory_per_node=_host_memory(args, slots, trainers, engines),
+        phases=phases,
+        transport=sends,
+        outputs=times.outputs(args, shape, facts.weight_format),
+        hooks=facts.hooks,
+        rows=facts.rows,
+        assumptions=_assumptions(args, device, batch, engines, facts),
+        missing=missing,
+        warnings=facts.warnings,
+        refused=facts.refused,
+    )
+
+
+def _node_size(args: Args) -> int:
+    """Slots of a node; a machine without GPUs is one node."""
+    if args.accelerator == "cpu":
+        return max(1, slot_layout(args).total)
+    return int(args.num_gpus_per_node)
+
+
+def _host_memory(args: Args, slots: SlotLayout, trainers: list[TrainerMemory], engines: list[EngineMemory]) -> int:
+    if args.accelerator == "cpu":
+        return 0
+    ranks = min(slots.num_trainers, _node_size(args))
+    copies = sum(
+        max(stage.host_copies + stage.state * bool(args.offload_train) for stage in trainer.stages)
+        for trainer in trainers
+    )
+    weights = max((engine.weights for engine in engines), default=0) * bool(args.offload_rollout)
+    return ranks * copies + min(slots.num_engine_slots, _node_size(args)) * weights
+
+
+def _assumptions(
+    args: Args, device: Device, batch: BatchPlan | None, engines: list[EngineMemory], facts: Facts
+) -> list[str]:
+    found = [f"device {device.name} with {device.memory_bytes / 1e9:.0f} GB; rates: {device.source}"]
+    if batch is not None:
+        lengths = batch.lengths
+        if not (facts.data and facts.data.mean_prompt):
+            found.append(f"prompts of {lengths.mean_prompt} tokens: their lengths are not known")
+        if lengths.max_response:
+            found.append(
+                f"responses of {lengths.mean_response} tokens on average, {MEAN_SHARE:.0%} of the longest "
+                f"({lengths.max_response})"
+            )
+    if any(engine.is_fraction_assumed for engine in engines) and not device.is_shared:
+        found.append(f"--sglang-mem-fraction-static {engines[0].mem_fraction}, which SGLang chooses by itself")
+    if args.lora_rank:
+        found.append("LoRA adapters on every linear layer")
+    if args.rollout_external_engine_addrs:
+        found.append("the engines of --rollout-external-engine-addrs run on GPUs that are not in the plan")
+    found.append("times and memory are estimates: reward functions, tools and fragmentation are not in them")
+    return found

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from slime.plan import Plan, RowReport
 from slime.plan.fit import EngineMemory
 from slime.plan.layout import Seat
-from slime.plan.plan import Plan, RowReport
 from slime.plan.trainer_memory import TrainerMemory
 
 WIDTH = 110

@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.plan import RowReport
 from slime.plan.layout import DataFacts
-from slime.plan.plan import RowReport
 from slime.utils.data import Dataset, parse_slice, read_rows
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator

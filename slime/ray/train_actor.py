@@ -18,7 +18,7 @@ from slime.backends.sglang_utils import weight_transfer
 from slime.config.args import Args
 from slime.config.roles import Role
 from slime.observability.logging_utils import collect_warnings, configure_logger
-from slime.observability.memory_metrics import memory_after
+from slime.observability.profiler import memory_after
 from slime.ray import stalls
 from slime.ray.peer_copies import owners_of, send_state, take_state
 from slime.ray.utils import RayActor, check_network, redirect_output

@@ -326,6 +326,7 @@ class PostWrite(Protocol):
     def __call__(self, args: Args, version_dir: str, rollout_engines: list[Any]) -> None: ...
 
 
+# Attribute of the flag (its name with underscores) -> the Protocol of its function
 HOOKS: dict[str, type] = {
     "rollout_function_path": RolloutFn,
     "eval_function_path": RolloutFn,
@@ -352,7 +353,6 @@ HOOKS: dict[str, type] = {
     "custom_pg_loss_reducer_function_path": PgLossReducer,
     "custom_update_weight_post_write_path": PostWrite,
 }
-"""Attribute of the flag (its name with underscores) -> the Protocol of its function."""
 
 
 def call_rollout_fn(fn: RolloutFn, *args: Any, evaluation: bool, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
-"""What is sent to the engine for one sample, and what its answer adds to the sample.
+"""Requests to engines: where each model is, the body of a /generate call, and what comes of its answer.
 
-It builds and reads plain dicts; it sends nothing and knows no rollout.
+Each model (policy, reward model, teacher, ...) has a router of its own; `args.sglang_model_routers` (name -> (ip,
+port)) is what the rollout manager published.
 """
 
 from __future__ import annotations
@@ -11,6 +12,31 @@ from slime.config.args import Args
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.progress_counts import went_on
 from slime.utils.types import Sample
+
+
+def router_url(args: Args) -> str:
+    """Address of the default router."""
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+
+
+def get_model_url(args: Args, model_name: str, endpoint: str = "/generate") -> str:
+    """Address of a model's router by its name; the default router for a name that has none."""
+    routers = args.sglang_model_routers or {}
+    ip, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
+    return f"http://{ip}:{port}{endpoint}"
+
+
+def required_model_url(args: Args, model_name: str, endpoint: str, *, remedy: str) -> str:
+    """As `get_model_url`, but the model must run: the policy would answer in its place, and nobody would notice.
+
+    Raises:
+        ValueError: there is no model of this name; `remedy` says what starts one.
+    """
+    if model_name not in (args.sglang_model_routers or {}):
+        running = ", ".join(args.sglang_model_routers or {}) or "none with a name"
+        raise ValueError(f"no model {model_name!r} runs (running: {running}); {remedy}")
+    return get_model_url(args, model_name, endpoint)
+
 
 AFFINITY_POLICY = "consistent_hashing"
 AFFINITY_HEADER = "X-SMG-Routing-Key"

@@ -26,9 +26,8 @@ from slime.observability.trace_utils import (
     trace_next_attempt,
 )
 from slime.rollout.base_types import flatten
-from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload
+from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload, router_url
 from slime.rollout.hook_signatures import is_batch_generate
-from slime.rollout.model_urls import router_url
 from slime.rollout.sample_errors import (
     SampleValueError,
     blame,

@@ -13,8 +13,17 @@ from typing import Any
 from slime.config.args import Args
 from slime.rollout.hook_errors import HookError, blame_hook, hook_name
 from slime.rollout.hook_signatures import missing_methods
-from slime.rollout.sample_errors import SampleValueError, check_distinct, check_reward, describe
-from slime.rollout.sample_values import LOG_PROBS, as_list, to_lists, train_problem, values_problem
+from slime.rollout.sample_errors import (
+    LOG_PROBS,
+    SampleValueError,
+    as_list,
+    check_distinct,
+    check_reward,
+    describe,
+    to_lists,
+    train_problem,
+    values_problem,
+)
 from slime.rollout.train_data import mask_sums
 from slime.utils.misc import is_finite_number, kind_of, needed, shown
 from slime.utils.types import Sample
@@ -140,7 +149,7 @@ def check_trainable(args: Args, name: str, samples: list[Sample]) -> None:
     """Every sample of a rollout can be trained on, wherever it comes from: the last check before the trainer.
 
     Args:
-        args: what slime.rollout.sample_values and `check_reward` read.
+        args: what slime.rollout.sample_errors and `check_reward` read.
         name: where the samples come from.
         samples: of the whole rollout; arrays and tensors in them become lists.
 

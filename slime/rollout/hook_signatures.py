@@ -13,14 +13,14 @@ from typing import Any
 
 from slime.rollout.base_types import HOOKS, DataSourceClass, GenerateFn, ModelProvider, RewardFn, SampleHook
 
+# Protocol -> keywords that a function gets if it has a parameter of that name
 OPTIONAL_KEYWORDS: dict[type, tuple[str, ...]] = {
     GenerateFn: ("evaluation",),
     SampleHook: ("rollout_id", "evaluation"),
     ModelProvider: ("vp_stage",),
 }
-"""Protocol -> keywords that a function gets if it has a parameter of that name."""
+# Protocols of functions whose result is used as it is; a generate function must be async, the other two may be
 NOT_AWAITED = frozenset(HOOKS.values()) - {GenerateFn, SampleHook, RewardFn}
-"""Protocols of functions whose result is used as it is; a generate function must be async, the other two may be."""
 DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.config.args import Args
-from slime.rollout.model_urls import required_model_url
+from slime.rollout.engine_request import required_model_url
 from slime.rollout.rm_hub.service import Service, ask, unusable
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.types import Sample

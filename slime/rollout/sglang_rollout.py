@@ -23,6 +23,7 @@ from slime.backends.sglang_utils import server_control
 from slime.config.args import Args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
+from slime.rollout.engine_request import get_model_url, router_url
 from slime.rollout.eval import eval_rollout, eval_rollout_single_dataset
 from slime.rollout.generation import (
     GenerateState,
@@ -33,7 +34,6 @@ from slime.rollout.generation import (
 )
 from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import draw_groups, return_groups, warn_if_ignored
-from slime.rollout.model_urls import get_model_url, router_url
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.weight_versions import WeightClock, is_too_old
 from slime.utils import async_utils

@@ -22,9 +22,8 @@ import logging
 from typing import Any
 
 from slime.config.args import Args
-from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload
+from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload, router_url
 from slime.rollout.generation import GenerateState, tokenize_prompt
-from slime.rollout.model_urls import router_url
 from slime.utils.errors import HttpError
 from slime.utils.http_utils import is_new_incident, is_refused, stream_events
 from slime.utils.outages import OUTAGES

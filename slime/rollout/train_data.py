@@ -125,7 +125,7 @@ def _log_probs(sample: Sample, mask: list[int], field: str) -> list[float]:
         return [0.0] * len(mask)  # neutral: nothing of this sample is trained
     if len(log_probs) != len(mask):
         raise ValueError(f"sample {sample.index} has {len(log_probs)} {field} for {len(mask)} tokens")
-    is_number = np.isfinite(np.asarray(log_probs, float))  # None is not; slime.rollout.sample_values: it is masked
+    is_number = np.isfinite(np.asarray(log_probs, float))  # None is not; slime.rollout.sample_errors: it is masked
     if is_number.all():
         return log_probs
     return [value if usable else 0.0 for value, usable in zip(log_probs, is_number, strict=True)]

@@ -32,9 +32,9 @@ from slime.config.args import Args
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.collector import Collector
+from slime.rollout.engine_request import router_url
 from slime.rollout.generation import GenerateState, fresh_copy
 from slime.rollout.hook_returns import draw_groups, return_groups
-from slime.rollout.model_urls import router_url
 from slime.rollout.sample_errors import SampleError, blame, check_completed, check_reward, describe
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.scoring import score_each, score_group

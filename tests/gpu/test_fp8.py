@@ -13,8 +13,8 @@ import torch
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.sglang_utils import weight_transfer
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.conversion.reader import SafetensorsReader
 from slime.utils import fusion, http_utils
-from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.weights.formats import Fp8Format, format_of_checkpoint
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model

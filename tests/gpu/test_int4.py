@@ -12,7 +12,7 @@ import torch
 from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.sglang_utils import weight_transfer
-from slime.utils.conversion.safetensors_reader import SafetensorsReader
+from slime.conversion.reader import SafetensorsReader
 from slime.weights.formats import Int4Format, format_of_checkpoint
 from tests.gpu.test_fp8 import CUDA, SIZES, mean_gap
 from tests.integration.conftest import make_engine

@@ -11,7 +11,7 @@ from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.megatron_utils.update_weight import base
 from slime.backends.sglang_utils import weight_transfer
-from slime.utils.conversion.safetensors_reader import SafetensorsReader
+from slime.conversion.reader import SafetensorsReader
 from slime.weights.formats import format_of_checkpoint
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model

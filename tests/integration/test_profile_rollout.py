@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.observability.kernel_traces import read_trace, summarize
 from slime.utils import http_utils
 from slime.utils.wait import wait
 from tools.analyze_profile import main as analyze
+from tools.parts.kernel_traces import read_trace, summarize
 from tools.profile_rollout import main as profile
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.rm_hub import RewardError, async_rm, batched_async_rm, classify, remote_rm, service
+from slime.rollout.rm_hub import RewardError, async_rm, batched_async_rm, remote_rm, service
 from slime.rollout.rm_hub.code_sandbox import extract_code, read_test_cases, same_output
 from slime.utils.types import Sample
 from tests.rollout.reward_fakes import FakeService, run
@@ -249,7 +249,7 @@ class RewardTokenizer:
 
 
 def classify_score(fake: FakeService, monkeypatch: pytest.MonkeyPatch, sample: Sample) -> Any:
-    monkeypatch.setattr(classify, "RewardTokenizer", lambda args: Namespace(tokenizer=RewardTokenizer()))
+    monkeypatch.setattr(service, "RewardTokenizer", lambda args: Namespace(tokenizer=RewardTokenizer()))
     routers = {"reward": ("127.0.0.1", fake.port)}
     args = rollout_args(custom_rm_path=None, rm_type="classify", reward_model_path="rm", sglang_model_routers=routers)
     return run(async_rm(args, sample))

@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from slime.rollout import sglang_streaming_rollout
+from slime.rollout.engine_request import router_url
 from slime.rollout.generation import GenerateState
-from slime.rollout.model_urls import router_url
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils import async_utils, http_utils
 from slime.utils.errors import HttpError

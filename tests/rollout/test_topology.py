@@ -32,7 +32,7 @@ from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.router import Router
 from slime.ray.rollout.server_group import SHUTDOWN_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
-from slime.rollout.model_urls import get_model_url
+from slime.rollout.engine_request import get_model_url
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
 from tests.integration.conftest import make_engine

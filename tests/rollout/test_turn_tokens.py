@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.rollout.turn_tokens import count_drift, next_turn_tokens, turn_content, turn_markers
+from slime.rollout.multi_turn import count_drift, next_turn_tokens, turn_content, turn_markers
 from slime.utils.processing_utils import encode_text, render_chat
 from slime.utils.types import Sample
 from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.checkpoint import torch_dist_writer
-from slime.utils.conversion import hf_output, partial_dir
+from slime.conversion import writer
 from tests.unit.megatron_fakes import make_hf_model
 from tests.unit.test_convert_gguf import write_gguf
 from tests.unit.test_hf_weights import run_tool, tensors_of
@@ -180,8 +180,7 @@ class EndOfWriting:
 
     Attributes:
         ends: is called before a write, which is done if it comes back.
-        when: "the plan": at once; "the weights": after so many bytes; "the rest": when the weights are complete; "the
-            name": when all is; "the end": when what is complete has its name.
+        when: "the weights": after so many bytes; "the rest": when the weights are complete; "the name": when all is.
         after: those bytes; of "the name", so many directories that have got theirs.
     """
 
@@ -192,13 +191,11 @@ class EndOfWriting:
 
     def __call__(self) -> None:
         """Put it in place, in a process that does nothing else."""
-        for module, name in ((os, "pwrite"), (os, "copy_file_range"), (torch_dist_writer.HashedStream, "write")):
+        for module, name in ((os, "pwrite"), (torch_dist_writer.HashedStream, "write")):
             setattr(module, name, self._counted(getattr(module, name)))
         real_text = Path.write_text
 
         def write_text(path: Path, *values: Any, **more: Any) -> int:
-            if self.when == "the plan" and path.name == partial_dir.PLAN_FILE:
-                self.ends()
             if self.when == "the rest" and path.name in ("config.json", "metadata.json"):
                 self.ends()
             return real_text(path, *values, **more)
@@ -211,7 +208,7 @@ class EndOfWriting:
                 self.ends()
             return real_copy(source, target)
 
-        hf_output.shutil.copyfile = copyfile
+        writer.shutil.copyfile = copyfile
         real_rename = Path.rename
 
         def rename(path: Path, target: Path) -> Path:
@@ -221,14 +218,6 @@ class EndOfWriting:
                     self.ends()
             return real_rename(path, target)
 
-        real_unlink = Path.unlink
-
-        def unlink(path: Path, missing_ok: bool = False) -> None:
-            if self.when == "the end" and path.name == partial_dir.PLAN_FILE:
-                self.ends()
-            real_unlink(path, missing_ok)
-
-        Path.unlink = unlink  # type: ignore[method-assign]
         Path.rename = rename  # type: ignore[method-assign]
 
     def _counted(self, real: Callable[..., int]) -> Callable[..., int]:

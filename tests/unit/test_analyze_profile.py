@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.observability.kernel_traces import Gap, kind_of, length, merged, summarize
 from slime.observability.profiler import Profiler
 from tools.analyze_profile import main
+from tools.parts.kernel_traces import Gap, kind_of, length, merged, summarize
 
 
 def event(

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import save_file
 
+from slime.conversion.writer import growing
 from slime.utils.checkpoint_paths import TRACKER_FILE
-from slime.utils.conversion.partial_dir import growing_alone, lock_of
 from slime.weights.formats import Int4Format
 from tests.unit.converter_ways import FROM_HF, WAYS, contents, cut_in_the_middle, make_inputs, run_apart, split_in_two
 from tests.unit.test_convert_gguf import write_gguf
@@ -335,7 +335,7 @@ def test_an_output_that_is_no_name_is_refused(tmp_path, capfd, monkeypatch, inpu
     (tmp_path / "elsewhere").mkdir()
     grows.symlink_to(tmp_path / "elsewhere")
     said = refused(way, one.command(inputs, here if one.inside else "out"), capfd)
-    assert f"{grows}, where it grows, is a link" in said
+    assert f"{grows}, where the result grows, exists" in said
     assert sorted(file.name for file in here.iterdir()) == sorted([grows.name, "link"])
 
 
@@ -357,11 +357,10 @@ def test_the_checkpoints_of_a_run_keep_their_tracker(tmp_path, capfd, inputs):
 def test_one_process_alone_writes_a_directory(tmp_path, capfd, inputs, way):
     one = WAYS[way]
     partial = tmp_path / "out" / ".release.partial" if one.inside else tmp_path / "out.partial"
-    with growing_alone(partial, tmp_path / "none", replaces=False):
+    with growing(partial):
         said = refused(way, one.command(inputs, tmp_path / "out"), capfd)
-        assert f"another process is writing {partial} now" in said
-        assert not partial.exists() and lock_of(partial).exists()
-    assert not lock_of(partial).exists()
+        assert f"{partial}, where the result grows, exists: another process is writing it now, or was killed." in said
+        assert partial.exists()
 
 
 @pytest.mark.parametrize("way", [way for way, one in WAYS.items() if not one.inside])
@@ -369,5 +368,5 @@ def test_a_directory_of_somebody_else_is_not_grown_over(tmp_path, capfd, inputs,
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine").write_text("x")
     said = refused(way, WAYS[way].command(inputs, tmp_path / "out"), capfd)
-    assert "out.partial exists and is of no conversion" in said
+    assert "out.partial, where the result grows, exists" in said
     assert contents(tmp_path / "out.partial") == {"mine": b"x"}

@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import save_file
 
-from slime.utils.conversion.safetensors_reader import SafetensorsReader
+from slime.conversion.reader import SafetensorsReader
 from slime.utils.errors import UsageError
 from slime.weights.int4 import dequantize_groups, pack, quantize_groups, unpack
 from tests.unit.megatron_fakes import make_hf_model

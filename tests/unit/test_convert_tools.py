@@ -1,4 +1,4 @@
-"""The converters: what comes out is what went in, a cut run goes on, bad input is named before anything starts."""
+"""The converters: what comes out is what went in, bad input is named before anything starts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +16,16 @@ from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.checkpoint import torch_dist_writer
 from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
+from slime.conversion import writer
+from slime.conversion.reader import TensorInfo
+from slime.conversion.writer import HfTarget, Job, write_hf
 from slime.utils import manifest
-from slime.utils.conversion import hf_output, partial_dir
-from slime.utils.conversion.hf_output import HfTarget, Job, write_hf
-from slime.utils.conversion.partial_dir import growing_alone, lock_of
-from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
 from tests.unit.converter_ways import WAYS, cut_in_the_middle
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.test_hf_weights import assert_same_bytes, run_tool, tensors_of
 from tools import (
     convert_fsdp_to_hf,
-    convert_hf_to_fp8,
     convert_hf_to_torch_dist,
     convert_k2_thinking_int4_to_bf16,
     convert_torch_dist_to_hf,
@@ -151,93 +150,34 @@ def jobs_of(tensors: dict[str, torch.Tensor], made: list[str]) -> list[Job]:
     return [job(name, tensor) for name, tensor in tensors.items()]
 
 
-def test_a_conversion_that_was_cut_off_makes_only_what_is_missing(tmp_path, monkeypatch):
+def test_a_conversion_that_fails_leaves_nothing_and_can_be_repeated(tmp_path):
     tensors = {f"t{i}": torch.full((4,), float(i)) for i in range(6)}
-    made: list[str] = []
-    jobs = jobs_of(tensors, made)
-    target = HfTarget(path=tmp_path / "out", flag="--save-dir", shard_bytes=32, made_from=["a"])
+    jobs = jobs_of(tensors, [])
+    target = HfTarget(path=tmp_path / "out", flag="--save-dir", shard_bytes=32)
     broken = [*jobs[:4], Job(jobs[4].outputs, lambda: (_ for _ in ()).throw(KeyboardInterrupt)), jobs[5]]
     with pytest.raises(KeyboardInterrupt):
         write_hf(target, broken)
-    assert not target.path.exists() and made == ["t0", "t1", "t2", "t3"]
-    assert not list(target.partial.glob("*.safetensors.tmp.safetensors"))
-    made.clear()
+    assert not list(tmp_path.iterdir())
     assert write_hf(target, jobs) == 6 * 16
-    assert made == ["t4", "t5"]
     assert_same_bytes(tensors_of(target.path), tensors)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
 
 
 def test_a_conversion_that_is_started_twice_leaves_what_the_first_one_writes(tmp_path):
-    target = HfTarget(path=tmp_path / "out", flag="--save-dir", made_from=["a"])
-    other = HfTarget(path=tmp_path / "out", flag="--save-dir", made_from=["b"])
+    target = HfTarget(path=tmp_path / "out", flag="--save-dir")
     made: list[str] = []
     (job,) = jobs_of({"x": torch.ones(4)}, made)
 
     def make_twice() -> Sequence[torch.Tensor]:
-        for one in (target, other):
-            with pytest.raises(UsageError, match=r"another process is writing .*out.partial now"):
-                write_hf(one, [job])
+        with pytest.raises(UsageError, match=r"out.partial, where the result grows, exists: another process"):
+            write_hf(target, [job])
         return job.make()
 
     write_hf(target, [Job(job.outputs, make_twice)])
     assert made == ["x"] and len(tensors_of(target.path)) == 1
     with pytest.raises(UsageError, match="out came into being meanwhile"):
-        write_hf(other, [job])
-    assert made == ["x"] and sorted(one.name for one in tmp_path.iterdir()) == ["out"]
-
-
-def test_a_lock_that_its_owner_has_just_removed_is_none(tmp_path, monkeypatch):
-    partial, real = tmp_path / "out.partial", partial_dir.fcntl.flock
-    handles: list[int] = []
-
-    def flock(handle: int, how: int) -> None:
-        real(handle, how)
-        handles.append(handle)
-        if len(handles) == 1:
-            lock_of(partial).unlink()
-
-    monkeypatch.setattr(partial_dir.fcntl, "flock", flock)
-    with growing_alone(partial, tmp_path / "out", replaces=False):
-        assert len(handles) == 2 and lock_of(partial).exists()
-
-
-def test_a_cut_conversion_of_weights_that_have_changed_since_starts_over(tmp_path, monkeypatch):
-    shutil.copytree(tiny_model(), tmp_path / "hf")
-    command = ["--model-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/fp8", "--shard-bytes", "30000"]
-    with monkeypatch.context() as patch:
-        patch.setattr(hf_output, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            convert_hf_to_fp8.main(command)
-    changed = {name: tensor + 1 for name, tensor in tensors_of(tmp_path / "hf").items()}
-    save_file(changed, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    assert convert_hf_to_fp8.main(command) == 0
-    name = "model.norm.weight"
-    assert torch.equal(tensors_of(tmp_path / "fp8")[name], changed[name])
-
-
-def test_a_partial_directory_of_something_else_is_not_gone_on_with(tmp_path):
-    made: list[str] = []
-    for made_from in ("a", "b"):
-        target = HfTarget(path=tmp_path / "out", flag="--save-dir", shard_bytes=16, made_from=[made_from])
-        jobs = jobs_of({"x": torch.ones(4), "y": torch.ones(4)}, made)
-        last = jobs[-1]
-        with pytest.raises(RuntimeError):
-            write_hf(target, [jobs[0], Job(last.outputs, lambda: (_ for _ in ()).throw(RuntimeError))])
-    assert made == ["x", "x"]
-
-
-def test_a_partial_directory_of_an_older_converter_is_not_gone_on_with(tmp_path, monkeypatch):
-    made: list[str] = []
-    target = HfTarget(path=tmp_path / "out", flag="--save-dir", shard_bytes=16)
-    jobs = jobs_of({"x": torch.ones(4), "y": torch.ones(4)}, made)
-    with monkeypatch.context() as patch:
-        patch.setattr(hf_output, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            write_hf(target, jobs)
-    monkeypatch.setattr(partial_dir, "VERSION", partial_dir.VERSION + 1)
-    write_hf(target, jobs)
-    assert made == ["x", "y", "x", "y"]
+        write_hf(target, [job])
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
 
 
 @pytest.mark.parametrize("when", ["before", "on the way"])
@@ -247,10 +187,10 @@ def test_a_full_disk_leaves_nothing_under_the_final_name_and_says_what_to_do(tmp
     with monkeypatch.context() as patch:
         if when == "before":
             usage = shutil.disk_usage(tmp_path)._replace(free=10)
-            patch.setattr(hf_output.shutil, "disk_usage", lambda path: usage)
+            patch.setattr(writer.shutil, "disk_usage", lambda path: usage)
             said = r"--save-dir: 0.00 GB are still to be written .* make room"
         else:
-            real = hf_output.os.pwrite
+            real = writer.os.pwrite
 
             written: list[int] = []
 
@@ -260,7 +200,7 @@ def test_a_full_disk_leaves_nothing_under_the_final_name_and_says_what_to_do(tmp
                     raise OSError(errno.ENOSPC, "No space left on device")
                 return real(handle, data, offset)
 
-            patch.setattr(hf_output.os, "pwrite", pwrite)
+            patch.setattr(writer.os, "pwrite", pwrite)
             said = r"the disk of .*out.partial is full; make room and run the same command again"
         with pytest.raises(UsageError, match=said):
             write_hf(target, jobs)
@@ -269,9 +209,9 @@ def test_a_full_disk_leaves_nothing_under_the_final_name_and_says_what_to_do(tmp
     assert len(tensors_of(target.path)) == 2
 
 
-def test_a_conversion_to_torch_dist_goes_on_where_it_was_cut_off(tmp_path):
+def test_a_conversion_to_torch_dist_that_fails_leaves_nothing_and_can_be_repeated(tmp_path):
     make_hf_model(tmp_path / "hf", "qwen3")
-    run_tool_cut = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--max-workers", "1"]
+    command = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--max-workers", "1"]
 
     class CutOff:
         """The tool, whose third part meets the end of its machine."""
@@ -282,10 +222,10 @@ def test_a_conversion_to_torch_dist_goes_on_where_it_was_cut_off(tmp_path):
             torch_dist_writer.PART_BYTES = 10_000
             real = torch_dist_writer._write_part
 
-            def write(partial: Path, number: int, chunks: object) -> None:
-                if number == 3:
+            def write(path: Path, *values: Any) -> Any:
+                if path.name == "__0_3.distcp":
                     raise SystemExit("cut off")
-                real(partial, number, chunks)
+                return real(path, *values)
 
             torch_dist_writer._write_part = write
             try:
@@ -294,26 +234,9 @@ def test_a_conversion_to_torch_dist_goes_on_where_it_was_cut_off(tmp_path):
                 return 0
             return 1
 
-    class GoesOn:
-        """The tool, which may not write the parts that are there."""
-
-        @staticmethod
-        def main(argv: tuple[str, ...]) -> int:
-
-            torch_dist_writer.PART_BYTES = 10_000
-            real = torch_dist_writer._write_part
-
-            def write(partial: Path, number: int, chunks: object) -> None:
-                assert number >= 3
-                real(partial, number, chunks)
-
-            torch_dist_writer._write_part = write
-            return convert_hf_to_torch_dist.main(argv)
-
-    run_tool(CutOff, *run_tool_cut)
-    assert not (tmp_path / "dist" / "release").exists()
-    assert not (tmp_path / "dist" / "latest_checkpointed_iteration.txt").exists()
-    run_tool(GoesOn, *run_tool_cut)
+    run_tool(CutOff, *command)
+    assert not list((tmp_path / "dist").iterdir())
+    run_tool(convert_hf_to_torch_dist, *command)
     back = ["--input-dir", f"{tmp_path}/dist", "--origin-hf-dir", f"{tmp_path}/hf", "--output-dir", f"{tmp_path}/back"]
     assert convert_torch_dist_to_hf.main(back) == 0
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.config.sglang.served_models import served_model_problems
-from slime.utils.conversion.safetensors_reader import SafetensorsReader
+from slime.conversion.reader import SafetensorsReader
 from slime.utils.errors import UsageError
 from slime.weights.names import expected_hf_names
 from tests.unit.megatron_fakes import make_hf_model

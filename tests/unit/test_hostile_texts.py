@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,13 +18,12 @@ import pytest
 
 from examples.reasoning_gym.reward import last_number
 from slime.observability.metric_utils import has_repetition
-from slime.rollout.multi_turn import final_answer
+from slime.rollout.multi_turn import final_answer, next_turn_tokens
 from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.rollout.rm_hub.code_sandbox import extract_code, same_output
 from slime.rollout.rm_hub.ifbench import CHECKERS, follows
-from slime.rollout.rm_hub.latex_text import normalize_latex, split_tuple, to_expression
+from slime.rollout.rm_hub.math_utils import normalize_latex, split_tuple, to_expression
 from slime.rollout.tool_calls import parse_tool_calls
-from slime.rollout.turn_tokens import next_turn_tokens
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, find_sublist
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.generators.arithmetic_generator import ArithmeticGenerator
@@ -99,7 +99,8 @@ def text_of(pattern: str, size: int) -> str:
 def graded(rm_type: str, before: str = "", after: str = "") -> Reader:
     def read(text: str) -> Any:
         sample = Sample(label=LABEL, metadata=CHOICES if "gpqa" in rm_type else {})
-        return asyncio.run(RM_TYPES[rm_type](FLAGS, before + text + after, sample))
+        found = RM_TYPES[rm_type](FLAGS, before + text + after, sample)
+        return asyncio.run(found) if inspect.iscoroutine(found) else found
 
     return read
 

@@ -24,6 +24,13 @@ def table(header: str, num_rows: int, row: str) -> str:
     return "\n".join([header, *[row] * num_rows])
 
 
+# 54 lines, of which 52 are made up: the names between the first and the last are not looked up
+COUNTRIES = "\n".join(["Zimbabwe", "Zambia", *(f"Ü{n}" for n in range(99, 48, -1)), "Algeria"])
+CAPITALS = (
+    "Reykjavík, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, "
+    "Amsterdam, Warsaw, London, Brussels, Kyiv, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, "
+    "Chișinău, Bern, Ljubljana, Zagreb."
+)
 CITY = "ID,Country,City,Year,Count"
 PRODUCT = "ProductID,Category,Brand,Price,Stock"
 STUDENT = "StudentID\tSubject\tGrade\tSemester\tScore"
@@ -89,6 +96,10 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("ratio:sentence_type", {}, "A dog. A cat. A cow?", "A dog. A cow?"),
     ("ratio:sentence_balance", {}, "A dog. Big? Yes!", "A dog. Big? No. Yes!"),
     ("ratio:sentence_words", {}, "Ab cd. Ef gh. Ij kl.", "Ab cd. Ef gh. Ab kl."),
+    ("ratio:overlap", {"reference_text": "abcdef", "percentage": 50}, "abcdxy", "abcdef"),
+    ("words:start_verb", {}, "Cutting trees is hard", "Trees are cut"),
+    ("words:start_verb", {}, "Takes a day", "A day"),
+    ("words:odd_even_syllables", {}, "The table is over", "The cat is over"),
     ("words:alphabet", {}, "Xylophones yell. Zebras act", "Ants can bite"),
     ("words:vowel", {}, "a big dog hid", "a big dog met us"),
     ("words:consonants", {}, "strong plants", "strong tea"),
@@ -131,6 +142,9 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "My Answer: My Conclusion: b Future Outlook:",
     ),
     ("format:no_whitespace", {}, "noneatall\n", "some space"),
+    ("format:thesis", {}, "<i>Dogs are good.</i> They help.", "<i>Dogs are good.</i>"),
+    ("custom:reverse_newline", {}, COUNTRIES, COUNTRIES.replace("Zambia", "Ambia")),
+    ("custom:european_capitals_sort", {}, CAPITALS, CAPITALS.replace("Oslo, Tallinn", "Tallinn, Oslo")),
     ("custom:multiples", {}, "14, 21, 28, 35, 42, 49", "7, 14, 21, 28, 35, 42, 49"),
     ("custom:mcq_count_length", {}, QUESTIONS, QUESTIONS.replace("E) x", "", 1)),
     ("custom:word_reverse", {}, "eagle bald the is It", "It is the bald eagle"),
@@ -194,7 +208,7 @@ def test_a_blank_response_follows_nothing(blank: str | None) -> None:
             {"instruction_id_list": ["punctuation:no_coma"]},
             "did you mean punctuation:no_comma.*known are change_case:",
         ),
-        ({"instruction_id_list": ["words:start_verb"]}, "unknown instruction 'words:start_verb'"),
+        ({"instruction_id_list": ["words:start_noun"]}, "unknown instruction 'words:start_noun'"),
         ({"instruction_id_list": ["count:numbers"], "kwargs": []}, "one entry for each of the 1 instructions"),
         ({"instruction_id_list": ["count:numbers"], "kwargs": [{}]}, "count:numbers was given {}: missing a required"),
         ({"instruction_id_list": ["count:numbers"], "kwargs": [{"M": 3}]}, "was given {'M': 3}"),

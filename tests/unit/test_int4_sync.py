@@ -19,8 +19,8 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import (
 from slime.backends.sglang_utils.quantized_layers import _scale_place, _Stored
 from slime.config.sglang.served_models import cut_blocks, quantization_problems
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
+from slime.conversion.reader import TensorInfo
 from slime.plan import Facts, make_plan
-from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
 from slime.weights.formats import EXPERTS_ONLY, Int4Format, format_of_checkpoint, quantized_parts, weight_format_of
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world

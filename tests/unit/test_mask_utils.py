@@ -5,7 +5,7 @@ from __future__ import annotations
 import jinja2
 import pytest
 
-from slime.rollout.turn_tokens import next_turn_tokens
+from slime.rollout.multi_turn import next_turn_tokens
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from tests.rollout.chat_tokenizers import family_tokenizer
 from tests.unit.rollout_fakes import LetterTokenizer

@@ -6,12 +6,12 @@ import resource
 
 import torch
 
-from slime.observability import memory_metrics
-from slime.observability.memory_metrics import memory_after
+from slime.observability import profiler
+from slime.observability.profiler import memory_after
 
 
 def test_on_a_cpu_the_resident_memory_of_the_process_is_what_is_known(monkeypatch):
-    monkeypatch.setattr(memory_metrics.accelerator, "kind", lambda: "cpu")
+    monkeypatch.setattr(profiler.accelerator, "kind", lambda: "cpu")
     (name, value), *rest = memory_after("train").items()
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     assert (name, rest) == ("memory/after_train/host_rss_gb", [])
@@ -19,7 +19,7 @@ def test_on_a_cpu_the_resident_memory_of_the_process_is_what_is_known(monkeypatc
 
 
 def test_with_cuda_the_whole_gpu_and_torchs_share_of_it_are_told_too(monkeypatch):
-    monkeypatch.setattr(memory_metrics.accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(profiler.accelerator, "kind", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60_000_000_000, 141_000_000_000))  # free, total
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2_000_000_000)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3_000_000_000)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.observability.memory_recorder import MemoryRecorder, recorder_of
+from slime.observability.profiler import MemoryRecorder, recorder_of
 
 
 class FakeTracker:

@@ -306,7 +306,7 @@ def finish_with_a_stopped_service(args: Namespace) -> tuple[str, str]:
     """(where the run is, what was logged) where W&B's process is stopped meanwhile."""
     wandb_utils.ANSWER_MARGIN_S = 1.0
     adapter = wandb_utils.WandbAdapter(args, tracker_runs(args))
-    adapter.log({"train/step": 0, "train/loss": 1.0})
+    adapter.write({"train/step": 0, "train/loss": 1.0}, "train/step")
     with logging_utils.collect_warnings() as said:
         (service,) = [child for child in psutil.Process().children() if child.name() == wandb_utils.SERVICE]
         service.suspend()
@@ -373,7 +373,7 @@ def test_wandb_draws_a_users_metric_over_the_step_of_its_record(tmp_path: Path, 
     monkeypatch.setitem(sys.modules, "wandb", fake)
     args = make_args(tmp_path, use_wandb=True)
     adapter = wandb_utils.WandbAdapter(args, tracker_runs(args))
-    adapter.log({"mine/x": 1.0, "alone": 2.0, "rollout/y": 3.0, "rollout/step": 4})
+    adapter.write({"mine/x": 1.0, "alone": 2.0, "rollout/y": 3.0, "rollout/step": 4}, "rollout/step")
     assert fake.axes["mine/x"] == fake.axes["alone"] == "rollout/step"
     assert "rollout/y" not in fake.axes, "its family has an axis"
 
@@ -494,7 +494,7 @@ def test_tensorboard_files_are_in_a_directory_of_their_experiment(tmp_path: Path
 
 
 def test_rollout_records_carry_the_train_step_for_wandb_when_asked(tmp_path: Path):
-    class Recorder(logging_utils.WandbSink):
+    class Recorder(logging_utils.WandbAdapter):
         def __init__(self) -> None:
             self.written: list[dict] = []
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from slime.plan import make_plan, times
+from slime.plan import Facts, make_plan, times
 from slime.plan.devices import DEFAULT_GPU, DEVICES, device_of_gpu
 from slime.plan.fit import MEM_FRACTION, engine_memory, weight_params
-from slime.plan.plan import Facts
 from slime.plan.times import checkpoint_bytes, num_log_prob_passes, outputs
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import Fp8Format

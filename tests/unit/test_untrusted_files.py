@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
 from slime.config.megatron.arguments import checkpoint_shape_problems
+from slime.conversion.reader import RawTensors
 from slime.utils.checkpoint_metadata import check_names, read_metadata
 from slime.utils.checkpoint_paths import TRACKER_FILE
-from slime.utils.conversion.raw_tensors import RawTensors
 from slime.utils.errors import UsageError
 from slime.weights.safetensors_files import INDEX_FILE, read_index, what_is_wrong
 from tools.inspect_checkpoint import open_checkpoint

@@ -68,8 +68,7 @@ from slime.backends.megatron_utils.update_weight import WeightSyncError, connect
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.config.args import Args
 from slime.config.megatron.arguments import model_shape
-from slime.observability.memory_recorder import recorder_of
-from slime.observability.profiler import Profiler
+from slime.observability.profiler import Profiler, recorder_of
 from slime.observability.timer import Timer, timer
 from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint, resolve_checkpoint_dir

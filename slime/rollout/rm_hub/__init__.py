@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from slime.config.args import Args
-from slime.rollout.rm_hub.classify import classify_reward
 from slime.rollout.rm_hub.code_sandbox import code_reward
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
@@ -20,8 +19,7 @@ from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 from slime.rollout.rm_hub.ifbench import ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
-from slime.rollout.rm_hub.remote import remote_rm
-from slime.rollout.rm_hub.service import RewardError, take_reward_failures
+from slime.rollout.rm_hub.service import RewardError, classify_reward, remote_rm, take_reward_failures
 from slime.rollout.rm_hub.stop_tokens import without_stop_tokens
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.misc import load_function
@@ -45,77 +43,34 @@ __all__ = [
 ]
 
 Reward = float | dict[str, Any]
-Grader = Callable[[Args, str, Sample], Awaitable[Reward]]
+Grader = Callable[[Args, str, Sample], Reward | Awaitable[Reward]]
 BOXED_PREFIX = "boxed_"
 _threads = DaemonThreads("grader", 32)
 
 
-async def _math(args: Args, response: str, sample: Sample) -> Reward:
-    # In a thread: sympy may take its two seconds, and the event loop feeds the engines meanwhile.
-    return int(await _threads.run(grade_answer_verl, response, sample.label))
-
-
-async def _deepscaler(args: Args, response: str, sample: Sample) -> Reward:
-    return await _threads.run(get_deepscaler_rule_based_reward, response, sample.label)
-
-
-async def _dapo(args: Args, response: str, sample: Sample) -> Reward:
-    return compute_score_dapo(response, sample.label)
-
-
-async def _f1(args: Args, response: str, sample: Sample) -> Reward:
-    return f1_score(response, sample.label)[0]
-
-
-async def _gpqa(args: Args, response: str, sample: Sample) -> Reward:
-    return compute_gpqa_reward(response, sample.label, sample.metadata)
-
-
-async def _ifbench(args: Args, response: str, sample: Sample) -> Reward:
-    return ifbench_reward(response, sample.metadata)
-
-
-async def _code(args: Args, response: str, sample: Sample) -> Reward:
-    return await code_reward(args, response, sample)
-
-
-async def _classify(args: Args, response: str, sample: Sample) -> Reward:
-    return await classify_reward(args, response, sample)
-
-
-async def _random(args: Args, response: str, sample: Sample) -> Reward:
-    return random.randint(0, 1)
-
-
-async def _remote(args: Args, response: str, sample: Sample) -> Reward:
-    return await remote_rm(args, sample)
-
-
 def _on_boxed_answer(grade: Grader) -> Grader:
     """Grade the content of the response's last box ("" without one) in place of the response."""
-
-    async def graded(args: Args, response: str, sample: Sample) -> Reward:
-        return await grade(args, extract_boxed_answer(response) or "", sample)
-
-    return graded
+    return lambda args, response, sample: grade(args, extract_boxed_answer(response) or "", sample)
 
 
 _PLAIN: dict[str, Grader] = {
-    "remote_rm": _remote,
-    "math": _math,
-    "deepscaler": _deepscaler,
-    "dapo": _dapo,
-    "f1": _f1,
-    "gpqa": _gpqa,
-    "ifbench": _ifbench,
-    "code": _code,
-    "classify": _classify,
-    "random": _random,
+    "remote_rm": lambda args, response, sample: remote_rm(args, sample),
+    # In threads: sympy may take its two seconds, and the event loop feeds the engines meanwhile.
+    "math": lambda args, response, sample: _threads.run(lambda: int(grade_answer_verl(response, sample.label))),
+    "deepscaler": lambda args, response, sample: _threads.run(
+        get_deepscaler_rule_based_reward, response, sample.label
+    ),
+    "dapo": lambda args, response, sample: compute_score_dapo(response, sample.label),
+    "f1": lambda args, response, sample: f1_score(response, sample.label)[0],
+    "gpqa": lambda args, response, sample: compute_gpqa_reward(response, sample.label, sample.metadata),
+    "ifbench": lambda args, response, sample: ifbench_reward(response, sample.metadata),
+    "code": lambda args, response, sample: code_reward(args, response, sample),
+    "classify": lambda args, response, sample: classify_reward(args, response, sample),
+    "random": lambda args, response, sample: random.randint(0, 1),
 }
 # math and deepscaler look for the box themselves: unboxing first would leave them nothing to find.
-_BOXED: dict[str, Grader] = {"math": _math, "deepscaler": _deepscaler} | {
-    name: _on_boxed_answer(_PLAIN[name]) for name in ("dapo", "f1", "gpqa", "ifbench")
-}
+_BOXED = {name: _PLAIN[name] for name in ("math", "deepscaler")}
+_BOXED |= {name: _on_boxed_answer(_PLAIN[name]) for name in ("dapo", "f1", "gpqa", "ifbench")}
 RM_TYPES: dict[str, Grader] = _PLAIN | {BOXED_PREFIX + name: grade for name, grade in _BOXED.items()}
 _NEED_LABEL = frozenset({"math", "deepscaler", "dapo", "f1"})
 
@@ -147,7 +102,7 @@ async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
         raise NotImplementedError(
             f"Rule-based RM for {rm_type} is not implemented. Built in are: {', '.join(sorted(RM_TYPES))}."
         )
-    return await RM_TYPES[rm_type](args, without_stop_tokens(sample.response), sample)
+    return await _call(RM_TYPES[rm_type], args, without_stop_tokens(sample.response), sample)
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
@@ -161,6 +116,6 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any)
 
 
 async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a user's reward function, which may be a coroutine function or a plain one."""
+    """Call a reward function, which may be a coroutine function or a plain one."""
     result = function(*args, **kwargs)
     return await result if inspect.isawaitable(result) else result

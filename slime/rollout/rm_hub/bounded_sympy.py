@@ -22,12 +22,10 @@ logger = logging.getLogger(__name__)
 CHECK_LIMIT_S = 2.0
 MAX_WORKERS = 2
 END_S = 10.0
-START_S = 60.0
-"""Until a child has imported sympy: a second or two, on a busy machine with cold files many more."""
+START_S = 60.0  # Until a child has imported sympy: a second or two, on a busy machine with cold files many more
+# On top of a check's limit, which the kernel holds the child to: a child that is later than this was stopped
 ANSWER_MARGIN_S = 10.0
-"""On top of a check's limit, which the kernel holds the child to: a child that is later than this was stopped."""
-TURN_S = 3600.0
-"""For a free child: each check has its limit, but thousands may wait."""
+TURN_S = 3600.0  # For a free child: each check has its limit, but thousands may wait
 
 
 class _Late(Exception):

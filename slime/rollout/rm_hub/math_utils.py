@@ -1,6 +1,6 @@
 """Grading of a boxed maths answer against a label: normalised strings first, computer algebra last.
 
-Pure but for the bounded sympy check; it knows nothing of samples or flags.
+Pure but for the bounded sympy check. The second half turns LaTeX into one spelling of it, and into an expression.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import re
 from decimal import Decimal
 
 from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
-from slime.rollout.rm_hub.latex_text import normalize_latex, split_tuple, to_expression
 
 BOXED = r"\boxed{"
 BRACE = re.compile("[{}]")
@@ -100,3 +99,165 @@ def _is_same_element(given: str, truth: str) -> bool:
 def _may_go_to_sympy(expression: str) -> bool:
     letters = {c for c in expression.replace("sqrt", "") if c.isalpha()}
     return len(letters) <= MAX_UNKNOWN_LETTERS and not HARD_FOR_SYMPY.search(expression)
+
+
+UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|dollar|cent|unit"
+UNIT_PATTERN = re.compile(rf"(?<![a-z\\])(?:{UNITS})(?:es|s)? *(?:\^ *\d+)?(?![a-z])")
+LARGE_NUMBERS = {"trillion": 12, "billion": 9, "million": 6}
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
+PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+SYMBOLS = {
+    r"\cdot": "*",
+    r"\times": "*",
+    r"\div": "/",
+    r"\pi": "pi",
+    r"\infty": "oo",
+    r"\cup": "U",
+    "×": "*",
+    "·": "*",
+    "−": "-",
+    "π": "pi",
+    "∞": "oo",
+    "√": "sqrt",
+}
+MAX_NESTED_FRACTIONS = 20  # Levels that are read; what is deeper stays LaTeX, which no label is
+LATEX_FRACTION = r"\frac{"
+NEXT_CHARACTER = re.compile(r"\s*(\S?)")
+DECORATION = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\$", "$", r"^{\circ}", r"^\circ", r"\%", "%")
+
+
+def normalize_latex(answer: str) -> str:
+    """The LaTeX normal form: two answers that differ only in how they are written become equal strings.
+
+    Example:
+        >>> normalize_latex("0.5"), normalize_latex(r"\\dfrac12"), normalize_latex("x = 5")
+        ('\\\\frac{1}{2}', '\\\\frac{1}{2}', '5')
+    """
+    text = answer.strip()
+    if wrapped := re.fullmatch(r"\\text\{(.+?)\}", text):
+        text = wrapped.group(1).strip()
+    text = text.replace("\n", "").replace("\\\\", "\\")
+    text = re.sub(r"\\[td]frac", r"\\frac", text)
+    text = _remove_all(text, DECORATION)
+    text = text.split(r"\text{ ", 1)[0]  # a unit set as text after the number
+    text = re.sub(r"(^|[ {])\.(?=\d)", r"\g<1>0.", text)
+    left, equals, right = text.partition("=")
+    if equals and "=" not in right and len(left.strip()) <= 2:
+        text = right
+    text = re.sub(r"\\sqrt\s*([^{\s\[])", r"\\sqrt{\1}", text).replace(" ", "")
+    text = _brace_fractions(text)
+    if text == "0.5":
+        return r"\frac{1}{2}"
+    return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", text)
+
+
+def to_expression(answer: str) -> str:
+    """The algebra form: lower-case plain text with `+ - * / ^ ( )`, without units, thousands separators and markup.
+
+    A fraction of two plain numbers stays `a/b`; larger parts are put in parentheses.
+
+    Example:
+        >>> to_expression(r"2\\sqrt{2}"), to_expression("1,000 cm"), to_expression(r"\\frac{x+1}{2}")
+        ('2sqrt(2)', '1000', '(x+1)/2')
+    """
+    closed, brace, rest = answer.strip().rpartition(
+        "}"
+    )  # up to it every \text{ has an end, and none is sought in vain
+    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^}]*)\}", r"\1", closed + brace) + rest
+    text = re.sub(r"\\[td]frac", r"\\frac", _remove_all(text, DECORATION))
+    text = text.replace(" or ", " , ").replace(" and ", " , ")
+    for word, exponent in LARGE_NUMBERS.items():
+        text = re.sub(rf"(?<!\s)\s*\b{word}\b", f"*10^{exponent}", text)
+    text = UNIT_PATTERN.sub("", text)
+    text = re.sub(r"^[a-zA-Z]\s*=\s*", "", text.strip())
+    for symbol, plain in SYMBOLS.items():
+        text = text.replace(symbol, plain)
+    text = _plain_roots(_plain_fractions(_brace_fractions(text)))
+    text = re.sub(r"(\d) +(\d+/\d+)", r"\1+\2", text)  # a mixed number
+    text = text.replace(" ", "").replace("{", "(").replace("}", ")").lower()
+    text = THOUSANDS.sub("", text)
+    if re.fullmatch(r"-?\d+\.0*", text):
+        text = text.split(".")[0]
+    return text[1:-1] if re.fullmatch(r"\((-?\d+)\)", text) else text
+
+
+def split_tuple(expression: str) -> tuple[str, list[str], str]:
+    """Opening bracket, elements, closing bracket; no brackets and one element when it is no tuple or interval.
+
+    Example:
+        >>> split_tuple("(1,f(2,3)]")
+        ('(', ['1', 'f(2,3)'], ']')
+    """
+    if len(expression) < 3 or expression[0] not in "([" or expression[-1] not in ")]":
+        return "", [expression], ""
+    parts, depth, start = [], 0, 1
+    for mark in re.finditer(r"[()\[\],]", expression[1:-1]):
+        depth += (mark[0] in "([") - (mark[0] in ")]")
+        if depth < 0:
+            return "", [expression], ""  # (1,2)(3,4): the outer brackets are no pair
+        if mark[0] == "," and depth == 0:
+            parts.append(expression[start : mark.start() + 1])
+            start = mark.end() + 1
+    if not parts:
+        return "", [expression], ""
+    return expression[0], [*parts, expression[start:-1]], expression[-1]
+
+
+def _remove_all(text: str, pieces: tuple[str, ...]) -> str:
+    for piece in pieces:
+        text = text.replace(piece, "")
+    return text
+
+
+def _brace_fractions(text: str) -> str:
+    r"""`\frac12` and `\frac1{23}` to `\frac{1}{2}` and `\frac{1}{23}`."""
+    text = re.sub(r"\\frac\s*([^{\s\\])", r"\\frac{\1}", text)
+    return re.sub(r"(\\frac\{[^{}]*\})\s*([^{\s\\])", r"\1{\2}", text)
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Index of each brace that is closed -> index of the brace that closes it."""
+    opened: list[int] = []
+    closings: dict[int, int] = {}
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closings[opened.pop()] = brace.start()
+    return closings
+
+
+def _plain_fractions(text: str) -> str:
+    return _plain_span(text, 0, len(text), _closings(text), depth=0)
+
+
+def _plain_span(text: str, start: int, end: int, closings: dict[int, int], depth: int) -> str:
+    pieces = []
+    while depth < MAX_NESTED_FRACTIONS and (position := text.find(LATEX_FRACTION, start, end)) >= 0:
+        opening = position + len(LATEX_FRACTION) - 1
+        middle = closings.get(opening)
+        last = None if middle is None else closings.get(middle + 1)
+        if middle is None or last is None:
+            break
+        parts = [_plain_span(text, opening + 1, middle, closings, depth + 1)]
+        parts += [_plain_span(text, middle + 2, last, closings, depth + 1)]
+        fraction = "/".join(map(_part, parts))
+        before, following = text[start:position].rstrip(), NEXT_CHARACTER.match(text, last + 1, end)
+        if before and before[-1].isdigit():
+            fraction = f" {fraction}"  # a mixed number, as in 1\frac{1}{2}
+        elif following and following[1] and following[1] not in "+-=,)]}":
+            fraction = f"({fraction})"
+        pieces += [text[start:position], fraction]
+        start = last + 1
+    return "".join([*pieces, text[start:end]])
+
+
+def _part(content: str) -> str:
+    inner = content.strip()
+    return inner if PLAIN_NUMBER.fullmatch(inner) or len(inner) == 1 else f"({inner})"
+
+
+def _plain_roots(text: str) -> str:
+    text = re.sub(r"\\sqrt\s*\[(\d+)\]\s*\{([^{}]*)\}", r"((\2)^(1/\1))", text)
+    text = re.sub(r"\\sqrt\s*([^{\s\[])", r"sqrt(\1)", text)
+    return text.replace(r"\sqrt", "sqrt")

@@ -1,9 +1,12 @@
-"""Requests to reward services: bounded in number, each with a deadline, tried again with back-off, counted when lost.
+"""Rewards of servers: requests bounded in number, each with a deadline, tried again with back-off, counted when lost.
+
+`remote_rm` (rm_type remote_rm) takes the answer of --rm-url as the reward; `classify_reward` (rm_type classify) is the
+score of the reward model that the run serves under the name "reward" (--reward-model-path), whose conversation its own
+tokenizer and chat template render: its words and turns are not those of the policy.
 
 Wait graph: a request waits for one of the service's slots (each is held for one try, so for `timeout_s` at most, never
 during a back-off), then for the service; what comes of it unblocks the scoring of one sample. A reward that every try
-failed for is a `RewardError`, which the rollout treats as --on-sample-error says. It does not know what is sent or
-what an answer means.
+failed for is a `RewardError`, which the rollout treats as --on-sample-error says.
 """
 
 from __future__ import annotations
@@ -17,8 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from slime.config.args import Args
+from slime.rollout.engine_request import required_model_url
 from slime.utils.api_keys import headers_for
 from slime.utils.errors import HttpError
+from slime.utils.misc import SingletonMeta, needed
+from slime.utils.processing_utils import encode_text, load_tokenizer, render_chat
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -196,3 +203,71 @@ def _lost(service: Service, what: str, sample: Sample, answer: str, status: int 
 def unusable(service: Service, sample: Sample, answer: object) -> RewardError:
     """The error for an answer that is JSON, but not what the service is to answer; it counts as a lost reward."""
     return _lost(service, "gave an unexpected answer", sample, str(answer)[:_HEAD_CHARS], None)
+
+
+async def remote_rm(args: Args, sample: Sample, max_retries: int = 10) -> Any:
+    """POST prompt, response and label to `args.rm_url` and return the answer's JSON.
+
+    At most 64 requests at a time, 120 s for a try. Server and connection errors are tried again, `max_retries` times
+    in all.
+
+    Raises:
+        RewardError: the service refused the request (4xx, at once, with its text) or every try failed.
+    """
+    service = Service(
+        "the reward service of --rm-url", needed(args.rm_url), max_tries=max_retries, proxy=args.http_proxy
+    )
+    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    return await ask(service, payload, sample)
+
+
+MODEL_NAME = "reward"
+MAX_IN_FLIGHT = 512  # the engine batches
+TIMEOUT_S = 600.0  # one forward pass, behind those of the others
+
+
+class RewardTokenizer(metaclass=SingletonMeta):
+    """The reward model's tokenizer, read once per process."""
+
+    def __init__(self, args: Args) -> None:
+        self.tokenizer = load_tokenizer(needed(args.reward_model_path), trust_remote_code=args.trust_remote_code)
+
+
+def conversation(sample: Sample, response: str) -> list[dict[str, Any]]:
+    """The sample as messages: the prompt's (metadata["messages"], else the prompt itself), then the response.
+
+    A prompt that is text counts as one user turn.
+    """
+    prompt = sample.metadata.get("messages") or sample.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*messages, {"role": "assistant", "content": response}]
+
+
+def conversation_ids(tokenizer: Any, sample: Sample, response: str) -> list[int]:
+    """Token ids of the whole conversation under the reward model's chat template."""
+    text = render_chat(tokenizer, conversation(sample, response), add_generation_prompt=False)
+    return encode_text(tokenizer, text)
+
+
+async def classify_reward(args: Args, response: str, sample: Sample) -> float:
+    """The reward model's score of the sample with `response`, which has no stop token: the template closes the turn.
+
+    Raises:
+        RewardError: the engine failed, refused the sample (longer than its context, say), or answered more than one
+            score.
+        ValueError: no reward model runs.
+    """
+    url = required_model_url(args, MODEL_NAME, "/classify", remedy="--reward-model-path starts one")
+    service = Service(
+        "the reward model of --reward-model-path",
+        url,
+        max_in_flight=MAX_IN_FLIGHT,
+        timeout_s=TIMEOUT_S,
+    )
+    payload = {"input_ids": conversation_ids(RewardTokenizer(args).tokenizer, sample, response)}
+    answer = await ask(service, payload, sample)
+    entry = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    scores = entry.get("embedding") if isinstance(entry, dict) else None
+    if not isinstance(scores, list) or len(scores) != 1:
+        raise unusable(service, sample, f"{len(scores)} scores, not 1" if isinstance(scores, list) else answer)
+    return float(scores[0])

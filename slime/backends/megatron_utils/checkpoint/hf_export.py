@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.checkpoint.writing import DiskFull
 from slime.config.args import Args
-from slime.utils.conversion.hf_output import SHARD_BYTES, copy_assets
+from slime.conversion.writer import SHARD_BYTES, copy_assets
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError
 from slime.utils.full_disk import is_of_full_disk
@@ -94,7 +94,7 @@ class _GivesWay:
 
 def _copies_in_predictions(args: Args) -> dict[str, list[str]]:
     """Names under which prediction layers of --hf-checkpoint hold copies of the embedding and the output layer."""
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
     from slime.weights.names import prediction_copy_of
 
     copies: dict[str, list[str]] = {}
@@ -106,7 +106,7 @@ def _copies_in_predictions(args: Args) -> dict[str, list[str]]:
 
 def _of_other_parts(hf_checkpoint: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what no trainer changes and a model that sees images needs, as --hf-checkpoint has them."""
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
 
     reader = SafetensorsReader(hf_checkpoint)
     return ((name, reader.get(name)) for name in reader.names() if is_of_other_part(name))

@@ -16,13 +16,12 @@ from slime.backends.megatron_utils.megatron_to_hf import family_of_args
 from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.model_provider import build_stage
 from slime.config.args import Args
-from slime.utils.conversion.file_copy import Segment, range_in
 from slime.utils.errors import UsageError
 from slime.weights.names import left_over
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.checkpoint.torch_dist_writer import Parameter
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -96,21 +95,6 @@ class HfWeights:
         rule, names = self._family.find(one.name, self._args.num_layers)
         tensors = [self._reader.get(name).to(one.dtype) for name in names]
         return rule.layout.to_megatron(tensors, TensorShape.of(self._args))
-
-    def stored(self, one: Parameter, whole: torch.Tensor) -> list[tuple[int, int, Segment]]:
-        """Which ranges of a weight's bytes lie in the checkpoint's files as they are, and where.
-
-        Args:
-            one: the weight.
-            whole: like it, without memory.
-        """
-        rule, names = self._family.find(one.name, self._args.num_layers)
-        found: list[tuple[int, int, Segment]] = []
-        for name, part in zip(names, rule.layout.to_hf(whole, TensorShape.of(self._args)), strict=True):
-            place, segment = range_in(part, whole), self._reader.segment(name)
-            if place is not None and segment is not None and self._infos[name].dtype == one.dtype:
-                found.append((*place, segment))
-        return found
 
     @property
     def _root(self) -> str:

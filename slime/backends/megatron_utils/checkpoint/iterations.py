@@ -39,9 +39,9 @@ from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loadi
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
+from slime.conversion.writer import put_in_place
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
-from slime.utils.conversion.partial_dir import put_in_place
 from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.manifest import Entry, entries_of, to_disk, write_manifest
 

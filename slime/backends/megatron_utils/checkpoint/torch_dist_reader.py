@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from slime.conversion.reader import TensorInfo
 from slime.utils.checkpoint_metadata import read_metadata
-from slime.utils.conversion.file_copy import Segment, tiles
-from slime.utils.conversion.raw_tensors import TensorInfo
 from slime.utils.errors import UsageError
 
 # The norms have the names of TransformerEngine's fused layers, so that models with and without it share checkpoints.
@@ -94,42 +92,6 @@ class TorchDistReader:
         if found is None:
             raise UsageError(f"{self._directory} has no values of {name}; was the saving of it cut off?")
         return found
-
-    def segments(self, name: str, start: int, stop: int) -> list[Segment] | None:
-        """Where the bytes [start, stop) of a parameter are; None where files do not have them as they are."""
-        place = self._places[name]
-        (dtype, shape), ahead = self._info(place), len(place.index)
-        ranges: list[tuple[int, int, Segment]] = []
-        for chunk in self._tensors[place.key].chunks:
-            if _overlap(place.index, chunk.offsets, chunk.sizes) is None:
-                continue
-            sizes = tuple(chunk.sizes[ahead:])
-            if sizes[1:] != shape[1:] or any(size != 1 for size in chunk.sizes[:ahead]):
-                return None
-            row_bytes = prod(shape[1:]) * dtype.itemsize
-            first = chunk.offsets[ahead] * row_bytes if sizes else 0
-            segment = self._raw_values(place.key, tuple(chunk.offsets), TensorInfo(dtype, tuple(chunk.sizes)))
-            if segment is None:
-                return None
-            ranges.append((first, first + segment.num_bytes, segment))
-        return tiles(ranges, start, stop)
-
-    def _raw_values(self, key: str, offset: tuple[int, ...], info: TensorInfo) -> Segment | None:
-        """Where the values of a stored chunk are in its file; None where they are not one after the other."""
-        stored = self._stored[key, offset]
-        path = self._directory / stored.relative_path
-        with path.open("rb") as stream:
-            view = _create_file_view(stream, stored.offset, stored.length)
-            like = torch.load(view, map_location="meta", weights_only=True)
-            is_like = TensorInfo(like.dtype, tuple(like.shape)) == info
-            if not is_like or not like.is_contiguous() or like.storage_offset():
-                return None
-            view.seek(0)
-            archive = torch._C.PyTorchFileReader(view)
-            if "data/0" not in archive.get_all_records():
-                return None
-            start = stored.offset + archive.get_record_offset("data/0")
-        return Segment(path, start, info.num_bytes)
 
     def _parts(self, key: str) -> Iterator[tuple[str, _Place]]:
         """The parameters that are stacked in one stored tensor, or the one that it is."""

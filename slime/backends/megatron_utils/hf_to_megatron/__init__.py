@@ -18,8 +18,8 @@ from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
 from slime.backends.megatron_utils.model.model_weights import EMBEDDING, Weight, is_tied_copy, iter_weights
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import tensor_parallel_group
 from slime.config.args import Args
+from slime.conversion.reader import SafetensorsReader
 from slime.models.hf_config import SUPPORTED_MODEL_TYPES
-from slime.utils.conversion.safetensors_reader import SafetensorsReader
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
 from slime.weights.names import left_over

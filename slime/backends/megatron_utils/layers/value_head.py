@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.model_provider import unwrap
 from slime.config.args import Args
 
 if TYPE_CHECKING:
-    from slime.utils.conversion.safetensors_reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader
 
 HEAD = "output_layer"
 """Where it is in the model, in place of the layer of that name."""

@@ -1,9 +1,7 @@
 """The reward of rm_type ifbench: whether a response follows every instruction of its prompt, checked strictly.
 
-Our own checks of the instruction ids of IFEval and IFBench, so that nothing is fetched or installed. Not among them,
-because their wording does not decide or they need a tagger, a syllable counter or facts: ratio:overlap,
-words:start_verb, words:odd_even_syllables, format:thesis, custom:reverse_newline, custom:european_capitals_sort.
-It knows a response and the metadata of a prompt: `instruction_id_list` and, per instruction, `kwargs`.
+Our own checks of all instruction ids of IFEval and IFBench, so that nothing is fetched or installed. They read a
+response and the metadata of its prompt: `instruction_id_list` and, per instruction, `kwargs`.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slime.rollout.rm_hub.ifbench import counts, formats, ifeval, wording
+from slime.rollout.rm_hub.ifbench import formats, ifeval, words
 from slime.utils.names import nearest
 
 __all__ = ["CHECKERS", "follows", "ifbench_reward"]
 
-CHECKERS: dict[str, Callable[..., Any]] = ifeval.CHECKERS | counts.CHECKERS | wording.CHECKERS | formats.CHECKERS
+CHECKERS: dict[str, Callable[..., Any]] = ifeval.CHECKERS | words.CHECKERS | formats.CHECKERS
 
 
 def ifbench_reward(response: str | None, metadata: Mapping[str, Any]) -> float:

@@ -1,8 +1,6 @@
 """IFBench's instructions about the form of a response: the families format: and custom:.
 
-One function per instruction id, from the instruction's wording (Pyatkin et al. 2025). It knows neither samples nor the
-other instructions of a prompt. Left out are instructions whose wording does not decide (a section's thesis) or that
-need a parser or facts: see the package's docstring.
+A row for each instruction id, from the instruction's wording (Pyatkin et al. 2025).
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from slime.rollout.rm_hub.ifbench.text import (
+    MINOR_WORDS,
     SENTENCE_END,
     character_at,
     end_mark,
@@ -25,10 +24,39 @@ from slime.rollout.rm_hub.ifbench.text import (
     plain_words,
     sentences,
 )
-from slime.rollout.rm_hub.ifbench.word_lists import MINOR_WORDS
 
 BRACKETS = {")": "(", "]": "[", "}": "{"}
 CHOICE_LIST = re.compile(r"\W*a\W*b\W*c\b", re.IGNORECASE)
+CAPITALS = [
+    "reykjavik",
+    "helsinki",
+    "oslo",
+    "tallinn",
+    "stockholm",
+    "riga",
+    "moscow",
+    "copenhagen",
+    "vilnius",
+    "minsk",
+    "dublin",
+    "berlin",
+    "amsterdam",
+    "warsaw",
+    "london",
+    "brussels",
+    "kyiv",
+    "prague",
+    "luxembourg",
+    "paris",
+    "vienna",
+    "bratislava",
+    "budapest",
+    "vaduz",
+    "chisinau",
+    "bern",
+    "ljubljana",
+    "zagreb",
+]
 CSV_CITY = ["ID", "Country", "City", "Year", "Count"]
 CSV_PRODUCT = ["ProductID", "Category", "Brand", "Price", "Stock"]
 CSV_STUDENT = ["StudentID", "Subject", "Grade", "Semester", "Score"]
@@ -75,11 +103,6 @@ def one_option(response: str, *, options: str) -> bool:
     if CHOICE_LIST.match(options):
         return response.strip() in choices
     return lower_words(response) in [lower_words(choice) for choice in choices]
-
-
-def word_per_line(response: str) -> bool:
-    """format:newline."""
-    return all(len(plain_words(line)) <= 1 for line in lines(response))
 
 
 def emoji_sentences(response: str) -> bool:
@@ -140,21 +163,6 @@ def title_case(response: str) -> bool:
     return all(word[0].isupper() for word in found)
 
 
-def output_template(response: str) -> bool:
-    """format:output_template: the three headings in order, each filled in."""
-    return TEMPLATE.match(response) is not None
-
-
-def no_whitespace(response: str) -> bool:
-    """format:no_whitespace."""
-    return not any(character.isspace() for character in response.strip())
-
-
-def multiples_of_seven(response: str) -> bool:
-    """custom:multiples: those from 10 to 50."""
-    return [Decimal(number) for number in re.findall(r"\d+", response)] == list(range(14, 51, 7))
-
-
 def multiple_choice_questions(response: str) -> bool:
     """custom:mcq_count_length: four blocks "Question ...", five options each, the questions ever longer."""
     before, *blocks = re.split(r"^[^\w\n]*Question\b", response, flags=re.MULTILINE)
@@ -168,25 +176,10 @@ def multiple_choice_questions(response: str) -> bool:
     return not re.search(r"\w", before) and len(blocks) == 4 and all(a < b for a, b in pairwise(lengths))
 
 
-def reversed_words(response: str) -> bool:
-    """custom:word_reverse: a sentence about the bald eagle, last word first."""
-    return "bald eagle" in " ".join(reversed(lower_words(response)))
-
-
-def reversed_characters(response: str) -> bool:
-    """custom:character_reverse: a sentence about the bald eagle, last letter first."""
-    return "bald eagle" in response.lower()[::-1]
-
-
 def sentence_alphabet(response: str) -> bool:
     """custom:sentence_alphabet: 26 sentences whose first letters are the alphabet."""
     firsts = [lower_words(sentence)[0][0] for sentence in sentences(response) if lower_words(sentence)]
     return "".join(firsts) == string.ascii_lowercase
-
-
-def csv_city(response: str) -> bool:
-    """custom:csv_city: the header and 7 rows."""
-    return _is_table(response, CSV_CITY, num_rows=7)
 
 
 def csv_special_character(response: str) -> bool:
@@ -217,11 +210,31 @@ def date_list(response: str) -> bool:
     return all(re.fullmatch(pattern, part.strip()) for part in response.split(","))
 
 
+def thesis(response: str) -> bool:
+    """format:thesis: a statement in HTML's italics, and a text after it."""
+    found = re.search(r"<(i|em)>(.*?)</\1>(.*)", response, re.DOTALL)
+    return found is not None and bool(found[2].strip() and found[3].strip())
+
+
+def african_countries(response: str) -> bool:
+    """custom:reverse_newline: at least 52 names, a line each, from Zimbabwe down to Algeria."""
+    plain = unicodedata.normalize("NFKD", response).encode("ascii", "ignore").decode().lower()
+    found = [line.strip(" *-•.\t") for line in lines(plain)]
+    is_whole = len(found) >= 52 and found[0] == "zimbabwe" and found[-1] == "algeria"
+    return is_whole and found == sorted(found, reverse=True)
+
+
+def northern_capitals(response: str) -> bool:
+    """custom:european_capitals_sort: those of Europe north of 45 degrees, from north to south, between commas."""
+    plain = unicodedata.normalize("NFKD", response).encode("ascii", "ignore").decode().lower()
+    return [city.strip(" .\n").replace("kiev", "kyiv") for city in plain.split(",")] == CAPITALS
+
+
 CHECKERS: dict[str, Callable[..., Any]] = {
     "format:parentheses": nested_parentheses,
     "format:quotes": nested_quotes,
     "format:options": one_option,
-    "format:newline": word_per_line,
+    "format:newline": lambda response: all(len(plain_words(line)) <= 1 for line in lines(response)),
     "format:emoji": emoji_sentences,
     "format:line_indent": stairs,
     "format:quote_unquote": quotes_explained,
@@ -229,14 +242,24 @@ CHECKERS: dict[str, Callable[..., Any]] = {
     "format:sub-bullets": sub_bullets,
     "format:no_bullets_bullets": sentences_then_bullets,
     "format:title_case": title_case,
-    "format:output_template": output_template,
-    "format:no_whitespace": no_whitespace,
-    "custom:multiples": multiples_of_seven,
+    # the three headings in order, each filled in
+    "format:output_template": lambda response: TEMPLATE.match(response) is not None,
+    "format:no_whitespace": lambda response: not any(character.isspace() for character in response.strip()),
+    # those from 10 to 50
+    "format:thesis": thesis,
+    "custom:reverse_newline": african_countries,
+    "custom:european_capitals_sort": northern_capitals,
+    "custom:multiples": lambda response: (
+        [Decimal(number) for number in re.findall(r"\d+", response)] == list(range(14, 51, 7))
+    ),
     "custom:mcq_count_length": multiple_choice_questions,
-    "custom:word_reverse": reversed_words,
-    "custom:character_reverse": reversed_characters,
+    # a sentence about the bald eagle, last word first
+    "custom:word_reverse": lambda response: "bald eagle" in " ".join(reversed(lower_words(response))),
+    # a sentence about the bald eagle, last letter first
+    "custom:character_reverse": lambda response: "bald eagle" in response.lower()[::-1],
     "custom:sentence_alphabet": sentence_alphabet,
-    "custom:csv_city": csv_city,
+    # the header and 7 rows
+    "custom:csv_city": lambda response: _is_table(response, CSV_CITY, num_rows=7),
     "custom:csv_special_character": csv_special_character,
     "custom:csv_quotes": csv_quotes,
     "custom:date_format_list": date_list,

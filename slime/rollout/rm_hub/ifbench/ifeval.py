@@ -1,15 +1,15 @@
 """The instructions of IFEval (Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models").
 
-One function per instruction id, strict: the response as it is, its arguments as keywords. It knows neither samples nor
-the other instructions of a prompt. Where IFEval asks a language detector, so does this (package langdetect); the two
-case instructions accept any text of that case when it is not installed.
+A row for each instruction id, strict: the response as it is, its arguments as keywords. Where IFEval asks a language
+detector, so does this (package langdetect); the two case instructions accept any text of that case when it is not
+installed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.rm_hub.ifbench.text import compares, sentences, words
@@ -17,26 +17,6 @@ from slime.rollout.rm_hub.ifbench.text import compares, sentences, words
 CONSTRAINED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 JSON_FENCE = re.compile(r"^```(?:json)?|```$", re.IGNORECASE)
-
-
-def has_keywords(response: str, *, keywords: Sequence[str]) -> bool:
-    """keywords:existence."""
-    return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
-
-
-def keyword_frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """keywords:frequency."""
-    return compares(len(re.findall(re.escape(keyword), response, re.IGNORECASE)), relation, frequency)
-
-
-def lacks_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
-    """keywords:forbidden_words."""
-    return not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
-
-
-def letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """keywords:letter_frequency, without regard to case."""
-    return compares(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def response_language(response: str, *, language: str) -> bool:
@@ -59,22 +39,12 @@ def _detect_language(text: str) -> str | None:
         return ""
 
 
-def number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
-    """length_constraints:number_sentences."""
-    return compares(len(sentences(response)), relation, num_sentences)
-
-
 def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
     """length_constraints:number_paragraphs: separated by ***; only the first and the last piece may be empty."""
     pieces = re.split(r"\s?\*\*\*\s?", response)
     if not all(piece.strip() for piece in pieces[1:-1]):
         return False
     return sum(bool(piece.strip()) for piece in pieces) == num_paragraphs
-
-
-def number_words(response: str, *, num_words: int, relation: str) -> bool:
-    """length_constraints:number_words."""
-    return compares(len(words(response)), relation, num_words)
 
 
 def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -85,11 +55,6 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragrap
         return False
     word = pieces[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
     return count == num_paragraphs and re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
-
-
-def number_placeholders(response: str, *, num_placeholders: int) -> bool:
-    """detectable_content:number_placeholders: [in square brackets], at least so many."""
-    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
 
 
 def has_postscript(response: str, *, postscript_marker: str) -> bool:
@@ -104,20 +69,10 @@ def number_bullets(response: str, *, num_bullets: int) -> bool:
     return len(stars) + len(re.findall(r"^[^\S\n]*-.*$", response, re.MULTILINE)) == num_bullets
 
 
-def constrained_response(response: str) -> bool:
-    """detectable_format:constrained_response."""
-    return any(answer in response for answer in CONSTRAINED_ANSWERS)
-
-
 def highlighted_sections(response: str, *, num_highlights: int) -> bool:
     """detectable_format:number_highlighted_sections: *so* or **so**, at least so many."""
     marked = re.findall(r"\*[^\n\*]*\*", response) + re.findall(r"\*\*[^\n\*]*\*\*", response)
     return sum(bool(text.strip("*").strip()) for text in marked) >= num_highlights
-
-
-def multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    """detectable_format:multiple_sections: "<splitter> <number>", at least so many."""
-    return len(re.split(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", response)) - 1 >= num_sections
 
 
 def json_format(response: str) -> bool:
@@ -127,11 +82,6 @@ def json_format(response: str) -> bool:
     except (ValueError, RecursionError):  # nested too deep
         return False
     return True
-
-
-def has_title(response: str) -> bool:
-    """detectable_format:title: <<so>>."""
-    return any(_title(line) for line in response.split("\n"))
 
 
 def _title(line: str) -> str:
@@ -147,66 +97,70 @@ def two_responses(response: str) -> bool:
     return all(pieces[1:-1]) and len(valid) == 2 and valid[0] != valid[1]
 
 
-def repeats_prompt(response: str, *, prompt_to_repeat: str) -> bool:
-    """combination:repeat_prompt: the response begins with the prompt."""
-    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def ends_with(response: str, *, end_phrase: str) -> bool:
-    """startend:end_checker."""
-    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
 def is_quoted(response: str) -> bool:
     """startend:quotation: double quotes around the whole."""
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def capital_word_frequency(response: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """change_case:capital_word_frequency: words all in capitals."""
-    return compares(sum(word.isupper() for word in response.split()), capital_relation, capital_frequency)
-
-
-def is_english_capital(response: str) -> bool:
-    """change_case:english_capital."""
-    return response.isupper() and _detect_language(response) in (None, "", "en")
-
-
-def is_english_lowercase(response: str) -> bool:
-    """change_case:english_lowercase."""
-    return response.islower() and _detect_language(response) in (None, "", "en")
-
-
-def lacks_commas(response: str) -> bool:
-    """punctuation:no_comma."""
-    return "," not in response
-
-
 CHECKERS: dict[str, Callable[..., Any]] = {
-    "keywords:existence": has_keywords,
-    "keywords:frequency": keyword_frequency,
-    "keywords:forbidden_words": lacks_words,
-    "keywords:letter_frequency": letter_frequency,
+    "keywords:existence": lambda response, *, keywords: all(
+        re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords
+    ),
+    "keywords:frequency": lambda response, *, keyword, frequency, relation: compares(
+        len(re.findall(re.escape(keyword), response, re.IGNORECASE)), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda response, *, forbidden_words: (
+        not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
+    ),
+    # without regard to case
+    "keywords:letter_frequency": lambda response, *, letter, let_frequency, let_relation: compares(
+        response.lower().count(letter.lower()), let_relation, let_frequency
+    ),
     "language:response_language": response_language,
-    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_sentences": lambda response, *, num_sentences, relation: compares(
+        len(sentences(response)), relation, num_sentences
+    ),
     "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
+    "length_constraints:number_words": lambda response, *, num_words, relation: compares(
+        len(words(response)), relation, num_words
+    ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
+    # [in square brackets], at least so many
+    "detectable_content:number_placeholders": lambda response, *, num_placeholders: (
+        len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
+    ),
     "detectable_content:postscript": has_postscript,
     "detectable_format:number_bullet_lists": number_bullets,
-    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:constrained_response": lambda response: any(
+        answer in response for answer in CONSTRAINED_ANSWERS
+    ),
     "detectable_format:number_highlighted_sections": highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
+    # "<splitter> <number>", at least so many
+    "detectable_format:multiple_sections": lambda response, *, section_spliter, num_sections: (
+        len(re.split(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", response)) - 1 >= num_sections
+    ),
     "detectable_format:json_format": json_format,
-    "detectable_format:title": has_title,
+    # <<so>>
+    "detectable_format:title": lambda response: any(_title(line) for line in response.split("\n")),
     "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeats_prompt,
-    "startend:end_checker": ends_with,
+    # the response begins with the prompt
+    "combination:repeat_prompt": lambda response, *, prompt_to_repeat: (
+        response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda response, *, end_phrase: (
+        response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": is_quoted,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": is_english_capital,
-    "change_case:english_lowercase": is_english_lowercase,
-    "punctuation:no_comma": lacks_commas,
+    # words all in capitals
+    "change_case:capital_word_frequency": lambda response, *, capital_frequency, capital_relation: compares(
+        sum(word.isupper() for word in response.split()), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda response: (
+        response.isupper() and _detect_language(response) in (None, "", "en")
+    ),
+    "change_case:english_lowercase": lambda response: (
+        response.islower() and _detect_language(response) in (None, "", "en")
+    ),
+    "punctuation:no_comma": lambda response: "," not in response,
 }

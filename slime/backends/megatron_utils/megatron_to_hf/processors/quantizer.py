@@ -8,7 +8,7 @@ import torch
 
 from slime.backends.megatron_utils.megatron_to_hf.processors import quantizer_fp8, quantizer_int4
 from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError
-from slime.utils.conversion.raw_tensors import TensorInfo
+from slime.conversion.reader import TensorInfo
 from slime.weights.formats import Int4Format, WeightFormat
 
 __all__ = ["QuantizationError", "planned", "quantize_bucket", "stored_bytes"]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError, check_finite
-from slime.utils.conversion.raw_tensors import TensorInfo
+from slime.conversion.reader import TensorInfo
 from slime.weights.formats import Fp8Format
 from slime.weights.fp8 import E4M3, largest_of, quantize_blocks, quantize_tensor
 

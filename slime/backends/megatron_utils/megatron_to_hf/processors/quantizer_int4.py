@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError, check_finite
-from slime.utils.conversion.raw_tensors import TensorInfo
+from slime.conversion.reader import TensorInfo
 from slime.weights.formats import PACKED, SCALE, SHAPE, ZERO, Int4Format
 from slime.weights.int4 import PER_INT32, pack, quantize_groups
 

@@ -1,45 +1,39 @@
-"""Write an HF directory whose tensors are known by name, dtype and shape before any of them is made.
+"""Write a directory of weights, which has its name only when it is complete; threads make its tensors one by one.
 
-Shards are planned first, so that a file's header can be written before its tensors, each of which goes to its place as
-soon as it is made: memory holds one tensor a thread, not a shard. The directory has the suffix ".partial" until all of
-it is on the disk. Started again with the same plan, a writer keeps the shards that are complete there. It knows no
-names of models.
+The shards of an HF directory are planned first, from names, dtypes and shapes, so that a file's header can be written
+before its tensors, each of which goes to its place as soon as it is made: memory holds one tensor a thread, not a
+shard (safetensors' save_file holds it twice). The directory grows under the suffix ".partial"; where anything fails,
+that is removed.
 """
 
 from __future__ import annotations
 
 import concurrent.futures as cf
+import errno
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
+from tqdm import tqdm
 
-from slime.utils.conversion.file_copy import Segment, copy_into
-from slime.utils.conversion.partial_dir import (
-    PLAN_FILE,
-    check_room,
-    close_partial,
-    growing_alone,
-    lacks_its_end,
-    old_of,
-    open_partial,
-    said_of_disk,
-    take_back,
-)
-from slime.utils.conversion.progress import Bar, run_in_threads
-from slime.utils.conversion.raw_tensors import NAMES, TensorInfo, bytes_of
+from slime.conversion.reader import NAMES, TensorInfo, bytes_of
 from slime.utils.errors import UsageError
 from slime.utils.manifest import to_disk
 from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 5 * 1024**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+ToDo = TypeVar("ToDo")
 
 
 @dataclass(frozen=True)
@@ -49,12 +43,10 @@ class Job:
     Attributes:
         outputs: name -> what is written.
         make: returns them, in that order; may be called in any thread.
-        stored: where the bytes of each lie in files already, in that order, or None where they have to be made.
     """
 
     outputs: Mapping[str, TensorInfo]
     make: Callable[[], Sequence[torch.Tensor]]
-    stored: Callable[[], Sequence[Sequence[Segment]] | None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +64,6 @@ class HfTarget:
         assets_from: an HF directory whose files other than weights are copied; None: there are only weights.
         config: what to write in place of the copied config.json.
         shard_bytes: where a new shard starts.
-        made_from: what the tensors come from (paths, flags): a partial directory of anything else starts over.
         replaces: whether a directory that exists is replaced at the end.
     """
 
@@ -81,7 +72,6 @@ class HfTarget:
     assets_from: Path | None = None
     config: Mapping[str, Any] | None = None
     shard_bytes: int = SHARD_BYTES
-    made_from: Sequence[str] = ()
     replaces: bool = False
 
     @property
@@ -125,7 +115,7 @@ def check_target(target: Path, *, flag: str, sources: Mapping[str, str | Path | 
                 raise UsageError(f"{name} is {other}; name another directory, the input would be overwritten.")
             if ours.resolve() in theirs.parents:
                 raise UsageError(f"{name} has {other} {source} in it; name a directory beside it.")
-    if target.exists() and not replaces and not lacks_its_end(target):
+    if target.exists() and not replaces:
         raise UsageError(f"{flag} {target} exists; remove it, or name another directory.")
     if target.exists() and not target.is_dir():
         raise UsageError(f"{flag} {target} is a file; name a directory.")
@@ -158,40 +148,21 @@ def write_hf(target: HfTarget, jobs: Sequence[Job], *, num_threads: int = 1) -> 
     """Make every tensor and the directory; returns the bytes of the tensors.
 
     Raises:
-        UsageError: nothing to write, not enough room on the disk, or another process writes the same directory. What
-            is complete stays in the partial directory, and the same call goes on from there.
+        UsageError: nothing to write, not enough room on the disk, or another process writes the same directory.
     """
     if not jobs:
         raise UsageError(f"{target.flag} {target.path}: there is no tensor to write.")
     shards = plan_shards(jobs, target.shard_bytes)
-    files = shard_names(len(shards))
+    files = dict(zip(shard_names(len(shards)), shards, strict=True))
     total = sum(job.num_bytes for job in jobs)
-    try:
-        with growing_alone(target.partial, target.path, replaces=target.replaces):
-            _open_partial(target, shards)
-            _write_shards(target, files, shards, num_threads)
-            _finish(target, files, shards, total)
-    except OSError as error:
-        raise said_of_disk(error, target.partial) from error
+    with growing(target.partial):
+        check_room(target.partial, total, target.flag)
+        with Bar(f"writing {target.path.name}", total) as bar:
+            for file, shard in files.items():
+                write_shard(target.partial / file, shard, num_threads=num_threads, bar=bar)
+        _write_rest(target, files, total)
+        put_in_place(target.partial, target.path, replaces=target.replaces)
     return total
-
-
-def _write_shards(target: HfTarget, files: Sequence[str], shards: Sequence[Sequence[Job]], num_threads: int) -> None:
-    """Write those shards that are not there yet."""
-    todo = [(f, shard) for f, shard in zip(files, shards, strict=True) if not (target.partial / f).is_file()]
-    total = sum(job.num_bytes for shard in shards for job in shard)
-    left = sum(job.num_bytes for _, shard in todo for job in shard)
-    check_room(target.partial, left, target.flag)
-    # A shard goes to the disk while the next one is made; at most two are on the way.
-    with Bar(f"writing {target.path.name}", total, done=total - left) as bar, cf.ThreadPoolExecutor(1) as syncing:
-        synced: list[cf.Future[None]] = []
-        for file, shard in todo:
-            growing = write_shard(target.partial / file, shard, num_threads=num_threads, bar=bar)
-            for earlier in synced[-1:]:
-                earlier.result()
-            synced.append(syncing.submit(_complete, growing, target.partial / file))
-        for one in synced:
-            one.result()
 
 
 def shard_names(count: int) -> list[str]:
@@ -201,23 +172,15 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_shard(path: Path, jobs: Sequence[Job], *, num_threads: int, bar: Bar) -> Path:
-    """Write the file that `path` is to be: its header, then each tensor at its place; returns its name until then."""
-    growing = path.with_name(path.name + ".tmp")
+def write_shard(path: Path, jobs: Sequence[Job], *, num_threads: int, bar: Bar) -> None:
+    """Write a safetensors file: its header, then each tensor at its place."""
     front, places = make_header({name: info for job in jobs for name, info in job.outputs.items()})
-    handle = os.open(growing, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         _write_at(handle, memoryview(front), 0)
         run_in_threads(jobs, partial(_write_job, handle, places), num_threads=num_threads, bar=bar)
     finally:
         os.close(handle)
-    return growing
-
-
-def _complete(growing: Path, path: Path) -> None:
-    """See that a file is on the disk, then give it its name."""
-    to_disk(growing)
-    growing.rename(path)
 
 
 def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
@@ -236,12 +199,7 @@ def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int
 
 
 def _write_job(handle: int, places: Mapping[str, int], job: Job) -> int:
-    """Make the tensors of a job and write them, or copy them from where they are; returns their bytes."""
-    segments = job.stored() if job.stored is not None else None
-    if segments is not None:
-        for name, there in zip(job.outputs, segments, strict=True):
-            copy_into(there, handle, places[name])
-        return job.num_bytes
+    """Make the tensors of a job and write them; returns their bytes."""
     for (name, info), tensor in zip(job.outputs.items(), job.make(), strict=True):
         found = TensorInfo(tensor.dtype, tuple(tensor.shape))
         assert found == info, f"{name} was planned as {info} and made as {found}"
@@ -256,38 +214,173 @@ def _write_at(handle: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(handle, data[done:], offset + done)
 
 
-def _open_partial(target: HfTarget, shards: Sequence[Sequence[Job]]) -> None:
-    """Make the partial directory, or keep one of the same plan with the shards that are complete in it."""
-    tensors = [
-        {name: [NAMES[i.dtype], list(i.shape)] for job in one for name, i in job.outputs.items()} for one in shards
-    ]
-    plan = [list(target.made_from), tensors]
-    take_back(target.partial, target.path, plan, replaces=target.replaces)
-    open_partial(target.partial, plan)
-    for left in target.partial.glob("*.tmp"):
-        left.unlink()
-
-
-def _finish(target: HfTarget, files: Sequence[str], shards: Sequence[Sequence[Job]], total: int) -> None:
-    """Write what is not weights, see that all is on the disk, then give the directory its name."""
+def _write_rest(target: HfTarget, files: Mapping[str, Sequence[Job]], total: int) -> None:
+    """Write what is not weights, and see that everything is on the disk."""
     if target.assets_from is not None:
         copy_assets(target.assets_from, target.partial)
     if target.config is not None:
         (target.partial / "config.json").write_text(json.dumps(target.config, indent=2) + "\n")
     if len(files) > 1:
-        weight_map = {
-            name: file for file, shard in zip(files, shards, strict=True) for job in shard for name in job.outputs
-        }
+        weight_map = {name: file for file, shard in files.items() for job in shard for name in job.outputs}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target.partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for path in (*target.partial.iterdir(), target.partial):
         to_disk(path)
-    close_partial(target.partial, target.path, replaces=target.replaces)
 
 
 def copy_assets(source: str | Path, target: Path) -> None:
     """Copy the files of an HF directory that are not weights (config, tokenizer, chat template, generation config)."""
     for file in sorted(Path(source).iterdir()):
         is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
-        if file.is_file() and not is_weights and file.name != PLAN_FILE:
+        if file.is_file() and not is_weights:
             shutil.copyfile(file, target / file.name)  # not the mode: a model of all may be read-only
+
+
+@contextmanager
+def growing(partial: Path) -> Iterator[None]:
+    """Make a directory for one process alone; remove it where what is done in it fails.
+
+    Raises:
+        UsageError: there is one of that name, or the disk is full.
+    """
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{partial}, where the result grows, exists: another process is writing it now, or was killed. Wait for "
+            "its end, or remove it if nothing writes there."
+        ) from error
+    with ExitStack() as undo, naming_full_disk(partial):
+        undo.callback(shutil.rmtree, partial, ignore_errors=True)
+        yield
+        undo.pop_all()
+
+
+def old_of(final: Path) -> Path:
+    """The name that what is replaced has until the new one has its name."""
+    return final.with_name(f".{final.name}.old")
+
+
+def put_in_place(partial: Path, final: Path, *, replaces: bool) -> None:
+    """Rename a finished directory; one of the same name is deleted after that, if it may be.
+
+    Args:
+        partial: the finished one.
+        final: its name.
+        replaces: whether what has that name goes.
+
+    Raises:
+        UsageError: something has the name, and it is not to be replaced.
+        OSError: it cannot be; whatever had the name still has it.
+    """
+    old = old_of(final)
+    if replaces:
+        _remove(old)
+        if os.path.lexists(final):
+            final.rename(old)
+    elif os.path.lexists(final):
+        raise UsageError(f"{final} came into being meanwhile; remove it, or name another directory.")
+    try:
+        partial.rename(final)
+        to_disk(final.parent)
+    except OSError:
+        if not partial.exists():
+            final.rename(partial)
+        if replaces and os.path.lexists(old):
+            old.rename(final)
+        raise
+    if replaces:
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def check_room(directory: Path, num_bytes: int, flag: str) -> None:
+    """Raise UsageError where the disk of an existing directory has no room for so many bytes more."""
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise UsageError(
+            f"{flag}: {num_bytes / 1e9:.2f} GB are still to be written to {directory}, where {free / 1e9:.2f} GB are "
+            "free; make room, or name a directory on another disk."
+        )
+
+
+@contextmanager
+def naming_full_disk(directory: Path) -> Iterator[None]:
+    """Turn the system's error about a full disk into a sentence.
+
+    Raises:
+        UsageError: the disk is full; names the directory.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f"the disk of {directory} is full; make room and run the same command again.") from error
+
+
+def usual_threads() -> int:
+    """Threads unless told otherwise: the cores that this process may use, at most 4, for each holds a tensor."""
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+class Bar:
+    """A progress bar of bytes on stderr, with "in 1.23 s" at its end; where that is no terminal, drawn twice a minute.
+
+    Args:
+        what: is done, in a word or two.
+        total: bytes.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self._bar = tqdm(
+            desc=what,
+            total=total,
+            unit="B",
+            unit_scale=True,
+            mininterval=0.5 if sys.stderr.isatty() else 30,
+            file=sys.stderr,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.set_postfix_str(f"in {self._bar.format_dict['elapsed']:.2f} s", refresh=False)
+        self._bar.close()
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes are done."""
+        self._bar.update(num_bytes)
+
+
+def run_in_threads(jobs: Iterable[ToDo], work: Callable[[ToDo], int], *, num_threads: int, bar: Bar) -> None:
+    """Call work(job) for every job, `num_threads` at a time, in about their order; it returns bytes for the bar.
+
+    Raises:
+        what the first job that failed raised; those that have not begun are left out.
+    """
+    if num_threads == 1:
+        for job in jobs:
+            bar.add(work(job))
+        return
+    todo = iter(jobs)
+    with cf.ThreadPoolExecutor(num_threads, thread_name_prefix="convert") as threads:
+        running = {threads.submit(work, job) for job in itertools.islice(todo, num_threads)}
+        try:
+            while running:
+                done, running = cf.wait(running, return_when=cf.FIRST_COMPLETED)
+                for one in done:
+                    bar.add(one.result())
+                running |= {threads.submit(work, job) for job in itertools.islice(todo, len(done))}
+        finally:
+            for one in running:
+                one.cancel()

@@ -2,8 +2,8 @@
 
 A trace is what `torch.profiler` exports for chrome://tracing, from a trainer (--use-pytorch-profiler) or an engine
 (tools/profile_rollout.py). With CUDA events in it, "work" means kernels and copies on the device; a trace of a CPU has
-none, and its work is the self time of torch's operators. It reads files and returns numbers in microseconds; how they
-are shown (tools/analyze_profile.py) and what the profiled process was doing, it does not know.
+none, and its work is the self time of torch's operators. Functions return numbers in microseconds;
+tools/analyze_profile.py shows them. (Perfetto draws the same files, but sums up neither idle time nor its cause.)
 
     busy     something runs on the device, in whatever stream
     idle     nothing does. Host-bound idle time: the kernel that ends the gap was not even launched yet, so the device

@@ -1,32 +1,92 @@
-"""Run samples through a transformers model one layer after the other, each quantised before the next one sees its
-output.
+"""GPTQ (arXiv:2210.17323) for tools/convert_hf_to_int4.py: the arithmetic, and the layers that samples go through.
 
-Memory holds one layer, the hidden states of the samples and the second moments of the inputs of one layer's matrices.
-Layers that an earlier run has quantised are gone through with the weights that it wrote. Of each matrix that is to be
-quantised, the inputs are seen: those of a linear layer, and those of an expert, which transformers keeps with its like
-in one tensor. It writes nothing.
+`quantize` rounds the columns of a matrix one after the other; what each loses is made up for by those that come after
+it, as the inputs' second moments H = sum x x^T say. It departs from the paper in one point: scales belong to groups of
+columns and are chosen, symmetric, when the first column of a group is reached.
+
+`CalibratedLayers` runs samples through a transformers model one layer after the other, each quantised before the next
+one sees its output. Memory holds one layer, the hidden states of the samples and the second moments of the inputs of
+one layer's matrices. The inputs of each matrix that is to be quantised are seen: those of a linear layer, and those of
+an expert, which transformers keeps with its like in one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime.utils.errors import UsageError
-from slime.weights import gptq
 from slime.weights.formats import Int4Format
-from slime.weights.int4 import dequantize_groups
+from slime.weights.int4 import HIGHEST, LOWEST, dequantize_groups, quantize_groups
 from slime.weights.names import is_fused, place_of, single_names
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from slime.conversion.reader import TensorInfo
 
-    from slime.utils.conversion.raw_tensors import TensorInfo
+BLOCK = 128
 
+
+class SingularInputsError(ValueError):
+    """The inputs leave columns without a second moment that could be inverted."""
+
+
+def quantize(
+    weight: torch.Tensor, moments: torch.Tensor, group_size: int, *, dampening: float = 0.01
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix for the inputs with these second moments.
+
+    Args:
+        weight: [N, K].
+        moments: sum of x x^T over inputs, fp32 [K, K]; all zero (an expert that saw no token): plain rounding.
+        group_size: columns that share a scale; K is a multiple.
+        dampening: of the mean of the diagonal, added to it.
+
+    Returns:
+        values int8 [N, K] in -8 .. 7, and scales [N, K / group_size] in the weight's dtype.
+
+    Raises:
+        SingularInputsError: the moments cannot be inverted.
+    """
+    if not bool(moments.any()):
+        values, scales, _ = quantize_groups(weight, group_size)
+        return values, scales
+    left, factor = weight.float().clone(), _inverse_factor(moments, dampening)
+    values, scales = torch.empty_like(weight, dtype=torch.int8), []
+    block_size = max(BLOCK // group_size, 1) * group_size
+    for start in range(0, weight.shape[1], block_size):
+        block = slice(start, min(start + block_size, weight.shape[1]))
+        errors = torch.zeros_like(left[:, block])
+        for column in range(block.start, block.stop):
+            if column % group_size == 0:
+                _, scale, _ = quantize_groups(left[:, column : column + group_size].to(weight.dtype), group_size)
+                scales.append(scale[:, 0])
+            step = scales[-1].float()
+            values[:, column] = (left[:, column] / step).round().clamp(LOWEST, HIGHEST).to(torch.int8)
+            error = (left[:, column] - values[:, column] * step) / factor[column, column]
+            left[:, column : block.stop] -= torch.outer(error, factor[column, column : block.stop])
+            errors[:, column - block.start] = error
+        left[:, block.stop :] -= errors @ factor[block, block.stop :]
+    return values, torch.stack(scales, 1)
+
+
+def _inverse_factor(moments: torch.Tensor, dampening: float) -> torch.Tensor:
+    """The upper factor U of the inverse of the dampened moments: U^T U."""
+    damped = moments.float().clone()
+    diagonal = damped.diagonal()
+    diagonal[diagonal == 0] = 1  # a column whose input is always zero may be anything
+    diagonal += dampening * diagonal.mean()
+    try:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        return torch.linalg.cholesky(inverse, upper=True)
+    except torch.linalg.LinAlgError as error:
+        raise SingularInputsError(f"the inputs' second moments cannot be inverted ({error})") from error
+
+
+# HF name of a weight -> values int8 [N, K], scales [N, K / group]
 Quantized = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""HF name of a weight -> values int8 [N, K], scales [N, K / group]."""
 
 
 class CalibratedLayers:
@@ -37,10 +97,9 @@ class CalibratedLayers:
         flag: that named it.
         read: reads a tensor of it by name (experts one by one).
         infos: name -> dtype and shape of all its tensors.
-        written: reads what an earlier run has made of a weight: values and scales.
         fmt: which weights are quantised, and how.
         samples: token ids, [T] each.
-        dampening: see `gptq.quantize`.
+        dampening: see `quantize`.
         device: where layers run.
         trust_remote_code: whether the checkpoint's own code may be run.
 
@@ -57,7 +116,6 @@ class CalibratedLayers:
         flag: str,
         read: Callable[[str], torch.Tensor],
         infos: Mapping[str, TensorInfo],
-        written: Callable[[str], tuple[torch.Tensor, torch.Tensor]],
         samples: Sequence[torch.Tensor],
         dampening: float,
         device: torch.device,
@@ -78,9 +136,9 @@ class CalibratedLayers:
                 f"{flag} {model_dir}: transformers cannot build this model ({said}); use "
                 "tools/convert_hf_to_int4_direct.py, which needs no model."
             ) from error
-        self._read, self._written, self._infos, self._fmt = read, written, infos, fmt
+        self._read, self._infos, self._fmt = read, infos, fmt
         self._dampening, self._device = dampening, device
-        self._layers, self._next = model.model.layers, 0
+        self._layers = model.model.layers
         self._check(f"{flag} {model_dir}")
         rotary = type(model.model.rotary_emb)(config).to(device)
         embedding = read("model.embed_tokens.weight").to(device)
@@ -100,16 +158,11 @@ class CalibratedLayers:
 
     @torch.no_grad()
     def quantize(self, number: int) -> Quantized:
-        """Quantise a layer, and let the samples go through it as it is then.
-
-        Layers are taken in order; those that are left out are what an earlier run has written.
+        """Quantise the next layer, and let the samples go through it as it is then.
 
         Raises:
             UsageError: a weight, or what samples make on their way to it, is infinite or no number.
         """
-        for earlier in range(self._next, number):
-            names = [name for name in self._infos if name.startswith(_prefix(earlier)) and self._fmt.quantizes(name)]
-            self._go_through(self._filled(earlier), earlier, {name: self._written(name) for name in names})
         layer = self._filled(number)
         moments, hooks = self._watch(layer, _prefix(number))
         self._forward(layer)
@@ -125,8 +178,8 @@ class CalibratedLayers:
         """Values, and scales in the dtype in which the checkpoint has the weight."""
         weight, size = self._weight(layer, _prefix(number), name), self._fmt.group_size
         try:
-            values, scales = gptq.quantize(weight, moments, size, dampening=self._dampening)
-        except gptq.SingularInputsError as error:
+            values, scales = quantize(weight, moments, size, dampening=self._dampening)
+        except SingularInputsError as error:
             raise UsageError(f"{name}: {error}; raise --dampening-frac or give more samples.") from error
         if not bool(scales.isfinite().all()):
             raise UsageError(
@@ -142,7 +195,6 @@ class CalibratedLayers:
             weight.copy_(dequantize_groups(values, scales, self._fmt.group_size).to(weight))
         self._hidden = self._forward(layer)
         layer.to_empty(device="meta")
-        self._next = number + 1
 
     def _forward(self, layer: torch.nn.Module) -> list[torch.Tensor]:
         outputs = [layer(hidden, **more) for hidden, more in zip(self._hidden, self._keywords, strict=True)]
