@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from slime.backends.sglang_utils.external import ExternalEngineInfo
-    from slime.config.flags.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
     from slime.config.flags.rollout import DataFlags, EvalFlags, RolloutBufferFlags, RolloutFlags, WeightSyncFlags
     from slime.config.flags.run import (
         AskFlags,
@@ -24,7 +23,14 @@ if TYPE_CHECKING:
         ObservabilityFlags,
         ProfileFlags,
     )
-    from slime.config.flags.train import ModelPartFlags, TrainFlags
+    from slime.config.flags.train import (
+        AlgorithmFlags,
+        CheckpointFlags,
+        DistillationFlags,
+        ModelPartFlags,
+        RewardFlags,
+        TrainFlags,
+    )
     from slime.config.megatron.values import MegatronValues
     from slime.config.sglang.arguments import SglangFlags
     from slime.config.sglang.topology import ModelPlan

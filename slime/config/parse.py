@@ -41,7 +41,7 @@ from slime.config.problems import NoEffect, Problems, collected, read_file, with
 from slime.config.resume import resume_values
 from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import Role, apply_config_files, critic_entry
-from slime.config.rules import debug, devices, effect, files, generation, validate
+from slime.config.rules import debug, devices, effect, files, generation
 from slime.config.rules.deterministic import check_deterministic, deterministic_values
 from slime.config.rules.devices import check_int4_training
 from slime.config.rules.effect import Fields, check_pointless
@@ -98,7 +98,7 @@ class Checked:
     def warnings(self) -> list[str]:
         """What has no effect, and what works but is seldom meant."""
         without_effect = self.problems.warning()
-        own = validate.warnings(self.args, self.explicit, given_load=self.given_load)
+        own = effect.warnings(self.args, self.explicit, given_load=self.given_load)
         earlier = run_dir_warnings(self.args, self.given_load)
         of_megatron = megatron_warnings(self.args, self.explicit)
         of_effect = [without_effect] if without_effect else []
@@ -280,7 +280,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     hf_config, hf_problems = files.read_hf_config(args.hf_checkpoint)
     problems.environment += hf_problems
     _derive(args, explicit, problems, hf_config)
-    problems.extend(validate.collect(args, explicit, fields))
+    problems.extend(effect.collect(args, explicit, fields))
     problems.unsupported += effect.unsupported_uses(args, explicit, fields)
     if not args.debug_rollout_only:  # V16: no trainers
         _check_trainers(args.replace(load=given_load), explicit, problems, hf_config, by_role, fields)
@@ -346,7 +346,7 @@ def _check_trainers(
     if critic := critic_entry(args, by_role):
         critic_args, critic_explicit = critic
         of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
-        of_critic.extend(validate.collect(critic_args, set(critic_explicit), fields))
+        of_critic.extend(effect.collect(critic_args, set(critic_explicit), fields))
         if not args.strict_flags:
             _settle_critic(args, of_actor, of_critic)
         problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from slime.config.flags.algorithm import AlgorithmFlags, CheckpointFlags, DistillationFlags, RewardFlags
 from slime.config.flags.rollout import DataFlags, EvalFlags, RolloutBufferFlags, RolloutFlags, WeightSyncFlags
 from slime.config.flags.run import (
     AskFlags,
@@ -13,7 +12,14 @@ from slime.config.flags.run import (
     ObservabilityFlags,
     ProfileFlags,
 )
-from slime.config.flags.train import ModelPartFlags, TrainFlags
+from slime.config.flags.train import (
+    AlgorithmFlags,
+    CheckpointFlags,
+    DistillationFlags,
+    ModelPartFlags,
+    RewardFlags,
+    TrainFlags,
+)
 
 FLAG_CLASSES: tuple[type, ...] = (
     AskFlags,

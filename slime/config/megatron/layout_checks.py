@@ -10,23 +10,26 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.config.args import Args
-from slime.config.megatron.derived import Layout, divisors, nearest_divisor, query_groups
-from slime.config.megatron.nearest_layout import (
+from slime.config.megatron.derived import (
     OPTIONS,
+    Layout,
     broken_rules,
+    divisors,
     expert_ffn,
     fitting_sizes,
     groups_fit,
     heads_fit,
     middle_stages,
+    nearest_divisor,
     nearest_size,
+    query_groups,
     resized,
     shared_expert,
     stages_fit,
     tensor_parts,
 )
 from slime.config.megatron.training_checks import check_instances
-from slime.config.problems import NoEffect
+from slime.config.problems import Check, NoEffect, Rule, broken, where
 from slime.utils.pipeline_layout import text_problem
 
 ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
@@ -63,13 +66,9 @@ def layout_problems(
         check_tensor,
         check_pipeline_flags,
         check_pipeline_layers,
-        check_interleaving,
-        check_experts,
-        check_context,
-        check_instances,
     )
     problems = [sentence for check in checks for sentence in check(args, layout)]
-    return problems + list(check_allgather_cp(args, hf_config))
+    return [*problems, *broken(ROWS, args), *check_instances(args, layout), *check_allgather_cp(args, hf_config)]
 
 
 def check_world(args: Args, layout: Layout) -> Iterator[str]:
@@ -271,62 +270,6 @@ def _check_virtual_stages(args: Args, layout: Layout, equal: int | None) -> Iter
             )
 
 
-def check_interleaving(args: Args, layout: Layout) -> Iterator[str]:
-    """Interleaved stages have as many micro-batches at a time as there are ranks, and ways to exchange them."""
-    group = args.microbatch_group_size_per_vp_stage
-    if group is not None and layout.virtual > 1 and group < layout.pipeline:
-        yield (
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than --pipeline-model-parallel-size "
-            f"{layout.pipeline}; give at least {layout.pipeline}, the default."
-        )
-    if layout.virtual > 1 and layout.pipeline == 2 and not args.overlap_p2p_comm:
-        yield (
-            "--no-overlap-p2p-communication with virtual stages needs --pipeline-model-parallel-size above 2: with 2 "
-            "both neighbours of a rank are the same one, and their messages would mix; leave it out."
-        )
-
-
-def check_experts(args: Args, layout: Layout) -> Iterator[str]:
-    """Experts exist where they are spread, and divide over their ranks."""
-    experts = args.num_moe_experts
-    if not experts or experts < 1:
-        if layout.expert > 1:
-            yield f"--expert-model-parallel-size {layout.expert} needs --num-experts; leave it out of a dense model."
-        return
-    if experts % layout.expert:
-        nearest = nearest_size(
-            args, "expert_model_parallel_size", layout.expert, divisors(math.gcd(experts, layout.world))
-        )
-        yield (
-            f"--num-experts {experts} does not divide by --expert-model-parallel-size {layout.expert}; the "
-            f"nearest that works is {nearest}."
-        )
-    ffn, shared = expert_ffn(args), shared_expert(args)
-    if ffn % layout.expert_tensor:
-        sizes = divisors(math.gcd(ffn, layout.world))
-        nearest = nearest_size(args, "expert_tensor_parallel_size", layout.expert_tensor, sizes)
-        yield (
-            f"--moe-ffn-hidden-size {ffn} does not divide by --expert-tensor-parallel-size {layout.expert_tensor}; "
-            f"the nearest that works is {nearest}."
-        )
-    if shared % layout.tensor:
-        nearest = _nearest(args, "tensor_model_parallel_size") or 1
-        yield (
-            f"--moe-shared-expert-intermediate-size {shared} does not divide by --tensor-model-parallel-size "
-            f"{layout.tensor}; the nearest that works is {nearest}."
-        )
-    spread = layout.expert_tensor * layout.expert * layout.pipeline
-    if layout.world % spread:
-        of_stage = max(1, layout.world // layout.pipeline)
-        yield (
-            f"{layout.world} trainer GPUs or slots do not divide by --expert-tensor-parallel-size "
-            f"{layout.expert_tensor} x --expert-model-parallel-size {layout.expert} x --pipeline-model-parallel-size "
-            f"{layout.pipeline} = {spread}; the nearest {_nearest_spread(layout, experts, ffn, of_stage)}."
-        )
-    if layout.tensor > 1 and not args.sequence_parallel and not args.multi_latent_attention:  # which needs it, too
-        yield f"--num-experts {experts} with --tensor-model-parallel-size {layout.tensor} needs --sequence-parallel."
-
-
 def _nearest_spread(layout: Layout, experts: int, ffn: int, of_stage: int) -> str:
     """The size that works with the GPUs of a pipeline stage: EP's with this ETP, or ETP's where none would."""
     if of_stage % layout.expert_tensor == 0:
@@ -337,16 +280,96 @@ def _nearest_spread(layout: Layout, experts: int, ffn: int, of_stage: int) -> st
     return f"--expert-tensor-parallel-size that works is {nearest}, with --expert-model-parallel-size {more}"
 
 
-def check_context(args: Args, layout: Layout) -> Iterator[str]:
-    """Attention can be split over context-parallel ranks as asked."""
-    spread = layout.tensor * layout.context
-    if layout.context > 1 and not heads_fit(args, spread):
-        nearest = _nearest(args, "context_parallel_size") or 1
-        yield (
-            f"--cp-comm-type a2a: --num-attention-heads {args.num_attention_heads} does not divide by "
-            f"--tensor-model-parallel-size {layout.tensor} x --context-parallel-size {layout.context} = {spread}; the "
-            f"nearest --context-parallel-size that works is {nearest}."
-        )
+def _spread(layout: Layout) -> int:
+    """Ranks that share all experts, of all pipeline stages."""
+    return layout.expert_tensor * layout.expert * layout.pipeline
+
+
+def _divided_experts(args: Args) -> str:
+    """The sentence on experts that do not divide over their ranks."""
+    layout, experts = Layout.of(args), args.num_moe_experts or 1
+    sizes = divisors(math.gcd(experts, layout.world))
+    return (
+        f"--num-experts {experts} does not divide by --expert-model-parallel-size {layout.expert}; the nearest that "
+        f"works is {nearest_size(args, 'expert_model_parallel_size', layout.expert, sizes)}."
+    )
+
+
+def _divided_ffn(args: Args) -> str:
+    """The sentence on an expert's width that does not divide over its ranks."""
+    layout, ffn = Layout.of(args), expert_ffn(args)
+    sizes = divisors(math.gcd(ffn, layout.world))
+    return (
+        f"--moe-ffn-hidden-size {ffn} does not divide by --expert-tensor-parallel-size {layout.expert_tensor}; the "
+        f"nearest that works is {nearest_size(args, 'expert_tensor_parallel_size', layout.expert_tensor, sizes)}."
+    )
+
+
+def _divided_gpus(args: Args) -> str:
+    """The sentence on GPUs over which experts cannot be spread."""
+    layout = Layout.of(args)
+    of_stage = max(1, layout.world // layout.pipeline)
+    nearest = _nearest_spread(layout, args.num_moe_experts or 1, expert_ffn(args), of_stage)
+    return (
+        f"{layout.world} trainer GPUs or slots do not divide by --expert-tensor-parallel-size {layout.expert_tensor} "
+        f"x --expert-model-parallel-size {layout.expert} x --pipeline-model-parallel-size {layout.pipeline} = "
+        f"{_spread(layout)}; the nearest {nearest}."
+    )
+
+
+ROWS: tuple[Check, ...] = (
+    # interleaved stages have as many micro-batches at a time as there are ranks, and ways to exchange them
+    where(
+        lambda a: Layout.of(a).virtual > 1,
+        Rule(
+            lambda a: (a.microbatch_group_size_per_vp_stage or math.inf) < Layout.of(a).pipeline,
+            lambda a: (
+                f"--microbatch-group-size-per-virtual-pipeline-stage {a.microbatch_group_size_per_vp_stage} is less "
+                f"than --pipeline-model-parallel-size {Layout.of(a).pipeline}; give at least {Layout.of(a).pipeline}, "
+                "the default."
+            ),
+        ),
+        Rule(
+            lambda a: Layout.of(a).pipeline == 2 and not a.overlap_p2p_comm,
+            "--no-overlap-p2p-communication with virtual stages needs --pipeline-model-parallel-size above 2: with 2 "
+            "both neighbours of a rank are the same one, and their messages would mix; leave it out.",
+        ),
+    ),
+    # experts exist where they are spread, and divide over their ranks
+    Rule(
+        lambda a: (a.num_moe_experts or 0) < 1 and Layout.of(a).expert > 1,
+        "--expert-model-parallel-size {expert_model_parallel_size} needs --num-experts; leave it out of a dense "
+        "model.",
+    ),
+    where(
+        lambda a: (a.num_moe_experts or 0) >= 1,
+        Rule(lambda a: (a.num_moe_experts or 1) % Layout.of(a).expert, _divided_experts),
+        Rule(lambda a: expert_ffn(a) % Layout.of(a).expert_tensor, _divided_ffn),
+        Rule(
+            lambda a: shared_expert(a) % Layout.of(a).tensor,
+            lambda a: (
+                f"--moe-shared-expert-intermediate-size {shared_expert(a)} does not divide by "
+                f"--tensor-model-parallel-size {Layout.of(a).tensor}; the nearest that works is "
+                f"{_nearest(a, 'tensor_model_parallel_size') or 1}."
+            ),
+        ),
+        Rule(lambda a: Layout.of(a).world % _spread(Layout.of(a)), _divided_gpus),
+        Rule(  # multi-latent attention needs it, too, and says so itself
+            lambda a: Layout.of(a).tensor > 1 and not a.sequence_parallel and not a.multi_latent_attention,
+            "--num-experts {num_moe_experts} with --tensor-model-parallel-size {tensor_model_parallel_size} needs "
+            "--sequence-parallel.",
+        ),
+    ),
+    Rule(  # attention can be split over context-parallel ranks as asked
+        lambda a: Layout.of(a).context > 1 and not heads_fit(a, Layout.of(a).tensor * Layout.of(a).context),
+        lambda a: (
+            f"--cp-comm-type a2a: --num-attention-heads {a.num_attention_heads} does not divide by "
+            f"--tensor-model-parallel-size {Layout.of(a).tensor} x --context-parallel-size {Layout.of(a).context} = "
+            f"{Layout.of(a).tensor * Layout.of(a).context}; the nearest --context-parallel-size that works is "
+            f"{_nearest(a, 'context_parallel_size') or 1}."
+        ),
+    ),
+)
 
 
 def check_allgather_cp(args: Args, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
