@@ -14,14 +14,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from slime.utils.fusion import fused_on_cuda
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution that response tokens were drawn from."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    vocab_size: int | None = None
+    chunk_size: int = -1
+    """Rows that are worked on at a time; -1 = all."""
+
+    @classmethod
+    def of(cls, args: Args) -> Sampling:
+        """Read the flags: the engine's sampling, but the model's own distribution for --loss-type sft_loss, whose
+        tokens nobody sampled."""
+        is_sampled = args.loss_type != "sft_loss"
+        top_p, temperature = (args.rollout_top_p, args.rollout_temperature) if is_sampled else (1.0, 1.0)
+        return cls(temperature, top_p, args.vocab_size, args.log_probs_chunk_size)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Losses per token, by the name that an estimator's row gives (`LOSSES`): PPO's clipped one, CISPO's; and the
-log-ratio of sequences that GSPO puts in place of a token's.
+"""Losses per token, by the name that an estimator's row gives (`LOSSES`): PPO's clipped one, CISPO's; the log-ratio of
+sequences that GSPO puts in place of a token's; the critic's loss.
 
-PPO departs from its paper: (1) the clip range may be asymmetric (`eps_clip_high`, DAPO); (2) with `eps_clip_c` the
-loss of tokens with a negative advantage is bounded from above too (dual clip). How tokens are averaged is decided in
-slime.algorithms.aggregation.
+Where they depart from PPO as published (slime.algorithms.policy has more):
+
+1. the clip range may be asymmetric (`eps_clip_high`, DAPO);
+2. with `eps_clip_c` the loss of tokens with a negative advantage is bounded from above too (dual clip);
+3. the critic's squared error has no factor of 1/2.
 """
 
 from __future__ import annotations
@@ -146,3 +148,16 @@ def compute_opsm_mask(
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean of the values whose mask is not 0 (scalar; 0 where there is none). A masked value may be inf or nan."""
     return torch.where(mask.bool(), values, 0).sum() / mask.bool().sum().clamp(min=1)
+
+
+def clipped_value_loss(
+    values: torch.Tensor, before: torch.Tensor, returns: torch.Tensor, value_clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """max((V - R)^2, (V' - R)^2) with V' = V clipped to `before` +- value_clip, and 1.0 where V' decides.
+
+    A value that moves further from the one before the update is not followed there, as in arXiv 1707.06347's code. All
+    are of one shape.
+    """
+    clipped = before + (values - before).clamp(-value_clip, value_clip)
+    error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    return torch.maximum(error, clipped_error), (clipped_error > error).float()

@@ -12,7 +12,7 @@ import random
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import orjson
 
@@ -22,6 +22,7 @@ from slime.utils.multimodal import with_parts
 from slime.utils.processing_utils import process_vision_info, render_chat
 from slime.utils.prompt_length import CUTS, fit_prompts
 from slime.utils.row_files import JsonlRows, ParquetRows, Row, open_rows, parse_slice, read_file, read_rows
+from slime.utils.train_data import RolloutBatch
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -331,7 +332,7 @@ def get_source(sample: Sample) -> str:
     return str(vars(sample).get("source") or sample.metadata.get("source_name") or "unknown")
 
 
-def process_rollout_data(args: Args, refs: list[Any], dp_rank: int, dp_size: int) -> dict[str, Any]:
+def process_rollout_data(args: Args, refs: list[Any], dp_rank: int, dp_size: int) -> RolloutBatch:
     """Fetch this DP rank's share of a rollout out of Ray's object store.
 
     Args:
@@ -348,4 +349,4 @@ def process_rollout_data(args: Args, refs: list[Any], dp_rank: int, dp_size: int
 
     if len(refs) != dp_size:
         raise ValueError(f"the rollout was split into {len(refs)} shares, but there are {dp_size} data-parallel ranks")
-    return restore_columns(ray.get(refs[dp_rank].inner, timeout=FETCH_DEADLINE_S))
+    return cast(RolloutBatch, restore_columns(ray.get(refs[dp_rank].inner, timeout=FETCH_DEADLINE_S)))

@@ -66,35 +66,76 @@ class TrainData(TypedDict):
     """[S] prompt + R; written by the split, read by the schedule and by packing."""
 
 
-class RolloutBatch(TypedDict, total=False):
-    """One DP rank's share: lists by the split, tensors by slime.backends.megatron_utils.data, completed by the actor.
+class TokenColumns(TypedDict, total=False):
+    """What a rank has of each sample, S of its share in a RolloutBatch, S of one micro-batch in a MicroBatch.
 
-    The trainer adds, each a list of [R] tensors: `log_probs` (policy before the update), `ref_log_probs`, `kl`,
-    `advantages`, `returns`.
+    Lists of tensors [R] are of whole responses, also with context parallelism.
     """
 
-    tokens: list[torch.Tensor]
-    """[S][prompt + R] int64."""
     response_lengths: list[int]
+    """[S] R."""
     total_lengths: list[int]
+    """[S] prompt + R."""
+    loss_masks: list[torch.Tensor]
+    """[S][R] int32, 1 = trained."""
     rewards: list[float]
     raw_reward: list[float]
     truncated: list[int]
     sample_indices: list[int]
     rollout_ids: list[int]
-    loss_masks: list[torch.Tensor]
-    """[S][R]."""
     rollout_mask_sums: list[int]
+    """These six as in TrainData."""
     rollout_log_probs: list[torch.Tensor]
+    """[S][R] float32 by the engine; the split."""
+    teacher_log_probs: list[torch.Tensor]
+    """[S][R] by the teacher; the split, or a pass of the trainer (--opd-type megatron)."""
     log_probs: list[torch.Tensor]
-    """[S][R] by the trainer, before the update; absent when the first pass of the loss gives them."""
+    """[S][R] by the trainer before the update; a pass, absent when the first pass of the loss gives them."""
     ref_log_probs: list[torch.Tensor]
+    """[S][R] by the reference; a pass."""
+    values: list[torch.Tensor]
+    """[S][R] by the critic before the update; a pass of the critic, PPO only."""
     kl: list[torch.Tensor]
+    """[S][R] policy from reference; slime.algorithms.advantages, as the next three."""
     advantages: list[torch.Tensor]
+    """[S][R] float32."""
     returns: list[torch.Tensor]
+    """[S][R] float32."""
+    opd_reverse_kl: list[torch.Tensor]
+    """[S][R] log-prob of the student minus the teacher's; --use-opd only."""
+    entropy: list[torch.Tensor]
+    """[S][R] of the policy before the update; a pass, --use-rollout-entropy only."""
+    routed_experts: list[torch.Tensor]
+    """[S][rows, layers, topk] int16, the choices to replay; passes.routing_replay."""
+    round_number: list[int]
+    metadata: list[dict[str, Any] | None]
+    source_names: list[str]
+    """These three as in TrainData."""
+
+
+class RolloutBatch(TokenColumns, total=False):
+    """One DP rank's share: lists by the split, tensors by slime.backends.megatron_utils.data; the trainer adds some.
+
+    Example: the share of the two samples above, on one rank, with advantages of GRPO::
+
+        tokens              = [tensor([5, 6, 21, 22, 2]), tensor([5, 6, 2])]
+        total_lengths       = [5, 3]
+        response_lengths    = [3, 1]
+        loss_masks          = [tensor([1, 1, 1]), tensor([1])]
+        advantages          = [tensor([.707, .707, .707]), tensor([-.707])]
+        micro_batch_indices = [[0, 1]]      # one micro-batch of both
+        num_microbatches    = [1]           # in the only train step
+        global_batch_sizes  = [2]           # which is of two executions
+    """
+
+    tokens: list[torch.Tensor]
+    """[S][prompt + R] int64."""
     partition: list[int]
     """[S] positions of this rank's samples in TrainData."""
     weight_version: int
+    """As in TrainData."""
+    rollout_routed_experts: list[Any]
+    """As in TrainData; taken out once the layers have it."""
     micro_batch_indices: list[list[int]]
     """Positions within this rank's share, one list per micro-batch, in the order of the train steps."""
     num_microbatches: list[int]
@@ -103,23 +144,50 @@ class RolloutBatch(TypedDict, total=False):
     """Per train step, executions over all ranks."""
 
 
-class MicroBatch(TypedDict, total=False):
-    """What the model and a loss see at once; written by slime.backends.megatron_utils.data for each micro-batch."""
+class MicroBatch(TokenColumns, total=False):
+    """What the model and a loss see at once; written by slime.backends.megatron_utils.data for each micro-batch.
+
+    Columns that a converter or a hook added come along, by their names.
+
+    Example: both samples above in one row, filled up to 10 tokens. Row p of the logits predicts the token at p + 1::
+
+        tokens              = [[5, 6, 21, 22, 2, 5, 6, 2, 0, 0]]
+        position_ids        = [[0, 1,  2,  3, 4, 0, 1, 2, 0, 1]]
+        full_loss_masks     = [[0, 1,  1,  1, 0, 0, 1, 0, 0, 0]]
+        padding             =  [0, 0,  0,  0, 0, 0, 0, 0, 1, 1]
+        response_rows       =     [1,  2,  3,       6]
+        response_tokens     =    [21, 22,  2,       2]
+        response_row_counts = [3, 1]
+        sample_rows         = [5, 3]
+    """
 
     tokens: torch.Tensor
-    """[1, T] packed, padded with 0."""
-    unconcat_tokens: list[torch.Tensor]
-    """[S][prompt + R]."""
+    """[1, T] packed, padded with 0; with context parallelism this rank's chunks, as all that is of T."""
+    position_ids: torch.Tensor
+    """[1, T] place in the sample."""
     packed_seq_params: Any
     """Megatron's PackedSeqParams: cumulative lengths of the packed samples."""
+    unconcat_tokens: list[torch.Tensor]
+    """[S][prompt + R]."""
     full_loss_masks: torch.Tensor
-    """[1, T] 1 where the logits predict a trained token."""
-    total_lengths: list[int]
-    response_lengths: list[int]
-    loss_masks: list[torch.Tensor]
-    rollout_mask_sums: list[int]
-    log_probs: list[torch.Tensor]
-    ref_log_probs: list[torch.Tensor]
-    rollout_log_probs: list[torch.Tensor]
-    advantages: list[torch.Tensor]
-    returns: list[torch.Tensor]
+    """[1, T] int32, 1 where the logits predict a trained token."""
+    padding: torch.Tensor
+    """[T] bool, True where there is no token of a sample."""
+    sample_rows: list[int]
+    """[S] rows of each sample on this rank."""
+    response_rows: torch.Tensor
+    """[n] rows of the logits that predict response tokens; n = sum of R without context parallelism."""
+    response_tokens: torch.Tensor
+    """[n] the tokens that they predict."""
+    response_row_counts: list[int]
+    """[S] how many of them are each sample's."""
+    response_places: torch.Tensor
+    """[n] which of the sum of R tokens each row predicts; with context parallelism only."""
+    further_tokens: list[torch.Tensor]
+    """Per prediction layer (--enable-mtp-training, as the next four) the tokens that it embeds, [1, T]."""
+    prediction_rows: list[torch.Tensor]
+    prediction_places: list[torch.Tensor]
+    prediction_targets: list[torch.Tensor]
+    """Per prediction layer as `response_rows`, `response_places` and `response_tokens`."""
+    predictions: list[Any]
+    """Per prediction layer its logits (DeferredLogits); written when the model has run."""

@@ -31,8 +31,9 @@ from megatron.core.transformer.utils import (
 )
 
 from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
-from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep, to_device
+from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep
 from slime.utils import accelerator
+from slime.utils.accelerator import to_device
 from slime.utils.fusion import fused_on_cuda
 
 CHUNK = 64

@@ -34,10 +34,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
-from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep, to_device
+from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.config.args import Args
 from slime.utils import accelerator
+from slime.utils.accelerator import to_device
 from slime.utils.errors import UsageError
 
 MIXERS = ("self_attn", "linear_attn", "conv")

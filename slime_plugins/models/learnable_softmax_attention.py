@@ -25,12 +25,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from slime.backends.megatron_utils.cp_utils import KeyChunks
-from slime.backends.megatron_utils.layers.packs import host_ends, keep, to_device
+from slime.backends.megatron_utils.layers.packs import host_ends, keep
 from slime.backends.megatron_utils.layers.varlen_attention import Spans, VarlenAttention, key_chunks_of
 from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.config.args import Args
 from slime.utils import accelerator
+from slime.utils.accelerator import to_device
 
 SINKS = Rule("decoder.layers.{i}.self_attention.core_attention.softmax_offset", ("model.layers.{i}.self_attn.sinks",))
 """The weight rule of sinks that are called as gpt-oss calls them."""

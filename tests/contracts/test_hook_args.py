@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from slime.backends.megatron_utils.loss.advantages import compute_advantages_and_returns
-from slime.backends.megatron_utils.loss.off_policy import correct
+from slime.algorithms.corrections import correction_of
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.config.args import Args, publish_runtime
 from slime.utils.misc import hook_args
 from tests.contracts.rollout_world import World, rollout
@@ -74,12 +74,16 @@ def test_hooks_of_the_trainer_share_a_copy_too(monkeypatch: pytest.MonkeyPatch):
         use_opd=False,
         normalize_advantages=False,
         kl_coef=0.0,
+        kl_loss_type="k1",
+        gamma=1.0,
+        lambd=1.0,
+        use_tis=True,
         advantage_estimator="grpo",
     ).freeze()
     data = {"log_probs": [torch.zeros(2)], "loss_masks": [torch.ones(2)], "rewards": [1.0]}
     data |= {"response_lengths": [2], "total_lengths": [3], "rollout_log_probs": [torch.zeros(2)]}
     compute_advantages_and_returns(args, data, 0.0)
-    loss, _, _ = correct(args, data, torch.ones(2), data["log_probs"])
+    loss, _, _ = correction_of(args)(data, torch.ones(2), data["log_probs"])
     assert loss.tolist() == [3.0, 3.0]
     with pytest.raises(AttributeError, match="cannot be set"):
         args.scale = 4.0

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.algorithms.corrections import correction_of
 from slime.backends.megatron_utils.cp_utils import (
     all_gather_with_cp,
     gather_responses,
@@ -19,7 +20,6 @@ from slime.backends.megatron_utils.cp_utils import (
 )
 from slime.backends.megatron_utils.data import Packing, pack, response_rows
 from slime.backends.megatron_utils.layers.varlen_attention import attend_packed
-from slime.backends.megatron_utils.loss.off_policy import correct
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
 LENGTHS = [3, 2, 1]
@@ -197,8 +197,8 @@ def gather_weigh_and_cut(
 def check_tis(args):
     columns = {"total_lengths": [9, 11], "response_lengths": [5, 7], "loss_masks": [torch.ones(5), torch.ones(7)]}
     train, rollout = [torch.full((n,), -0.5) for n in (5, 7)], [torch.full((n,), -0.6) for n in (5, 7)]
-    args.custom_tis_function_path = f"{__file__}:gather_weigh_and_cut"
-    loss, masks, metrics = correct(args, columns | {"rollout_log_probs": rollout}, torch.ones(12), train)
+    args.custom_tis_function_path, args.use_tis = f"{__file__}:gather_weigh_and_cut", True
+    loss, masks, metrics = correction_of(args)(columns | {"rollout_log_probs": rollout}, torch.ones(12), train)
     expected = torch.tensor([0.5, 0.7]).exp().repeat_interleave(torch.tensor([5, 7]))
     torch.testing.assert_close(loss, expected)
     assert len(metrics["weights"]) == 12 and masks is columns["loss_masks"]

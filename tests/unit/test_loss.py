@@ -10,8 +10,8 @@ import torch
 from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import MicroBatches, to_tensors
 from slime.backends.megatron_utils.loss import log_probs as log_probs_module
-from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
-from slime.backends.megatron_utils.loss.reducers import reduce_reports
+from slime.backends.megatron_utils.loss import reduce_reports
+from slime.backends.megatron_utils.loss.log_probs import DeferredLogits
 from tests.training.algorithms import loss_world
 
 VOCAB = 10

@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from slime.backends.megatron_utils.data import Packing, pack
 from slime.backends.megatron_utils.layers import packs, varlen_attention
+from slime.utils import accelerator
 from slime_plugins.models import learnable_softmax_attention
 from tests.unit.megatron_fakes import packed
 
@@ -25,7 +26,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     def note(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         found.append(tensor)
-        return packs.to_device(tensor, device)
+        return accelerator.to_device(tensor, device)
 
     monkeypatch.setattr(varlen_attention, "to_device", note)
     monkeypatch.setattr(learnable_softmax_attention, "to_device", note)

@@ -93,7 +93,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/rollout/tool_calls.py", "_in_time", "task.result"): FINISHED,
     ("slime/utils/threads.py", "DaemonThreads.run", "call.result.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "generate_rollout_async", "state.finished.get"): BOUNDED,
-    ("slime/backends/megatron_utils/cp_utils.py", "slice_log_prob_with_cp", "_keeps_whole.get"): "a ContextVar",
+    ("slime/backends/megatron_utils/cp_utils.py", "slice_log_prob_with_cp", "keeps_whole.get"): "a ContextVar",
     ("slime/config/parse.py", "build_parser", "tables.result"): "of capture_elsewhere, which has a deadline",
     ("slime/utils/async_utils.py", "gather_or_cancel", "asyncio.gather"): "of coroutines, whose waits have deadlines",
     ("slime/utils/async_utils.py", "AsyncLoop.run", "cf.wait"): "for a coroutine, whose waits have deadlines",

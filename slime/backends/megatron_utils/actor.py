@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,7 @@ from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import hook_args, load_function, needed
 from slime.utils.tensor_backper import TensorBackuper
+from slime.utils.train_data import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ class MegatronTrainActor:
         if Timer().is_running("train_wait"):
             Timer().end("train_wait")
         with timer("train"):
-            data = self._fetch(refs) | (columns or {})
+            data = cast(RolloutBatch, self._fetch(refs) | (columns or {}))
             records = self.train_on(rollout_id, data)
         seconds = Timer().log_dict()
         Timer().reset()
@@ -208,16 +209,16 @@ class MegatronTrainActor:
         perf = self._perf(seconds, data)
         return [({**perf, "rollout/step": rollout_id}, "rollout/step"), *records]
 
-    def _fetch(self, refs: list[Any]) -> dict[str, Any]:
+    def _fetch(self, refs: list[Any]) -> RolloutBatch:
         """This rank's share of a rollout."""
         with timer("data_preprocess"):
             layout = self.parallel_config()
             return process_rollout_data(self.args, refs, layout["dp_rank"], layout["dp_size"])
 
-    def _perf(self, seconds: dict[str, float], data: dict[str, Any]) -> dict[str, float]:
+    def _perf(self, seconds: dict[str, float], data: RolloutBatch) -> dict[str, float]:
         return perf_metrics(self.args, seconds, data["total_lengths"], data["response_lengths"])
 
-    def train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
+    def train_on(self, rollout_id: int, rollout_data: RolloutBatch) -> list[MetricRecord]:
         """Train on this rank's share of a rollout, given as plain lists (`train` without Ray and without times)."""
         with self._profiler.record("train_overall", rollout_id):
             records = self._train_on(rollout_id, rollout_data)
@@ -225,7 +226,7 @@ class MegatronTrainActor:
             self._memory.end_rollout()
         return records
 
-    def _train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
+    def _train_on(self, rollout_id: int, rollout_data: RolloutBatch) -> list[MetricRecord]:
         args, micro_batches = self.args, self._pack(rollout_data)
         if args.loss_type != "sft_loss" and args.compute_advantages_and_returns:
             with self._profiler.record("train_log_probs", rollout_id):
@@ -252,7 +253,7 @@ class MegatronTrainActor:
                 self._weights.backup(REFERENCE)
         return records
 
-    def _pack(self, rollout_data: dict[str, Any]) -> MicroBatches:
+    def _pack(self, rollout_data: RolloutBatch) -> MicroBatches:
         """A share of plain lists as tensors, in its micro-batches."""
         with timer("data_preprocess"):
             to_tensors(rollout_data, accelerator.current_device())

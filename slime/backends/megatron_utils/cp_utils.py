@@ -15,20 +15,19 @@ knows nothing about what the values mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.layers.packs import to_device
+from slime.algorithms.aggregation import token_weights, weighted_sum
+from slime.algorithms.corrections import keeps_whole
+from slime.utils.accelerator import to_device
 
 Span = tuple[int, int]
 """[first, end) of consecutive positions."""
-_keeps_whole: ContextVar[bool] = ContextVar("keeps_whole", default=False)
 
 
 class CpOffsets(NamedTuple):
@@ -118,25 +117,11 @@ def slice_log_prob_with_cp(
     if len(log_prob) != response_length and (size == 1 or len(log_prob) != num_own):
         part = "" if size == 1 else f"; this rank's part of it has {num_own}"
         raise ValueError(f"a response of {response_length} tokens has {len(log_prob)} values{part}")
-    if size == 1 or len(log_prob) == num_own or (cp_rank is None and _keeps_whole.get()):
+    if size == 1 or len(log_prob) == num_own or (cp_rank is None and keeps_whole.get()):
         return log_prob
     prompt = total_length - response_length
     parts = [log_prob[max(start - prompt, 0) : max(end - prompt, 0)] for start, end in offsets.tokens]
     return torch.cat(parts) if isinstance(log_prob, torch.Tensor) else [value for part in parts for value in part]
-
-
-@contextmanager
-def whole_columns() -> Iterator[None]:
-    """Make `slice_log_prob_with_cp` leave whole responses whole: for hooks that combine its result with such columns.
-
-    A hook that gathers log-probs, computes weights of whole responses and cuts these again, as it had to where columns
-    were a rank's part, so works on whole columns too.
-    """
-    token = _keeps_whole.set(True)
-    try:
-        yield
-    finally:
-        _keeps_whole.reset(token)
 
 
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
@@ -310,34 +295,19 @@ def get_sum_of_sample_mean(
     Raises:
         ValueError: a mask that is not as long as its response, or longer than its sample.
     """
-    for total, response, mask in zip(total_lengths, response_lengths, loss_masks, strict=True):
-        if len(mask) != response or response > total:
-            raise ValueError(f"a response of {response} tokens in a sample of {total} has a loss mask of {len(mask)}")
-    weights = torch.cat(list(loss_masks)).float()
-    if not calculate_per_token_loss:
-        num_tokens, lengths = len(weights), to_device(torch.tensor(response_lengths), weights.device)
-        if sample_denoms is None:
-            ids = torch.arange(len(lengths), device=weights.device).repeat_interleave(lengths, output_size=num_tokens)
-            denominators = weights.new_zeros(len(lengths)).index_add_(0, ids, weights)
-        else:
-            denominators = to_device(torch.tensor(sample_denoms, dtype=torch.float32), weights.device)
-        weights = weights / denominators.clamp(min=1).repeat_interleave(lengths, output_size=num_tokens)
-
-    def sum_of_sample_mean(x: torch.Tensor) -> torch.Tensor:
-        if len(x) != len(weights):
-            x = _whole_micro_batch(x, total_lengths, response_lengths)
-        # A masked token may hold anything, also inf or nan, which times zero would be nan.
-        return (torch.where(weights > 0, x, 0) * weights).sum()
-
-    return sum_of_sample_mean
+    lengths = (total_lengths, response_lengths)
+    weights = token_weights(*lengths, loss_masks, sample_denoms, per_token=calculate_per_token_loss)
+    return lambda x: weighted_sum(weights, whole_micro_batch(x, *lengths))
 
 
-def _whole_micro_batch(x: torch.Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int]) -> torch.Tensor:
-    """[sum of R] from this rank's part of each response.
+def whole_micro_batch(x: torch.Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int]) -> torch.Tensor:
+    """[sum of R] from that, or from this rank's part of each response.
 
     Raises:
-        ValueError: x is not that part.
+        ValueError: x is neither.
     """
+    if len(x) == sum(response_lengths):
+        return x
     rank, size = _place(None, None)
     lengths = list(zip(total_lengths, response_lengths, strict=True))
     places: list[list[torch.Tensor]] = [[] for _ in range(size)]

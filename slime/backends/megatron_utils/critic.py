@@ -13,6 +13,7 @@ from typing import Any
 from slime.backends.megatron_utils.actor import MegatronTrainActor, MetricRecord
 from slime.backends.megatron_utils.data import Columns, to_host
 from slime.backends.megatron_utils.passes.forward_passes import add_values
+from slime.utils.train_data import RolloutBatch
 
 TIMES = ("critic_values", "critic_train")
 
@@ -31,14 +32,14 @@ class MegatronCriticActor(MegatronTrainActor):
         """
         return self.values_of(self._fetch(refs))
 
-    def values_of(self, rollout_data: dict[str, Any]) -> Columns:
+    def values_of(self, rollout_data: RolloutBatch) -> Columns:
         """`compute_values` of a share that is given as plain lists."""
         micro_batches = self._pack(rollout_data)
         add_values(self.args, self.state.model, micro_batches)
         return to_host({"values": micro_batches.rollout_data["values"]})
 
-    def _train_on(self, rollout_id: int, rollout_data: dict[str, Any]) -> list[MetricRecord]:
+    def _train_on(self, rollout_id: int, rollout_data: RolloutBatch) -> list[MetricRecord]:
         return self._update(rollout_id, self._pack(rollout_data), prefix="train/critic-")
 
-    def _perf(self, seconds: dict[str, float], data: dict[str, Any]) -> dict[str, float]:
+    def _perf(self, seconds: dict[str, float], data: RolloutBatch) -> dict[str, float]:
         return {f"perf/{name}_time": seconds[name] for name in TIMES if name in seconds}

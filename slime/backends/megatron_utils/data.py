@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -26,18 +26,21 @@ from slime.backends.megatron_utils.cp_utils import (
     slice_with_cp,
     zigzag_positions,
 )
-from slime.backends.megatron_utils.layers.packs import note_ends, to_device
+from slime.backends.megatron_utils.layers.packs import note_ends
+from slime.utils.accelerator import to_device
 from slime.utils.dp_schedule import first_fit_pack, split_or_repeat
 from slime.utils.progress_counts import went_on
+from slime.utils.train_data import MicroBatch, RolloutBatch
 
 PAD_TOKEN = 0
 SCHEDULE_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 Columns = dict[str, list[np.ndarray]]
 """Columns of a share in host memory: per sample an array, of one value per response token."""
-FLOAT_COLUMNS = ("rollout_log_probs", "teacher_log_probs", "values", "returns")
+FloatColumn = Literal["rollout_log_probs", "teacher_log_probs", "values", "returns"]
+FLOAT_COLUMNS: tuple[FloatColumn, ...] = ("rollout_log_probs", "teacher_log_probs", "values", "returns")
 
 
-def to_tensors(rollout_data: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def to_tensors(rollout_data: RolloutBatch, device: torch.device) -> RolloutBatch:
     """Turn the ragged columns of a share, as they come from the object store, into lists of tensors (in place).
 
     Args:
@@ -152,7 +155,7 @@ def prediction_rows(
     return torch.cat(rows), torch.cat(places)
 
 
-def pack(tokens: Sequence[torch.Tensor], packing: Packing = Packing()) -> dict[str, Any]:
+def pack(tokens: Sequence[torch.Tensor], packing: Packing = Packing()) -> MicroBatch:
     """The model's inputs for these samples: `tokens` [1, T], `position_ids` [1, T], `packed_seq_params`.
 
     Args:
@@ -199,7 +202,7 @@ class MicroBatches:
         packing: how they are packed.
     """
 
-    def __init__(self, rollout_data: dict[str, Any], packing: Packing = Packing()) -> None:
+    def __init__(self, rollout_data: RolloutBatch, packing: Packing = Packing()) -> None:
         self.rollout_data = rollout_data
         self.num_samples = len(rollout_data["tokens"])
         self.indices: list[list[int]] = rollout_data["micro_batch_indices"]
@@ -213,7 +216,7 @@ class MicroBatches:
         """Train steps of the rollout."""
         return len(self.num_microbatches)
 
-    def of_step(self, step_id: int | None) -> Iterator[dict[str, Any]]:
+    def of_step(self, step_id: int | None) -> Iterator[MicroBatch]:
         """The micro-batches of one train step, or with None of the rollout, in order."""
         return (self._micro_batch(i) for i in self._range(step_id))
 
@@ -238,6 +241,10 @@ class MicroBatches:
             if name not in SCHEDULE_KEYS and isinstance(column, list | tuple) and len(column) == self.num_samples
         ]
 
+    def column(self, name: str) -> Sequence[Any]:
+        """One of `columns`: an entry for each sample, in the order of the share."""
+        return cast(dict[str, Any], self.rollout_data)[name]
+
     def repacked(self, max_tokens: int, *, as_many_over: dist.ProcessGroup | None = None) -> MicroBatches:
         """The same samples in micro-batches of at most `max_tokens` tokens (one sample may be longer), for a pass
         without gradients, which has no train steps: all of the rollout's samples are packed together.
@@ -258,7 +265,7 @@ class MicroBatches:
         indices = split_or_repeat(indices, lengths, -(-count // multiple) * multiple)
         return self.of_data(self.rollout_data | {"micro_batch_indices": indices, "num_microbatches": [len(indices)]})
 
-    def of_data(self, rollout_data: dict[str, Any]) -> MicroBatches:
+    def of_data(self, rollout_data: RolloutBatch) -> MicroBatches:
         """Other data, or the same with another schedule, packed in the same way."""
         return MicroBatches(rollout_data, self._packing)
 
@@ -268,7 +275,7 @@ class MicroBatches:
         start = sum(self.num_microbatches[:step_id])
         return range(start, start + self.num_microbatches[step_id])
 
-    def _pack(self, samples: list[int]) -> dict[str, Any]:
+    def _pack(self, samples: list[int]) -> MicroBatch:
         data, cp = self.rollout_data, (self._packing.cp_rank, self._packing.cp_size)
         tokens = [data["tokens"][i] for i in samples]
         packed = pack(tokens, self._packing)
@@ -301,10 +308,10 @@ class MicroBatches:
         packed |= {"response_places": places} if self._packing.cp_size > 1 else {}
         return packed | (self._predictions(tokens, responses) if self._packing.num_predictions else {})
 
-    def _predictions(self, tokens: list[torch.Tensor], responses: list[torch.Tensor]) -> dict[str, Any]:
+    def _predictions(self, tokens: list[torch.Tensor], responses: list[torch.Tensor]) -> MicroBatch:
         """For each prediction layer the tokens that it embeds [1, T]; the rows that predict response tokens, those
         tokens, and their places among all of the micro-batch."""
-        found: dict[str, Any] = {"further_tokens": [], "prediction_rows": [], "prediction_places": []}
+        found: MicroBatch = {"further_tokens": [], "prediction_rows": [], "prediction_places": []}
         total_lengths, response_lengths = [len(x) for x in tokens], [len(x) for x in responses]
         device = tokens[0].device
         for ahead in range(1, self._packing.num_predictions + 1):
@@ -316,9 +323,9 @@ class MicroBatches:
         found["prediction_targets"] = [torch.cat(responses)[places] for places in found["prediction_places"]]
         return found
 
-    def _micro_batch(self, index: int) -> dict[str, Any]:
+    def _micro_batch(self, index: int) -> MicroBatch:
         went_on("micro-batches")
         samples = self.indices[index]
-        columns = {name: [self.rollout_data[name][i] for i in samples] for name in self.columns()}
+        columns = {name: [self.column(name)[i] for i in samples] for name in self.columns()}
         columns["unconcat_tokens"] = columns.pop("tokens")
-        return columns | self._packed[index]
+        return cast(MicroBatch, columns | self._packed[index])

@@ -188,3 +188,10 @@ def _nvml_device(index: int) -> Any:
 def process_group_backend(default: str = "nccl") -> str:
     """The torch.distributed backend of the device: gloo on the CPU, otherwise `default`."""
     return "gloo" if kind() == "cpu" else default
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host without waiting for the device's other work."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # or a copy of more than some 64 KB waits all the same
+    return tensor.to(device, non_blocking=True)

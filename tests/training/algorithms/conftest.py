@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.megatron_utils.loss import advantages, log_probs
+from slime.backends.megatron_utils import loss
+from slime.backends.megatron_utils.loss import log_probs
 
 
 @pytest.fixture(autouse=True)
@@ -17,4 +18,4 @@ def one_rank(monkeypatch):
         get_data_parallel_group=lambda with_context_parallel=False: None,
     )
     monkeypatch.setattr(log_probs, "parallel_state", alone)
-    monkeypatch.setattr(advantages, "parallel_state", alone)
+    monkeypatch.setattr(loss, "parallel_state", alone)

@@ -231,8 +231,8 @@ def value_loss(
     masked: float = FAR,
 ) -> tuple[float, dict[str, float], torch.Tensor]:
     """Loss, metrics and gradient of the values of the samples of loss_world; masked tokens hold far numbers."""
+    from slime.algorithms.aggregation import Aggregation
     from slime.backends.megatron_utils.loss import value_loss_function
-    from slime.backends.megatron_utils.loss.aggregation import loss_reducer
 
     is_masked = torch.tensor([not m for mask in MASKS for m in mask])
     values, before, returns = (
@@ -260,7 +260,7 @@ def value_loss(
         rollout_max_response_len=None,
         value_clip=value_clip,
     )
-    loss, metrics = value_loss_function(args, batch, logits, loss_reducer(args, batch, batch["loss_masks"]))
+    loss, metrics = value_loss_function(args, batch, logits, Aggregation.of(args).of_loss(batch, batch["loss_masks"]))
     loss.backward()
     return loss.item(), {name: value.item() for name, value in metrics.items()}, logits.grad[0, rows, 0]
 

@@ -9,6 +9,7 @@ import torch
 
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.losses import compute_opsm_mask
+from slime.algorithms.policy import PolicyLoss
 from tests.training.algorithms.loss_world import (
     MASKS,
     advantages_of,
@@ -124,8 +125,8 @@ def test_opsm_measures_trained_tokens_alone(of_the_tool):
     assert compute_opsm_mask(new, old, advantages, masks, 0.21).tolist() == [1, 1, 1]
 
 
-def test_a_rollout_without_engine_log_probs_cannot_be_corrected(monkeypatch):
-    from slime.backends.megatron_utils.loss import off_policy
-
+def test_a_rollout_without_engine_log_probs_cannot_be_corrected():
+    ones = torch.ones(1)
+    batch = {"advantages": [ones], "loss_masks": [ones], "response_lengths": [1], "total_lengths": [2]}
     with pytest.raises(ValueError, match="--use-tis and --get-mismatch-metrics need samples with rollout_log_probs"):
-        off_policy.correct(make_args(use_tis=True), {}, torch.zeros(1), [torch.zeros(1)])
+        PolicyLoss.of(make_args(use_tis=True))(batch, {"log_probs": ones, "entropy": ones}, torch.sum)

@@ -24,7 +24,7 @@ def recorded_loss(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The policy loss; notes what it is given."""
-    from slime.backends.megatron_utils.loss.policy import policy_loss_function
+    from slime.backends.megatron_utils.loss import policy_loss_function
 
     names = ("sample_indices", "log_probs", "advantages", "rewards", "unconcat_tokens")
     rows = zip(*(batch[name] for name in names), strict=True)

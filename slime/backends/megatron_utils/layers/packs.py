@@ -46,10 +46,3 @@ def host_ends(packed_seq_params: Any) -> list[int]:
 def longest_run(ends: list[int]) -> int:
     """Tokens of the longest of the runs that end and begin there, the first at 0."""
     return max(end - start for start, end in pairwise(ends))
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host without waiting for the device's other work."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # or a copy of more than some 64 KB waits all the same
-    return tensor.to(device, non_blocking=True)

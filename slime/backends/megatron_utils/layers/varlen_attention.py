@@ -23,7 +23,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import KeyChunks, key_chunks
-from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep, longest_run, to_device
+from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep, longest_run
+from slime.utils.accelerator import to_device
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,40 @@
 """Losses by `--loss-type`, each `fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`, and their weight.
 
-A loss sums over its micro-batch; `loss_function` scales the sum so that gradients accumulated over micro-batches and
-averaged over data-parallel ranks (as Megatron does) are those of the mean over the whole train step, however it is
-split.
+The arithmetic is slime.algorithms', in terms of values; here are Megatron's part of it (rows of logits, groups of
+ranks), and the public functions that take `args`, which hooks call, too. A loss sums over its micro-batch;
+`loss_function` scales the sum so that gradients accumulated over micro-batches and averaged over data-parallel ranks
+(as Megatron does) are those of the mean over the whole train step, however it is split.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.utils.checkpoint import checkpoint
 
-from slime.backends.megatron_utils.loss.advantages import compute_advantages_and_returns
-from slime.backends.megatron_utils.loss.aggregation import loss_reducer
-from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
-from slime.backends.megatron_utils.loss.distillation import apply_opd_kl_to_advantages
-from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
-from slime.backends.megatron_utils.loss.off_policy import icepop_function, vanilla_tis_function
-from slime.backends.megatron_utils.loss.policy import policy_loss_function
-from slime.backends.megatron_utils.loss.prediction import prediction_loss
-from slime.backends.megatron_utils.loss.reducers import pack_report
-from slime.backends.megatron_utils.loss.responses import get_responses
-from slime.backends.megatron_utils.loss.sft import sft_loss_function
-from slime.backends.megatron_utils.loss.value import get_values, value_loss_function
+from slime.algorithms.advantages import Advantages, subtract_teacher
+from slime.algorithms.aggregation import Aggregation, Reducer, zero_masked
+from slime.algorithms.corrections import Bounds, Corrected
+from slime.algorithms.log_probs import Sampling
+from slime.algorithms.losses import clipped_value_loss
+from slime.algorithms.policy import LossAndMetrics, PolicyLoss
+from slime.backends.megatron_utils.cp_utils import whole_micro_batch
+from slime.backends.megatron_utils.loss.log_probs import (
+    DeferredLogits,
+    get_log_probs_and_entropy,
+    get_prediction_log_probs,
+    get_responses,
+    get_token_columns,
+    get_values,
+)
 from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
+from slime.utils.train_data import MicroBatch, RolloutBatch
 
 __all__ = [
     "apply_opd_kl_to_advantages",
@@ -43,7 +50,85 @@ __all__ = [
     "vanilla_tis_function",
 ]
 
-LOSS_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, dict[str, Any]]]] = {
+
+# ---- before training on a rollout
+
+
+def compute_advantages_and_returns(args: Args, rollout_data: RolloutBatch, kl_coef: float | None = None) -> None:
+    """Fill `kl`, `advantages` and `returns` of a share in place (slime.algorithms.advantages).
+
+    Args:
+        args: what `Advantages.of` reads.
+        rollout_data: the share.
+        kl_coef: weight of the KL in the rewards, where a controller changes it; default: the flag's.
+    """
+    group = parallel_state.get_data_parallel_group() if args.normalize_advantages else None
+    Advantages.of(args, kl_coef)(rollout_data, group)
+
+
+def apply_opd_kl_to_advantages(
+    args: Args,
+    rollout_data: RolloutBatch,
+    advantages: Sequence[torch.Tensor],
+    student_log_probs: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """A - `--opd-kl-coef` * (log p_student - log p_teacher): see `slime.algorithms.advantages.subtract_teacher`."""
+    return subtract_teacher(rollout_data, advantages, student_log_probs, args.opd_kl_coef)
+
+
+# ---- losses of a micro-batch
+
+
+def policy_loss_function(
+    args: Args, batch: MicroBatch, logits: torch.Tensor | DeferredLogits, sum_of_sample_mean: Reducer
+) -> LossAndMetrics:
+    """Loss and metrics of one micro-batch, each a sum over it (slime.algorithms.policy).
+
+    Args:
+        args: what `PolicyLoss.of` and `Sampling.of` read.
+        batch: a micro-batch with `advantages`; `log_probs`, `rollout_log_probs` and `ref_log_probs` where they exist.
+        logits: [1, T, V/tp].
+        sum_of_sample_mean: [sum of R] -> scalar, of --loss-agg-mode; what is only reported is always a mean.
+    """
+    policy_loss = PolicyLoss.of(args)
+    trains_entropy = policy_loss.entropy_coef != 0
+    columns = get_token_columns(Sampling.of(args), batch, logits, with_entropy=True, with_entropy_grad=trains_entropy)
+    return policy_loss(batch, columns, sum_of_sample_mean)
+
+
+def sft_loss_function(
+    args: Args, batch: MicroBatch, logits: torch.Tensor | DeferredLogits, sum_of_sample_mean: Reducer
+) -> LossAndMetrics:
+    """Minus the log-probability of each trained token: loss and metrics of one micro-batch, both summed by
+    `sum_of_sample_mean` (logits [1, T, V/tp])."""
+    log_probs, _ = get_log_probs_and_entropy(args, batch, logits)
+    loss = -sum_of_sample_mean(log_probs)
+    return loss, {"loss": loss}
+
+
+def value_loss_function(
+    args: Args, batch: MicroBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> LossAndMetrics:
+    """The critic's loss and metrics of one micro-batch, each a sum over it.
+
+    Args:
+        args: `value_clip`, and what the reducer of metrics reads.
+        batch: a micro-batch with `values`, those before the rollout's first update, and `returns`.
+        logits: [1, T, 1], the critic's output.
+        sum_of_sample_mean: [sum of R] -> scalar, of --loss-agg-mode.
+
+    Returns:
+        the loss; `value_loss` and `value_clipfrac`, the share of tokens whose clipped error is the larger one.
+    """
+    values, masks = get_values(args, batch, logits), batch["loss_masks"]
+    before, returns = (zero_masked(masks, torch.cat(column)) for column in (batch["values"], batch["returns"]))
+    losses, is_clipped = clipped_value_loss(values, before, returns, args.value_clip)
+    loss = sum_of_sample_mean(losses)
+    mean = Aggregation.of(args).of_metrics(batch, masks)
+    return loss, {"value_loss": loss, "value_clipfrac": mean(is_clipped)}
+
+
+LOSS_FUNCTIONS: dict[str, Callable[..., LossAndMetrics]] = {
     "policy_loss": policy_loss_function,
     "sft_loss": sft_loss_function,
     "value_loss": value_loss_function,
@@ -52,7 +137,7 @@ LOSS_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, dict[str, Any]]]] = 
 
 def loss_function(
     args: Args,
-    batch: dict[str, Any],
+    batch: MicroBatch,
     logits: torch.Tensor | DeferredLogits,
     *,
     num_microbatches: int,
@@ -72,9 +157,14 @@ def loss_function(
 
     Returns:
         the scaled loss; the tokens that Megatron divides the step by (1 unless the loss is per token); the report that
-        `reducers.reduce_reports` takes.
+        `reduce_reports` takes.
     """
-    sum_of_sample_mean = loss_reducer(args, batch, batch["loss_masks"])
+    whole_sum = Aggregation.of(args).of_loss(batch, batch["loss_masks"])
+
+    def sum_of_sample_mean(values: torch.Tensor) -> torch.Tensor:
+        # a loss of the user's own may have this rank's part of each response alone
+        return whole_sum(whole_micro_batch(values, batch["total_lengths"], batch["response_lengths"]))
+
     if args.loss_type == "custom_loss":
         function = functools.partial(load_function(args.custom_loss_function_path), hook_args(args))
     else:
@@ -85,8 +175,8 @@ def loss_function(
     loss, metrics = function(batch, logits, sum_of_sample_mean)
     objective = loss
     if batch.get("predictions"):
-        of_predictions, more_metrics = prediction_loss(args, batch, sum_of_sample_mean)
-        objective, metrics = loss + of_predictions, metrics | more_metrics
+        of_predictions, more_metrics = prediction_loss(Sampling.of(args), batch, sum_of_sample_mean)
+        objective, metrics = loss + args.mtp_loss_scaling_factor * of_predictions, metrics | more_metrics
     # Megatron sums over data- and context-parallel ranks, a report is summed over the former alone
     num_tokens = batch["full_loss_masks"].sum(dtype=torch.int32)
     report = pack_report({"loss": loss, **metrics}, torch.cat(batch["loss_masks"]).sum(dtype=torch.int32))
@@ -95,3 +185,79 @@ def loss_function(
     # 1 token: Megatron's division by tokens is then none, and only its division by micro-batches has to be undone
     scaled = objective * (num_microbatches * dp_size / global_batch_size)
     return scaled, torch.ones_like(num_tokens), report
+
+
+def prediction_loss(sampling: Sampling, batch: MicroBatch, sum_of_sample_mean: Reducer) -> LossAndMetrics:
+    """Minus log-probs by layers that predict further tokens (--enable-mtp-training), averaged as the policy's loss.
+
+    Returns:
+        the mean over layers; the metrics `mtp_loss`, the same, and each layer's.
+    """
+    layers = range(len(batch["predictions"]))
+    losses = [-sum_of_sample_mean(get_prediction_log_probs(sampling, batch, layer)) for layer in layers]
+    mean = torch.stack(losses).mean()
+    return mean, {"mtp_loss": mean} | {f"mtp_{i + 1}_loss": loss for i, loss in enumerate(losses)}
+
+
+# ---- from the sums of micro-batches to the metrics of a train step
+
+
+def pack_report(metrics: Mapping[str, Any], num_tokens: torch.Tensor) -> dict[str, Any]:
+    """What a micro-batch hands to `reduce_reports`: its metrics' names, and its trained tokens before their values."""
+    values = [num_tokens, *metrics.values()]
+    flat = [torch.as_tensor(value, dtype=torch.float32, device=num_tokens.device).detach() for value in values]
+    return {"keys": list(metrics), "values": torch.stack(flat)}
+
+
+def reduce_reports(
+    reports: Sequence[Mapping[str, Any]], denominator: float | None, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Sum over micro-batches and ranks, divided by `denominator` (None: by the trained tokens of all of them).
+
+    One collective and one copy to the host for all metrics together.
+    """
+    keys = reports[0]["keys"]
+    total = torch.stack([report["values"] for report in reports]).double().sum(dim=0)
+    num_tokens, *sums = all_reduce_sum(total, group)
+    by = denominator if denominator is not None else max(num_tokens, 1.0)
+    return {key: value / by for key, value in zip(keys, sums, strict=True)}
+
+
+def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup) -> list[float]:
+    """`values` [n] summed over the group's ranks, on the host."""
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values.tolist()
+
+
+# ---- corrections that can be given with --custom-tis-function-path
+
+
+def vanilla_tis_function(
+    *,
+    args: Args,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: list[torch.Tensor],
+    loss_masks: list[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> Corrected:
+    """`Bounds.truncate` between --tis-clip-low and --tis-clip, which is the default: truncated importance sampling."""
+    batch: MicroBatch = {"rollout_log_probs": rollout_log_probs, "loss_masks": loss_masks}
+    return Bounds.of(args).truncate(batch, pg_loss, train_log_probs)
+
+
+def icepop_function(
+    *,
+    args: Args,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: list[torch.Tensor],
+    loss_masks: list[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> Corrected:
+    """`Bounds.drop` between --tis-clip-low and --tis-clip: IcePop."""
+    batch: MicroBatch = {"rollout_log_probs": rollout_log_probs, "loss_masks": loss_masks}
+    return Bounds.of(args).drop(batch, pg_loss, train_log_probs)

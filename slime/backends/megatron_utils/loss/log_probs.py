@@ -1,25 +1,72 @@
-"""Log-probabilities and entropy of a micro-batch's response tokens, out of the packed logits.
+"""What a micro-batch's packed output says of its response tokens: log-probabilities, entropy, values.
 
 It picks the rows that predict response tokens, puts together what context-parallel ranks have of them, and leaves the
-arithmetic to slime.algorithms; it knows nothing about masks.
+arithmetic to slime.algorithms.log_probs.
+
+With --recompute-loss-function the logits exist only a chunk at a time (`DeferredLogits`): of the model's output the
+hidden states are kept; the output layer, the log-probs and the entropy of a chunk of rows are computed together, and
+again in the backward pass. The logits of a micro-batch (tokens x vocabulary, in fp32) are often the largest tensor of
+a train step.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from torch.utils.checkpoint import checkpoint
 
-from slime.algorithms.log_probs import calculate_log_probs_and_entropy
+from slime.algorithms.log_probs import Sampling, calculate_log_probs_and_entropy
 from slime.backends.megatron_utils.cp_utils import gather_responses
-from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
 from slime.config.args import Args
+from slime.utils.train_data import MicroBatch
+
+DEFAULT_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class DeferredLogits:
+    """What logits are made of: rows @ weight.T."""
+
+    hidden: torch.Tensor
+    """[T, H], the last hidden states, whole on every tensor-parallel rank."""
+    weight: torch.Tensor
+    """[V/tp, H], this rank's part of the output layer."""
+
+    def map_rows(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        chunk_size: int,
+    ) -> list[torch.Tensor]:
+        """Apply function(logits [n, V/tp], targets [n]) -> tensors [n] to chunks of rows; returns them joined.
+
+        Args:
+            rows: [N] indices into the T rows.
+            targets: [N].
+            chunk_size: rows of a chunk; -1 takes DEFAULT_CHUNK_ROWS.
+        """
+        size = chunk_size if chunk_size > 0 else DEFAULT_CHUNK_ROWS
+        hidden = self.hidden.index_select(0, rows)
+
+        def of_chunk(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return function(torch.nn.functional.linear(chunk, self.weight), chunk_targets)
+
+        parts = [
+            # There is nothing random in it whose state would have to be restored.
+            checkpoint(of_chunk, chunk, chunk_targets, use_reentrant=False, preserve_rng_state=False)
+            for chunk, chunk_targets in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def get_log_probs_and_entropy(
     args: Args,
-    batch: dict[str, Any],
+    batch: MicroBatch,
     logits: torch.Tensor | DeferredLogits,
     *,
     with_entropy: bool = False,
@@ -38,52 +85,95 @@ def get_log_probs_and_entropy(
         log_probs and entropy (or None), each [sum of R], float32, the samples' tokens in order: whole responses, on
         every context-parallel rank.
     """
-    columns = get_token_columns(args, batch, logits, with_entropy=with_entropy, with_entropy_grad=with_entropy_grad)
+    entropy = {"with_entropy": with_entropy, "with_entropy_grad": with_entropy_grad}
+    columns = get_token_columns(Sampling.of(args), batch, logits, **entropy)
     return columns["log_probs"], columns.get("entropy")
 
 
 def get_token_columns(
-    args: Args,
-    batch: dict[str, Any],
+    sampling: Sampling,
+    batch: MicroBatch,
     logits: torch.Tensor | DeferredLogits,
     *,
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
 ) -> dict[str, torch.Tensor]:
     """As `get_log_probs_and_entropy`, by name; with --rollout-top-p also `num_kept`, the size of each nucleus."""
-    # A supervised loss is of tokens that nobody sampled: of the model's own distribution.
-    is_sampled = args.loss_type != "sft_loss"
-    top_p, temperature = (args.rollout_top_p, args.rollout_temperature) if is_sampled else (1.0, 1.0)
-    names = ["log_probs", *["entropy"] * with_entropy, *["num_kept"] * (top_p != 1.0)]
+    is_cut = sampling.top_p != 1.0
+    names = ["log_probs", *["entropy"] * with_entropy, *["num_kept"] * is_cut]
 
     def of_rows(
         logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        num_kept = torch.empty(targets.shape, dtype=torch.float32, device=logits.device) if top_p != 1.0 else None
+        num_kept = torch.empty(targets.shape, dtype=torch.float32, device=logits.device) if is_cut else None
         log_probs, entropy = calculate_log_probs_and_entropy(
             logits,
             targets,
             parallel_state.get_tensor_model_parallel_group(),
             with_entropy,
-            args.log_probs_chunk_size,
+            sampling.chunk_size,
             with_entropy_grad=with_entropy_grad,
-            temperature=temperature,
-            vocab_size=args.vocab_size,
+            temperature=sampling.temperature,
+            vocab_size=sampling.vocab_size,
             rows=rows,
-            top_p=top_p,
+            top_p=sampling.top_p,
             num_kept=num_kept,
         )
         return tuple(column for column in (log_probs, entropy, num_kept) if column is not None)
 
     rows, targets = batch["response_rows"], batch["response_tokens"]
     if isinstance(logits, DeferredLogits):
-        columns = logits.map_rows(of_rows, rows, targets, chunk_size=args.log_probs_chunk_size)
+        columns = logits.map_rows(of_rows, rows, targets, chunk_size=sampling.chunk_size)
     else:
         columns = list(of_rows(logits.squeeze(0), targets, rows))  # not logits[0], whose gradient is a copy
     return {name: whole_responses(batch, column) for name, column in zip(names, columns, strict=True)}
 
 
-def whole_responses(batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
+def get_prediction_log_probs(sampling: Sampling, batch: MicroBatch, layer: int) -> torch.Tensor:
+    """Log-probs of response tokens by a layer that predicts further ones, before temperature and top-p, [sum of R]; 0
+    for a token that has too few before it to be predicted from."""
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+
+    def of_rows(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        log_probs, _ = calculate_log_probs_and_entropy(
+            logits, targets, tp_group, False, sampling.chunk_size, vocab_size=sampling.vocab_size
+        )
+        return (log_probs,)
+
+    rows, targets = batch["prediction_rows"][layer], batch["prediction_targets"][layer]
+    (values,) = batch["predictions"][layer].map_rows(of_rows, rows, targets, chunk_size=sampling.chunk_size)
+    places, length = batch["prediction_places"][layer], sum(batch["response_lengths"])
+    if "response_places" not in batch:  # there is no context parallelism: they are all here
+        return values.new_zeros(length).index_copy(0, places, values)
+    return gather_responses(values, places, length, parallel_state.get_context_parallel_group())
+
+
+def get_values(args: Args, batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
+    """The critic's value before each response token, [sum of R], float32, the samples' tokens in order.
+
+    Args:
+        args: unused; every function of this kind takes it.
+        batch: a micro-batch of `data.MicroBatches`.
+        values: [1, T, 1], the output of a model with a value head.
+    """
+    return whole_responses(batch, values[0, :, 0].float().index_select(0, batch["response_rows"]))
+
+
+def get_responses(args: Args, batch: MicroBatch, logits: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (logits [R, V/tp] at --rollout-temperature, tokens [R]) of each sample of a micro-batch.
+
+    Args:
+        args: `rollout_temperature`.
+        batch: a micro-batch of `data.MicroBatches`; its rows on this rank count.
+        logits: [1, T, V/tp]; row i of a response's part is the distribution of its token i.
+    """
+    rows, tokens = batch["response_rows"], batch["response_tokens"]
+    lengths = batch["response_row_counts"]
+    for of_sample, targets in zip(rows.split(lengths), tokens.split(lengths), strict=True):
+        yield logits[0].index_select(0, of_sample) / args.rollout_temperature, targets
+
+
+def whole_responses(batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
     """Values of this rank's `response_rows` [n] -> values of all response tokens [sum of R] (see cp_utils)."""
     if "response_places" not in batch:  # there is no context parallelism: they are all here
         return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.layers.prediction import as_predicting
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
-from slime.backends.megatron_utils.loss.deferred_logits import DeferredLogits
+from slime.backends.megatron_utils.loss.log_probs import DeferredLogits
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.passes.pipeline import columns_from_last_stage
 from slime.backends.megatron_utils.passes.pipelined_pass import run_pass
@@ -28,9 +28,10 @@ from slime.backends.megatron_utils.passes.routing_replay import tell_routers
 from slime.config.args import Args
 from slime.utils.errors import UsageError
 from slime.utils.misc import hook_args, load_function
+from slime.utils.train_data import MicroBatch, RolloutBatch
 
 
-def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+def run_model(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Logits [1, T, V/tp] of a packed micro-batch; before the last pipeline stage hidden states [T, 1, H]."""
     tell_routers(model, batch)
     # Layers keep with it what others of the same pass need, some of it large: the micro-batch outlives the pass.
@@ -38,7 +39,7 @@ def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed_seq_params)
 
 
-def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | DeferredLogits:
+def run_model_to_hidden(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor | DeferredLogits:
     """As `run_model`, but stop before the output layer of the last pipeline stage.
 
     Raises:
@@ -61,7 +62,7 @@ def run_model_to_hidden(model: torch.nn.Module, batch: dict[str, Any]) -> torch.
 
 
 def run_model_with_predictions(
-    run: Callable[[torch.nn.Module, dict[str, Any]], Any], model: torch.nn.Module, batch: dict[str, Any]
+    run: Callable[[torch.nn.Module, MicroBatch], Any], model: torch.nn.Module, batch: MicroBatch
 ) -> Any:
     """As `run`; on the last pipeline stage the logits of prediction layers become the batch's `predictions`.
 
@@ -100,7 +101,7 @@ def compute_log_probs(
     *,
     store_prefix: str = "",
     with_entropy: bool = False,
-) -> dict[str, list[torch.Tensor]]:
+) -> RolloutBatch:
     """Log-probs of every response token of this rank's share.
 
     Args:
@@ -114,7 +115,7 @@ def compute_log_probs(
         {"<prefix>log_probs": [S][R]} and, if asked for, {"<prefix>entropy": [S][R]}, in the order of the share.
     """
 
-    def read(batch: dict[str, Any], logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def read(batch: MicroBatch, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         log_probs, entropy = get_log_probs_and_entropy(args, batch, logits, with_entropy=with_entropy)
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
@@ -122,9 +123,7 @@ def compute_log_probs(
     return compute_columns(args, model, micro_batches, read, names=names, store_prefix=store_prefix)
 
 
-def compute_values(
-    args: Args, model: list[torch.nn.Module], micro_batches: MicroBatches
-) -> dict[str, list[torch.Tensor]]:
+def compute_values(args: Args, model: list[torch.nn.Module], micro_batches: MicroBatches) -> RolloutBatch:
     """{"values": [S][R]}: what a model with a value head says before every response token, as `compute_log_probs`."""
     return compute_columns(args, model, micro_batches, lambda *of: {"values": get_values(args, *of)}, names=["values"])
 
@@ -134,11 +133,11 @@ def compute_columns(
     args: Args,
     model: list[torch.nn.Module],
     micro_batches: MicroBatches,
-    read: Callable[[dict[str, Any], torch.Tensor], dict[str, torch.Tensor]],
+    read: Callable[[MicroBatch, torch.Tensor], dict[str, torch.Tensor]],
     *,
     names: Sequence[str],
     store_prefix: str = "",
-) -> dict[str, list[torch.Tensor]]:
+) -> RolloutBatch:
     """Run the model over a share, without gradients.
 
     Args:
@@ -157,11 +156,11 @@ def compute_columns(
     for chunk in model:
         chunk.eval()
 
-    def collect(batch: dict[str, Any], output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    def collect(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         columns = {name: column.split(batch["response_lengths"]) for name, column in read(batch, output).items()}
         return output.new_zeros(()), columns
 
-    def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
         return run_model(chunk, batch), partial(collect, batch)
 
@@ -177,4 +176,4 @@ def compute_columns(
         chunk.train()
     found = {name: micro_batches.scatter([result[name] for result in results]) for name in names if results}
     columns = columns_from_last_stage(found, names, micro_batches.rollout_data["response_lengths"])
-    return {f"{store_prefix}{name}": column for name, column in columns.items()}
+    return cast(RolloutBatch, {f"{store_prefix}{name}": column for name, column in columns.items()})

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.data import MicroBatches
-from slime.backends.megatron_utils.loss.reducers import all_reduce_sum
+from slime.backends.megatron_utils.loss import all_reduce_sum
 from slime.config.args import Args
 from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops
 
@@ -33,7 +33,7 @@ def column_means(micro_batches: MicroBatches, group: dist.ProcessGroup) -> dict[
     for name in sorted(micro_batches.columns()):
         if name in NOT_LOGGED or (name == "kl" and not {"log_probs", "ref_log_probs"} <= data.keys()):
             continue
-        if (total := _column_sum(data[name], data["response_lengths"], mean_of_tokens)) is not None:
+        if (total := _column_sum(micro_batches.column(name), data["response_lengths"], mean_of_tokens)) is not None:
             sums[name] = total
     device = data["tokens"][0].device
     count = torch.tensor(float(micro_batches.num_samples))

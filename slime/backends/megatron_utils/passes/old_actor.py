@@ -9,14 +9,12 @@ and of when syncs happen it knows nothing: it is told each version.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from slime.config.args import Args
 from slime.utils.misc import num_weight_versions
 from slime.utils.tensor_backper import TensorBackuper
+from slime.utils.train_data import RolloutBatch
 
-VERSION_KEY = "weight_version"
-"""Of a rollout's training data: the version that engines had while it was generated; absent without engines."""
 _TAG = "old_actor/"
 
 
@@ -32,13 +30,13 @@ def keep_version(args: Args, weights: TensorBackuper, version: int) -> None:
     weights.backup(f"{_TAG}{version}")
 
 
-def swapped_old_actor(weights: TensorBackuper, rollout_data: dict[str, Any]) -> AbstractContextManager[None]:
+def swapped_old_actor(weights: TensorBackuper, rollout_data: RolloutBatch) -> AbstractContextManager[None]:
     """The model holds the weights that generated this rollout inside the block; older copies are dropped for good.
 
     Rollouts are trained in the order in which they were generated, so no later one needs those. A rollout of no known
     version (nothing was synced: --debug-train-only) leaves the model as it is.
     """
-    version = rollout_data.get(VERSION_KEY)
+    version = rollout_data.get("weight_version")
     if version is None:
         return nullcontext()
     _drop_before(weights, version)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,16 @@ from slime.backends.megatron_utils.cp_utils import prepare_routed_experts_for_ro
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.layers.routing import Routing, prediction_routers_of, routers_of
 from slime.backends.megatron_utils.model_provider import unwrap
+from slime.utils.train_data import MicroBatch, RolloutBatch
 
-COLUMN = "routed_experts"
-FROM_ENGINE = "rollout_routed_experts"
+COLUMN: Final = "routed_experts"
+FROM_ENGINE: Final = "rollout_routed_experts"
 
 _recorded: list[Routing] | None = None
 _is_free = False
 
 
-def tell_routers(model: torch.nn.Module, batch: dict[str, Any]) -> None:
+def tell_routers(model: torch.nn.Module, batch: MicroBatch) -> None:
     """Tell the routers of a chunk about the micro-batch that it computes next."""
     chunk = unwrap(model)
     routers, predicting = routers_of(chunk), prediction_routers_of(chunk)
@@ -72,7 +73,7 @@ def free_routing() -> Iterator[None]:
 
 @contextmanager
 def recorded_routing(
-    model: list[torch.nn.Module], batches: MicroBatches, rollout_data: dict[str, Any]
+    model: list[torch.nn.Module], batches: MicroBatches, rollout_data: RolloutBatch
 ) -> Iterator[None]:
     """A pass over `batches` whose choices become a column of `rollout_data`."""
     global _recorded
@@ -117,7 +118,7 @@ def _number_routers(model: list[torch.nn.Module]) -> None:
         first += len(routers_of(chunk))
 
 
-def take_engine_routing(model: list[torch.nn.Module], data: dict[str, Any], *, num_experts: int) -> None:
+def take_engine_routing(model: list[torch.nn.Module], data: RolloutBatch, *, num_experts: int) -> None:
     """Turn the engine's column of a share into `routed_experts`.
 
     Raises:

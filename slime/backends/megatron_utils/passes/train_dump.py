@@ -56,11 +56,11 @@ def save_train_data(template: str, rollout_id: int, micro_batches: MicroBatches)
 
 def share_of(micro_batches: MicroBatches) -> dict[str, Any]:
     """This rank's share on the CPU: its `columns`, its `schedule`, and who it is."""
-    data = micro_batches.rollout_data
+    data: Mapping[str, Any] = micro_batches.rollout_data
     return {
         "rank": dist.get_rank(),
         "data_parallel_rank": parallel_state.get_data_parallel_rank(),
-        "columns": {name: _to_cpu(list(data[name])) for name in micro_batches.columns()},
+        "columns": {name: _to_cpu(list(micro_batches.column(name))) for name in micro_batches.columns()},
         "schedule": {name: data[name] for name in SCHEDULE_KEYS if name in data},
     }
 

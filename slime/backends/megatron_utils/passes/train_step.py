@@ -15,8 +15,7 @@ from megatron.core import parallel_state
 from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.layers.prediction import lend_embedding
 from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
-from slime.backends.megatron_utils.loss import loss_function
-from slime.backends.megatron_utils.loss.reducers import reduce_reports
+from slime.backends.megatron_utils.loss import loss_function, reduce_reports
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.passes.forward_only import (
@@ -28,6 +27,7 @@ from slime.backends.megatron_utils.passes.pipeline import from_last_stage
 from slime.backends.megatron_utils.passes.pipelined_pass import run_pass
 from slime.config.args import Args
 from slime.utils.misc import hook_args, load_function
+from slime.utils.train_data import MicroBatch
 
 
 def train_one_step(
@@ -91,7 +91,7 @@ def _forward_backward(
         lend_embedding([unwrap(chunk) for chunk in model])
         run = partial(run_model_with_predictions, run)
 
-    def forward_step(batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[Any, Any]:
+    def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Any, Any]:
         batch = next(batches)
         return run(chunk, batch), partial(loss_function, args, batch, **scale)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.data import MicroBatches
 from slime.config.args import Args
 from slime.utils import accelerator
 from slime.utils.dp_schedule import build_dp_schedule
+from slime.utils.train_data import RolloutBatch
 
 
 def passes_over(
@@ -49,13 +50,16 @@ def passes_over(
     for number in range(1, args.ppo_epochs):
         order = random.Random(f"{args.seed}/{rollout_id}/{number}")  # a text: seeded by all of it
         share = _share_in_new_order(args, rollout, order, layout=layout, steps=micro_batches.global_batch_sizes)
-        yield micro_batches.of_data(micro_batches.rollout_data | share)
+        yield micro_batches.of_data(cast(RolloutBatch, micro_batches.rollout_data | share))
 
 
 def _whole_rollout(micro_batches: MicroBatches, dp_group: dist.ProcessGroup | None) -> dict[str, list[Any]]:
     """The per-sample columns of all ranks, tensors in host memory, in the order in which the rollout was made."""
     data = micro_batches.rollout_data
-    mine = {name: [_on(torch.device("cpu"), value) for value in data[name]] for name in micro_batches.columns()}
+    mine = {
+        name: [_on(torch.device("cpu"), value) for value in micro_batches.column(name)]
+        for name in micro_batches.columns()
+    }
     mine["partition"] = list(data["partition"])
     shares: list[Any] = [mine]
     if dp_group is not None and dp_group.size() > 1:
