@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.spiky_loss import FEWEST, SpikyLoss
 from slime.utils.checkpoint_paths import iteration_dir, latest_iteration
 from slime.utils.manifest import what_is_wrong
 from tests.integration.trainer_world import make_train_data, parameters, train, trainer_args
@@ -196,15 +195,6 @@ def check_full_disk(actor: Any, records: list[Any], export: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     actor.save_model(1)
     assert actor.export_problem is None and (export / "model.safetensors").is_file()
-
-
-def test_a_loss_out_of_proportion_is_said_and_not_taken_for_usual(caplog: pytest.LogCaptureFixture):
-    """--check-for-spiky-loss: after ten losses of at most 0.4, more than ten times that is a spike."""
-    watch = SpikyLoss()
-    losses = [0.1, -0.4] * (FEWEST // 2) + [4.1, 3.9, 39.1, float("nan")]
-    found = [watch.metrics(loss, step=f"step {i}")["spiky_loss"] for i, loss in enumerate(losses)]
-    assert found == [0.0] * FEWEST + [1.0, 0.0, 1.0, 1.0], "4.1 > 4; 3.9 is none, and makes the bound 39"
-    assert "the loss of step 10 is 4.1" in caplog.text
 
 
 def check_loads(actor: Any, records: list[Any]) -> None:

@@ -63,7 +63,6 @@ from slime.backends.megatron_utils.passes.train_dump import save_train_data
 from slime.backends.megatron_utils.passes.train_step import train_one_step
 from slime.backends.megatron_utils.passes.training_passes import passes_over
 from slime.backends.megatron_utils.sleep import fall_asleep, wake_up
-from slime.backends.megatron_utils.spiky_loss import SpikyLoss
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.config.args import Args
@@ -120,7 +119,6 @@ class MegatronTrainActor:
         }
         self._updater: Any = None
         self._saving: tuple[int, UnfinishedCheckpoint] | None = None
-        self._spiky_loss = SpikyLoss() if args.check_for_spiky_loss else None
         self.export_problem: str | None = None
         """Why the last save's HF export was not written."""
         self.columns_for_critic: Columns = {}
@@ -280,8 +278,6 @@ class MegatronTrainActor:
             for position, (batches, step_id) in enumerate(self._steps(rollout_id, micro_batches)):
                 metrics = train_one_step(args, self.state, batches, rollout_id=rollout_id, step_id=step_id)
                 self._checks.step(rollout_id, position, metrics)
-                if self._spiky_loss is not None and "loss" in metrics:
-                    metrics |= self._spiky_loss.metrics(metrics["loss"], step=f"rollout {rollout_id}, step {position}")
                 named = {f"{prefix}{name}": value for name, value in metrics.items()}
                 records.append(({**named, "train/step": first_step + position}, "train/step"))
             # --overlap-param-gather leaves the last update for the next forward pass, which may be of swapped weights

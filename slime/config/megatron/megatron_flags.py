@@ -49,10 +49,7 @@ _EIGHT_BIT = """--fp8-quantizer-factory --fp8-margin --fp8-interval
 TABLE: tuple[Group, ...] = (
     # ------------------------------------------------------------------------------------------------------- used
     Group("used", "--memory-snapshot-path"),
-    Group(
-        "used",
-        "--exit-signal-handler --exit-signal --exit-duration-in-mins --check-for-spiky-loss --save-retain-interval",
-    ),
+    Group("used", "--exit-signal-handler --exit-signal --exit-duration-in-mins --save-retain-interval"),
     Group(
         "used",
         """--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
@@ -172,6 +169,7 @@ TABLE: tuple[Group, ...] = (
         "--seq-length",
         "packed samples have lengths of their own",
     ),
+    Group("warned", "--check-for-spiky-loss", "the trackers get the loss of every step, and have alarms of their own"),
     Group(
         "warned",
         """--use-cpu-initialization --onnx-safe --local-rank --lazy-mpu-init --no-position-embedding

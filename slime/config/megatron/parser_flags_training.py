@@ -90,7 +90,7 @@ OPTIMIZER: tuple[Row, ...] = (
         "on resume take the checkpoint's schedule",
         dest="use_checkpoint_opt_param_scheduler",
     ),
-    Row("--check-for-spiky-loss", "say so when the loss jumps: train/spiky_loss, and a line in the trainer's log"),
+    Row("--check-for-spiky-loss", "say so when the loss jumps"),
 )
 
 TRAINING: tuple[Row, ...] = (

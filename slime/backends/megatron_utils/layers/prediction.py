@@ -5,7 +5,7 @@ behind that. The layers are Megatron's. They are drafts of the policy and not a 
 reaches the model's hidden states, its embedding or its output layer, so that the policy is trained alike with and
 without them. They run only where they are trained (--enable-mtp-training), and are frozen otherwise. Which token is
 how far on is known to slime.backends.megatron_utils.data, which respects the samples of a pack; the loss is
-slime.backends.megatron_utils.loss.prediction's.
+slime.backends.megatron_utils.loss.prediction_loss's.
 
 They are on the last pipeline stage, behind the model's layers. Megatron (0.16.1) would give that stage an embedding
 that is trained twice, with moments and a sum of gradients; none comes from here, so that a copy which the first stage
