@@ -35,9 +35,8 @@ COMPOSITION_ROOT_MAY_IMPORT = (
     "slime.rollout.rm_hub",
     "slime.rollout.tool_calls",
 )
-# What the command line needs of a backend, inside functions: rules of weights, engines that run already, stand-ins.
+# What the command line needs of a backend, inside functions: engines that run already, stand-ins.
 CONFIG_MAY_IMPORT = {
-    "slime.config.megatron": ("slime.backends.megatron_utils.megatron_to_hf",),
     "slime.config.sglang": ("slime.backends.sglang_utils.external", "slime.backends.sglang_utils.cpu_standins"),
 }
 # The public path of something that moved: it only imports its names.

@@ -93,7 +93,7 @@ def read_config(gguf_path: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
+    from slime.models.families import FAMILIES
     from slime.utils.errors import UsageError
 
     # The experts of MiniMax are called otherwise.

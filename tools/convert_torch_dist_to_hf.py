@@ -64,8 +64,8 @@ def convert(args: argparse.Namespace) -> None:
     import torch._dynamo  # noqa: F401 - tensors without memory load it; libraries are loaded before the clock starts
 
     from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
-    from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
     from slime.conversion.writer import HfTarget, check_target, write_hf
+    from slime.models.families import family_of
     from slime.utils.hf_text_config import text_config
     from slime.weights.formats import weight_format_of
 
@@ -220,11 +220,11 @@ def weight_jobs(
     import torch
 
     from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
-    from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
-    from slime.backends.megatron_utils.megatron_to_hf.rules import numbered_in_model
     from slime.conversion.reader import TensorInfo
     from slime.conversion.writer import Job
+    from slime.models.family import numbered_in_model
+    from slime.models.layouts import TensorShape
     from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import text_config
 

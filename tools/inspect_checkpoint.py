@@ -89,7 +89,7 @@ def as_hf(directory: Path, reader: Any, origin: str | None, model_name: str | No
     """A torch_dist checkpoint as the tensors that tools/convert_torch_dist_to_hf.py would write."""
     import threading
 
-    from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
+    from slime.models.families import family_of
     from tools.convert_torch_dist_to_hf import read_origin_config, saved_shape, weight_jobs
 
     config = read_origin_config(origin)

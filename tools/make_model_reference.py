@@ -104,9 +104,7 @@ def quantized(hf_names: list[str]) -> str:
 
 def render() -> str:
     """The whole page, as Markdown."""
-    from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
-    from slime.config.sglang.topology import NO_CPU_ENGINE
-    from slime.models.hf_defaults import WITHOUT_FP8
+    from slime.models.families import FAMILIES
 
     parity, export = import_module(PARITY), import_module(EXPORT)
     tests = {
@@ -125,11 +123,9 @@ def render() -> str:
         hf_names = [re.sub(r"\{[iek]\}", "0", hf) for rule in family.rules for hf in rule.hf if ".layers." in hf]
         marks = ["yes" if name in tested[what] else "" for what in tests]
         axes = [", ".join(axis for axis in order if axis in one.get(name, ())) for one in layouts]
-        experts = any("{e}" in hf for rule in family.rules for hf in rule.hf)
-        predicts = any(rule.megatron.startswith("mtp.") for rule in family.rules)
-        in_fp8 = "no: refused" if name in WITHOUT_FP8 else quantized(hf_names)
-        on_cpu = "yes" if name in served else f"no: {NO_CPU_ENGINE[name]}" if name in NO_CPU_ENGINE else ""
-        more = ["yes" if experts else "", "yes" if predicts else "", in_fp8, on_cpu]
+        in_fp8 = quantized(hf_names) if family.has_fp8 else "no: refused"
+        on_cpu = "yes" if name in served else f"no: {family.needs_gpu}" if family.needs_gpu else ""
+        more = ["yes" if family.has_experts else "", "yes" if family.predicts else "", in_fp8, on_cpu]
         lines.append(row([f"`{name}`", *marks, *axes, *more]))
     return "\n".join(lines) + "\n"
 

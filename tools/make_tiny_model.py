@@ -16,12 +16,17 @@ import importlib
 import json
 import os
 import string
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
+
+from slime.models.families import FAMILIES  # noqa: E402
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 ROLE_TOKENS = ["system", "user", "assistant", "tool"]
@@ -62,33 +67,6 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
     return wrapped
 
 
-FAMILIES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mimo": "Qwen2",
-    "glm4": "Glm4",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
-    "glm4_moe": "Glm4Moe",
-    "glm4_moe_lite": "Glm4MoeLite",
-    "deepseek_v3": "DeepseekV3",
-    "kimi_k2": "DeepseekV3",
-    "qwen3_next": "Qwen3Next",
-    "qwen3_5": "Qwen3_5",
-    "qwen3_5_moe": "Qwen3_5Moe",
-    "minimax_m2": "MiniMaxM2",
-    "glm_moe_dsa": "GlmMoeDsa",
-    "deepseek_v32": "DeepseekV32",
-}
-"""model_type -> how transformers calls its classes, or those that it is under another name."""
-MODULES = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
-DENSE = ("llama", "qwen2", "qwen3", "mimo", "glm4", "qwen3_5")
-LATENT = ("glm4_moe_lite", "deepseek_v3", "kimi_k2", "glm_moe_dsa", "deepseek_v32")
-WITH_VISION = ("qwen3_5", "qwen3_5_moe")
-"""Families whose models also see images, by a part that is as small as it can be here, and stays as it is."""
-ATTENDING = 2
-"""Of layers with gated delta nets between them, every so many attend in full."""
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 MIMO_CONFIG = """from transformers import Qwen2Config
 
@@ -99,54 +77,15 @@ class MiMoConfig(Qwen2Config):
 """What transformers, which does not know MiMo, loads with --trust-remote-code."""
 
 
-def family_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What a model of the family has beside the shape that the command line gives."""
-    shared = {"n_routed_experts": args.experts, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    latent = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20}
-    # What SGLang reads, and the published configs have; transformers does not know it.
-    deepseek = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    latent |= {**shared, "num_key_value_heads": args.heads}
-    delta_net = {
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
-        **{"linear_key_head_dim": 32, "linear_value_head_dim": 32, "full_attention_interval": ATTENDING},
-        "partial_rotary_factor": 0.5,
-    }
-    gated = {"num_experts": args.experts, "shared_expert_intermediate_size": args.expert_ffn_size}
-    indexer = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 4}
-    head = args.head_dim or args.hidden_size // args.heads
-    settings: dict[str, dict[str, Any]] = {
-        "qwen3_next": {**delta_net, **gated},
-        "qwen3_5": delta_net,
-        "qwen3_5_moe": {**delta_net, **gated},
-        "minimax_m2": {
-            "num_local_experts": args.experts,
-            "partial_rotary_factor": 0.5,
-            # SGLang reads these, transformers does not
-            **{"rotary_dim": head // 2, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
-        },
-        "glm_moe_dsa": {**latent, **indexer},
-        # transformers builds num_experts, whatever n_routed_experts says
-        "deepseek_v32": {**latent, **indexer, **deepseek, "num_experts": args.experts, "n_group": 4, "topk_group": 1},
-        "qwen3_moe": {"num_experts": args.experts, "norm_topk_prob": True},
-        "glm4_moe": {**shared, "use_qk_norm": True},
-        "qwen2_moe": {"num_experts": args.experts, "shared_expert_intermediate_size": 2 * args.expert_ffn_size},
-        "glm4_moe_lite": latent,
-        "deepseek_v3": {**latent, **deepseek, "n_group": 4, "topk_group": 1},
-        "kimi_k2": {**latent, **deepseek, "n_group": 1, "topk_group": 1},
-    }
-    experts = {"moe_intermediate_size": args.expert_ffn_size, "num_experts_per_tok": 2}
-    return {**({} if args.family in DENSE else experts), **settings.get(args.family, {})}
-
-
 def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
     """The shape from the command line; the vocabulary is rounded up, so that TP can split it without padding."""
-    name = MODULES.get(args.family, args.family)
+    family = FAMILIES[args.family]
+    name = family.hf_type or args.family
     module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     vocab_size = -(-len(tokenizer) // args.vocab_multiple) * args.vocab_multiple
-    shape = {"head_dim": args.head_dim or args.hidden_size // args.heads} if args.family not in LATENT else {}
-    settings = {"num_key_value_heads": args.kv_heads, **shape, **family_settings(args)}
-    has_vision = args.family in WITH_VISION
-    config: PretrainedConfig = vars(module)[f"{FAMILIES[args.family]}{'Text' * has_vision}Config"](
+    shape = {} if family.is_latent else {"head_dim": args.head_dim or args.hidden_size // args.heads}
+    settings = {"num_key_value_heads": args.kv_heads, **shape, **family.tiny_config(args)}
+    config: PretrainedConfig = vars(module)[f"{family.hf_class}{'Text' * family.sees_images}Config"](
         vocab_size=vocab_size,
         hidden_size=args.hidden_size,
         intermediate_size=args.ffn_size,
@@ -154,7 +93,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         num_attention_heads=args.heads,
         max_position_embeddings=args.max_positions,
         # SGLang gives models with experts an output layer of their own, which a tied checkpoint would leave empty.
-        tie_word_embeddings=args.tie_embeddings and args.family in DENSE,
+        tie_word_embeddings=args.tie_embeddings and not family.has_experts,
         initializer_range=args.init_std,
         rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
         eos_token_id=tokenizer.eos_token_id,
@@ -164,11 +103,11 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         bos_token_id=None,
         **settings,
     )
-    if not has_vision:
+    if not family.sees_images:
         return config
     vision = VISION | {"out_hidden_size": args.hidden_size}
     tied = {"tie_word_embeddings": config.tie_word_embeddings}
-    whole: PretrainedConfig = vars(module)[f"{FAMILIES[args.family]}Config"](
+    whole: PretrainedConfig = vars(module)[f"{family.hf_class}Config"](
         text_config=config.to_dict(), vision_config=vision, **tied
     )
     return whole
@@ -178,12 +117,13 @@ def make_tiny_model(args: argparse.Namespace) -> int:
     """Write tokenizer, config and fp32 safetensors to `args.output`; returns the number of parameters."""
     import torch
 
-    name = MODULES.get(args.family, args.family)
+    family = FAMILIES[args.family]
+    name = family.hf_type or args.family
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     tokenizer = build_tokenizer(args.extra_tokens)
     torch.manual_seed(args.seed)
-    kind = "ForConditionalGeneration" if args.family in WITH_VISION else "ForCausalLM"
-    model = vars(modeling)[FAMILIES[args.family] + kind](build_config(args, tokenizer)).to(torch.float32)
+    kind = "ForConditionalGeneration" if family.sees_images else "ForCausalLM"
+    model = vars(modeling)[f"{family.hf_class}{kind}"](build_config(args, tokenizer)).to(torch.float32)
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.output)
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):  # a progress bar over one shard
@@ -191,7 +131,7 @@ def make_tiny_model(args: argparse.Namespace) -> int:
     if name != args.family:
         rename_family(args.output, args.family)
     if args.family == "qwen3_next":
-        add_to_config(args.output, {"full_attention_interval": ATTENDING})
+        add_to_config(args.output, {"full_attention_interval": 2})
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -212,13 +152,14 @@ def rename_family(model: Path, family: str) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; the defaults give 0.9 M parameters."""
+    families = [name for name, family in FAMILIES.items() if family.hf_class]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     parser.add_argument(
         "--extra-tokens", nargs="+", default=[], metavar="TEXT", help="texts that are one token each, e.g. a tag"
     )
-    parser.add_argument("--family", choices=list(FAMILIES), default="qwen3", help="kind of model")
+    parser.add_argument("--family", choices=families, default="qwen3", help="kind of model")
     parser.add_argument("--experts", type=int, default=8, help="experts of a layer, of which a token takes 2")
     parser.add_argument("--expert-ffn-size", type=int, default=64, help="width of an expert")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers")

@@ -27,9 +27,9 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from slime.backends.megatron_utils.cp_utils import KeyChunks
 from slime.backends.megatron_utils.layers.packs import host_ends, keep
 from slime.backends.megatron_utils.layers.varlen_attention import Spans, VarlenAttention, key_chunks_of
-from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.config.args import Args
+from slime.models.family import Rule
 from slime.utils import accelerator
 from slime.utils.accelerator import to_device
 

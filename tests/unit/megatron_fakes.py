@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from slime.config.megatron.arguments import add_megatron_arguments, derive_megatron, model_args_from_hf
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
-from slime.models.hf_defaults import DELTA_NET
+from slime.models.families import FAMILIES
 from slime.utils.misc import listen_anywhere
 
 SLIME_DEFAULTS: dict[str, Any] = {
@@ -79,8 +79,6 @@ _DELTA_NET = {
 _SPARSE = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 8}
 _SHARED_EXPERT = {"num_experts": 8, "shared_expert_intermediate_size": 40}
 _VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
-WITH_VISION = ("qwen3_5", "qwen3_5_moe")
-"""Families whose models also see images."""
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": None},
@@ -132,7 +130,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "kimi_k2": {"n_group": 1, "topk_group": 1, "num_key_value_heads": 4, **_LATENT, **_EXPERTS, **_SHARED},
 }
 """What a tiny model of a family has of its own."""
-NAMED_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+NAMED_AS = {name: row.hf_type for name, row in FAMILIES.items() if row.hf_type}
 """Families without a class of transformers -> the one that they are under another name."""
 
 
@@ -156,7 +154,7 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
     }
     settings |= OF_FAMILY.get(family, {}) | config
     auto_class = hf.AutoModelForCausalLM
-    if family in WITH_VISION:
+    if family in FAMILIES and FAMILIES[family].sees_images:
         outer = {name: settings[name] for name in ("tie_word_embeddings", "dtype")}
         settings = {"text_config": settings, "vision_config": _VISION, **outer}
         auto_class = hf.AutoModelForImageTextToText
@@ -165,9 +163,10 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
     model = auto_class.from_config(hf_config).to(hf_config.dtype).eval()
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
+        is_zero_centered = family in FAMILIES and FAMILIES[family].sets("layernorm_zero_centered_gamma")
         for name, param in [*model.named_parameters(), *biases]:
             spread = torch.randn_like(param, dtype=torch.float32)
-            is_factor = "norm" in name and not (family in DELTA_NET and "linear_attn" not in name)
+            is_factor = "norm" in name and not (is_zero_centered and "linear_attn" not in name)
             param.copy_(1 + 0.1 * spread if is_factor else 0.1 * spread)
     model.save_pretrained(path)
     if family in NAMED_AS:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
-from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
 from slime.backends.sglang_utils import cpu_standins
+from slime.models.families import FAMILIES
 from slime.weights.formats import Fp8Format
 
 INDEXER = "model.layers.0.self_attn.indexer"

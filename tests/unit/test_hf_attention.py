@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from slime.backends.megatron_utils.cp_utils import gathered_places
-from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
 from slime.config.parse import CommandLine
-from slime.models.hf_config import unsupported_model
-from slime.models.hf_config_check import config_mismatches
+from slime.models.families import family_of
+from slime.models.hf_config import config_mismatches, unsupported_model
 from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tests.unit.test_hf_weights import assert_same_bytes, run_tool, tensors_of
@@ -284,7 +283,7 @@ def test_a_module_of_transformers_has_its_hf_names():
 def test_rules_of_ones_own_are_named_by_their_path(my_lfm2):
     assert family_of("my_lfm2:RULES").model_type == family_of(f"{my_lfm2}:RULES").model_type == "lfm2"
     for path, said in (
-        ("my_lfm2:OURS", "is a str, not a megatron_to_hf.rules.Family"),
+        ("my_lfm2:OURS", "is a str, not a slime.models.family.Family"),
         ("my_lfm2:NONE", "no attribute 'NONE'"),
         ("no.such.module:RULES", "no module 'no'"),
     ):

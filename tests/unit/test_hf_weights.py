@@ -16,10 +16,9 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, family_of_args, remove_padding
-from slime.backends.megatron_utils.megatron_to_hf.layouts import GateUp, Qkv, TensorShape
-from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, family_of
-from slime.models.hf_config_check import PREDICTING
+from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, remove_padding
+from slime.models.families import FAMILIES, family_of, family_of_args
+from slime.models.layouts import GateUp, Qkv, TensorShape
 from slime.utils.errors import UsageError
 from slime.utils.hf_text_config import is_of_other_part
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
@@ -115,11 +114,6 @@ def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
             family_of(other)
 
 
-def test_families_that_may_predict_further_tokens_are_those_with_rules_for_it():
-    for name, family in FAMILIES.items():
-        assert any(rule.megatron.startswith("mtp.") for rule in family.rules) == (name in PREDICTING), name
-
-
 def test_a_model_name_says_which_rules_hold_whatever_the_checkpoint_is_called(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     assert family_of_args(Namespace(model_name=None, hf_checkpoint=tmp_path)).model_type == "qwen3"
@@ -183,8 +177,7 @@ TIED = ("llama", "qwen3", "qwen3_5", "qwen3_5_text")
 
 def spread(family: str) -> str:
     """Every axis over which weights are cut: two ranks each."""
-    has_experts = any("{e}" in name for rule in FAMILIES[family].rules for name in rule.hf)
-    experts = " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1" if has_experts else ""
+    experts = " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1" if FAMILIES[family].has_experts else ""
     return f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2{experts}"
 
 

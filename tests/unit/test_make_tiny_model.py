@@ -66,7 +66,7 @@ def test_a_tiny_model_of_a_family_is_one_that_we_train(family: str, tmp_path: Pa
     """Its flags are derived, every tensor has a rule, and both kinds of layers are there."""
     from safetensors.torch import load_file
 
-    from slime.backends.megatron_utils.megatron_to_hf.rules import family_of
+    from slime.models.families import family_of
     from slime.models.hf_config import model_args_from_hf, unsupported_model
     from slime.utils.model_shape import linear_attention_pattern
 

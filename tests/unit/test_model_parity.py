@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES
+from slime.models.families import FAMILIES
 from slime.utils.hf_text_config import is_of_other_part
 from tests.unit.megatron_fakes import gather_vocab, make_args, make_hf_model, packed, run_world
 
@@ -136,8 +136,9 @@ def test_logits_equal_those_of_the_hf_model(tmp_path, family, tied, flags, confi
 
 def check_gradients(args, ids, weights, expected):
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, family_of_args
+    from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
+    from slime.models.families import family_of_args
 
     model = get_model_provider_func(args)()
     load_hf_weights(args, [model], args.hf_checkpoint)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, strip_wrappers
 from slime.config.megatron.arguments import add_megatron_arguments
 from slime.config.parse import CommandLine
+from slime.models.families import FAMILIES
+from slime.models.family import strip_wrappers
 from slime.models.hf_config import model_args_from_hf
 from slime.utils.hf_text_config import text_config
-from tests.unit.megatron_fakes import WITH_VISION, make_args, run_world
+from tests.unit.megatron_fakes import make_args, run_world
 from tests.unit.script_fakes import FIXTURES, ROOT, SHORTENED, hf_config, script_flags
 
 # Scripts under the names of older documents, or of a platform.
@@ -144,7 +145,7 @@ def hf_shapes(config: dict[str, Any]) -> Shapes:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(built)
     shapes = {key: tuple(param.shape) for key, param in model.named_parameters()}
-    if config["model_type"] not in WITH_VISION:
+    if not FAMILIES[config["model_type"]].sees_images:
         return shapes
     return {key.replace("model.", "model.language_model.", 1): shape for key, shape in shapes.items()}
 
@@ -170,7 +171,7 @@ def hf_names(model_type: str, megatron_name: str) -> tuple[str, ...]:
     name = strip_wrappers(megatron_name)
     layer, _, inner = name.removeprefix("decoder.layers.").partition(".")
     if name.startswith("decoder.layers.") and inner in JOINED_EXPERTS:
-        model = "model.language_model" if model_type in WITH_VISION else "model"
+        model = "model.language_model" if FAMILIES[model_type].sees_images else "model"
         return (f"{model}.layers.{layer}.{JOINED_EXPERTS[inner]}",)
     return FAMILIES[model_type].find(name, num_layers=0)[1]
 

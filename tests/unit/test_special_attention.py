@@ -13,7 +13,7 @@ from slime.config.megatron.model_checks import ATTENTION, check_indexer_stages
 from slime.config.parse import CommandLine
 from slime.config.problems import broken
 from slime.config.rules.devices import check_indexers
-from slime.models.hf_config import indexer_types
+from slime.models.deepseek import indexer_types
 from slime.utils.model_shape import linear_attention_pattern
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tests.unit.script_fakes import hf_config, script_flags

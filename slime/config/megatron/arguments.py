@@ -38,13 +38,15 @@ from slime.config.megatron.training_checks import (
     nccl_problems,
 )
 from slime.config.problems import NoEffect, Problems, broken
+from slime.models.families import family_of
 from slime.models.hf_config import (
     SUPPORTED_MODEL_TYPES,
     args_implied_by_hf,
+    config_differences,
+    config_mismatches,
     model_args_from_hf,
     unsupported_model,
 )
-from slime.models.hf_config_check import config_differences, config_mismatches
 from slime.utils.checkpoint_metadata import check_names
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.errors import UsageError
@@ -182,8 +184,6 @@ def _described_model(args: Args, hf_config: Mapping[str, Any] | None, explicit: 
 def _family_problems(model_name: str | None) -> list[str]:
     if model_name is None:
         return []
-    from slime.backends.megatron_utils.megatron_to_hf.rules import family_of  # imports torch
-
     try:
         family_of(model_name)
     except UsageError as error:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.config.args import Args
 from slime.config.megatron.derived import Layout
+from slime.models.families import family_of_args
+from slime.models.family import Family
 from slime.utils.errors import UsageError
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import DEFAULT_BLOCK, Fp8Format, format_of_checkpoint, weight_format_of
-
-if TYPE_CHECKING:
-    from slime.backends.megatron_utils.megatron_to_hf.rules import Family
 
 LAYERS, MODULES = "--megatron-deepgemm-forward-layers", "--megatron-deepgemm-forward-modules"
 MOE_LAYERS, MOE_MODULES = "--megatron-deepgemm-moe-forward-layers", "--megatron-deepgemm-moe-forward-modules"
@@ -63,8 +62,6 @@ class Fp8Choice:
 
     @classmethod
     def _with(cls, args: Args, fmt: Fp8Format) -> Fp8Choice:
-        from slime.backends.megatron_utils.megatron_to_hf import family_of_args
-
         modules = args.megatron_deepgemm_forward_modules
         return cls(
             frozenset(args.megatron_deepgemm_forward_layers or ()),

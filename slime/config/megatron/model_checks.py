@@ -12,7 +12,7 @@ from slime.config.args import Args
 from slime.config.megatron.derived import Layout, query_groups
 from slime.config.megatron.flag_classes import option_of
 from slime.config.problems import Check, Rule, WithoutEffect, each, where
-from slime.models.hf_config import indexer_types
+from slime.models.deepseek import indexer_types
 from slime.plan.layout import ParallelLayout
 
 _DELTA_NET = (

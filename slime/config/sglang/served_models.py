@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.args import Args
 from slime.config.problems import Problems
+from slime.models.families import family_of_config
 from slime.utils.errors import UsageError
 from slime.weights.formats import PROBES, Int4Format, WeightFormat, format_of_checkpoint
 from slime.weights.names import is_fused
@@ -117,20 +118,6 @@ def undivided(config: Mapping[str, Any], tp: int, settings: Mapping[str, Any]) -
     return bad
 
 
-OWN_HEAD = ("qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite")
-"""Families whose models in SGLang have an output layer of their own, whatever tie_word_embeddings says."""
-
-_DEEPSEEK: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
-NEEDED: dict[str, dict[str, Any]] = {
-    "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-    "deepseek_v32": _DEEPSEEK,
-    "minimax_m2": {"rotary_dim": 64, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
-}
-"""What SGLang reads of a family's config and transformers does not know -> the value of the published models."""
-
-
 def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_synced: bool) -> list[str]:
     """Sentences about a model that engines would compute with weights that nothing loads.
 
@@ -139,8 +126,8 @@ def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_s
         checkpoint: its directory.
         is_synced: whether the engines get a trainer's weights before they generate.
     """
-    model_type, problems = hf_config.get("model_type"), []
-    if model_type in OWN_HEAD and hf_config.get("tie_word_embeddings"):
+    family, model_type, problems = family_of_config(hf_config), hf_config.get("model_type"), []
+    if family and family.sglang_has_own_head and hf_config.get("tie_word_embeddings"):
         problems.append(
             f"--hf-checkpoint {checkpoint}: SGLang ignores tie_word_embeddings of {model_type} and would sample with "
             "a random output layer; save the embedding as lm_head.weight, too, and set tie_word_embeddings to false."
@@ -148,7 +135,7 @@ def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_s
     problems += [
         f"--hf-checkpoint {checkpoint}: config.json has no {name}, which SGLang needs for {model_type} and "
         f"transformers does not write; add it as the published model has it ({value!r})."
-        for name, value in NEEDED.get(str(model_type), {}).items()
+        for name, value in (family.sglang_needs if family else {}).items()
         if hf_config.get(name) is None
     ]
     if not is_synced and any(map(is_fused, _names(Path(checkpoint)))):

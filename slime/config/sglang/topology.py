@@ -18,6 +18,7 @@ from slime.config.args import Args
 from slime.config.problems import Problems
 from slime.config.sglang.served_models import quantization_problems, read_text_config, shape_problems
 from slime.config.sglang.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
+from slime.models.families import family_of_config
 from slime.plan.layout import slot_layout
 from slime.weights.transports import transport_of
 
@@ -25,14 +26,6 @@ DEFAULT_MODEL = "default"
 REWARD_MODEL = "reward"
 # What makes SGLang answer /classify whatever the name of the architecture says.
 REWARD_SETTINGS = {"is_embedding": True}
-
-_DELTA_NET = "SGLang's gated delta nets are kernels for GPUs and for CPUs with AMX"
-_SPARSE = "SGLang's sparse attention asks for a CUDA device"
-NO_CPU_ENGINE = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA_NET),
-    **dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), _SPARSE),
-}
-"""model_type -> why no engine serves it without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -225,11 +218,12 @@ def _cpu_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
                 f"model {model.name}: encoder engines process images on GPUs, which --accelerator cpu cannot do; use "
                 "regular engines there."
             )
-        model_type = read_text_config(Path(model.model_path or "") / "config.json").get("model_type")
-        if model.groups and (reason := NO_CPU_ENGINE.get(str(model_type))):
+        family = family_of_config(read_text_config(Path(model.model_path or "") / "config.json"))
+        if model.groups and family and family.needs_gpu:
             yield (
-                f"model {model.name}: --accelerator cpu cannot serve {model.model_path} (model_type {model_type!r}), "
-                f"for {reason}; use a GPU, or train without engines (--debug-train-only, as SFT does)."
+                f"model {model.name}: --accelerator cpu cannot serve {model.model_path} (model_type "
+                f"{family.model_type!r}), for {family.needs_gpu}; use a GPU, or train without engines "
+                "(--debug-train-only, as SFT does)."
             )
 
 

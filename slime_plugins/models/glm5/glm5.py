@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.config.args import Args
-from slime.models.hf_config import indexer_types
+from slime.models.deepseek import indexer_types
 from slime_plugins.models.sparse_attention import IndexerPlan, SparseAttention, SparseLatentAttention
 
 

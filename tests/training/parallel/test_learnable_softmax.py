@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.megatron_to_hf.rules import FAMILIES, Family
+from slime.models.families import FAMILIES
+from slime.models.family import Family
 from tests.training.parallel.layout_results import (
     Results,
     check_parity,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime.backends.megatron_utils.megatron_to_hf import family_of_args
-from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.model_provider import build_stage
 from slime.config.args import Args
+from slime.models.families import family_of_args
+from slime.models.layouts import TensorShape
 from slime.utils.errors import UsageError
 from slime.weights.names import left_over
 

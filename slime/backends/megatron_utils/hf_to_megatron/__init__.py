@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from slime.backends.megatron_utils.layers.value_head import is_of_head, load_head_from_hf, value_head_of
-from slime.backends.megatron_utils.megatron_to_hf import family_of_args
-from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
-from slime.backends.megatron_utils.megatron_to_hf.rules import Rule
 from slime.backends.megatron_utils.model.model_weights import EMBEDDING, Weight, is_tied_copy, iter_weights
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import tensor_parallel_group
 from slime.config.args import Args
 from slime.conversion.reader import SafetensorsReader
+from slime.models.families import family_of_args
+from slime.models.family import Rule
 from slime.models.hf_config import SUPPORTED_MODEL_TYPES
+from slime.models.layouts import TensorShape
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
 from slime.weights.names import left_over

@@ -1,35 +1,22 @@
-"""Rename and re-lay Megatron parameters as HF tensors (full tensors; see rules.py for the tables).
+"""Rename and re-lay Megatron parameters as HF tensors (full tensors; see slime.models.family for the rules).
 
 It gathers nothing and writes nothing.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.backends.megatron_utils.megatron_to_hf.layouts import TensorShape
 from slime.backends.megatron_utils.megatron_to_hf.processors import quantize_params
-from slime.backends.megatron_utils.megatron_to_hf.rules import Family, family_of, numbered_in_model
 from slime.config.args import Args
+from slime.models.families import family_of
+from slime.models.family import numbered_in_model
+from slime.models.layouts import TensorShape
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["convert_to_hf", "family_of_args", "remove_padding"]
-
-
-def family_of_args(args: Args) -> Family:
-    """Return the rule table for `--model-name`, or for the model_type of --hf-checkpoint's config."""
-    return family_of_checkpoint(args.model_name, args.hf_checkpoint)
-
-
-def family_of_checkpoint(model_name: str | None, checkpoint: str | Path) -> Family:
-    """Return the rule table for a family's name; without one for the model_type of a checkpoint's config."""
-    if model_name:
-        return family_of(model_name)
-    return family_of(json.loads((Path(checkpoint) / "config.json").read_text())["model_type"])
+__all__ = ["convert_to_hf", "remove_padding"]
 
 
 def convert_to_hf(

@@ -1,7 +1,7 @@
 """The weights of a Megatron model under the names that they have in the whole model, whatever this rank holds of it.
 
 A rank counts its layers and experts from 0; here they carry the numbers of the whole model, so that the rule tables
-(megatron_to_hf.rules) apply. Layers that predict further tokens are numbered behind the others. Beside parameters
+(slime.models.family) apply. Layers that predict further tokens are numbered behind the others. Beside parameters
 there is one kind of buffer that is a weight: the bias by which routers with `--moe-router-enable-expert-bias` choose
 experts. How weights are gathered, or what they are called in an HF
 model, it does not know.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slime.backends.megatron_utils.megatron_to_hf.rules import numbered_in_model
 from slime.backends.megatron_utils.model_provider import unwrap
+from slime.models.family import numbered_in_model
 
 EMBEDDING = "embedding.word_embeddings.weight"
 EXPERT_BIAS = "mlp.router.expert_bias"

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.megatron_to_hf import family_of_checkpoint
-from slime.backends.megatron_utils.megatron_to_hf.layouts import Layout, TensorShape
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket, stored_bytes
-from slime.backends.megatron_utils.megatron_to_hf.rules import Family
 from slime.backends.megatron_utils.model.model_weights import Weight
 from slime.backends.megatron_utils.passes.pipeline import iter_weights_of_all_stages, iter_weights_of_own_stage
 from slime.config.args import Args
+from slime.models.families import family_of_checkpoint
+from slime.models.family import Family
+from slime.models.layouts import Layout, TensorShape
 from slime.weights.formats import WeightFormat, format_of_checkpoint
 from slime.weights.names import kept_together
 

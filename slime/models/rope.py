@@ -10,11 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from slime.models.hf_defaults import DELTA_NET, LATENT
+from slime.models.family import Family
 
-_PARTLY_ROTATED = ("glm4", "glm4_moe", "minimax_m2", *DELTA_NET)
-_THETA = {"minimax_m2": 5e6}
-"""What transformers takes where the config does not say, if it is not 10000."""
 _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -26,12 +23,15 @@ _KNOWN = {"type", "rope_type", "truncate", "mrope_section", "mrope_interleaved",
 """On text the sections of multimodal positions make no difference."""
 
 
-def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings, as transformers >= 5 writes them (`rope_parameters`) or as older versions did."""
+def rope_of(hf: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """Return the rotary settings, as transformers >= 5 writes them (`rope_parameters`) or as older versions did.
+
+    Args:
+        theta: the base where the config does not say.
+    """
     rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
     some, head = hf.get("rotary_dim"), hf.get("head_dim")
     rotated = some / head if isinstance(some, int) and isinstance(head, int) and head > 0 else 1.0
-    theta = _THETA.get(hf["model_type"], 10000.0)
     for name, default in (("rope_theta", theta), ("partial_rotary_factor", rotated)):
         if rope.get(name) is None:
             rope[name] = default if hf.get(name) is None else hf[name]
@@ -53,15 +53,14 @@ def rope_numbers(hf: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def rope_args(hf: Mapping[str, Any]) -> dict[str, Any]:
+def rope_args(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the flags of the rotary embedding: {attribute: value}."""
-    rope, is_latent = rope_of(hf), hf["model_type"] in LATENT
+    rope, is_latent = rope_of(hf, family.rope_theta), family.is_latent
     base = float(rope["rope_theta"])
     values: dict[str, Any] = {
         "rotary_base": int(base) if base.is_integer() else base,
         "rotary_percent": float(rope["partial_rotary_factor"]),
-        # GLM rotates channels 2i and 2i + 1 together; the others rotate i and i + half.
-        "rotary_interleaved": hf["model_type"] == "glm4",
+        "rotary_interleaved": False,
         "use_rope_scaling": rope["rope_type"] == "llama3",
         "rotary_seq_len_interpolation_factor": int(rope["factor"]) if rope["rope_type"] == "linear" else None,
     }
@@ -86,19 +85,19 @@ def rope_args(hf: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def missing_rope_features(hf: Mapping[str, Any]) -> list[str]:
+def missing_rope_features(hf: Mapping[str, Any], family: Family) -> list[str]:
     """Return what the rotary embedding has and our models do not, each as the object of a sentence."""
-    rope, model_type = rope_of(hf), hf["model_type"]
+    rope = rope_of(hf, family.rope_theta)
     kind, partial = rope["rope_type"], rope["partial_rotary_factor"]
     missing = [name for name in _NEEDED.get(kind, ()) if rope.get(name) is None]
-    known = ("default", "yarn") if model_type in LATENT else ("default", "llama3", "linear")
+    known = ("default", "yarn") if family.is_latent else ("default", "llama3", "linear")
     factor = rope.get("factor") if kind == "linear" else None
     unknown = sorted(name for name, value in rope.items() if name not in _KNOWN and value is not None)
     found = {
         f"rotary embedding of type {kind!r}": kind not in known,
         f"rotary embedding of type {kind!r} without {', '.join(missing)}": bool(missing),
         f"rotary embedding of type 'linear' with the factor {factor}": factor is not None and int(factor) != factor,
-        f"partial_rotary_factor {partial}": partial != 1.0 and model_type not in _PARTLY_ROTATED,
+        f"partial_rotary_factor {partial}": partial != 1.0 and "partial_rotary_factor" not in family.takes,
         f"rope_parameters (rope_scaling) with {', '.join(unknown)}": bool(unknown),
     }
     names = [name for name, is_so in found.items() if is_so]

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime.config.args import Args
-
 if TYPE_CHECKING:
     import torch
+
+    from slime.config.args import Args
 
 
 def _concatenate(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

@@ -1,0 +1,84 @@
+"""All model families that can be trained, by model_type; and which of them a name means."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.models.deepseek import DEEPSEEK
+from slime.models.family import Family
+from slime.models.glm import GLM
+from slime.models.minimax import MINIMAX
+from slime.models.parts import LLAMA
+from slime.models.qwen import QWEN
+from slime.utils.errors import UsageError
+from slime.utils.misc import load_function
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, *QWEN, MINIMAX, *GLM, *DEEPSEEK)}
+"""A new family is one row here; see docs/adding_a_family.md."""
+
+
+def family_of_config(hf_config: Any) -> Family | None:
+    """Return the family of a config.json; None for a model_type without one."""
+    model_type = hf_config.get("model_type")
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
+
+_NAMES = {
+    "qwen2.5": "qwen2",
+    "qwen3.5": "qwen35",
+    "deepseekv3.2exp": "deepseekv32",
+    "deepseekv3.2": "deepseekv32",
+    "glm5.2": "glmmoedsa",
+    "glm5": "glmmoedsa",
+}
+"""What models are called -> how their model_type begins, without underscores."""
+
+
+def family_of(model_name: str) -> Family:
+    """Return the family of a model_type ("qwen3") or of a longer name of it ("qwen3config", "Qwen3-0.6B").
+
+    With a colon it is the path of a `Family` of the user's own: "pkg.module:NAME" or "path/to/file.py:NAME".
+
+    Raises:
+        UsageError: when no table fits, naming those that exist.
+    """
+    if ":" in model_name:
+        return _own_family(model_name)
+    plain = re.sub(r"[^a-z0-9.]", "", model_name.lower())
+    for written, meant in _NAMES.items():
+        plain = plain.replace(written, meant)
+    # 30B-A3B: 3 B of 30 B are active
+    plain = re.sub(r"(qwen35|qwen[23])(?=.*a\d+b)(?!.*(moe|next|vl))", r"\1moe", plain)
+    found = [family for name, family in FAMILIES.items() if name.replace("_", "") in plain]
+    longest = max(found, key=lambda family: len(family.model_type), default=None)
+    rest = plain.replace(longest.model_type.replace("_", ""), "", 1) if longest else ""
+    is_variant = re.search(r"moe|next|vl|lite|audio|qwen|llama|^4(?!b)|^v|^\.?2$|^\.\d|^\.?5(?!\d*b)", rest)
+    if longest is None or is_variant:
+        raise UsageError(f"no weight rules for {model_name!r}; there are rules for {', '.join(FAMILIES)}.")
+    return longest
+
+
+def family_of_checkpoint(model_name: str | None, checkpoint: str | Path) -> Family:
+    """Return the family of a name; without one that of the model_type of a checkpoint's config."""
+    return family_of(model_name or json.loads((Path(checkpoint) / "config.json").read_text())["model_type"])
+
+
+def family_of_args(args: Args) -> Family:
+    """Return the family of `--model-name`, or of the model_type of --hf-checkpoint's config."""
+    return family_of_checkpoint(args.model_name, args.hf_checkpoint)
+
+
+def _own_family(path: str) -> Family:
+    try:
+        found = load_function(path)
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    if not isinstance(found, Family):
+        raise UsageError(f"{path} is a {type(found).__name__}, not a slime.models.family.Family.")
+    return found
