@@ -82,25 +82,25 @@ def close_to_float64(kernel: Run, plain: Run, leaves: tuple[torch.Tensor, ...], 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_around_one", [False, True])
+@pytest.mark.parametrize("is_zero_centered", [False, True])
 @pytest.mark.parametrize(
     "shape",
     [(1, 2560), (700, 96), (33, 4, 128), (5, 3, 64), (33, 1, 96), (1, 33, 96), (33, 1, 4, 128)],
     ids=["one row", "many rows", "heads", "few heads", "a batch of one", "one first", "heads, a batch of one"],
 )
 def test_the_norms_kernel_computes_what_the_definition_says(
-    shape: tuple[int, ...], is_around_one: bool, dtype: torch.dtype
+    shape: tuple[int, ...], is_zero_centered: bool, dtype: torch.dtype
 ) -> None:
     from slime.backends.megatron_utils.kernels.rms_norm import rms_norm
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (weight + is_around_one)
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (weight + is_zero_centered)
 
     wide = torch.randn(*shape[:-1], 3 * shape[-1], device=DEVICE, generator=generator(), dtype=torch.float32).to(dtype)
     weight = torch.rand(shape[-1], device=DEVICE, generator=generator()).to(dtype)
     part = slice(shape[-1], 2 * shape[-1])  # as queries lie between keys and values
     close_to_float64(
-        lambda x, w: rms_norm(x[..., part], w, 1e-6, is_around_one), lambda x, w: norm(x[..., part], w),
+        lambda x, w: rms_norm(x[..., part], w, 1e-6, is_zero_centered), lambda x, w: norm(x[..., part], w),
         (wide, weight), dtype,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.megatron_utils.optimizer.lr_schedule import make_scheduler
+from slime.backends.megatron_utils.model.setup import make_scheduler
 from slime.config.rules.batch import check_warmup
 from slime.utils.errors import UsageError
 

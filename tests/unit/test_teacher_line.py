@@ -1,4 +1,4 @@
-"""The line in front of the teacher: what is taken together, what is refused, what is dropped; where its ranks meet."""
+"""The queue in front of the teacher: what is taken together, refused or dropped; where its ranks meet."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ import time
 import pytest
 
 from slime.backends.megatron_utils.server.megatron_server import _meeting_point
-from slime.backends.megatron_utils.server.waiting_line import Job, LineFull, WaitingLine
+from slime.backends.megatron_utils.server.request_queue import Job, QueueFull, RequestQueue
 
 
-def works(line: WaitingLine) -> list[object]:
-    return [job.work for job in line.take(0)]
+def works(queue: RequestQueue) -> list[object]:
+    return [job.work for job in queue.take(0)]
 
 
 def test_jobs_are_taken_in_order_as_many_as_fit() -> None:
-    line = WaitingLine(max_jobs=9, max_tokens=10)
+    queue = RequestQueue(max_jobs=9, max_tokens=10)
     for work, tokens in enumerate((4, 6, 1, 30, 2)):
-        line.put(Job(work, tokens))
-    assert line.counts() == (5, 43)
-    assert [works(line) for _ in range(4)] == [[0, 1], [2], [3], [4]]
+        queue.put(Job(work, tokens))
+    assert queue.counts() == (5, 43)
+    assert [works(queue) for _ in range(4)] == [[0, 1], [2], [3], [4]]
 
 
 def test_new_weights_wait_for_those_before_and_hold_up_those_behind() -> None:
-    line = WaitingLine(max_jobs=9, max_tokens=10)
+    queue = RequestQueue(max_jobs=9, max_tokens=10)
     for job in (Job("a", 1), Job("weights", alone=True), Job("b", 1), Job("c", 1)):
-        line.put(job)
-    assert [works(line) for _ in range(3)] == [["a"], ["weights"], ["b", "c"]]
+        queue.put(job)
+    assert [works(queue) for _ in range(3)] == [["a"], ["weights"], ["b", "c"]]
 
 
 def test_a_full_line_refuses_and_a_client_that_left_is_dropped() -> None:
-    line = WaitingLine(max_jobs=2, max_tokens=10)
+    queue = RequestQueue(max_jobs=2, max_tokens=10)
     gone = Job("gone", 1)
-    line.put(gone)
-    line.put(Job("here", 1))
-    with pytest.raises(LineFull, match="2 requests wait already"):
-        line.put(Job("late", 1))
+    queue.put(gone)
+    queue.put(Job("here", 1))
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        queue.put(Job("late", 1))
     gone.result.cancel()
-    assert works(line) == ["here"]
+    assert works(queue) == ["here"]
 
 
 def test_waiting_for_a_job_ends() -> None:
     started = time.monotonic()
-    assert WaitingLine(1, 1).take(0.05) == []
+    assert RequestQueue(1, 1).take(0.05) == []
     assert time.monotonic() - started < 5
 
 
 def test_those_that_wait_when_the_server_ends_are_told() -> None:
-    line = WaitingLine(2, 10)
+    queue = RequestQueue(2, 10)
     job = Job("a", 1)
-    line.put(job)
-    line.fail_all(lambda: RuntimeError("the server ends"))
+    queue.put(job)
+    queue.fail_all(lambda: RuntimeError("the server ends"))
     with pytest.raises(RuntimeError, match="the server ends"):
         job.result.result(0)
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils.layers.activation_offload import ActivationOffload
-from slime.backends.megatron_utils.layers.prediction import PredictingGPT, prediction_spec
+from slime.backends.megatron_utils.layers.mtp import PredictingGPT, prediction_spec
 from slime.backends.megatron_utils.model.config_values import config_kwargs, torch_type
 from slime.backends.megatron_utils.model.spec import RMSNorm, block_spec, last_layer_spec
 from slime.config.args import Args

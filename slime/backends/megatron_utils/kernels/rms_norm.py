@@ -23,8 +23,8 @@ PROGRAMS = 3
 """Of the backward kernel for each multiprocessor; each sums the weight's gradient over its rows."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, with 1 + weight if `is_around_one` (arXiv 1910.07467).
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, with 1 + weight if `is_zero_centered` (arXiv 1910.07467).
 
     Args:
         x: [..., dim] or [..., heads, dim] on CUDA; the last dimension is dense, heads and tokens may have any stride.
@@ -33,20 +33,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: b
     Returns:
         as x, dense.
     """
-    normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, is_around_one)
+    normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, is_zero_centered)
     return normed
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
         rows = x.flatten(0, -3) if x.dim() > 3 else x
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         scales = x.new_empty(out.numel() // out.shape[-1], dtype=torch.float32)
         sizes, num_warps = _sizes(out.shape[-1])
         grid = (-(len(scales) // -sizes[-1]), 1, 1)
-        constants = (*_strides(rows), *sizes, is_around_one)
+        constants = (*_strides(rows), *sizes, is_zero_centered)
         _start_forward(grid, (rows, weight, out, scales), (len(scales), eps), constants, num_warps)
         ctx.save_for_backward(rows, weight, scales)
         ctx.constants = constants

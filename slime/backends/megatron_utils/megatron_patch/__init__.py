@@ -24,10 +24,10 @@ def apply(kind: str) -> None:
             cpu_device.apply()
             uneven_gloo.apply()
         else:
-            from slime.backends.megatron_utils.megatron_patch import fused_swiglu, lone_groups
+            from slime.backends.megatron_utils.megatron_patch import fused_swiglu, single_rank_groups
 
             fused_swiglu.apply()
-            lone_groups.apply()
+            single_rank_groups.apply()
         from slime.backends.megatron_utils.megatron_patch import (
             checkpoint_reader,
             checkpoint_writer,
@@ -36,9 +36,9 @@ def apply(kind: str) -> None:
             fused_clipping,
             gradient_accumulation,
             known_shapes,
-            lone_regions,
             packed_rope,
             recomputation,
+            single_rank_regions,
             without_te,
         )
 
@@ -50,6 +50,6 @@ def apply(kind: str) -> None:
         without_te.apply()
         gradient_accumulation.apply()
         known_shapes.apply()
-        lone_regions.apply()
+        single_rank_regions.apply()
         packed_rope.apply()
         recomputation.apply()

@@ -21,13 +21,15 @@ from slime.backends.megatron_utils.layers.value_head import HEAD, is_value_model
 from slime.backends.megatron_utils.model.config_values import config_kwargs
 from slime.backends.megatron_utils.model.model_weights import keep_expert_biases_in_fp32
 from slime.backends.megatron_utils.model_provider import build_stage, virtual_stages_here
-from slime.backends.megatron_utils.optimizer.lr_schedule import make_scheduler
 from slime.backends.megatron_utils.optimizer.master_adam import held_by, make_optimizer
 from slime.backends.megatron_utils.optimizer.optimizer_state import keep_no_moments, make_moments
 from slime.backends.megatron_utils.optimizer.trained_parameters import NOTHING, freeze_parameters
 from slime.config.args import Args
 from slime.config.megatron.fp8_forward_plan import Fp8Choice
+from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.utils import accelerator
+from slime.utils.errors import UsageError
+from slime.utils.train_steps import decay_steps, total_train_steps, warmup_steps
 
 
 class _Float16Model(Float16Module):
@@ -99,6 +101,44 @@ def _master_sizes(model: list[DistributedDataParallel]) -> Iterator[int]:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             if buffer.param_dtype != torch.float32:
                 yield 4 * buffer.numel // buffer.data_parallel_world_size
+
+
+def make_scheduler(args: Args, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Return Megatron's scheduler of learning rate and weight decay, at its first step.
+
+    Megatron counts its schedule in samples; so does this, so that its checkpoints stay readable. The scheduler also
+    switches weight decay off for norms and biases (each step it writes `weight_decay * wd_mult` into the optimizer's
+    groups): without it, Megatron's optimizer would decay them too.
+
+    The flags of this command decide; a loaded checkpoint gives only the position, unless
+    --use-checkpoint-opt-param-scheduler is set. So a run may be resumed to go further than it was first asked to.
+
+    Raises:
+        UsageError: a decay whose length is unknown, or into which the warm-up does not fit.
+    """
+    # A command line is refused for the same before anything starts, its actor's flags and a critic's entry.
+    if problems := [*check_schedule_length(args), *check_warmup(args)]:
+        raise UsageError(problems)
+    total, decay, warmup = total_train_steps(args), decay_steps(args), warmup_steps(args)
+    # Megatron asserts that a warm-up is shorter than the decay, also where nothing decays
+    decay = max(decay or 1, int(warmup) + 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup * args.global_batch_size,
+        lr_decay_steps=decay * args.global_batch_size,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=(total or 1) * args.global_batch_size,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=not args.use_checkpoint_opt_param_scheduler,
+        wsd_decay_steps=(args.lr_wsd_decay_iters or 0) * args.global_batch_size,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
 
 
 def build_model(args: Args, vp_stage: int | None = None) -> torch.nn.Module:

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
 from slime.backends.megatron_utils.layers.latent_attention import LatentAttention
 from slime.backends.megatron_utils.layers.routing import ReplayRouter
-from slime.backends.megatron_utils.layers.sandwich_layer import SandwichLayer, SandwichSubmodules
 from slime.backends.megatron_utils.layers.varlen_attention import VarlenAttention
 from slime.config.args import Args
 from slime.models.hf_config import moe_layer_pattern
@@ -48,22 +51,63 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=accelerator.current_device())
         self.weight.sequence_parallel = config.sequence_parallel
-        self.is_around_one = config.layernorm_zero_centered_gamma
-        if self.is_around_one:
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        if self.is_zero_centered:
             torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and type."""
         eps = self.eps or torch.finfo(x.dtype).eps
-        return _rms_norm(x, self.weight, eps, self.is_around_one)
+        return _rms_norm(x, self.weight, eps, self.is_zero_centered)
 
 
 @kernel_on_cuda("slime.backends.megatron_utils.kernels.rms_norm.rms_norm")
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_one: bool) -> torch.Tensor:
-    if not is_around_one:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
+    if not is_zero_centered:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     # In fp32: 1 + weight has fewer digits in 16 bit than the weight.
     return torch.nn.functional.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+
+
+@dataclasses.dataclass
+class SandwichSubmodules(TransformerLayerSubmodules):
+    """Megatron's submodules and the two norms; IdentityOp leaves a norm out."""
+
+    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
+    post_mlp_layernorm: ModuleSpec | type = IdentityOp
+
+
+class SandwichLayer(TransformerLayer):
+    """x + post_self_attn_layernorm(attention(norm(x))), then the same around the MLP; [s, b, h] -> [s, b, h].
+
+    Megatron's layer (0.16.1) has no norms after attention and MLP, before each is added to the residual (GLM-4).
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: SandwichSubmodules, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        size = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.post_self_attn_layernorm = build_module(submodules.post_self_attn_layernorm, **size)
+        self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, **size)
+        # The step that adds to the residual is the only one that sees what attention and MLP return.
+        self.self_attn_bda = _after(self.post_self_attn_layernorm, build_module(submodules.self_attn_bda))
+        self.mlp_bda = _after(self.post_mlp_layernorm, build_module(submodules.mlp_bda))
+
+
+def _after(norm: torch.nn.Module, get_bias_dropout_add: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_bias_dropout_add` with the norm before it; it gets x with its bias, and the residual that x is added to."""
+
+    def get(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add = get_bias_dropout_add(training, fused)
+
+        def run(
+            x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
+        ) -> torch.Tensor:
+            x, bias = x_with_bias
+            return add((norm(x if bias is None else x + bias), None), residual, dropout)
+
+        return run
+
+    return get
 
 
 def layer_spec(config: TransformerConfig, args: Args, *, num_experts: int | None = None) -> ModuleSpec:

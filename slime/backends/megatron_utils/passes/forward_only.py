@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from slime.backends.megatron_utils.data import MicroBatches
-from slime.backends.megatron_utils.layers.prediction import as_predicting
+from slime.backends.megatron_utils.layers.mtp import as_predicting
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.loss.log_probs import DeferredLogits
 from slime.backends.megatron_utils.model_provider import unwrap

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.data import MicroBatches
-from slime.backends.megatron_utils.layers.prediction import lend_embedding
+from slime.backends.megatron_utils.layers.mtp import lend_embedding
 from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
 from slime.backends.megatron_utils.loss import loss_function, reduce_reports
 from slime.backends.megatron_utils.model.setup import TrainState

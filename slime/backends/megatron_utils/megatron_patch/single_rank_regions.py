@@ -21,11 +21,13 @@ def apply() -> None:
 
     if layers.copy_to_tensor_model_parallel_region.__module__ == __name__:
         return
-    layers.copy_to_tensor_model_parallel_region = _unless_alone(layers.copy_to_tensor_model_parallel_region)
-    layers.reduce_from_tensor_model_parallel_region = _unless_alone(layers.reduce_from_tensor_model_parallel_region)
+    layers.copy_to_tensor_model_parallel_region = _unless_single_rank(layers.copy_to_tensor_model_parallel_region)
+    layers.reduce_from_tensor_model_parallel_region = _unless_single_rank(
+        layers.reduce_from_tensor_model_parallel_region
+    )
 
 
-def _unless_alone(change: Change) -> Change:
+def _unless_single_rank(change: Change) -> Change:
     def changed(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
         return input_ if group is not None and group.size() == 1 else change(input_, group=group)
 

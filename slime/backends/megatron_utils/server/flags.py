@@ -65,6 +65,61 @@ def at_least(lowest: float, kind: type) -> Callable[[str], Any]:
     return parse
 
 
+_WHOLE, _POSITIVE = at_least(1, int), at_least(0, float)
+MODEL_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--hf-checkpoint", {"required": True, "help": "HF directory: config, and weights unless --load has them"}),
+    ("--load", {"help": "weights: Megatron checkpoint root or HF directory (default: --hf-checkpoint)"}),
+    ("--model-args-from-hf", {"action": "store_true", "help": "derive the model flags from the HF config"}),
+    ("--model-name", {"help": "family of the weights' names (default: from --hf-checkpoint)"}),
+    ("--custom-model-provider-path", {"help": "function that builds the Megatron model"}),
+    ("--accelerator", {"default": "auto", "help": "auto, cuda or cpu"}),
+)
+SERVER_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
+    ("--teacher-host", str, "127.0.0.1", "address to listen at (default: this machine only)"),
+    ("--teacher-port", _WHOLE, "$TEACHER_PORT or 7999", "port to listen at"),
+    (
+        "--teacher-warmup-port",
+        _WHOLE,
+        "$TEACHER_WARMUP_PORT",
+        "port of this machine that the warm-up request goes to (default: $TEACHER_WARMUP_PORT or --teacher-port)",
+    ),
+    ("--teacher-warmup-timeout-s", _WHOLE, "$TEACHER_WARMUP_TIMEOUT_S or 3000", "seconds that it may take"),
+    (
+        "--teacher-sample-reduction-chunk-size",
+        _WHOLE,
+        4096,
+        "logit rows made float32 at a time for top and sampled tokens",
+    ),
+    (
+        "--teacher-label-reduction-chunk-size",
+        _WHOLE,
+        4096,
+        "logit rows made float32 at a time for input tokens and labels",
+    ),
+    (
+        "--megatron-server-max-length",
+        at_least(0, int),
+        "$MEGATRON_SERVER_MAX_LENGTH or 0",
+        "most tokens of a sequence; 0 = any number",
+    ),
+    (
+        "--megatron-server-update-timeout-s",
+        _POSITIVE,
+        "$MEGATRON_SERVER_UPDATE_TIMEOUT_S or 3600",
+        "seconds that /update_weights_from_disk may take",
+    ),
+    (
+        "--teacher-max-tokens-per-batch",
+        _WHOLE,
+        16384,
+        "tokens of the requests that are scored together; one request may have more",
+    ),
+    ("--teacher-max-waiting-requests", _WHOLE, 4096, "requests that may wait; further ones get status 503"),
+    ("--teacher-request-timeout-s", _POSITIVE, "600", "seconds until a request gets status 504"),
+)
+"""(flag, type, default, help); "$NAME or value" is read from the environment."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line: ours, then all of Megatron's flags."""
     from slime.config.megatron.arguments import add_megatron_arguments
@@ -75,86 +130,22 @@ def make_parser() -> argparse.ArgumentParser:
         description="Serve a Megatron model that scores sequences: the teacher of on-policy distillation.",
         epilog="Under torchrun, its processes are the tensor-parallel ranks of one teacher.",
     )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--hf-checkpoint", required=True, help="HF directory: config, and weights unless --load has them"
-    )
-    model.add_argument("--load", help="weights: Megatron checkpoint root or HF directory (default: --hf-checkpoint)")
-    model.add_argument("--model-args-from-hf", action="store_true", help="derive the model flags from the HF config")
-    model.add_argument("--model-name", help="family of the weights' names (default: from --hf-checkpoint)")
-    model.add_argument("--custom-model-provider-path", help="function that builds the Megatron model")
-    model.add_argument("--accelerator", default="auto", help="auto, cuda or cpu")
-    server = parser.add_argument_group("server")
-    _add_address_flags(server)
-    _add_limit_flags(server)
-    return add_megatron_arguments(parser)
-
-
-def _add_address_flags(group: argparse._ArgumentGroup) -> None:
-    env, whole = os.environ.get, at_least(1, int)
-    group.add_argument("--teacher-host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    group.add_argument(
-        "--teacher-port", type=whole, default=env("TEACHER_PORT", "7999"), help="(default: $TEACHER_PORT or 7999)"
-    )
-    group.add_argument(
+    model, server = parser.add_argument_group("model"), parser.add_argument_group("server")
+    for flag, settings in MODEL_FLAGS:
+        model.add_argument(flag, **settings)
+    for flag, kind, default, text in SERVER_FLAGS:
+        shown = text if "(default" in text else f"{text} (default: {default})"
+        name, _, value = str(default).removeprefix("$").partition(" or ")
+        if str(default).startswith("$"):
+            default = os.environ.get(name, value or None)
+        server.add_argument(flag, type=kind, default=default, help=shown)
+    server.add_argument(
         "--megatron-server-warmup",
         action=argparse.BooleanOptionalAction,
-        default=env("MEGATRON_SERVER_WARMUP", "1").lower() not in ("0", "false", "no", ""),
+        default=os.environ.get("MEGATRON_SERVER_WARMUP", "1").lower() not in ("0", "false", "no", ""),
         help="score a short sequence before /healthz says that the server is there",
     )
-    group.add_argument(
-        "--teacher-warmup-port",
-        type=whole,
-        default=env("TEACHER_WARMUP_PORT"),
-        help="port of this machine that the warm-up request goes to (default: $TEACHER_WARMUP_PORT or --teacher-port)",
-    )
-    group.add_argument(
-        "--teacher-warmup-timeout-s",
-        type=whole,
-        default=env("TEACHER_WARMUP_TIMEOUT_S", "3000"),
-        help="seconds that it may take (default: $TEACHER_WARMUP_TIMEOUT_S or 3000)",
-    )
-
-
-def _add_limit_flags(group: argparse._ArgumentGroup) -> None:
-    env, whole, positive = os.environ.get, at_least(1, int), at_least(0, float)
-    for kind, of in {"sample": "top and sampled tokens", "label": "input tokens and labels"}.items():
-        group.add_argument(
-            f"--teacher-{kind}-reduction-chunk-size",
-            type=whole,
-            default=4096,
-            help=f"logit rows made float32 at a time for {of} (default: 4096)",
-        )
-    group.add_argument(
-        "--megatron-server-max-length",
-        type=at_least(0, int),
-        default=env("MEGATRON_SERVER_MAX_LENGTH", "0"),
-        help="most tokens of a sequence; 0 = any number (default: $MEGATRON_SERVER_MAX_LENGTH or 0)",
-    )
-    group.add_argument(
-        "--megatron-server-update-timeout-s",
-        type=positive,
-        default=env("MEGATRON_SERVER_UPDATE_TIMEOUT_S", "3600"),
-        help="seconds that /update_weights_from_disk may take (default: $MEGATRON_SERVER_UPDATE_TIMEOUT_S or 3600)",
-    )
-    group.add_argument(
-        "--teacher-max-tokens-per-batch",
-        type=whole,
-        default=16384,
-        help="tokens of the requests that are scored together; one request may have more (default: 16384)",
-    )
-    group.add_argument(
-        "--teacher-max-waiting-requests",
-        type=whole,
-        default=4096,
-        help="requests that may wait; further ones get status 503 (default: 4096)",
-    )
-    group.add_argument(
-        "--teacher-request-timeout-s",
-        type=positive,
-        default=600.0,
-        help="seconds until a request gets status 504 (default: 600)",
-    )
+    return add_megatron_arguments(parser)
 
 
 def parse_server_args(argv: Sequence[str] | None, world_size: int) -> ServerArgs:
