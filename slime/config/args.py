@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TrainFlags,
     )
     from slime.config.megatron.values import MegatronValues
-    from slime.config.sglang.arguments import SglangFlags
+    from slime.config.sglang.engine_flags import SglangFlags
     from slime.config.sglang.topology import ModelPlan
     from slime.config.sglang.values import SglangValues
     from slime.utils.api_keys import RunKeys

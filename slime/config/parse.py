@@ -53,7 +53,7 @@ from slime.config.rules.hooks import (
     form_notes,
 )
 from slime.config.rules.run_dirs import check_run_dirs, run_dir_warnings
-from slime.config.sglang.arguments import (
+from slime.config.sglang.engine_flags import (
     SglangFlags,
     add_sglang_arguments,
     derive_engines,
@@ -63,7 +63,7 @@ from slime.config.sglang.arguments import (
     sglang_problems,
     sglang_tables,
 )
-from slime.config.sglang.arguments import explain_unknown as explain_unknown_sglang
+from slime.config.sglang.engine_flags import explain_unknown as explain_unknown_sglang
 from slime.rollout.base_types import HOOKS
 from slime.rollout.hook_signatures import is_batch_generate, signature_problem
 from slime.rollout.rm_hub import RM_TYPES, rm_needs_label

@@ -19,7 +19,7 @@ import pytest
 
 from slime.config.parse import FLAG_CLASSES, build_parser
 from slime.config.parser import Parser, option_name
-from slime.config.sglang.arguments import SglangFlags
+from slime.config.sglang.engine_flags import SglangFlags
 
 with (Path(__file__).parent / "flags.tsv").open() as file:
     CONTRACT = {row["flag"]: row for row in csv.DictReader(file, delimiter="\t")}

@@ -19,7 +19,7 @@ import pytest
 
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import option_name
-from slime.config.sglang.arguments import SglangFlags
+from slime.config.sglang.engine_flags import SglangFlags
 
 TESTS = Path(__file__).resolve().parents[1]
 FIELDS = {option_name(field): field for flags in (*FLAG_CLASSES, SglangFlags) for field in dataclasses.fields(flags)}

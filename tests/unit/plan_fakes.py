@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
-from slime.config.sglang.arguments import SglangFlags
+from slime.config.sglang.engine_flags import SglangFlags
 from slime.config.sglang.topology import plan_engines
 
 CPU = {"accelerator": "cpu", "bf16": False, "fp16": False, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}

@@ -20,7 +20,7 @@ from slime.backends.sglang_utils import cpu_standins
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags
 from slime.config.sglang import options
-from slime.config.sglang.arguments import SglangFlags, derive_sglang, explain_unknown
+from slime.config.sglang.engine_flags import SglangFlags, derive_sglang, explain_unknown
 from slime.ray.rollout.router import RouterAddress, router_values
 from slime.utils.api_keys import make_keys
 

@@ -21,7 +21,7 @@ from slime.backends.sglang_utils.external import (
     start_external_rollout_servers,
 )
 from slime.config.problems import Problems
-from slime.config.sglang.arguments import derive_engines, external_flag_problems
+from slime.config.sglang.engine_flags import derive_engines, external_flag_problems
 from slime.utils.errors import UsageError
 from tests.unit.test_server_control import Script
 

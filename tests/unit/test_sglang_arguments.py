@@ -14,7 +14,7 @@ import pytest
 
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags
 from slime.config.problems import Problems
-from slime.config.sglang import arguments as sglang
+from slime.config.sglang import engine_flags as sglang
 from slime.config.sglang import options
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ import textwrap
 import types
 import typing
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime.config.option_table import OptionTable, cached_table, capture
 
@@ -104,6 +104,42 @@ class FlagAdder:
         free = [name for name in names if name not in self._parser._option_string_actions]
         if free:
             self._group.add_argument(*free, **options)
+
+
+class Row(NamedTuple):
+    """One option.
+
+    Attributes:
+        names: its option strings, separated by spaces.
+        help: one line.
+        type: of the value; bool for a switch.
+        default: a switch that is True by default turns its attribute off.
+        dest: attribute, where it is not the first name's.
+        choices, nargs: as for argparse.
+        const: a switch that sets another option's attribute (`dest`) to this value.
+    """
+
+    names: str
+    help: str
+    type: Any = bool
+    default: Any = None
+    dest: str | None = None
+    choices: tuple[Any, ...] | None = None
+    nargs: str | None = None
+    const: Any = None
+
+    def add_to(self, flags: FlagAdder) -> None:
+        """Add it, unless the parser has it."""
+        options: dict[str, Any] = {"help": self.help}
+        if self.dest is not None:
+            options["dest"] = self.dest
+        if self.const is not None:
+            options |= {"action": "store_const", "const": self.const, "default": self.default}
+        elif self.type is bool:
+            options |= {"action": "store_false" if self.default else "store_true"}
+        else:
+            options |= {"type": self.type, "default": self.default, "choices": self.choices, "nargs": self.nargs}
+        flags.add(*self.names.split(), **options)
 
 
 def megatron_configs() -> dict[str, type]:

@@ -9,48 +9,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-from typing import Any, NamedTuple
+from typing import Any
 
-from slime.config.megatron.config_flags import FlagAdder
+from slime.config.megatron.config_flags import FlagAdder, Row
+from slime.config.megatron.parser_flags_training import TRAINING_GROUPS
 
 LONGEST_PATTERN = 4096
 """Most entries of a list of layers; more is a slip of the pen."""
-
-
-class Row(NamedTuple):
-    """One option.
-
-    Attributes:
-        names: its option strings, separated by spaces.
-        help: one line.
-        type: of the value; bool for a switch.
-        default: a switch that is True by default turns its attribute off.
-        dest: attribute, where it is not the first name's.
-        choices, nargs: as for argparse.
-        const: a switch that sets another option's attribute (`dest`) to this value.
-    """
-
-    names: str
-    help: str
-    type: Any = bool
-    default: Any = None
-    dest: str | None = None
-    choices: tuple[Any, ...] | None = None
-    nargs: str | None = None
-    const: Any = None
-
-    def add_to(self, flags: FlagAdder) -> None:
-        """Add it, unless the parser has it."""
-        options: dict[str, Any] = {"help": self.help}
-        if self.dest is not None:
-            options["dest"] = self.dest
-        if self.const is not None:
-            options |= {"action": "store_const", "const": self.const, "default": self.default}
-        elif self.type is bool:
-            options |= {"action": "store_false" if self.default else "store_true"}
-        else:
-            options |= {"type": self.type, "default": self.default, "choices": self.choices, "nargs": self.nargs}
-        flags.add(*self.names.split(), **options)
 
 
 def layer_pattern(text: str) -> int | list[int]:
@@ -229,8 +194,6 @@ PARALLEL: tuple[Row, ...] = (
 
 def add_parser_flags(parser: argparse.ArgumentParser) -> None:
     """Add every option of this module and of parser_flags_training.py, except those that the parser has."""
-    from slime.config.megatron.parser_flags_training import TRAINING_GROUPS
-
     groups = {"model": MODEL, "experts": EXPERTS, "parallel layout": PARALLEL, **TRAINING_GROUPS}
     for title, rows in groups.items():
         flags = FlagAdder(parser, f"megatron: {title}")

@@ -5,7 +5,7 @@ Precision, optimizer, schedule, checkpoints, logs, data. Declarations only, in t
 
 from __future__ import annotations
 
-from slime.config.megatron.parser_flags import Row
+from slime.config.megatron.config_flags import Row
 
 PRECISION: tuple[Row, ...] = (
     Row("--bf16", "train in bfloat16 (the default on CUDA)"),
