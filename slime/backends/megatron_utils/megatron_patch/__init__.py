@@ -7,6 +7,23 @@ knows about models.
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
+
+OF_KIND = {"cpu": ("cpu_device", "uneven_gloo"), "cuda": ("fused_swiglu", "single_rank_groups")}
+"""What `slime.utils.accelerator.resolve` returned -> patches of that device alone; they go first."""
+ALWAYS = (
+    "checkpoint_reader",
+    "checkpoint_writer",
+    "frozen_weights",
+    "fused_adam",
+    "fused_clipping",
+    "without_te",
+    "gradient_accumulation",
+    "known_shapes",
+    "single_rank_regions",
+    "packed_rope",
+    "recomputation",
+)
 
 
 def apply(kind: str) -> None:
@@ -18,38 +35,5 @@ def apply(kind: str) -> None:
     with warnings.catch_warnings():
         # megatron-core warns at import that TransformerEngine and Apex are absent; that is how we use it.
         warnings.simplefilter("ignore", UserWarning)
-        if kind == "cpu":
-            from slime.backends.megatron_utils.megatron_patch import cpu_device, uneven_gloo
-
-            cpu_device.apply()
-            uneven_gloo.apply()
-        else:
-            from slime.backends.megatron_utils.megatron_patch import fused_swiglu, single_rank_groups
-
-            fused_swiglu.apply()
-            single_rank_groups.apply()
-        from slime.backends.megatron_utils.megatron_patch import (
-            checkpoint_reader,
-            checkpoint_writer,
-            frozen_weights,
-            fused_adam,
-            fused_clipping,
-            gradient_accumulation,
-            known_shapes,
-            packed_rope,
-            recomputation,
-            single_rank_regions,
-            without_te,
-        )
-
-        checkpoint_reader.apply()
-        checkpoint_writer.apply()
-        frozen_weights.apply()
-        fused_adam.apply()
-        fused_clipping.apply()
-        without_te.apply()
-        gradient_accumulation.apply()
-        known_shapes.apply()
-        single_rank_regions.apply()
-        packed_rope.apply()
-        recomputation.apply()
+        for name in (*OF_KIND[kind], *ALWAYS):
+            import_module(f"{__name__}.{name}").apply()
