@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags
-from slime.config.problems import Problems
+from slime.config.problems import Problems, broken
 from slime.config.sglang import engine_flags as sglang
 from slime.config.sglang import options
 
@@ -170,11 +170,10 @@ def test_sizes_exist_under_both_names(parser: Parser, line: str, expected: dict[
 
 
 @pytest.mark.parametrize(("pp_size", "gpus", "is_wrong"), [(1, 4, False), (2, 4, False), (3, 4, True), (0, 4, True)])
-def test_pipeline_size_must_divide_an_engine(pp_size: int, gpus: int, is_wrong: bool) -> None:
-    problems = sglang.pipeline_problems(pp_size, gpus)
-    assert problems == (
-        [f"--sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {gpus}."] if is_wrong else []
-    )
+def test_pipeline_size_must_divide_an_engine(parser: Parser, pp_size: int, gpus: int, is_wrong: bool) -> None:
+    args = parse(parser, f"--sglang-pp-size {pp_size}", gpus_per_engine=gpus)
+    sentence = f"--sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {gpus}."
+    assert list(broken(sglang.RULES, args)) == ([sentence] if is_wrong else [])
 
 
 def test_data_parallel_engines_need_dp_attention(parser: Parser) -> None:
@@ -198,15 +197,25 @@ def test_an_ipv6_router_address_is_wrapped_for_urls(parser: Parser, given: str, 
     assert parse(parser, "").sglang_router_ip is None
 
 
-def test_only_one_flag_describes_the_engines() -> None:
+def test_only_one_flag_describes_the_engines(parser: Parser) -> None:
     addresses = ["10.0.0.1:30000", "10.0.0.2:30000"]
+
+    def sentences(config: str | None, num_prefill: int | None, external: list[str] | None) -> list[str]:
+        args = parse(parser, "")
+        args.sglang_config, args.prefill_num_servers, args.rollout_external_engine_addrs = (
+            config,
+            num_prefill,
+            external,
+        )
+        return list(broken(sglang.RULES, args))
+
     for alone in [("e.yaml", None, None), (None, 1, None), (None, None, addresses), (None, None, None)]:
-        assert sglang.descriptions_problems(*alone) == []
-    assert sglang.descriptions_problems("e.yaml", 1, None) == [
+        assert sentences(*alone) == []
+    assert sentences("e.yaml", 1, None) == [
         "--sglang-config e.yaml and --prefill-num-servers 1 exclude each other; "
         "keep the one that describes the engines."
     ]
-    (sentence,) = sglang.descriptions_problems("e.yaml", 2, addresses)
+    (sentence,) = sentences("e.yaml", 2, addresses)
     assert "--rollout-external-engine-addrs 10.0.0.1:30000 10.0.0.2:30000" in sentence
 
 

@@ -18,7 +18,7 @@ from slime.backends.sglang_utils.external import (
 )
 from slime.config.args import Args
 from slime.config.parser import flag
-from slime.config.problems import NoEffect, Problems, collected
+from slime.config.problems import Check, NoEffect, Problems, Rule, broken, collected
 from slime.config.rules.devices import check_external_engines
 from slime.config.sglang.options import (
     INSTALL,
@@ -134,62 +134,54 @@ def engine_sizes(gpus_per_engine: int, overrides: dict[str, Any]) -> dict[str, i
     return sizes | {long: sizes[short] for short, long in _OTHER_SIZE_NAMES.items()}
 
 
+RULES: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.sglang_pp_size < 1 or a.rollout_num_gpus_per_engine % a.sglang_pp_size,
+        "--sglang-pp-size {sglang_pp_size} does not divide --rollout-num-gpus-per-engine "
+        "{rollout_num_gpus_per_engine}.",
+    ),
+    Rule(  # only data-parallel attention makes use of several such ranks in one engine
+        lambda a: a.sglang_dp_size > 1 and not a.sglang_overrides.get("enable_dp_attention"),
+        "--sglang-dp-size {sglang_dp_size} needs --sglang-enable-dp-attention.",
+    ),
+    Rule(
+        lambda a: len(_descriptions(a)) > 1,
+        lambda a: f"{' and '.join(_descriptions(a))} exclude each other; keep the one that describes the engines.",
+    ),
+    Rule(
+        lambda a: a.sglang_router_ip and a.sglang_router_port is None,
+        "--sglang-router-ip {sglang_router_ip} needs --sglang-router-port too.",
+    ),
+)
+
+
+def _descriptions(args: Args) -> list[str]:
+    """The flags that say which engines there are."""
+    given = {
+        f"--sglang-config {args.sglang_config}": args.sglang_config is not None,
+        f"--prefill-num-servers {args.prefill_num_servers}": args.prefill_num_servers is not None,
+        f"{FLAG} {' '.join(args.rollout_external_engine_addrs or [])}": bool(args.rollout_external_engine_addrs),
+    }
+    return [name for name, is_given in given.items() if is_given]
+
+
 def sglang_problems(args: Args, *, port_is_free: Callable[[int], bool]) -> Problems:
     """What is wrong with the engine and router flags of a run with engines."""
-    wrong = [
-        *pipeline_problems(args.sglang_pp_size, args.rollout_num_gpus_per_engine),
-        *data_parallel_problems(args.sglang_dp_size, bool(args.sglang_overrides.get("enable_dp_attention"))),
-        *descriptions_problems(args.sglang_config, args.prefill_num_servers, args.rollout_external_engine_addrs),
-        *external_flag_problems(args.sglang_overrides if args.rollout_external else {}),
-    ]
-    if args.sglang_router_ip and args.sglang_router_port is None:
-        wrong.append(f"--sglang-router-ip {args.sglang_router_ip} needs --sglang-router-port too.")
-    problems = Problems(wrong=wrong, environment=installation_problems())
+    problems = Problems(wrong=list(broken(RULES, args)))
+    problems.wrong += external_flag_problems(args.sglang_overrides if args.rollout_external else {})
+    if missing := missing_packages():
+        what = f"{' and '.join(missing)} not installed, but engines need sglang and sglang_router"
+        problems.environment.append(f"{what}: {INSTALL}.")
     problems.extend(topology_problems(args))
-    is_ours = not args.sglang_router_ip
-    ports: tuple[tuple[str, int | None, bool], ...] = (
-        ("--sglang-router-port", args.sglang_router_port, is_ours),
-        ("--router-prometheus-port", args.router_overrides.get("prometheus_port"), is_ours),
-    )
-    for option, port, is_listening in ports:
-        if port is not None:
-            problems.extend(port_problems(option, port, port_is_free if is_listening else None))
-    return problems
-
-
-def installation_problems() -> list[str]:
-    """A sentence about packages that engines need."""
-    missing = missing_packages()
-    return (
-        [f"{' and '.join(missing)} not installed, but engines need sglang and sglang_router: {INSTALL}."]
-        if missing
-        else []
-    )
-
-
-def pipeline_problems(pp_size: int, gpus_per_engine: int) -> list[str]:
-    """A sentence if the pipeline stages of an engine cannot have equally many GPUs."""
-    if pp_size >= 1 and gpus_per_engine % pp_size == 0:
-        return []
-    return [f"--sglang-pp-size {pp_size} does not divide --rollout-num-gpus-per-engine {gpus_per_engine}."]
-
-
-def data_parallel_problems(dp_size: int, has_dp_attention: bool) -> list[str]:
-    """A sentence about several data-parallel ranks in one engine, which only data-parallel attention makes use of."""
-    if dp_size <= 1 or has_dp_attention:
-        return []
-    return [f"--sglang-dp-size {dp_size} needs --sglang-enable-dp-attention."]
-
-
-def descriptions_problems(config: str | None, num_prefill: int | None, external: Sequence[str] | None) -> list[str]:
-    """A sentence if more than one flag says which engines there are."""
-    given = {
-        f"--sglang-config {config}": config is not None,
-        f"--prefill-num-servers {num_prefill}": num_prefill is not None,
-        f"--rollout-external-engine-addrs {' '.join(external or [])}": bool(external),
+    listens = None if args.sglang_router_ip else port_is_free
+    ports = {
+        "--sglang-router-port": args.sglang_router_port,
+        "--router-prometheus-port": args.router_overrides.get("prometheus_port"),
     }
-    names = [name for name, is_given in given.items() if is_given]
-    return [f"{' and '.join(names)} exclude each other; keep the one that describes the engines."] * (len(names) > 1)
+    for option, port in ports.items():
+        if port is not None:
+            problems.extend(port_problems(option, port, listens))
+    return problems
 
 
 def external_flag_problems(overrides: dict[str, Any]) -> list[str]:
