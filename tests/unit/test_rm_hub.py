@@ -211,6 +211,8 @@ def test_dapo_scores_as_examples_call_it():
         "acc": True,
         "pred": "x^2",
     }
+    for marker in STOP_MARKERS:  # as an engine leaves it behind the response
+        assert compute_score_dapo(f"Answer: 42{marker}", "42")["score"] == 1.0, marker
     assert compute_score_dapo("Answer: 42", "42", strict_box_verify=True)["pred"] is None
     too_early = "\\boxed{42}" + "." * 100
     assert compute_score_dapo(too_early, "42", True)["acc"] is False

@@ -256,6 +256,13 @@ def test_records_of_an_earlier_round_are_never_trained_under_another_prompts_lab
     assert seen >= {f"p{letter}" for letter in "bcdefghi"}, "a prompt whose records came late is asked for again"
 
 
+def test_a_prompt_that_is_sent_again_has_another_name():
+    """So a record of the round before is not taken for it, even where a data source gives its groups no numbers."""
+    groups = [[Sample(prompt="a")], [Sample(prompt="b")]]
+    first, second = example._by_instance_id(groups), example._by_instance_id(groups[::-1])
+    assert len(first) == len(second) == 2 and not first.keys() & second.keys()
+
+
 def test_a_generator_that_does_not_stop_is_waited_for_before_it_gets_the_next_prompts(make, monkeypatch):
     monkeypatch.setattr(example, "STOP_S", 0.05)
     args, source = make("bc", rollout_batch_size=1, rollout_task_type="deaf", global_batch_size=2)
