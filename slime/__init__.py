@@ -39,7 +39,8 @@ def log(metrics: Mapping[str, Any], step: int | None = None) -> None:
 
     Args:
         metrics: name -> number; a tensor or array of one element is one.
-        step: the rollout's number. None: the rollout, or the evaluation, that the caller generates or scores for.
+        step: the rollout's number. None: the rollout, or the evaluation, that the caller generates or scores for; in
+            threads and event loops of the caller's own, the one that this process has begun last.
 
     Raises:
         TypeError: an argument is of another type.
@@ -53,5 +54,5 @@ def log(metrics: Mapping[str, Any], step: int | None = None) -> None:
 
         step = current_rollout_id()
         if step is None:
-            raise ValueError("slime.log was called outside of a rollout's generation: give step, the rollout's number")
+            raise ValueError("slime.log was called before any rollout has begun: give step, the rollout's number")
     log_of_user(metrics, step)

@@ -17,7 +17,9 @@ def answers(model_path: str, question: str, *, num_answers: int, seed: int) -> C
     import torch
     from transformers import AutoTokenizer
     from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = Qwen3ForCausalLM.from_pretrained(model_path).eval()

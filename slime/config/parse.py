@@ -38,7 +38,7 @@ from slime.config.megatron.arguments import (
 from slime.config.other_names import OLDER_NAMES, here, with_current_names
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags, group_title
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
-from slime.config.resume import resume_values
+from slime.config.resume import go_on_after_requeue, resume_values
 from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import Role, apply_config_files, critic_entry
 from slime.config.rules import debug, devices, effect, files, generation
@@ -211,6 +211,7 @@ class CommandLine:
         custom, by_role = apply_config_files(
             args, explicit, problems, options=self._options(), explain_unknown=explain_unknown
         )
+        problems.notes += collected(problems.wrong, go_on_after_requeue, args) or []
         resumed, unusable = collected(problems.wrong, resume_values, args) or ({}, [])
         vars(args).update(resumed)
         problems.wrong += unusable

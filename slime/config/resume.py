@@ -12,6 +12,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.problems import NoEffect
 from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
+from slime.utils.run_dir import began_before_requeue
 
 AUTO, NEVER = "auto", "never"
 _EVERYTHING: dict[str, Any] = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
@@ -44,6 +45,19 @@ def resume_values(args: Args) -> tuple[dict[str, Any], list[str]]:
     if args.load is not None and Path(args.load) != Path(root):
         return {}, [f"--resume {root} and --load {args.load} are two places to go on from; leave --load out."]
     return {"load": root, "start_rollout_id": args.start_rollout_id, **_EVERYTHING}, []
+
+
+def go_on_after_requeue(args: Args) -> list[str]:
+    """Make --fresh-output a --resume auto where the job itself has saved in --save, before Slurm requeued it; say so.
+
+    Slurm gives a requeued job its first command line again: --fresh-output would move the job's own work aside.
+    """
+    if not args.fresh_output or args.resume == AUTO or args.save is None or not began_before_requeue(args.save):
+        return []
+    if latest_iteration(args.save) is None:
+        return []  # nothing to go on from
+    args.fresh_output, args.resume = False, AUTO
+    return [f"--fresh-output: Slurm has requeued this job, whose own run is in --save {args.save}: it goes on."]
 
 
 def line_to_go_on(words: Sequence[str]) -> list[str]:

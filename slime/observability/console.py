@@ -7,6 +7,7 @@ is in metrics.jsonl.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import textwrap
@@ -14,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from slime.observability.gap import GapWatch
 from slime.observability.phases import seconds
 
 Values = Mapping[str, float]
@@ -22,6 +22,13 @@ WIDTH = 120
 FIRST_TO_GO = ("grad", "clip", "tok/s", "trunc")
 """Figures that are left out, in this order, where a line would be too long."""
 KEPT_DURATIONS = 20
+GAP = "train/train_rollout_logprob_abs_diff"
+"""It grows with the age of the weights that generated, and stays in one order of magnitude. A jump says that engines
+hold other weights than the trainer thinks, or that the policy runs away from what its tokens were sampled with."""
+JUMP = 100.0
+LEAST_EARLIER = 3  # the first rollout of an asynchronous run is of fresh weights, the next ones are not
+LEAST_MEDIAN = 2.0**-23  # the resolution of float32: below it, gaps are rounding
+KEPT_GAPS = 101
 TOGETHER = "\N{NO-BREAK SPACE}"  # textwrap breaks no line at it
 
 
@@ -113,7 +120,7 @@ def _figures(values: Values, before: Values) -> dict[str, str]:
     show("vloss", "train/critic-value_loss")
     if values.get("train/pg_clipfrac"):
         show("clip", "train/pg_clipfrac", _percent)
-    show("|t-e|", "train/train_rollout_logprob_abs_diff")
+    show("|t-e|", GAP)
     show("grad", "train/grad_norm")
     generated = "perf/tokens_per_gpu_per_sec"
     speed = values.get(generated if is_policy else "perf/actor_train_tok_per_gpu_per_sec", values.get(generated))
@@ -123,7 +130,7 @@ def _figures(values: Values, before: Values) -> dict[str, str]:
 
 
 def _percent(value: float) -> str:
-    return f"{value:.0%}" if value == 0 or value >= 0.01 else f"{value:.1%}"
+    return f"{value:.0%}" if value == 0 or value >= 0.0095 else f"{value:.1%}"
 
 
 def _short(value: float) -> str:
@@ -141,6 +148,15 @@ def _short(value: float) -> str:
     return f"{digits}e{int(exponent)}" if exponent else digits  # nan has none
 
 
+def jump(value: float, earlier: Sequence[float]) -> float | None:
+    """Return how many times the median of `earlier` a gap is, where that is a jump; else None."""
+    known = [gap for gap in earlier if math.isfinite(gap)]
+    if len(known) < LEAST_EARLIER or not math.isfinite(value):
+        return None
+    ratio = value / max(statistics.median(known), LEAST_MEDIAN)
+    return ratio if ratio >= JUMP else None
+
+
 class ConsoleSink:
     """Collects records and writes the lines.
 
@@ -154,7 +170,7 @@ class ConsoleSink:
         self._last_id = 0
         self._of_rollout: dict[str, float] = {}
         self._of_steps: dict[str, list[float]] = {}
-        self._gap = GapWatch()
+        self._gaps: deque[float] = deque(maxlen=KEPT_GAPS)
         self._before: Values | None = None
         self._line_at = clock()
         self._durations: deque[float] = deque(maxlen=KEPT_DURATIONS)
@@ -192,10 +208,21 @@ class ConsoleSink:
                 before=self._before,
                 took_s=took_s,
                 left_s=left * statistics.fmean(self._durations) if left > 0 else None,
-                marks=self._gap.notes(means),
+                marks=self._marks(means),
             )
         )
         self._before = values
+
+    def _marks(self, means: Values) -> list[str]:
+        """What a line says of a gap that has jumped."""
+        if GAP not in means:
+            return []
+        ratio = jump(means[GAP], self._gaps)
+        self._gaps.append(means[GAP])
+        return [] if ratio is None else [f"(!) |train-engine| is {ratio:.2g}x its median: see docs/debugging.md"]
+
+    def write_eval_samples(self, shown: object, step: int) -> None:
+        """Answers are not shown."""
 
     def finish(self) -> None:
         """Nothing is left to write."""

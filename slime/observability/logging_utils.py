@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -21,12 +22,12 @@ from typing import Any, Protocol, TextIO
 
 from slime.config.args import Args
 from slime.observability.console import ConsoleSink
-from slime.observability.eval_samples import EVAL_SAMPLES_FILE, AppendedLines, EvalSample, EvalSamplesFile, TextSink
+from slime.observability.eval_samples import EvalSample
 from slime.observability.plots import write_curves
 from slime.observability.tensorboard_utils import _TensorboardAdapter
 from slime.observability.tracker_runs import tracker_runs
 from slime.observability.wandb_utils import WandbAdapter
-from slime.utils.full_disk import is_of_full_disk
+from slime.utils.full_disk import is_of_full_disk, line_of_full_disk
 from slime.utils.run_dir import METRICS_FILE
 
 STEP_KEY = "rollout/step"
@@ -78,7 +79,7 @@ def check_record(metrics: object, step: object) -> None:
 logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
-CURVES_FILE = "curves.png"
+CURVES_FILE, EVAL_SAMPLES_FILE = "curves.png", "eval_samples.jsonl"
 
 
 def configure_logger(prefix: str = "") -> None:
@@ -126,31 +127,89 @@ class Sink(Protocol):
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
         """Take one record; `metrics[step_key]` is its step."""
 
+    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
+        """Take the answers of one evaluation; `step` is its "eval/step"."""
+
     def finish(self) -> None:
         """Flush and close."""
 
 
-class JsonlSink:
-    """One JSON object a record in `<output_dir>/metrics.jsonl`, with "step_key" and "time" added.
+class AppendedLines:
+    """The file at `path`, made by the first line; a reader sees each line at once, and no part of one.
 
-    It appends, so a resumed run goes on in its file; a full disk costs records, not the run. A value that is not
-    finite becomes null: JSON has no NaN.
+    Where the disk is full that is said once, and once how many lines were lost when there is room again.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        path.touch()
-        self._lines = AppendedLines(path)
+        self._path = path
+        self._num_lost = 0
+
+    def write(self, line: str) -> None:
+        """Append a line; its end is added.
+
+        Raises:
+            OSError: it cannot be written, and not for want of room.
+        """
+        try:
+            self._append(f"{line}\n".encode())
+        except OSError as error:
+            if (problem := line_of_full_disk(error)) is None:
+                raise
+            if self._num_lost == 0:
+                logger.error("%s cannot be written (%s); the run goes on without its lines", self._path, problem)
+            self._num_lost += 1
+            return
+        self._say_what_is_lost("it is written again")
+
+    def finish(self) -> None:
+        """No line follows."""
+        self._say_what_is_lost("the disk was full until the end")
+
+    def _append(self, content: bytes) -> None:
+        with self._path.open("ab", buffering=0) as file:  # a buffer would keep what found no room, for later
+            size = os.fstat(file.fileno()).st_size
+            left = memoryview(content)
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                if os.fstat(file.fileno()).st_size > size:
+                    os.ftruncate(file.fileno(), size)  # no half line stays
+                raise
+
+    def _say_what_is_lost(self, now: str) -> None:
+        if self._num_lost:
+            logger.error("%s lacks %d lines for which there was no room; %s", self._path, self._num_lost, now)
+        self._num_lost = 0
+
+
+class JsonlSink:
+    """One JSON object a line: records in `<output_dir>/metrics.jsonl`, answers in `eval_samples.jsonl` beside it.
+
+    Records have "step_key" and "time" added, answers their "eval/step". It appends, so a resumed run goes on in its
+    files; a full disk costs lines, not the run. A value that is not finite becomes null: JSON has no NaN.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / METRICS_FILE).touch()
+        self._records = AppendedLines(directory / METRICS_FILE)
+        self._answers = AppendedLines(directory / EVAL_SAMPLES_FILE)
 
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
         """Append the record; a reader sees it at once."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._lines.write(json.dumps({"step_key": step_key, "time": time.time(), **values}))
+        self._records.write(json.dumps({"step_key": step_key, "time": time.time(), **values}))
+
+    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
+        """Append the answers."""
+        for sample in shown:
+            self._answers.write(json.dumps({"eval/step": step, **sample}, ensure_ascii=False, default=str))
 
     def finish(self) -> None:
-        """Say how many records are lost, if any are."""
-        self._lines.finish()
+        """Say how many lines are lost, if any are."""
+        self._records.finish()
+        self._answers.finish()
 
 
 class _Tracking:
@@ -160,12 +219,12 @@ class _Tracking:
         self.args: Args | None = None
         self.sinks: list[Sink] | None = None
         self.console: ConsoleSink | None = None
-        self.text_sinks: list[TextSink] = []
         self.pending: list[MetricRecord] = []
         self.is_collected = False  # whether another process takes what is pending
         self.of_users = UserMetrics()
         self.has_warned = False
         self.taking = threading.Lock()
+        self.writing = threading.Lock()  # a driver's own threads may log
 
 
 _tracking = _Tracking()
@@ -183,24 +242,21 @@ def init_tracking(args: Args, primary: bool = True) -> None:
     _tracking.is_collected = not primary
     if not primary:
         return
-    trackers: list[_TensorboardAdapter | WandbAdapter] = []
+    trackers: list[Sink] = []
     runs = tracker_runs(args)  # one for both: each writes the file with what it knows
     if args.use_tensorboard:
         trackers.append(_TensorboardAdapter(args, runs))
     if args.use_wandb:
         trackers.append(WandbAdapter(args, runs))
-    directory = Path(args.output_dir)
-    _tracking.args = args
-    _tracking.console = ConsoleSink()
-    _tracking.sinks = [_tracking.console, JsonlSink(directory / METRICS_FILE), *trackers]
-    _tracking.text_sinks = [EvalSamplesFile(directory / EVAL_SAMPLES_FILE), *trackers]
+    _tracking.args, _tracking.console = args, ConsoleSink()
+    _tracking.sinks = [_tracking.console, JsonlSink(Path(args.output_dir)), *trackers]
 
 
 def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
     """Write one record, or collect it in a process that does not write.
 
     Args:
-        args: the run's flags (reads `wandb_always_use_train_step`).
+        args: the run's flags.
         metrics: name -> number (tensors and arrays of one element are converted); must contain `step_key`.
         step_key: the name of the step, "train/step", "rollout/step" or "eval/step".
 
@@ -213,10 +269,8 @@ def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
     if _tracking.sinks is None:
         _tracking.pending.append((values, step_key))
         return
-    for sink in _tracking.sinks:
-        if isinstance(sink, WandbAdapter) and args.wandb_always_use_train_step and step_key != "train/step":
-            sink.write({**values, "train/step": _train_step(args, values[step_key])}, step_key)
-        else:
+    with _tracking.writing:
+        for sink in _tracking.sinks:
             sink.write(values, step_key)
 
 
@@ -264,7 +318,7 @@ def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
         step: value of "eval/step".
     """
     if shown:
-        for sink in _tracking.text_sinks:
+        for sink in _tracking.sinks or ():
             sink.write_eval_samples(shown, step)
 
 
@@ -280,7 +334,7 @@ def take_pending() -> list[MetricRecord]:
 def finish_tracking() -> None:
     """Close every sink and draw `<output_dir>/curves.png`; does nothing in a process that only collects."""
     args, sinks = _tracking.args, _tracking.sinks
-    _tracking.args, _tracking.sinks, _tracking.console, _tracking.text_sinks = None, None, None, []
+    _tracking.args, _tracking.sinks, _tracking.console = None, None, None
     if args is None or sinks is None:
         return
     for sink in sinks:
@@ -295,11 +349,6 @@ def finish_tracking() -> None:
         logger.error("no curves.png: %s", error)
     except ImportError as error:
         logger.warning("no curves.png: %s (pip install matplotlib); the numbers are in %s", error, METRICS_FILE)
-
-
-def _train_step(args: Args, rollout_id: float) -> int:
-    steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-    return int(rollout_id) * max(steps_per_rollout, 1) * args.ppo_epochs
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

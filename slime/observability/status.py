@@ -21,9 +21,8 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 START = "start"
-QUIET_S = {START: 10.0}
-LONG_QUIET_S = 60.0
-"""Without a terminal a phase says what it does every so many seconds."""
+START_QUIET_S, LONG_QUIET_S = 10.0, 60.0
+"""Without a terminal a phase says what it does every so many seconds; the start does it more often at first."""
 
 
 class RunStatus:
@@ -37,8 +36,8 @@ class RunStatus:
 
     def __init__(self, phases: Phases, counts: Callable[[], Sequence[Count]], say: Callable[[str], None]) -> None:
         self._phases, self._counts, self._say = phases, counts, say
-        self._doing = ""
-        self._said: tuple[str, int] = ("", 0)
+        self._doing, self._since_s = "", 0.0
+        self._said: tuple[str, float] = ("", 0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
         self._bars = _bars()
@@ -55,7 +54,8 @@ class RunStatus:
 
     def announce(self, doing: str) -> None:
         """Say which part of the start begins."""
-        self._doing = doing
+        phase = self._phases.current()
+        self._doing, self._since_s = doing, 0.0 if phase is None else phase.seconds
         self._say(doing)
 
     def count_rollouts(self, done: int, total: int) -> None:
@@ -80,19 +80,26 @@ class RunStatus:
             self._say_if_quiet(phase)
             return
         what, done, total = self._newest_count(phase)
-        text = f"{f'{done}/{total} ' if total else ''}{seconds(phase.seconds)}"
+        text = f"{f'{done}/{total} ' if total else ''}{seconds(self._lasts_s(phase))}"
         self._bars.update(self._work, description=what, completed=done, total=total or None, text=text)
 
     def _say_if_quiet(self, phase: Phase) -> None:
         """Say something once in every period of a phase, but for its first: short phases say nothing."""
-        period = int(phase.seconds / QUIET_S.get(phase.name, LONG_QUIET_S))
-        if (phase.name, period) == self._said:
+        what = self._doing if phase.name == START else phase.name
+        lasts_s = self._lasts_s(phase)
+        is_short = phase.name == START and lasts_s < LONG_QUIET_S
+        period = lasts_s // START_QUIET_S if is_short else LONG_QUIET_S * (lasts_s // LONG_QUIET_S)
+        if (what, period) == self._said:
             return
-        self._said = (phase.name, period)
+        self._said = (what, period)
         if period:
             what, done, total = self._newest_count(phase)
             count = f" {done}/{total}" if total else ""
-            self._say(f"{what}{count}: {seconds(phase.seconds)} so far")
+            self._say(f"{what}{count}: {seconds(lasts_s)} so far")
+
+    def _lasts_s(self, phase: Phase) -> float:
+        """Seconds of a phase, or of the part of the start that was announced last."""
+        return phase.seconds - (self._since_s if phase.name == START else 0.0)
 
     def _newest_count(self, phase: Phase) -> Count:
         """Return what goes on, and its count where something is counted."""

@@ -43,7 +43,7 @@ class _TensorboardAdapter:
         runs.keep(TENSORBOARD_DIR, str(directory))
 
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
-        """Write all values but the step, at that step."""
+        """Write each value of a record, but its step, at that step."""
 
         def write(writer: Any) -> None:
             for name, value in metrics.items():

@@ -82,15 +82,19 @@ class WandbAdapter:
         for family, step_metric in STEP_METRICS.items():
             self.run.define_metric(f"{family}/*", step_metric=step_metric)
         self._with_axis: set[str] = set()
+        self._train_steps = _train_steps(args) if args.wandb_always_use_train_step else None
 
     def write(self, metrics: Mapping[str, float], step_key: str) -> None:
-        """Write one record; its step metric is one of its own values."""
-        step_metric = next((name for name in STEP_METRICS.values() if name in metrics), None)
-        for name in metrics.keys() - self._with_axis:
+        """Write one record, with its step; --wandb-always-use-train-step gives it a train step, too."""
+        data = dict(metrics)
+        if self._train_steps is not None and step_key != "train/step":
+            data["train/step"] = int(metrics[step_key]) * self._train_steps
+        step_metric = next((name for name in STEP_METRICS.values() if name in data), None)
+        for name in data.keys() - self._with_axis:
             if name.partition("/")[0] not in STEP_METRICS:  # a user's
                 self.run.define_metric(name, step_metric=step_metric)
             self._with_axis.add(name)
-        self.run.log(dict(metrics))
+        self.run.log(data)
 
     def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
         """Write one table a data set."""
@@ -133,6 +137,11 @@ class WandbAdapter:
                 "W&B run %s: %s; what was logged since its last upload is only in %s. To upload it: wandb sync %s",
                 self.run.id, problems[0], directory, directory,
             )  # fmt: skip
+
+
+def _train_steps(args: Args) -> int:
+    """Train steps of a rollout."""
+    return max(args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size, 1) * args.ppo_epochs
 
 
 def _finish_s() -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ import ray
 from slime.config.args import Args
 from slime.config.roles import Role
 from slime.config.rules.losses import check_critic_only_steps
-from slime.config.rules.run_dirs import move_earlier_runs
+from slime.config.rules.run_dirs import claim_run_dirs, move_earlier_runs
 from slime.observability import logging_utils
 from slime.observability.phases import Phases, phase
 from slime.observability.profiler import nothing_recorded
@@ -83,6 +84,7 @@ class RunLifetime:
         )
         self._copies = PeerCopies(args.peer_checkpoint_interval)
         self._guard: RunGuard | None = None
+        self._claimed: list[int] = []
         self.phases = Phases()
         self._status = RunStatus(self.phases, self._counts, logger.info)
         self._upkeep = EngineUpkeep(self._parts, self.phases, is_on=args.use_fault_tolerance and self._has_engines)
@@ -120,6 +122,7 @@ class RunLifetime:
     def _start(self) -> None:
         args, parts, start = self.args, self._parts, time.monotonic()
         move_earlier_runs(args)
+        self._claimed = claim_run_dirs(args)
         self._status.begin()
         directory = Path(args.output_dir).resolve()
         self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
@@ -244,6 +247,8 @@ class RunLifetime:
         if self._guard is not None:
             self._guard.end(failed=failed)
             self._guard = None
+        while self._claimed:
+            os.close(self._claimed.pop())
 
     def _end_parts(self, *, graceful: bool) -> None:
         if self.args.ray_timeline_path:

@@ -17,17 +17,24 @@ from slime.utils.types import Sample
 
 # A context variable: tasks inherit it, so a rollout and a background evaluation each see their own.
 _rollout_id: ContextVar[int | None] = ContextVar("slime_rollout_id", default=None)
+_begun_last: list[int | None] = [None]
 _DONE = "sample_hooks_done"
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
     """Name the rollout that hooks called from this context belong to."""
     _rollout_id.set(rollout_id)
+    _begun_last[0] = rollout_id
 
 
 def current_rollout_id() -> int | None:
-    """Return the rollout that this context generates or scores for; None outside of one."""
-    return _rollout_id.get(None)  # the value of this context; it waits for nobody
+    """Return the rollout that this context generates or scores for; None before the first one.
+
+    A hook's own threads, executors and event loops do not inherit its context: there it is the rollout, or the
+    evaluation, that this process has begun last.
+    """
+    known = _rollout_id.get(None)  # the value of this context; it waits for nobody
+    return _begun_last[0] if known is None else known
 
 
 async def apply_rollout_sample_hooks(args: Args, value: Any, **kwargs: Any) -> Any:

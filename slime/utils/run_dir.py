@@ -1,4 +1,4 @@
-"""What a run has left in a directory, and how it is moved out of the way of the next one.
+"""What a run has left in a directory, how it is moved out of the way of the next one, and who writes there now.
 
 A directory holds a run if it has metrics or iterations. The `release` of a converter is a model, not a run, and a run
 that ended before its first record has left nothing that another one could be mixed with.
@@ -6,16 +6,19 @@ that ended before its first record has left nothing that another one could be mi
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+JOB_FILE = "slurm_job.json"
 _TAIL_BYTES = 1 << 18  # The end of metrics.jsonl in which the last rollout is looked for: a record has some kilobytes.
 
 
@@ -64,6 +67,64 @@ def place_aside(directory: Path) -> Path:
     while os.path.lexists(place := directory.with_name(f"{directory.name}.{number}")):
         number += 1
     return place
+
+
+def claim(directory: str | Path) -> int | None:
+    """Keep other runs of this host out of a directory until the returned descriptor is closed.
+
+    Returns:
+        None where the directory cannot be locked, which costs only the protection.
+
+    Raises:
+        BlockingIOError: another run has claimed it.
+    """
+    # The lock is of the directory itself: it leaves no file behind, and a lock server of a network is never asked.
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
+def is_claimed(directory: str | Path) -> bool:
+    """Whether a run of this host writes to a directory now."""
+    try:
+        descriptor = claim(directory)
+    except BlockingIOError:
+        return True
+    if descriptor is not None:
+        os.close(descriptor)
+    return False
+
+
+def sign(directory: str | Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Write down which Slurm job writes to a directory, so that `began_before_requeue` knows it again."""
+    if "SLURM_JOB_ID" in environment:
+        (Path(directory) / JOB_FILE).write_text(json.dumps(_slurm_job(environment)) + "\n")
+
+
+def began_before_requeue(directory: str | Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the last run in a directory is of this very Slurm job, before Slurm requeued the job."""
+    if "SLURM_JOB_ID" not in environment:
+        return False
+    try:
+        job, restarts = json.loads((Path(directory) / JOB_FILE).read_text())
+        now, restarts_now = _slurm_job(environment)
+        return bool(job == now and restarts < restarts_now)
+    except (OSError, ValueError, TypeError):  # it is not there, or holds something else
+        return False
+
+
+def _slurm_job(environment: Mapping[str, str]) -> tuple[str, int]:
+    """(the job's number, how often Slurm has requeued it)."""
+    return environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT") or 0)
 
 
 def _ends_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -140,7 +140,7 @@ class Hands:
         return self.now
 
 
-def test_without_a_terminal_the_start_says_every_ten_seconds_what_it_waits_for():
+def test_without_a_terminal_the_start_says_every_ten_seconds_and_later_every_minute_what_it_waits_for():
     clock, said = Hands(), []
     phases = Phases(clock)
     status = RunStatus(phases, lambda: [], said.append)
@@ -149,12 +149,13 @@ def test_without_a_terminal_the_start_says_every_ten_seconds_what_it_waits_for()
         for clock.now in range(6):
             status.look()
         status.announce("starting engines")
-        for clock.now in range(6, 36):
+        for clock.now in range(6, 190):
             status.look()
     assert said == [
         "connecting to Ray",
         "starting engines",
-        *(f"starting engines: {s} s so far" for s in (10, 20, 30)),
+        *(f"starting engines: {s} s so far" for s in (10, 20, 30, 40, 50, 60)),
+        *(f"starting engines: {minutes} min so far" for minutes in (2, 3)),
     ]
 
 

@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from slime.observability import logging_utils, plots, wandb_utils
-from slime.observability.console import ConsoleSink
-from slime.observability.gap import jump
+from slime.observability.console import ConsoleSink, jump
 from slime.observability.logging_utils import (
     collect_warnings,
     finish_tracking,
@@ -493,25 +492,22 @@ def test_tensorboard_files_are_in_a_directory_of_their_experiment(tmp_path: Path
     assert tensorboard_dir(make_args(tmp_path, tb_project_name="p", tb_experiment_name="e")) == Path("p/e")
 
 
-def test_rollout_records_carry_the_train_step_for_wandb_when_asked(tmp_path: Path):
-    class Recorder(logging_utils.WandbAdapter):
-        def __init__(self) -> None:
-            self.written: list[dict] = []
+def test_rollout_records_carry_the_train_step_for_wandb_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
 
-        def write(self, metrics, step_key: str) -> None:
-            self.written.append(dict(metrics))
+    def written(record: dict[str, float], step_key: str, **changes: object) -> dict[str, float]:
+        args = make_args(tmp_path, **{"use_wandb": True, "wandb_always_use_train_step": True} | changes)
+        adapter, found = wandb_utils.WandbAdapter(args, tracker_runs(args)), []
+        adapter.run.log = found.append
+        adapter.write(record, step_key)
+        return found[0]
 
-        def finish(self) -> None: ...
-
-    args = make_args(tmp_path, wandb_always_use_train_step=True)
-    init_tracking(args)
-    recorder = Recorder()
-    logging_utils._tracking.sinks = [recorder]
-    log(args, {"rollout/step": 3}, "rollout/step")
-    assert recorder.written == [{"rollout/step": 3, "train/step": 3 * (4 * 2 // 4)}]
-    args.global_batch_size = 3  # two steps a rollout; the samples that fill no third one are dropped
-    log(args, {"rollout/step": 3}, "rollout/step")
-    assert recorder.written[1]["train/step"] == 3 * (4 * 2 // 3)
+    step = {"rollout/step": 3}
+    assert written(step, "rollout/step") == step | {"train/step": 3 * (4 * 2 // 4)}
+    # two steps a rollout; the samples that fill no third one are dropped
+    assert written(step, "rollout/step", global_batch_size=3)["train/step"] == 3 * (4 * 2 // 3)
+    assert written(step, "rollout/step", wandb_always_use_train_step=False) == step
+    assert written({"train/step": 5}, "train/step") == {"train/step": 5}
 
 
 def test_of_a_step_logged_twice_the_later_value_is_drawn(tmp_path: Path):

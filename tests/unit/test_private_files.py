@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint, RefusedError
 from slime.backends.sglang_utils.launch_server import hidden, write_launch_file
@@ -90,6 +92,16 @@ def test_what_starts_an_engine_and_what_is_loaded_with_trust_is_its_users_own(tm
     save_dump(tmp_path / "0.pt", {"rollout_id": 0})
     assert mode_of(launch_file) == mode_of(tmp_path / "0.pt") == 0o600
     assert mode_of(launch_file.parent) == 0o777, "directories of outputs are as the umask says"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_exported_weights_are_shared_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    """A group that shares checkpoints shares exports; safetensors alone would let nobody else read them."""
+    os.umask(umask)
+    writer = HfWriter(tmp_path / "hf", None)
+    writer.add([("w", torch.ones(2))])
+    writer.finish()
+    assert mode_of(tmp_path / "hf" / "model.safetensors") == mode
 
 
 def test_a_secret_argument_of_an_engine_is_not_in_its_log() -> None:

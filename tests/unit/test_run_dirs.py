@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
 
+from slime.config.parse import Checked
 from slime.config.problems import Problems
 from slime.config.resume import line_to_go_on
-from slime.config.rules.run_dirs import move_earlier_runs
+from slime.config.rules.run_dirs import claim_run_dirs, move_earlier_runs
 from slime.utils import sweeper
 from slime.utils.errors import UsageError
 from slime.utils.run_dir import EarlierRun, earlier_run
@@ -188,6 +190,73 @@ def test_a_fresh_output_that_cannot_be_moved_is_one_error(check: Check, monkeypa
 
 def test_a_run_either_goes_on_or_begins_anew(check: Check) -> None:
     has(check("--save out --fresh-output --resume auto").problems.environment, "--resume auto goes on: leave one of")
+
+
+@pytest.mark.parametrize("flags", ["--save out", "--save out --fresh-output", "--save out --resume auto"])
+def test_two_runs_never_write_to_one_directory_at_once(check: Check, flags: str) -> None:
+    leave_run("out", records=2, iterations=(1,))
+    first, second = (check("--save out --resume auto --output-dir curves").args for _ in range(2))
+    claimed = claim_run_dirs(first)
+    assert len(claimed) == 2 and Path("curves").is_dir()
+    for where in (flags, "--save new --output-dir curves"):
+        name = "--output-dir curves" if "new" in where else "--save out"
+        assert check(where).problems.environment == [
+            f"{name}: another run is writing there now; wait for its end, or name another directory."
+        ]
+    with pytest.raises(UsageError, match="--save out: another run is writing there now"):
+        claim_run_dirs(second)  # begun in the same second, both were checked before
+    for descriptor in claimed:
+        os.close(descriptor)
+    assert check("--save out --resume auto --output-dir curves").problems == Problems()
+    assert len(claim_run_dirs(second)) == 2
+
+
+def test_a_directory_that_cannot_be_written_is_one_error(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = check("--save out").args
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("slime.config.rules.run_dirs.Path.mkdir", refuse)
+    with pytest.raises(UsageError, match="--save out cannot be written: Read-only file system"):
+        claim_run_dirs(args)
+
+
+def test_a_job_that_slurm_requeues_goes_on_with_its_own_run(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm repeats the command line; each start of it would move away what the one before has saved."""
+    line = "--save out --fresh-output --load hf --resume never"
+
+    def start(job: str, restarts: str | None) -> Checked:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+        if restarts is not None:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        checked = check(line)
+        assert checked.problems.environment == []
+        if checked.args.fresh_output:
+            move_earlier_runs(checked.args)
+        for descriptor in claim_run_dirs(checked.args):
+            os.close(descriptor)
+        return checked
+
+    leave_run("out", records=2, iterations=(1,))
+    assert start("7", None).args.fresh_output and Path("out.1").is_dir(), "another job's run is moved"
+    leave_run("out", records=2)
+    assert start("7", "1").args.fresh_output and Path("out.2").is_dir(), "it has saved nothing"
+    leave_run("out", records=4, iterations=(1, 3))
+    for restarts in ("2", "4"):
+        went_on = start("7", restarts)
+        has(
+            went_on.warnings(),
+            "--fresh-output: Slurm has requeued this job, whose own run is in --save out: it goes on.",
+        )
+        assert (went_on.args.load, went_on.args.finetune, went_on.args.fresh_output) == ("out", False, False)
+    assert start("7", "4").args.fresh_output and Path("out.3").is_dir(), "the same start of the job runs it again"
+    leave_run("out", records=2, iterations=(1,))
+    assert start("8", "5").args.fresh_output and Path("out.4").is_dir(), "another job"
+    leave_run("out", records=2, iterations=(1,))
+    Path("out/slurm_job.json").write_text('{"half a l')
+    assert start("8", "6").args.fresh_output and Path("out.5").is_dir()
 
 
 def test_metrics_cut_by_a_kill_are_read_as_far_as_they_go(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
+import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +18,14 @@ import pytest
 import slime
 from slime.observability import logging_utils
 from slime.observability.logging_utils import finish_tracking, init_tracking, log, take_pending
+from slime.rollout import sample_hooks
 from slime.rollout.sample_hooks import set_current_rollout_id
 
 
 @pytest.fixture(autouse=True)
 def no_tracking_is_left_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logging_utils, "_tracking", logging_utils._Tracking())
+    monkeypatch.setattr(sample_hooks, "_begun_last", [None])
 
 
 @pytest.fixture
@@ -66,8 +70,51 @@ def test_without_a_step_it_is_the_rollout_of_the_context(args: Namespace):
 
     asyncio.run(scores())
     assert take_pending() == [({"mine/x": 1.5, "rollout/step": 5}, "rollout/step")]
-    with pytest.raises(ValueError, match="outside of a rollout's generation: give step"):
+
+
+def test_threads_executors_and_event_loops_of_a_hook_log_to_the_rollout_that_was_begun_last(args: Namespace):
+    """They do not inherit the context in which the rollout function has named the rollout."""
+    with pytest.raises(ValueError, match="before any rollout has begun: give step"):
         slime.log({"mine/x": 1.0})
+    init_tracking(args, primary=False)
+
+    async def logs(value: int) -> None:
+        slime.log({"mine/x": value})
+
+    async def scores() -> None:
+        set_current_rollout_id(5)
+        with ThreadPoolExecutor(2) as pool:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(pool, slime.log, {"mine/x": 1})
+            await loop.run_in_executor(pool, lambda: asyncio.run(logs(2)))
+        thread = threading.Thread(target=slime.log, args=({"mine/x": 3},))
+        thread.start()
+        thread.join()
+
+    asyncio.run(scores())
+    assert take_pending() == [({"mine/x": 2.0, "rollout/step": 5}, "rollout/step")]
+
+
+def test_threads_of_a_driver_write_one_record_each(args: Namespace):
+    init_tracking(args)
+    assert logging_utils._tracking.console is not None
+    busy = threading.Lock()
+
+    class Sink:
+        def write(self, metrics, step_key):
+            assert busy.acquire(blocking=False), "two threads are in a sink at once"
+            time.sleep(0.001)
+            busy.release()
+
+        def finish(self):
+            pass
+
+    logging_utils._tracking.sinks.append(Sink())
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda value: slime.log({"mine/x": value}, value), range(40)))
+    finish_tracking()
+    lines = Path(args.output_dir, "metrics.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["rollout/step"] for line in lines) == list(range(40))
 
 
 def test_a_process_of_which_nobody_takes_records_says_once_that_it_leaves_them_out(caplog: pytest.LogCaptureFixture):

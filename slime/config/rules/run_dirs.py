@@ -1,7 +1,8 @@
 """Two runs are not mixed: who writes to a directory that holds a run goes on with that, or moves it aside.
 
 A run goes on with --resume auto, or with --load of the directory; --fresh-output moves the earlier run to `<dir>.1`.
-Functions return sentences; `move_earlier_runs` alone changes something.
+Two runs at once in one directory are refused in any case. Functions return sentences; `move_earlier_runs` and
+`claim_run_dirs` alone change something.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import critic_save_dir
 from slime.utils.checkpoint_paths import latest_iteration
 from slime.utils.errors import UsageError
-from slime.utils.run_dir import METRICS_FILE, earlier_run, place_aside
+from slime.utils.run_dir import METRICS_FILE, claim, earlier_run, is_claimed, place_aside, sign
 from slime.utils.sweeper import live_output_dirs
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,9 @@ def check_run_dirs(args: Args, given_load: str | None) -> Iterator[str]:
         args: derived; reads `save`, `output_dir`, `resume`, `fresh_output` and, for --fresh-output, every value.
         given_load: --load as given (or as --resume says).
     """
+    if being_written := [_being_written(flag, path) for flag, path in _written(args).items() if is_claimed(path)]:
+        yield from being_written
+        return
     if args.fresh_output:
         if args.resume == AUTO:
             yield "--fresh-output begins anew and --resume auto goes on: leave one of the two out."
@@ -102,14 +106,45 @@ def move_earlier_runs(args: Args) -> None:
         logger.info("moved %s to %s (--fresh-output)", source, place)
 
 
+def claim_run_dirs(args: Args) -> list[int]:
+    """Keep other runs of this host out of the directories that a run writes, and sign them.
+
+    Returns:
+        descriptors; the directories are free again when these are closed.
+
+    Raises:
+        UsageError: another run has begun to write to one of them since the command line was checked.
+    """
+    claimed: list[int | None] = []
+    for flag, path in _written(args).items():
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            claimed.append(claim(path))
+            sign(path)
+        except BlockingIOError:
+            raise UsageError(_being_written(flag, path)) from None
+        except OSError as error:
+            raise UsageError(f"{flag} {path} cannot be written: {error.strerror}.") from error
+    return [descriptor for descriptor in claimed if descriptor is not None]
+
+
+def _being_written(flag: str, path: Path) -> str:
+    return f"{flag} {path}: another run is writing there now; wait for its end, or name another directory."
+
+
 def _used(args: Args) -> dict[str, Path]:
     """flag -> directory, of those that the run will write and that hold an earlier one."""
+    return {flag: path for flag, path in _written(args).items() if earlier_run(path)}
+
+
+def _written(args: Args) -> dict[str, Path]:
+    """flag -> directory, of those that the run will write."""
     written = {"--save": args.save, "--output-dir": args.output_dir}
     if args.use_critic:
         written["the critic's --save"] = critic_save_dir(args)
     if _is_same(args.output_dir, args.save):
         del written["--output-dir"]
-    return {flag: Path(path) for flag, path in written.items() if path is not None and earlier_run(path)}
+    return {flag: Path(path) for flag, path in written.items() if path is not None}
 
 
 def _outermost(directories: Mapping[str, Path]) -> dict[str, Path]:

@@ -216,7 +216,11 @@ class HfWriter:
         if not self._shard:
             return
         notes = {name: self._notes[name] for name in self._shard if name in self._notes}
-        save_file(self._shard, self._partial / f"shard-{len(self._shards)}", metadata={"format": "pt", **notes})
+        path = self._partial / f"shard-{len(self._shards)}"
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self._shard, path, metadata={"format": "pt", **notes})
+        path.chmod(mode)  # safetensors makes files that nobody else can read, whatever the umask is
         self._shards.append(list(self._shard))
         self._total_bytes += self._size_of_shard
         self._shard, self._size_of_shard = {}, 0
