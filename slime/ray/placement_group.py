@@ -99,6 +99,7 @@ def connect_ray(args: Args) -> Path | None:
 
     Raises:
         UsageError: Ray has fewer slots than asked for, or the address does not answer.
+        RuntimeError: a Ray of our own does not start.
     """
     asked, resource = slot_layout(args).total, SLOT_RESOURCE[args.accelerator]
     address, folder = os.environ.get("RAY_ADDRESS"), None
@@ -117,7 +118,13 @@ def connect_ray(args: Args) -> Path | None:
             # A Ray of our own finds the machine's GPUs by itself; slots have to be given.
             resources = {resource: float(asked)} if args.accelerator == "cpu" else None
             with _on_this_machine():
-                _init(address="local", resources=resources, include_dashboard=False, _temp_dir=str(folder / "ray"))
+                try:
+                    _init(address="local", resources=resources, include_dashboard=False, _temp_dir=str(folder / "ray"))
+                except Exception as error:
+                    if type(error) is not Exception:
+                        raise
+                    # Ray waits 30 s for its own parts, and no setting of it changes that
+                    raise RuntimeError(f"Ray did not start; is this machine very busy? Ray says: {error}") from error
         available = int(ray.cluster_resources().get(resource, 0))
         if available < asked:
             raise UsageError(slot_shortage(asked, available, resource, started_here=not address))

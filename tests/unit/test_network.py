@@ -98,6 +98,26 @@ def test_a_ray_that_does_not_answer_is_said_at_once(monkeypatch: pytest.MonkeyPa
         placement_group.connect_ray(Namespace(accelerator="cpu"))
 
 
+def test_a_ray_of_our_own_that_does_not_start_is_one_error_and_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a busy machine Ray gives its own parts up after 30 s, by an exception of no kind."""
+
+    def timed_out(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    folder = tmp_path / "slime-ray-1"
+    folder.mkdir()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placement_group, "slot_layout", lambda args: Namespace(total=1))
+    monkeypatch.setattr(placement_group, "_private_folder", lambda: folder)
+    monkeypatch.setattr(placement_group, "_init", timed_out)
+    monkeypatch.setattr(placement_group.ray, "shutdown", lambda: None)
+    with pytest.raises(RuntimeError, match="Ray did not start; is this machine very busy. Ray says: The current node"):
+        placement_group.connect_ray(Namespace(accelerator="cpu"))
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(("asks", "warnings"), [(True, 0), (False, 1)])
 def test_a_ray_that_asks_for_no_token_is_warned_of(
     asks: bool, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
