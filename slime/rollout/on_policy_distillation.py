@@ -16,6 +16,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.rollout.engine_request import required_model_url
 from slime.rollout.rm_hub.service import Service, ask, unusable
+from slime.utils.api_keys import protect_service
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.types import Sample
 
@@ -73,6 +74,7 @@ def post_process_rewards(args: Args, samples: list[Sample], **kwargs: Any) -> tu
 
 def _teacher(args: Args) -> Service:
     if args.rm_url:
+        protect_service(args.rm_url)
         return Service(
             "the teacher of --rm-url", args.rm_url, MAX_IN_FLIGHT, timeout_s=TIMEOUT_S, proxy=args.http_proxy
         )

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 ROUTER_ENV = "SLIME_API_KEY"
 """Of the routers, to which user code sends its requests; set in every process of a run that runs user code."""
 ENGINE_ENV = "SLIME_ENGINE_API_KEY"
+SERVICE_ENV = "SLIME_SERVICE_KEY"
+"""Of servers that a user starts for a run (Megatron teacher, rollout buffer), which ask for it where it is set."""
 HIDDEN = "***"
 
 
@@ -83,6 +85,18 @@ def protect_router(url: str) -> None:
 def protect_engine(url: str) -> None:
     """As `protect`, with the key of the run's engines."""
     protect(url, os.environ.get(ENGINE_ENV))
+
+
+def protect_service(url: str) -> None:
+    """As `protect`, with the key of servers that a user starts for a run, where it is set."""
+    if key := os.environ.get(SERVICE_ENV):
+        protect(url, key)
+
+
+def is_refused(authorization: str | None) -> bool:
+    """Whether a server that a user starts for a run refuses a request with this header."""
+    key = os.environ.get(SERVICE_ENV)
+    return bool(key) and not secrets.compare_digest((authorization or "").encode(), f"Bearer {key}".encode())
 
 
 def key_of(url: str) -> str | None:

@@ -26,6 +26,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
+from slime.utils.api_keys import SERVICE_ENV, is_refused
 from slime.utils.errors import UsageError
 from slime.utils.names import nearest
 from slime_plugins.rollout_buffer.discovery import Generator, find_generators
@@ -83,6 +84,12 @@ class GeneratorRun:
             "task_type": self.task_type,
             "error": self.error,
         }
+
+
+async def _check_key(request: Request) -> None:
+    """Refuse whoever does not send the key, where there is one: every user of a machine reaches its loopback."""
+    if is_refused(request.headers.get("authorization")):
+        raise HTTPException(401, f"this server asks for a key: Authorization: Bearer ${SERVICE_ENV}")
 
 
 async def _check_length(request: Request) -> None:
@@ -163,7 +170,7 @@ class _Handlers:
 
 def create_app(generators: dict[str, Generator], buffer: RolloutBuffer | None = None) -> FastAPI:
     """The server as an application."""
-    app = FastAPI(title="slime rollout buffer", dependencies=[Depends(_check_length)])
+    app = FastAPI(title="slime rollout buffer", dependencies=[Depends(_check_key), Depends(_check_length)])
     app.add_exception_handler(RequestValidationError, _refuse)  # type: ignore[arg-type]
     handlers = _Handlers(generators, buffer or RolloutBuffer())
     app.post("/buffer/write")(handlers.write)

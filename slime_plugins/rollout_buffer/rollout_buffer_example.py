@@ -39,7 +39,7 @@ from slime.rollout.sample_errors import SampleError, blame, check_completed, che
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.scoring import score_each, score_group
 from slime.utils import async_utils
-from slime.utils.api_keys import key_of
+from slime.utils.api_keys import key_of, protect_service
 from slime.utils.http_utils import HttpError, get, get_rollout_num_engines, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import SingletonMeta, needed
@@ -74,6 +74,7 @@ class BufferClient(metaclass=SingletonMeta):
 
     def __init__(self, args: Args) -> None:
         self.url = needed(args.rollout_buffer_url).rstrip("/")
+        protect_service(self.url)
         self._is_fresh = self._goes_on = self._has_refused = False
 
     async def begin(self) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from fastapi.testclient import TestClient
 
+from slime.backends.megatron_utils.server.megatron_server import Handlers, create_app
 from slime.backends.sglang_utils import server_control, sglang_engine
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
@@ -20,9 +22,20 @@ from slime.backends.sglang_utils.server_control import Worker
 from slime.config.args import Args, with_run_keys
 from slime.observability.wandb_utils import public_config
 from slime.ray.rollout.router import RouterAddress, router_values
+from slime.rollout import on_policy_distillation
 from slime.rollout.rm_hub.service import Service, ask, close_reward_client
 from slime.utils import api_keys, http_utils
-from slime.utils.api_keys import ENGINE_ENV, ROUTER_ENV, HiddenText, RunKeys, headers_for, make_keys, protect, use_keys
+from slime.utils.api_keys import (
+    ENGINE_ENV,
+    ROUTER_ENV,
+    SERVICE_ENV,
+    HiddenText,
+    RunKeys,
+    headers_for,
+    make_keys,
+    protect,
+    use_keys,
+)
 from slime.utils.errors import HttpError
 from slime.utils.http_utils import stream_events
 from slime.utils.secret_names import command_line_without_secrets, is_secret, without_secrets
@@ -35,7 +48,7 @@ KEY = "k" * 32
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_keys, "_protected", api_keys._Protected())
-    for name in (ROUTER_ENV, ENGINE_ENV):
+    for name in (ROUTER_ENV, ENGINE_ENV, SERVICE_ENV):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -226,3 +239,17 @@ def test_the_forwarder_asks_for_its_key_and_gives_each_engine_the_engines(server
 def test_a_command_line_is_shown_without_secrets(line: str, shown: str) -> None:
     parsed = {"wandb_key": "parsed", "config": {"deep": {"auth_token": ["inner"]}}, "router_api_key": None}
     assert command_line_without_secrets(line.split(" "), parsed) == shown.split(" ")
+
+
+def test_a_teacher_with_a_key_answers_only_who_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/update_weights_from_disk would load what any user of the machine names."""
+    handlers = Handlers.__new__(Handlers)
+    handlers.is_ready = True
+    client = TestClient(create_app(handlers))
+    assert client.get("/healthz").status_code == 200, "there is no key"
+    monkeypatch.setenv(SERVICE_ENV, KEY)
+    assert client.get("/healthz").status_code == 401
+    assert client.post("/update_weights_from_disk", json={"model_path": "/tmp"}).status_code == 401
+    on_policy_distillation._teacher(Namespace(rm_url="http://teacher:1/generate", http_proxy=None))
+    assert headers_for("http://elsewhere:1/generate") == {}
+    assert client.get("/healthz", headers=headers_for("http://teacher:1/generate")).status_code == 200

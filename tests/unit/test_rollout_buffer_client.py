@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 
@@ -18,6 +19,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.generation import GenerateState
 from slime.rollout.sample_errors import SampleError
+from slime.utils import api_keys
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
 from slime.utils.wait import WaitTimeout
@@ -203,6 +205,18 @@ def test_prompts_of_the_data_source_come_back_with_the_engine_s_tokens_and_the_g
     assert output.metrics["rollout_buffer/avg_reward"] == 1.5, "rewards 1, 1, 2, 2"
     assert engine.requests[0]["sampling_params"]["max_new_tokens"] == args.rollout_max_response_len
     assert prompts(generate_rollout(args, 1, source).samples) == ["pd", "pe"], "the next rollout, the next prompts"
+
+
+def test_a_server_with_a_key_answers_the_run_and_its_generator_and_nobody_else(make, server, monkeypatch):
+    """Every user of a machine reaches its loopback."""
+    monkeypatch.setattr(api_keys, "_protected", api_keys._Protected())
+    monkeypatch.setenv(api_keys.SERVICE_ENV, "k" * 32)
+    for method, path in (("GET", "status"), ("POST", "buffer/write"), ("POST", "start_rollout"), ("GET", "nowhere")):
+        for headers in ({}, {"Authorization": "Bearer nonsense"}):
+            status = httpx.request(method, f"{server}/{path}", headers=headers, json={}).status_code
+            assert status == (404 if path == "nowhere" else 401)
+    args, source = make("bcde")
+    assert prompts(generate_rollout(args, 0, source).samples) == ["pb", "pc"]
 
 
 def test_a_dynamic_filter_and_a_reward_of_slime_work_as_in_the_default_rollout(make):

@@ -27,7 +27,7 @@ import time
 import uuid
 from typing import Any
 
-from slime.utils.api_keys import protect
+from slime.utils.api_keys import protect, protect_service
 from slime.utils.async_utils import cancel_all, gather_or_cancel, is_cancellation
 from slime.utils.http_utils import HttpError, close_http_client, get, post
 from slime.utils.types import Sample
@@ -90,6 +90,7 @@ class BaseGenerator:
 
     async def _run(self) -> None:
         protect(self.request.remote_engine_url, self.request.remote_engine_key)
+        protect_service(self.request.remote_buffer_url)
         watcher = asyncio.create_task(self._watch())
         calls = [
             self._one(prompt, number)

@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import Depends, FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.requests import Request
 from fastapi.responses import JSONResponse
@@ -35,6 +35,7 @@ from fastapi.responses import JSONResponse
 from slime.backends.megatron_utils.server.flags import ServerArgs, parse_server_args
 from slime.backends.megatron_utils.server.protocol import GenerateBody, UpdateBody, answer_of, request_of
 from slime.backends.megatron_utils.server.request_queue import Job, ModelLoop, QueueFull, RequestQueue
+from slime.utils.api_keys import SERVICE_ENV, headers_for, is_refused, protect_service
 from slime.utils.errors import UsageError
 from slime.utils.misc import listen_anywhere
 from slime.utils.wait import WaitTimeout, wait
@@ -120,6 +121,12 @@ class Handlers:
         return {"loads": [load | {"num_waiting_tokens": tokens}]}
 
 
+async def _check_key(request: Request) -> None:
+    """Refuse whoever does not send the key, where there is one: every user of a machine reaches its loopback."""
+    if is_refused(request.headers.get("authorization")):
+        raise HTTPException(401, f"this server asks for a key: Authorization: Bearer ${SERVICE_ENV}")
+
+
 async def _refuse(request: Request, error: RequestValidationError) -> JSONResponse:
     """What is wrong with a body, without the body, which may be long."""
     wrong = [f"{'.'.join(map(str, one['loc'][1:])) or 'body'}: {one['msg']}" for one in error.errors()]
@@ -128,7 +135,7 @@ async def _refuse(request: Request, error: RequestValidationError) -> JSONRespon
 
 def create_app(handlers: Handlers) -> FastAPI:
     """The server as an application."""
-    app = FastAPI(title="slime Megatron teacher")
+    app = FastAPI(title="slime Megatron teacher", dependencies=[Depends(_check_key)])
     app.add_exception_handler(RequestValidationError, _refuse)  # type: ignore[arg-type]
     app.post("/generate")(handlers.generate)
     app.post("/update_weights_from_disk")(handlers.update_weights_from_disk)
@@ -223,9 +230,11 @@ def _warm_up(args: ServerArgs, handlers: Handlers, server: uvicorn.Server, faile
     """Say that the server is there, after it has answered a request; end it when it does not."""
     url = f"http://{_reachable(args.teacher_host)}:{args.teacher_warmup_port}/generate"
     body = json.dumps({"input_ids": [0] * 8}).encode()
+    protect_service(url)
 
     def is_answered() -> bool:
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **headers_for(url)}
+        request = urllib.request.Request(url, body, headers)
         try:
             # its own address
             with urllib.request.urlopen(request, timeout=args.teacher_warmup_timeout_s):  # nosec B310
