@@ -224,21 +224,19 @@ class Parser(argparse.ArgumentParser):
     def _explain_extras(
         self, tokens: list[str], extras: list[str], explain_unknown: Callable[[str], str | None]
     ) -> Iterable[str]:
-        known, flag_before = self.options(), ""
-        strays = Counter(extras)  # a value of an unknown flag may be a known flag's value, too
+        known, flag, strays = self.options(), "", Counter(extras)
+        behind: list[str] = []  # the flag that each token stands behind, or is
         for token in tokens:
-            if token.startswith("--"):
-                flag_before = token.split("=", 1)[0]
-            elif flag_before and flag_before not in known:
-                strays[token] -= 1
-        flag_before = ""
-        for token in tokens:
+            flag = token.split("=", 1)[0] if token.startswith("--") else flag
+            behind.append(flag)
+        # A value of an unknown flag is no problem of its own, nor is an equal one of a flag that is known.
+        strays -= Counter(token for token, flag in zip(tokens, behind, strict=True) if flag and flag not in known)
+        for token, flag in zip(tokens, behind, strict=True):
             name = token.split("=", 1)[0]
-            if token.startswith("--"):
-                flag_before = name
-                if token in extras:
-                    yield explain_unknown(name) or self.did_you_mean(name)
-            elif strays[token] > 0 and (not flag_before or flag_before in known):
+            if token.startswith("--") and token in extras:
+                yield explain_unknown(name) or self.did_you_mean(name)
+            elif not token.startswith("--") and strays[token] and (not flag or flag in known):
+                strays[token] -= 1
                 yield (
                     explain_unknown(name)
                     or f"{token!r} belongs to no flag; write the flag's name before it, and quote a value with spaces."

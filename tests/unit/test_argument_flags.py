@@ -72,6 +72,14 @@ def test_all_problems_of_a_line_are_returned() -> None:
     assert args.size == 3.0, "what is right is still read"
 
 
+def test_the_value_of_a_misspelt_flag_is_no_problem_of_its_own_though_another_flag_has_the_same() -> None:
+    assert parse("--size 3 --sise 3")[1] == ["unknown flag --sise: did you mean --size?"]
+    assert parse("--sise 3 --size 3 3")[1] == [
+        "unknown flag --sise: did you mean --size?",
+        "'3' belongs to no flag; write the flag's name before it, and quote a value with spaces.",
+    ]
+
+
 @pytest.mark.parametrize("token", ["--swi", "--switc", "--nam"])
 def test_names_cannot_be_abbreviated(token: str) -> None:
     assert parse(token)[1][0].startswith(f"unknown flag {token}")

@@ -154,7 +154,7 @@ CHECKS: tuple[Check, ...] = (
         "source; give --num-rollout.",
     ),
     Rule(
-        lambda a: a.num_rollout and a.start_rollout_id is not None and a.start_rollout_id >= a.num_rollout,
+        lambda a: a.start_rollout_id is not None and 0 < (a.num_rollout or 0) <= a.start_rollout_id,
         lambda a: (
             f"--start-rollout-id {a.start_rollout_id} leaves nothing to do: the last of --num-rollout "
             f"{a.num_rollout} is {(a.num_rollout or 0) - 1}."
