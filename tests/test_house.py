@@ -19,15 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (35_000, 25_000),
-    "files": (452, 270),
-    "lines of the longest file": (530, 450),
-    "lines of the longest function": (90, 50),
-    "loose files of the fullest package": (70, 16),
-    "import circles": (1, 0),
-    "modules with one importer": (166, 70),
-    "file names twice in a layer": (4, 0),
-    "broad excepts": (70, 25),
+    "statements": (33_100, 25_000),
+    "files": (356, 270),
+    "lines of the longest file": (460, 450),
+    "lines of the longest function": (70, 50),
+    "loose files of the fullest package": (54, 16),
+    "import circles": (0, 0),
+    "modules with one importer": (95, 70),
+    "file names twice in a layer": (1, 0),
+    "broad excepts": (49, 25),
 }
 LEAST_DOCUMENTED = 0.92
 Function = ast.FunctionDef | ast.AsyncFunctionDef
