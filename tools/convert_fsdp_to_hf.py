@@ -50,9 +50,8 @@ def convert(args: argparse.Namespace) -> int:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
     from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
-    from slime.conversion.reader import read_hf_config, without_quantization
+    from slime.conversion.reader import config_dtype, read_hf_config, without_quantization
     from slime.conversion.writer import HfTarget, check_target, write_hf
     from slime.utils.errors import UsageError
     from slime.utils.hf_text_config import text_config

@@ -127,9 +127,8 @@ def convert(args: argparse.Namespace) -> None:
     import torch
 
     from slime.backends.megatron_utils import initialize
-    from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
     from slime.config.megatron.arguments import model_shape
-    from slime.conversion.reader import SafetensorsReader
+    from slime.conversion.reader import SafetensorsReader, config_dtype
     from slime.utils.misc import listen_anywhere
     from slime.weights.fp8 import E4M3
 

@@ -219,9 +219,8 @@ def weight_jobs(
     """
     import torch
 
-    from slime.backends.megatron_utils.checkpoint.hf_export import config_dtype
     from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
-    from slime.conversion.reader import TensorInfo
+    from slime.conversion.reader import TensorInfo, config_dtype
     from slime.conversion.writer import Job
     from slime.models.family import numbered_in_model
     from slime.models.layouts import TensorShape

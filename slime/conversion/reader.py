@@ -365,6 +365,12 @@ def read_config_file(file: Path, *, missing: str) -> dict[str, Any]:
     return config
 
 
+def config_dtype(hf_config: dict[str, object]) -> torch.dtype | None:
+    """Return the dtype that a config.json names (`dtype`, before transformers 5 `torch_dtype`), or None."""
+    name = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return getattr(torch, str(name).removeprefix("torch.")) if name else None
+
+
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a model that is not quantised; its language model may have one of its own."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}

@@ -178,7 +178,7 @@ def problem_of(read: Reader, pattern: str) -> str | None:
         return None
     if quarter > SLOW_S:
         return f"{pattern}: {quarter:.2f} s at {QUARTER} characters"
-    half, whole = (cpu_s(read, text_of(pattern, size), tries=3) for size in (HALF, WHOLE))
+    half, whole = (cpu_s(read, text_of(pattern, size), tries=5) for size in (HALF, WHOLE))
     return None if whole <= 3 * half else f"{pattern}: {half:.3f} s at {HALF} characters, {whole:.3f} s at {WHOLE}"
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.checkpoint.writing import DiskFull
 from slime.config.args import Args
+from slime.conversion.reader import config_dtype
 from slime.conversion.writer import SHARD_BYTES, copy_assets
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError
@@ -116,12 +117,6 @@ def check_output(path: str | Path, hf_checkpoint: str | Path) -> None:
     """Raise UsageError when an export to `path` would overwrite the checkpoint that its config is copied from."""
     if Path(path).resolve() == Path(hf_checkpoint).resolve():
         raise UsageError(f"the HF export {path} would overwrite --hf-checkpoint; choose another directory.")
-
-
-def config_dtype(hf_config: dict[str, object]) -> torch.dtype | None:
-    """Return the dtype that a config.json names (`dtype`, before transformers 5 `torch_dtype`), or None."""
-    name = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    return getattr(torch, str(name).removeprefix("torch.")) if name else None
 
 
 class HfWriter:
