@@ -1,5 +1,4 @@
-"""What is subtracted from the rewards of a group, by the name that an estimator's row gives (`BASELINES`): each
-function gives every response of a group its baseline.
+"""Baselines that are subtracted from the rewards of a group; an estimator's row gives one's name (`BASELINES`).
 
 Plain floats, without torch; equal rewards minus their baseline are exactly 0.
 """

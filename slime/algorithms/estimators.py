@@ -1,4 +1,4 @@
-"""What `--advantage-estimator` means: one row per algorithm, read by the command line, rewards, trainer and docs.
+"""The meaning of `--advantage-estimator`: one row per algorithm, read by the command line, rewards, trainer and docs.
 
 An advantage is made in three places, and a row says what happens in each, by the name of a function: the group's
 baseline is subtracted from the rewards where the group is known (slime.algorithms.baselines), rewards become values of
@@ -20,7 +20,7 @@ class Estimator:
     summary: str
     """Paper, and A, the advantage, in terms of r, the reward of the response."""
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "greedy"] | None = None
-    """What is subtracted from the rewards of a group, unless --disable-rewards-normalization; "greedy" is the reward
+    """The baseline subtracted from a group's rewards, unless --disable-rewards-normalization; "greedy" is the reward
     of the prompt's greedy response."""
     divides_by_std: bool = False
     """... and the rest is divided by the group's deviation, unless --disable-grpo-std-normalization."""
