@@ -1,7 +1,9 @@
 """No text that a model may write keeps a grader or a parser busy: twice the text costs at most three times the CPU.
 
-A quadratic reader takes four times as long. Texts of 200 kB are compared with texts of 100 kB; a reader that is quick
-at 50 kB is not measured further, because a quadratic one would then need a third of a second at 200 kB.
+A quadratic reader takes four times as long. Texts of 200 kB are compared with texts of 25 kB, three doublings: a
+linear reader takes 8 times as long, the limit is 27 times, a quadratic reader takes 64 times. One doubling alone would
+leave too little room for what a busy machine adds. A reader that is quick at 25 kB is not measured further, because a
+quadratic one would then need half a second at 200 kB.
 """
 
 from __future__ import annotations
@@ -82,9 +84,10 @@ PATTERNS: dict[str, tuple[str, str, str]] = {
     "combining marks": ("", "e\u0301\u200d", ""),
     "units": ("", "million meter ^ ", ""),
 }
-WHOLE, HALF, QUARTER = 200_000, 100_000, 50_000
-QUICK_S = 0.02
-SLOW_S = 1.0
+WHOLE, EIGHTH, FORTIETH = 200_000, 25_000, 5_000
+MOST_TIMES = 3**3  # three doublings from an eighth to the whole
+QUICK_S = 0.008
+SLOW_S = 0.5
 LABEL, CHOICES = "42", {"choices": ["London", "Paris"]}
 FLAGS = Namespace()
 Reader = Callable[[str], Any]
@@ -172,14 +175,16 @@ def _once(read: Reader, text: str) -> float:
 
 def problem_of(read: Reader, pattern: str) -> str | None:
     """Why a reader does not grow linearly on a pattern; None where it does. A slow one is found on a short text."""
-    if cpu_s(read, text_of(pattern, QUARTER // 10)) > SLOW_S / 10:
-        return f"{pattern}: slow at {QUARTER // 10} characters"
-    if (quarter := cpu_s(read, text_of(pattern, QUARTER))) < QUICK_S:
+    if cpu_s(read, text_of(pattern, FORTIETH)) > SLOW_S / 5:
+        return f"{pattern}: slow at {FORTIETH} characters"
+    if (eighth := cpu_s(read, text_of(pattern, EIGHTH))) < QUICK_S:
         return None
-    if quarter > SLOW_S:
-        return f"{pattern}: {quarter:.2f} s at {QUARTER} characters"
-    half, whole = (cpu_s(read, text_of(pattern, size), tries=5) for size in (HALF, WHOLE))
-    return None if whole <= 3 * half else f"{pattern}: {half:.3f} s at {HALF} characters, {whole:.3f} s at {WHOLE}"
+    if eighth > SLOW_S:
+        return f"{pattern}: {eighth:.2f} s at {EIGHTH} characters"
+    if (whole := cpu_s(read, text_of(pattern, WHOLE))) > MOST_TIMES * eighth:  # or something else took the time
+        eighth, whole = (cpu_s(read, text_of(pattern, size), tries=5) for size in (EIGHTH, WHOLE))
+    is_linear = whole <= MOST_TIMES * eighth
+    return None if is_linear else f"{pattern}: {eighth:.3f} s at {EIGHTH} characters, {whole:.3f} s at {WHOLE}"
 
 
 @pytest.mark.parametrize("name", READERS)
