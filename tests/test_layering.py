@@ -1,6 +1,6 @@
-"""One way: ray, megatron_utils | rollout, sglang_utils, observability, config, models | plan, weights | algorithms.
+"""One way: ray, megatron_utils | rollout, training, sglang_utils, observability, config, and the pure packages.
 
-Below all of them is utils.
+Those are models | plan | conversion over weights | algorithms over utils.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ LAYERS = {
     "slime.config": 3,
     "slime.observability": 4,
     "slime.backends.sglang_utils": 5,
-    "slime.backends.megatron_utils": 6,
-    "slime.rollout": 6,
-    "slime.ray": 7,
+    "slime.training": 6,
+    "slime.backends.megatron_utils": 7,
+    "slime.rollout": 7,
+    "slime.ray": 8,
 }
 # The composition root of the command line may reach the hook Protocols and names; nothing else may.
 COMPOSITION_ROOT = "slime.config.parse"
@@ -126,6 +127,8 @@ def test_every_module_imports_only_layers_below_it():
         ("slime.rollout.eval", "slime.backends.megatron_utils.actor"),
         ("slime.rollout.eval", "ray"),
         ("slime.ray.run", "sglang"),
+        ("slime.training.passes", "megatron"),
+        ("slime.training.passes", "slime.backends.megatron_utils.actor"),
         ("slime.backends.megatron_utils.actor", "slime.backends.sglang_utils.server_control"),
     ],
 )
@@ -139,6 +142,7 @@ def test_utils_rollout_and_observability_import_without_ray_sglang_or_megatron()
         "slime.algorithms",
         "slime.weights",
         "slime.plan",
+        "slime.training",
         "slime.rollout",
         "slime.observability",
     )

@@ -35,7 +35,7 @@ LOSS_SHOWS_S = 10.0  # ranks whose peer is gone fail in a collective, at times b
 LINK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "AcceleratorError")
 
 Beside = Mapping[ray.ObjectRef, str]  # What is under way, and what it is called in an error.
-# Per rank, columns of its share of a rollout (`slime.backends.megatron_utils.data.Columns`).
+# Per rank, columns of its share of a rollout (`slime.training.micro_batches.Columns`).
 Columns = list[ray.ObjectRef]
 
 

@@ -1,7 +1,7 @@
 """From scored samples to TrainData: columns, loss masks and the denominators of the per-rollout mean.
 
 Optional columns are decided by all samples, not by the first. It does not split data over ranks (slime.ray) or make
-tensors (slime.backends.megatron_utils.data).
+tensors (slime.training.micro_batches).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class TokenColumns(TypedDict, total=False):
 
 
 class RolloutBatch(TokenColumns, total=False):
-    """One DP rank's share: lists by the split, tensors by slime.backends.megatron_utils.data; the trainer adds some.
+    """One DP rank's share: lists by the split, tensors by slime.training.micro_batches; the trainer adds some.
 
     Example: the share of the two samples above, on one rank, with advantages of GRPO::
 
@@ -145,7 +145,7 @@ class RolloutBatch(TokenColumns, total=False):
 
 
 class MicroBatch(TokenColumns, total=False):
-    """What the model and a loss see at once; written by slime.backends.megatron_utils.data for each micro-batch.
+    """What the model and a loss see at once; written by slime.training.micro_batches for each micro-batch.
 
     Columns that a converter or a hook added come along, by their names.
 

@@ -27,8 +27,8 @@ OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 ELSEWHERE = {
     "slime.observability.profile_utils": "slime.observability.profiler",
     "slime.observability.rollout_data_utils": "slime.observability.rollout_metrics",
-    "slime.observability.train_data_utils": "slime.backends.megatron_utils.data",
-    "slime.observability.train_metric_utils": "slime.backends.megatron_utils.passes.metrics",
+    "slime.observability.train_data_utils": "slime.training.micro_batches",
+    "slime.observability.train_metric_utils": "slime.training.reports",
 }
 SAMPLE = {
     **dict.fromkeys(("group_index", "index", "rollout_id", "multimodal_inputs", "multimodal_train_inputs"), None),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import loss as losses
-from slime.backends.megatron_utils.data import MicroBatches, to_tensors
+from slime.backends.megatron_utils.data import Packing
 from slime.backends.megatron_utils.loss import log_probs as log_probs_module
 from slime.backends.megatron_utils.megatron_patch import fused_clipping
+from slime.training.micro_batches import MicroBatches, to_tensors
 from tests.training.algorithms import loss_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -47,7 +48,7 @@ def test_a_micro_batch_and_its_loss_wait_for_nothing(per_token: bool, monkeypatc
         logits = torch.randn(1, 25, VOCAB, device="cuda", requires_grad=True)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
-        batch = next(iter(MicroBatches(data).of_step(None)))
+        batch = next(iter(MicroBatches(data, Packing()).of_step(None)))
         losses.loss_function(args, batch, logits, num_microbatches=1, global_batch_size=3, dp_size=1)[0].backward()
 
     try:

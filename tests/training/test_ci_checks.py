@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.passes import ci_checks
-from slime.backends.megatron_utils.passes.ci_checks import (
+from slime.training import ci_checks
+from slime.training.ci_checks import (
     CheckFailed,
     above_zero,
     differs_from_reference,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron_utils.checkpoint.pruning import prune_checkpoints, prune_exports
+from slime.training.pruning import prune_checkpoints, prune_exports
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron_utils.data import to_tensors
+from slime.training.micro_batches import to_tensors
 from slime.utils.columns import PER_TOKEN, FlatColumn, flatten_columns, restore_columns
 
 SHARE = {

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import loss as losses
-from slime.backends.megatron_utils.data import MicroBatches, to_tensors
+from slime.backends.megatron_utils.data import Packing
 from slime.backends.megatron_utils.loss import log_probs as log_probs_module
-from slime.backends.megatron_utils.loss import reduce_reports
 from slime.backends.megatron_utils.loss.log_probs import DeferredLogits
+from slime.training.micro_batches import MicroBatches, to_tensors
+from slime.training.reports import reduce_reports
 from tests.training.algorithms import loss_world
 
 VOCAB = 10
@@ -47,7 +48,7 @@ def make_data(**columns):
 def make_batch(args, **columns):
     data = make_data(**columns)
     losses.compute_advantages_and_returns(args, data)
-    return next(iter(MicroBatches(data).of_step(None)))
+    return next(iter(MicroBatches(data, Packing()).of_step(None)))
 
 
 def make_logits(requires_grad=False):

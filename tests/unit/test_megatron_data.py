@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.data import MicroBatches, Packing, pack, prediction_rows, response_rows, to_tensors
+from slime.backends.megatron_utils.data import Packing, pack, prediction_rows, response_rows
+from slime.training.micro_batches import MicroBatches, to_tensors
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def test_row_p_predicts_the_token_at_p_plus_1():
 
 
 def test_a_micro_batch_holds_its_samples_columns_and_targets():
-    batch = next(iter(MicroBatches(make_share()).of_step(None)))
+    batch = next(iter(MicroBatches(make_share(), Packing()).of_step(None)))
     assert [t.tolist() for t in batch["unconcat_tokens"]] == [[1, 2, 3, 4], [5, 6, 7]]
     assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert batch["response_tokens"].tolist() == [3, 4, 6, 7]
@@ -63,7 +64,7 @@ def test_steps_take_their_micro_batches_in_order():
 
 
 def test_a_column_added_later_reaches_the_micro_batches():
-    micro_batches = MicroBatches(make_share())
+    micro_batches = MicroBatches(make_share(), Packing())
     micro_batches.rollout_data["advantages"] = [torch.full((2,), 1.0), torch.full((1,), 2.0), torch.full((2,), 3.0)]
     micro_batches.rollout_data["not_per_sample"] = [1, 2]
     batch = next(iter(micro_batches.of_step(None)))
@@ -72,7 +73,7 @@ def test_a_column_added_later_reaches_the_micro_batches():
 
 
 def test_results_go_back_to_the_order_of_the_share():
-    micro_batches = MicroBatches(make_share())
+    micro_batches = MicroBatches(make_share(), Packing())
     values = [[torch.tensor(2.0), torch.tensor(0.0)], [torch.tensor(1.0)]]
     assert [v.item() for v in micro_batches.scatter(values)] == [0.0, 1.0, 2.0]
 
@@ -88,7 +89,7 @@ def test_an_empty_response_is_packed_but_trains_nothing():
     share = make_share(
         response_lengths=[2, 0, 2], loss_masks=[[1, 0], [], [1, 1]], rollout_log_probs=[[0, 0], [], [0, 0]]
     )
-    batch = list(MicroBatches(share).of_step(None))[1]
+    batch = list(MicroBatches(share, Packing()).of_step(None))[1]
     assert batch["response_tokens"].shape == (0,)
     assert batch["full_loss_masks"].sum() == 0
 

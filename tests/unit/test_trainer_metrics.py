@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.megatron_utils.data import MicroBatches, to_tensors
-from slime.backends.megatron_utils.passes.metrics import column_means, perf_metrics
+from slime.backends.megatron_utils.data import Packing
+from slime.training.micro_batches import MicroBatches, to_tensors
+from slime.training.reports import column_means, perf_metrics
 from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops
 
 ONE_RANK = SimpleNamespace(size=lambda: 1)
@@ -23,7 +24,7 @@ def make_micro_batches(**columns):
         "num_microbatches": [1],
         "global_batch_sizes": [2],
     }
-    return MicroBatches(to_tensors(data, torch.device("cpu")) | columns)
+    return MicroBatches(to_tensors(data, torch.device("cpu")) | columns, Packing())
 
 
 def test_numbers_and_per_token_tensors_are_averaged_over_samples():

@@ -29,7 +29,6 @@ from slime.backends.megatron_utils.checkpoint.iterations import (
     begin_checkpoint,
     load_checkpoint,
 )
-from slime.backends.megatron_utils.checkpoint.pruning import prune_after_save
 from slime.backends.megatron_utils.checkpoint.training_state import (
     load_moved_reference,
     note_state_of_data_source,
@@ -41,27 +40,16 @@ from slime.backends.megatron_utils.checkpoint.training_state import (
     write_resumed_state,
 )
 from slime.backends.megatron_utils.checkpoint.writing import DiskFull
-from slime.backends.megatron_utils.data import Columns, MicroBatches, Packing, to_host, to_tensors
+from slime.backends.megatron_utils.data import Packing
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.model.model_weights import named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.optimizer.optimizer_state import reset_optimizer_states
-from slime.backends.megatron_utils.passes.ci_checks import CiChecks
-from slime.backends.megatron_utils.passes.forward_passes import (
-    REFERENCE,
-    TEACHER,
-    add_log_probs,
-    needs_reference,
-    needs_teacher,
-)
-from slime.backends.megatron_utils.passes.metrics import column_means, perf_metrics
-from slime.backends.megatron_utils.passes.old_actor import keep_version
+from slime.backends.megatron_utils.passes.forward_passes import add_log_probs
 from slime.backends.megatron_utils.passes.routing_replay import take_engine_routing
-from slime.backends.megatron_utils.passes.train_dump import save_train_data
 from slime.backends.megatron_utils.passes.train_step import train_one_step
-from slime.backends.megatron_utils.passes.training_passes import passes_over
 from slime.backends.megatron_utils.sleep import fall_asleep, wake_up
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
@@ -69,6 +57,11 @@ from slime.config.args import Args
 from slime.config.megatron.arguments import model_shape
 from slime.observability.profiler import Profiler, recorder_of
 from slime.observability.timer import Timer, timer
+from slime.training.ci_checks import CiChecks
+from slime.training.micro_batches import Columns, MicroBatches, to_host, to_tensors
+from slime.training.passes import REFERENCE, TEACHER, keep_version, needs_reference, needs_teacher, passes_over
+from slime.training.pruning import prune_after_save
+from slime.training.reports import column_means, perf_metrics, save_train_data
 from slime.utils import accelerator
 from slime.utils.checkpoint_paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.data import process_rollout_data
@@ -245,7 +238,7 @@ class MegatronTrainActor:
             with self._profiler.record("train_actor", rollout_id):
                 records += self._update(rollout_id, micro_batches)
         if args.save_debug_train_data is not None:
-            save_train_data(args.save_debug_train_data, rollout_id, micro_batches)
+            save_train_data(args.save_debug_train_data, rollout_id, micro_batches, self.parallel_config())
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             with timer("ref_model_update"):
                 self._weights.backup(REFERENCE)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from slime.backends.megatron_utils.actor import MegatronTrainActor, MetricRecord
-from slime.backends.megatron_utils.data import Columns, to_host
 from slime.backends.megatron_utils.passes.forward_passes import add_values
+from slime.training.micro_batches import Columns, to_host
 from slime.utils.train_data import RolloutBatch
 
 TIMES = ("critic_values", "critic_train")

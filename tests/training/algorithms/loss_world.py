@@ -13,7 +13,8 @@ import torch
 
 from slime.algorithms.estimators import ESTIMATORS
 from slime.backends.megatron_utils import loss as losses
-from slime.backends.megatron_utils.data import MicroBatches, to_tensors
+from slime.backends.megatron_utils.data import Packing
+from slime.training.micro_batches import MicroBatches, to_tensors
 
 VOCAB = 11
 MASKS = [[1, 0, 1, 1], [1], [0, 0, 0], [1, 1]]
@@ -112,7 +113,7 @@ def run(args, logits, columns, tokens, *, rewards=REWARDS, num_microbatches=1, d
     if ESTIMATORS[args.advantage_estimator].needs_critic:
         data["values"] = [0.5 - x for x in data["log_probs"]]  # any: the losses are compared at given advantages
     losses.compute_advantages_and_returns(args, data)
-    batch = next(iter(MicroBatches(data).of_step(None)))
+    batch = next(iter(MicroBatches(data, Packing()).of_step(None)))
     logits = logits.clone().requires_grad_()
     scale = {"num_microbatches": num_microbatches, "global_batch_size": NUM_ROLLOUTS, "dp_size": dp_size}
     loss, _, report = losses.loss_function(args, batch, logits, **scale)

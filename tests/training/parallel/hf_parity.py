@@ -53,13 +53,14 @@ def of_layout(args: argparse.Namespace) -> Parity:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.utils import get_model_config
 
-    from slime.backends.megatron_utils.data import MicroBatches, Packing, to_tensors
+    from slime.backends.megatron_utils.data import Packing
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.model.setup import build_model
     from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
     from slime.backends.megatron_utils.passes.forward_only import run_model
-    from slime.backends.megatron_utils.passes.pipelined_pass import run_pass
+    from slime.backends.megatron_utils.passes.pipeline import run_pass
     from slime.ray.rollout.shares import split_train_data
+    from slime.training.micro_batches import MicroBatches, to_tensors
     from slime.utils import accelerator
 
     args.global_batch_size, args.calculate_per_token_loss = 12, False  # Megatron's scaling is undone below

@@ -99,12 +99,13 @@ def predicted_by_formula(model: Any, path: Path, tokens: list[int]) -> torch.Ten
 
 def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -> None:
     from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
-    from slime.backends.megatron_utils.data import MicroBatches, Packing, to_tensors
+    from slime.backends.megatron_utils.data import Packing
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.model.setup import build_model
     from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
     from slime.backends.megatron_utils.passes.forward_only import run_model, run_model_with_predictions
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
+    from slime.training.micro_batches import MicroBatches, to_tensors
     from slime.weights.names import expected_hf_names, partner_of
 
     model = build_model(args).eval()

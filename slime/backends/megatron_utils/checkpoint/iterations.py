@@ -5,7 +5,7 @@ and starts the rest fresh. A checkpoint appears under its name only when it is c
 (`slime.utils.manifest`; `slime.ray.checkpoints` looks at it before a load), and the tracker file is written last, so
 that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other parallel layout
 can load it. It knows nothing about HF directories, rollouts or data sources, nor which checkpoints are too old
-(checkpoint_pruning).
+(slime.training.pruning).
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from slime.backends.megatron_utils.checkpoint.iterations import (
 from slime.backends.megatron_utils.checkpoint.writing import holds
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
-from slime.backends.megatron_utils.passes.forward_passes import REFERENCE
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.config.args import Args
+from slime.training.passes import REFERENCE
 from slime.utils.checkpoint_paths import STATE_MANIFEST, manifest_of_state, state_path
 from slime.utils.manifest import entries_of, write_manifest
 from slime.utils.tensor_backper import TensorBackuper

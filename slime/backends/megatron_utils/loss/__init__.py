@@ -9,11 +9,10 @@ ranks), and the public functions that take `args`, which hooks call, too. A loss
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +32,7 @@ from slime.backends.megatron_utils.loss.log_probs import (
     get_values,
 )
 from slime.config.args import Args
+from slime.training.reports import pack_report
 from slime.utils.misc import hook_args, load_function
 from slime.utils.train_data import MicroBatch, RolloutBatch
 
@@ -157,7 +157,7 @@ def loss_function(
 
     Returns:
         the scaled loss; the tokens that Megatron divides the step by (1 unless the loss is per token); the report that
-        `reduce_reports` takes.
+        `slime.training.reports.reduce_reports` takes.
     """
     whole_sum = Aggregation.of(args).of_loss(batch, batch["loss_masks"])
 
@@ -197,37 +197,6 @@ def prediction_loss(sampling: Sampling, batch: MicroBatch, sum_of_sample_mean: R
     losses = [-sum_of_sample_mean(get_prediction_log_probs(sampling, batch, layer)) for layer in layers]
     mean = torch.stack(losses).mean()
     return mean, {"mtp_loss": mean} | {f"mtp_{i + 1}_loss": loss for i, loss in enumerate(losses)}
-
-
-# ---- from the sums of micro-batches to the metrics of a train step
-
-
-def pack_report(metrics: Mapping[str, Any], num_tokens: torch.Tensor) -> dict[str, Any]:
-    """What a micro-batch hands to `reduce_reports`: its metrics' names, and its trained tokens before their values."""
-    values = [num_tokens, *metrics.values()]
-    flat = [torch.as_tensor(value, dtype=torch.float32, device=num_tokens.device).detach() for value in values]
-    return {"keys": list(metrics), "values": torch.stack(flat)}
-
-
-def reduce_reports(
-    reports: Sequence[Mapping[str, Any]], denominator: float | None, group: dist.ProcessGroup
-) -> dict[str, float]:
-    """Sum over micro-batches and ranks, divided by `denominator` (None: by the trained tokens of all of them).
-
-    One collective and one copy to the host for all metrics together.
-    """
-    keys = reports[0]["keys"]
-    total = torch.stack([report["values"] for report in reports]).double().sum(dim=0)
-    num_tokens, *sums = all_reduce_sum(total, group)
-    by = denominator if denominator is not None else max(num_tokens, 1.0)
-    return {key: value / by for key, value in zip(keys, sums, strict=True)}
-
-
-def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup) -> list[float]:
-    """`values` [n] summed over the group's ranks, on the host."""
-    if group.size() > 1:
-        dist.all_reduce(values, group=group)
-    return values.tolist()
 
 
 # ---- corrections that can be given with --custom-tis-function-path

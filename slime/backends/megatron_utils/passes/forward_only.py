@@ -17,15 +17,14 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.layers.mtp import as_predicting
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.loss.log_probs import DeferredLogits
 from slime.backends.megatron_utils.model_provider import unwrap
-from slime.backends.megatron_utils.passes.pipeline import columns_from_last_stage
-from slime.backends.megatron_utils.passes.pipelined_pass import run_pass
+from slime.backends.megatron_utils.passes.pipeline import columns_from_last_stage, run_pass
 from slime.backends.megatron_utils.passes.routing_replay import tell_routers
 from slime.config.args import Args
+from slime.training.micro_batches import MicroBatches
 from slime.utils.errors import UsageError
 from slime.utils.misc import hook_args, load_function
 from slime.utils.train_data import MicroBatch, RolloutBatch

@@ -1,8 +1,4 @@
-"""The passes without gradients over a rollout, before training on it: which are needed, and whose weights each takes.
-
-It adds columns to the rollout (`log_probs`, `ref_log_probs`, ...) and leaves the model as it was. How a pass is made
-(slime.backends.megatron_utils.passes.forward_only) and what its numbers are for, it does not know.
-"""
+"""The passes without gradients over a rollout, before training on it; the model holds the same weights afterwards."""
 
 from __future__ import annotations
 
@@ -11,44 +7,21 @@ from contextlib import nullcontext
 import torch
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.passes.forward_only import compute_log_probs, compute_values
-from slime.backends.megatron_utils.passes.old_actor import swapped_old_actor
 from slime.backends.megatron_utils.passes.routing_replay import free_routing, recorded_routing
 from slime.config.args import Args
 from slime.observability.timer import timer
+from slime.training.micro_batches import MicroBatches
+from slime.training.passes import (
+    REFERENCE,
+    TEACHER,
+    needs_old_log_probs,
+    needs_reference,
+    needs_teacher,
+    swapped_old_actor,
+)
 from slime.utils.misc import needed
 from slime.utils.tensor_backper import TensorBackuper
-
-REFERENCE = "ref"
-"""Tag of the reference's weights."""
-TEACHER = "teacher"
-"""Tag of the weights of --opd-teacher-load."""
-
-
-def needs_reference(args: Args) -> bool:
-    """Whether the run compares the policy with reference weights."""
-    return args.use_kl_loss or args.kl_coef != 0
-
-
-def needs_teacher(args: Args) -> bool:
-    """Whether the trainer itself holds the weights of a teacher (--opd-type megatron)."""
-    return args.use_opd and args.opd_type == "megatron"
-
-
-def needs_old_log_probs(args: Args, num_updates: int) -> bool:
-    """Whether they take a pass of their own: not where the loss's own forward pass gives the same numbers.
-
-    Args:
-        args: the flags that ask for them.
-        num_updates: of the rollout; with one, nothing is updated before the loss's pass.
-    """
-    same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
-    is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
-    is_asked_for = is_asked_for or args.use_critic or args.keep_old_actor  # the loss's pass is of newer weights
-    is_asked_for = is_asked_for or args.use_opd  # the advantages depend on them
-    is_asked_for = is_asked_for or args.ci_test or args.save_debug_train_data is not None  # for their readers
-    return is_asked_for or not same_as_in_loss
 
 
 def add_log_probs(

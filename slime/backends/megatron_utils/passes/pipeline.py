@@ -1,24 +1,72 @@
-"""What one pipeline stage knows, told to all: the outputs of the last one, and the weights of each.
+"""Megatron's schedule over pipeline stages: one pass of micro-batches, and what the last stage made, told to all.
 
 Losses and log-probs are made on the last stage; downstream of a pass every rank has the same data, so whoever reads
-columns or metrics need not know of stages. Weights are walked stage by stage. Everything here is collective over the
-ranks of one pipeline, and does nothing where there is one stage.
+columns or metrics need not know of stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slime.backends.megatron_utils.model.model_weights import Weight, is_tied_copy, iter_weights
+from slime.backends.megatron_utils.megatron_patch.known_shapes import known_shapes
+from slime.backends.megatron_utils.model_provider import unwrap
+from slime.training.micro_batches import MicroBatches
 from slime.utils import accelerator
 
 T = TypeVar("T")
+
+
+def run_pass(
+    model: Sequence[torch.nn.Module],
+    micro_batches: MicroBatches,
+    forward_step: Callable[..., tuple[Any, Any]],
+    *,
+    step_id: int | None,
+    seq_length: int,
+    is_of_flags: bool,
+) -> list[dict[str, Any]]:
+    """Run the micro-batches of a train step with gradients, or those of the whole rollout without.
+
+    Args:
+        model: this rank's chunks.
+        micro_batches: this rank's share of the rollout.
+        forward_step: (iterator of micro-batches, chunk) -> (output, loss function), as Megatron calls it.
+        step_id: the train step; None: the rollout.
+        seq_length: Megatron's.
+        is_of_flags: the model is the one of the flags, whose stages send each other hidden states [T, 1, H].
+
+    Returns:
+        what the loss functions report; nothing on stages before the last.
+    """
+    lengths = micro_batches.row_lengths(step_id)
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    with _shapes_between_stages(model, lengths) if has_stages and is_of_flags else contextlib.nullcontext():
+        reports: list[dict[str, Any]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[micro_batches.of_step(step_id) for _ in model],
+            model=model,
+            num_microbatches=len(lengths),
+            seq_length=seq_length,
+            micro_batch_size=1,
+            forward_only=step_id is None,
+        )
+    return reports
+
+
+def _shapes_between_stages(
+    model: Sequence[torch.nn.Module], lengths: Sequence[int]
+) -> contextlib.AbstractContextManager[None]:
+    config = unwrap(model[0]).config
+    sharers = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [(length // sharers, 1, config.hidden_size) for length in lengths]
+    return known_shapes(shapes, num_chunks=len(model), group_size=config.microbatch_group_size_per_vp_stage)
 
 
 def from_last_stage(value: T) -> T:
@@ -58,39 +106,3 @@ def columns_from_last_stage(
         group=parallel_state.get_pipeline_model_parallel_group(),
     )
     return {name: list(column.split(list(lengths))) for name, column in zip(names, flat.split(total), strict=True)}
-
-
-def iter_weights_of_own_stage(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
-    """Every weight of this rank's chunks, wrapped or bare; the last stage's copy of a tied embedding is left out."""
-    return (weight for chunk in model for weight in iter_weights(chunk) if not is_tied_copy(chunk, weight))
-
-
-def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
-    """Every weight of the model, as this rank's place in each stage holds it: stage by stage, one tensor at a time.
-
-    The last stage's copy of a tied embedding is left out. Tensors of other stages are valid until the next one is
-    asked for, or as long as they are kept.
-
-    Args:
-        model: this rank's chunks, wrapped or bare.
-    """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        yield from iter_weights_of_own_stage(model)
-        return
-    mine = list(iter_weights_of_own_stage(model))
-    described: list[Any] = [None] * group.size()
-    dist.all_gather_object(described, [_describe(weight) for weight in mine], group=group)
-    for stage, weights in enumerate(described):
-        source = dist.get_global_rank(group, stage)
-        for index, (weight, shape, dtype) in enumerate(weights):
-            if stage == group.rank():
-                tensor = mine[index].tensor.contiguous()
-            else:
-                tensor = torch.empty(shape, dtype=dtype, device=accelerator.current_device())
-            dist.broadcast(tensor, src=source, group=group)
-            yield replace(weight, tensor=tensor)
-
-
-def _describe(weight: Weight) -> tuple[Weight, torch.Size, torch.dtype]:
-    return replace(weight, tensor=torch.empty(0)), weight.tensor.shape, weight.tensor.dtype

@@ -19,9 +19,9 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.cp_utils import prepare_routed_experts_for_routing_replay
-from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.layers.routing import Routing, prediction_routers_of, routers_of
 from slime.backends.megatron_utils.model_provider import unwrap
+from slime.training.micro_batches import MicroBatches
 from slime.utils.train_data import MicroBatch, RolloutBatch
 
 COLUMN: Final = "routed_experts"

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.data import MicroBatches
 from slime.backends.megatron_utils.layers.mtp import lend_embedding
 from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
-from slime.backends.megatron_utils.loss import loss_function, reduce_reports
+from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.passes.forward_only import (
@@ -23,9 +22,10 @@ from slime.backends.megatron_utils.passes.forward_only import (
     run_model_to_hidden,
     run_model_with_predictions,
 )
-from slime.backends.megatron_utils.passes.pipeline import from_last_stage
-from slime.backends.megatron_utils.passes.pipelined_pass import run_pass
+from slime.backends.megatron_utils.passes.pipeline import from_last_stage, run_pass
 from slime.config.args import Args
+from slime.training.micro_batches import MicroBatches
+from slime.training.reports import reduce_reports
 from slime.utils.misc import hook_args, load_function
 from slime.utils.train_data import MicroBatch
 

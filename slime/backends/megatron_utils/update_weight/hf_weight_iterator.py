@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket, stored_bytes
-from slime.backends.megatron_utils.model.model_weights import Weight
-from slime.backends.megatron_utils.passes.pipeline import iter_weights_of_all_stages, iter_weights_of_own_stage
+from slime.backends.megatron_utils.model.model_weights import Weight, is_tied_copy, iter_weights
 from slime.config.args import Args
 from slime.models.families import family_of_checkpoint
 from slime.models.family import Family
 from slime.models.layouts import Layout, TensorShape
+from slime.utils import accelerator
 from slime.weights.formats import WeightFormat, format_of_checkpoint
 from slime.weights.names import kept_together
 
@@ -128,3 +130,39 @@ def finish_param_gather(module: torch.nn.Module) -> None:
     ddp_config = getattr(module, "ddp_config", None)
     if ddp_config is not None and ddp_config.overlap_param_gather:
         module.start_param_sync(force_sync=True)
+
+
+def iter_weights_of_own_stage(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
+    """Every weight of this rank's chunks, wrapped or bare; the last stage's copy of a tied embedding is left out."""
+    return (weight for chunk in model for weight in iter_weights(chunk) if not is_tied_copy(chunk, weight))
+
+
+def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
+    """Every weight of the model, as this rank's place in each stage holds it: stage by stage, one tensor at a time.
+
+    The last stage's copy of a tied embedding is left out. Tensors of other stages are valid until the next one is
+    asked for, or as long as they are kept.
+
+    Args:
+        model: this rank's chunks, wrapped or bare.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        yield from iter_weights_of_own_stage(model)
+        return
+    mine = list(iter_weights_of_own_stage(model))
+    described: list[Any] = [None] * group.size()
+    dist.all_gather_object(described, [_describe(weight) for weight in mine], group=group)
+    for stage, weights in enumerate(described):
+        source = dist.get_global_rank(group, stage)
+        for index, (weight, shape, dtype) in enumerate(weights):
+            if stage == group.rank():
+                tensor = mine[index].tensor.contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=accelerator.current_device())
+            dist.broadcast(tensor, src=source, group=group)
+            yield replace(weight, tensor=tensor)
+
+
+def _describe(weight: Weight) -> tuple[Weight, torch.Size, torch.dtype]:
+    return replace(weight, tensor=torch.empty(0)), weight.tensor.shape, weight.tensor.dtype

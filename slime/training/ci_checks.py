@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.passes.forward_passes import REFERENCE
 from slime.config.args import Args
+from slime.training.passes import REFERENCE
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.tensor_backper import TensorBackuper
 

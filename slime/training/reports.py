@@ -1,0 +1,218 @@
+"""What a rank reports of a rollout: metrics of its train steps, means of its columns, times, and the data as a file.
+
+The file (--save-debug-train-data) is what each rank trained on and computed; tools/inspect_dump.py reads it:
+
+    {"format_version": 2, "rollout_id", "rank",
+     "samples": [{"data_parallel_rank", "sample_index", "rollout_position", <one entry of every column>}],
+     "dp_shards": [{"rank", "data_parallel_rank", "sample_indices", "partition", "micro_batch_indices",
+                    "num_microbatches", "global_batch_sizes"}],
+     "raw_reward": [...]}
+
+`samples` and `raw_reward` are in the order of the rollout, `rollout_position` is the place in it. Columns are named as
+everywhere (slime.utils.train_data), so `log_probs` are the trainer's before the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.algorithms.aggregation import token_weights, weighted_sum
+from slime.config.args import Args
+from slime.training.micro_batches import SCHEDULE_KEYS, MicroBatches
+from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.dumps import save_dump
+from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops
+
+NOT_LOGGED = ("tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums")
+FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
+FORMAT_VERSION = 2
+WRITER = 0
+"""The rank that gathers the shares and writes the file."""
+
+
+# ---- from the sums of micro-batches to the metrics of a train step
+
+
+def pack_report(metrics: Mapping[str, Any], num_tokens: torch.Tensor) -> dict[str, Any]:
+    """Return what a micro-batch hands to `reduce_reports`.
+
+    Args:
+        metrics: sums over the micro-batch, by name.
+        num_tokens: trained tokens of it, a scalar.
+
+    Returns:
+        {"keys": the metrics' names, "values": float32 [1 + metrics], the tokens first}.
+    """
+    values = [num_tokens, *metrics.values()]
+    flat = [torch.as_tensor(value, dtype=torch.float32, device=num_tokens.device).detach() for value in values]
+    return {"keys": list(metrics), "values": torch.stack(flat)}
+
+
+def reduce_reports(
+    reports: Sequence[Mapping[str, Any]], denominator: float | None, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Sum over micro-batches and ranks, divided by `denominator` (None: by the trained tokens of all of them).
+
+    One collective and one copy to the host for all metrics together.
+    """
+    keys = reports[0]["keys"]
+    total = torch.stack([report["values"] for report in reports]).double().sum(dim=0)
+    num_tokens, *sums = _all_reduce_sum(total, group)
+    by = denominator if denominator is not None else max(num_tokens, 1.0)
+    return {key: value / by for key, value in zip(keys, sums, strict=True)}
+
+
+def _all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup) -> list[float]:
+    """`values` [n] summed over the group's ranks, on the host."""
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values.tolist()
+
+
+# ---- metrics of a rollout
+
+
+def column_means(micro_batches: MicroBatches, group: dist.ProcessGroup) -> dict[str, float]:
+    """Mean over all ranks' samples of each column with numbers: `rollout/<column>`.
+
+    A column of per-token tensors counts by each sample's mean over its trained tokens. A column that is not one value
+    per sample, or holds no numbers, is left out; so is `kl` where there is no reference to measure it from.
+    """
+    data = micro_batches.rollout_data
+    weights = token_weights(data["total_lengths"], data["response_lengths"], data["loss_masks"])
+    sums: dict[str, torch.Tensor] = {}
+    for name in sorted(micro_batches.columns()):
+        if name in NOT_LOGGED or (name == "kl" and not {"log_probs", "ref_log_probs"} <= data.keys()):
+            continue
+        if (total := _column_sum(micro_batches.column(name), data["response_lengths"], weights)) is not None:
+            sums[name] = total
+    device = data["tokens"][0].device
+    count = torch.tensor(float(micro_batches.num_samples))
+    packed = torch.stack([value.double().to(device) for value in (count, *sums.values())])
+    num_samples, *totals = _all_reduce_sum(packed, group)
+    return {f"rollout/{name}": total / num_samples for name, total in zip(sums, totals, strict=True)}
+
+
+def _column_sum(column: Sequence[Any], response_lengths: Sequence[int], weights: torch.Tensor) -> torch.Tensor | None:
+    if all(isinstance(value, torch.Tensor) for value in column):
+        per_token = all(value.shape == (length,) for value, length in zip(column, response_lengths, strict=True))
+        return weighted_sum(weights, torch.cat(list(column)).float()) if per_token else None
+    if all(isinstance(value, int | float) for value in column):
+        return torch.tensor(column, dtype=torch.float64).sum()
+    return None
+
+
+def perf_metrics(
+    args: Args, seconds: Mapping[str, float], seqlens: Sequence[int], response_lengths: Sequence[int]
+) -> dict[str, float]:
+    """Times and rates of one rollout's training on this rank.
+
+    Rates are of one device, with the FLOPs of `slime.utils.flops_utils`; a pass of training costs three forward
+    passes, and --ppo-epochs says how often the rollout was trained on.
+
+    Args:
+        args: the model's sizes, those over which one copy of it is spread, `enable_mtp_training` and `ppo_epochs`.
+        seconds: seconds of each timer; `actor_train`, `train` and `train_wait` and the forward passes are known here.
+        seqlens: tokens of each sample that this rank trained on.
+        response_lengths: those of them that are its response's.
+
+    Returns:
+        `perf/<timer>_time`, `perf/<pass>_tflops`, `perf/actor_train_tok_per_s` (of this rank's data, which the devices
+        of one copy of the model train together), `perf/actor_train_tok_per_gpu_per_sec`, `perf/step_time` (from the
+        end of one training to the end of the next) and the share of it spent waiting.
+    """
+    metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
+    devices = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    forward_tflops = calculate_fwd_flops(seqlens, args) / devices / 1e12
+    for name in FORWARD_PASSES:
+        if seconds.get(name):
+            metrics[f"perf/{name}_tflops"] = forward_tflops / seconds[name]
+    if training_s := seconds.get("actor_train"):
+        tokens_per_s = args.ppo_epochs * sum(seqlens) / training_s
+        tflops = calculate_train_flops(seqlens, args) / devices / 1e12
+        if args.enable_mtp_training:
+            tflops += calculate_prediction_flops(seqlens, sum(response_lengths), args) / devices / 1e12
+        metrics["perf/actor_train_tflops"] = args.ppo_epochs * tflops / training_s
+        metrics["perf/actor_train_tok_per_s"] = tokens_per_s
+        metrics["perf/actor_train_tok_per_gpu_per_sec"] = tokens_per_s / devices
+    waited, trained = seconds.get("train_wait", 0.0), seconds.get("train", 0.0)
+    metrics["perf/step_time"] = waited + trained
+    metrics["perf/wait_time_ratio"] = waited / (waited + trained) if waited + trained else 0.0
+    return metrics
+
+
+# ---- the data as a file
+
+
+def save_train_data(template: str, rollout_id: int, micro_batches: MicroBatches, layout: Mapping[str, int]) -> None:
+    """Gather the shares of all data-parallel ranks and write them; every rank calls it.
+
+    Args:
+        template: path with {rollout_id} and perhaps {rank}, which is the writer's.
+        rollout_id: which.
+        micro_batches: this rank's share, with every column that was computed.
+        layout: this rank's place (`Backend.parallel_config`).
+    """
+    # The ranks of one copy of the model hold the same columns: its first one speaks for it.
+    is_first = not any(layout[place] for place in ("tp_rank", "pp_rank", "cp_rank"))
+    share = _share_of(micro_batches, layout["dp_rank"]) if is_first else None
+    gathered: list[dict[str, Any] | None] | None = None
+    if dist.get_rank() == WRITER:
+        gathered = [None] * dist.get_world_size()
+    dist.gather_object(share, gathered, dst=WRITER, group=get_gloo_group())
+    if gathered is not None:
+        shares = [found for found in gathered if found is not None]
+        dump = {"rollout_id": rollout_id, "rank": WRITER, **merge_shares(shares)}
+        save_dump(template.format(rollout_id=rollout_id, rank=WRITER), dump)
+
+
+def _share_of(micro_batches: MicroBatches, dp_rank: int) -> dict[str, Any]:
+    """This rank's share on the CPU: its `columns`, its `schedule`, and who it is."""
+    data: Mapping[str, Any] = micro_batches.rollout_data
+    return {
+        "rank": dist.get_rank(),
+        "data_parallel_rank": dp_rank,
+        "columns": {name: _to_cpu(list(micro_batches.column(name))) for name in micro_batches.columns()},
+        "schedule": {name: data[name] for name in SCHEDULE_KEYS if name in data},
+    }
+
+
+def merge_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the shares of all data-parallel ranks.
+
+    Args:
+        shares: each with "rank", "data_parallel_rank", "columns" and "schedule".
+
+    Returns:
+        `format_version`, `samples`, `dp_shards` and `raw_reward` of the file.
+    """
+    shares = sorted(shares, key=lambda share: share["data_parallel_rank"])
+    samples, shards = [], []
+    for share in shares:
+        who = {"data_parallel_rank": share["data_parallel_rank"]}
+        columns, schedule = share["columns"], share["schedule"]
+        shards.append({"rank": share["rank"], **who, "sample_indices": columns["sample_indices"], **schedule})
+        for i, position in enumerate(schedule["partition"]):
+            fields = {name: column[i] for name, column in columns.items() if name != "sample_indices"}
+            place = {"sample_index": columns["sample_indices"][i], "rollout_position": position}
+            samples.append(who | place | fields)
+    samples.sort(key=lambda sample: sample["rollout_position"])
+    return {
+        "format_version": FORMAT_VERSION,
+        "samples": samples,
+        "dp_shards": shards,
+        "raw_reward": [sample.get("raw_reward") for sample in samples],
+    }
+
+
+def _to_cpu(value: Any) -> Any:
+    """Copies, too: a view of a long tensor would be saved with all of it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _to_cpu(entry) for key, entry in value.items()}
+    return [_to_cpu(entry) for entry in value] if isinstance(value, list) else value
