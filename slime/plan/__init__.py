@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 
 ASSUMED_HOST_MEMORY = 24 * 2**30
+NO_SHAPE = (
+    "the model's sizes: give its flags (scripts/models/*.sh) or --model-args-from-hf; memory and times are left out"
+)
 
 
 @dataclass(frozen=True)
@@ -132,44 +135,21 @@ def make_plan(args: Args, facts: Facts | None = None) -> Plan:
     """
     facts = facts or Facts()
     device = facts.device or (cpu_device(ASSUMED_HOST_MEMORY) if args.accelerator == "cpu" else DEVICES[DEFAULT_GPU])
-    shape, missing = ModelShape.of(args), list(facts.missing)
-    if shape is None:
-        missing.append(
-            "the model's sizes: give its flags (scripts/models/*.sh) or --model-args-from-hf; memory and times are "
-            "left out"
-        )
+    shape, fmt = ModelShape.of(args), facts.weight_format
     layout = ParallelLayout.of(args, shape.num_layers if shape else 1)
     batch = batch_plan(args, layout, facts.data) if args.rollout_batch_size else None
     slots, node_size = slot_layout(args), _node_size(args)
-    kinds = facts.engines
-    if kinds is None:
-        group = EngineGroup("", slots.num_engine_slots, args.rollout_num_gpus_per_engine)
-        kinds = [EngineKind(group)] if slots.num_engine_slots else []
+    kinds = _engine_kinds(args, slots) if facts.engines is None else facts.engines
     serving = [kind for kind in kinds if kind.serves_policy and kind.group.name != "placeholder"]
-    num_engines = max(1, sum(kind.group.num_gpus // kind.group.num_gpus_per_engine for kind in serving))
-    trainer = trainer_memory(args, shape, layout, batch) if shape and batch and slots.num_trainers else None
-    critic = None
-    if trainer and shape and batch and args.use_critic:
-        critic = trainer_memory(args, shape, layout, batch, is_critic=True)
-    engines = [
-        engine_memory(
-            shape,
-            device,
-            kind.settings,
-            num_gpus=kind.group.num_gpus_per_engine,
-            longest=batch.lengths.longest if batch else 1,
-            name=kind.group.name,
-            fmt=facts.weight_format,
-        )
-        for kind in serving
-        if shape
-    ]
-    trainers = [each for each in (trainer, critic) if each]
+    engines = [_memory_of(kind, shape, device, batch, fmt) for kind in serving if shape]
+    trainers = _trainers(args, slots, shape, layout, batch)
     num_nodes = -(-slots.total // node_size)
-    sends = times.transport(args, shape, device, num_nodes=num_nodes, fmt=facts.weight_format) if shape else None
+    sends = times.transport(args, shape, device, num_nodes=num_nodes, fmt=fmt) if shape else None
     phases: list[times.Phase] = []
     if shape and batch:
         rollout = times.Rollout(args, shape, device, layout, batch)
+        num_engines = max(1, sum(kind.group.num_gpus // kind.group.num_gpus_per_engine for kind in serving))
+        trainer = trainers[0] if trainers else None
         phases = list(times.phases(rollout, trainer, engines, num_engines=num_engines, sends=sends))
     return Plan(
         device=device,
@@ -178,21 +158,44 @@ def make_plan(args: Args, facts: Facts | None = None) -> Plan:
         layout=layout if shape else None,
         seats=seats(slots, layout, [kind.group for kind in kinds], num_gpus_per_node=node_size),
         batch=batch,
-        trainer_memory=trainer,
-        critic_memory=critic,
+        trainer_memory=trainers[0] if trainers else None,
+        critic_memory=trainers[1] if len(trainers) > 1 else None,
         engine_memory=engines,
         fit=moments(args, device, slots, trainers=trainers, engines=engines) if shape and batch else [],
         host_memory_per_node=_host_memory(args, slots, trainers, engines),
         phases=phases,
         transport=sends,
-        outputs=times.outputs(args, shape, facts.weight_format),
+        outputs=times.outputs(args, shape, fmt),
         hooks=facts.hooks,
         rows=facts.rows,
         assumptions=_assumptions(args, device, batch, engines, facts),
-        missing=missing,
+        missing=[*facts.missing, *([] if shape else [NO_SHAPE])],
         warnings=facts.warnings,
         refused=facts.refused,
     )
+
+
+def _engine_kinds(args: Args, slots: SlotLayout) -> list[EngineKind]:
+    """The engines of a run that has one kind."""
+    group = EngineGroup("", slots.num_engine_slots, args.rollout_num_gpus_per_engine)
+    return [EngineKind(group)] if slots.num_engine_slots else []
+
+
+def _trainers(
+    args: Args, slots: SlotLayout, shape: ModelShape | None, layout: ParallelLayout, batch: BatchPlan | None
+) -> list[TrainerMemory]:
+    """The memory of the actor and of a critic; empty where it cannot be planned."""
+    if not (shape and batch and slots.num_trainers):
+        return []
+    roles = (False, True) if args.use_critic else (False,)
+    return [trainer_memory(args, shape, layout, batch, is_critic=is_critic) for is_critic in roles]
+
+
+def _memory_of(
+    kind: EngineKind, shape: ModelShape, device: Device, batch: BatchPlan | None, fmt: WeightFormat | None
+) -> EngineMemory:
+    num_gpus, name, longest = kind.group.num_gpus_per_engine, kind.group.name, batch.lengths.longest if batch else 1
+    return engine_memory(shape, device, kind.settings, num_gpus=num_gpus, longest=longest, name=name, fmt=fmt)
 
 
 def _node_size(args: Args) -> int:

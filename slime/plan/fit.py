@@ -86,40 +86,25 @@ def engine_memory(
     Args:
         shape: the model that it serves (padding of the vocabulary is counted, the engine has none).
         device: of each rank.
-        settings: ServerArgs values that were chosen: dtype, quantization, kv_cache_dtype, mem_fraction_static,
-            max_total_tokens, max_running_requests, pp_size, ep_size, enable_dp_attention, dp_size.
+        settings: ServerArgs values that were chosen.
         num_gpus: of the engine.
         longest: tokens of a full request.
-        name: shown.
-        fmt: how the checkpoint that it serves is quantised; SGLang finds it in config.json.
+        fmt: how the checkpoint that it serves is quantised.
     """
-    pp = settings.get("pp_size") or 1
+    pp, ep = settings.get("pp_size") or 1, settings.get("ep_size") or 1
     tp = max(1, num_gpus // pp)
-    ep = settings.get("ep_size") or 1
+    replicas = (settings.get("dp_size") or 1) if settings.get("enable_dp_attention") else 1
     dtype = DTYPE_BYTES.get(settings.get("dtype") or "auto", 2)
-    parts = weight_params(shape, tp, pp, ep)
-    if fmt is not None:
-        quantized = sum(parts[part] for part in quantized_parts(fmt))
-        small = fmt.bytes_of_params(quantized, itemsize=dtype)
-    else:
-        # What SGLang quantises itself: about one byte, for scales are small.
-        quantized = sum(parts[part] for part in PROBES) if settings.get("quantization") else 0
-        small = quantized
-    weights = small + (sum(parts.values()) - quantized) * dtype
-    attention_tp = tp // (settings.get("dp_size") or 1) if settings.get("enable_dp_attention") else tp
+    weights = _weight_bytes(weight_params(shape, tp, pp, ep), dtype, fmt, bool(settings.get("quantization")))
     cache_dtype = KV_DTYPE_BYTES.get(settings.get("kv_cache_dtype") or "auto", dtype)
-    per_token = kv_elements(shape, max(1, attention_tp), pp) * cache_dtype
-    given = settings.get("mem_fraction_static")
-    fraction = given or MEM_FRACTION
-    limit = settings.get("max_total_tokens")
+    per_token = kv_elements(shape, max(1, tp // replicas), pp) * cache_dtype
+    fraction, limit = settings.get("mem_fraction_static") or MEM_FRACTION, settings.get("max_total_tokens")
     room = int(device.memory_bytes * fraction) - weights
     if device.is_shared and limit:
         room = limit * per_token  # the CPU engine allocates this many tokens and knows no fraction
     tokens = max(0, room // per_token)
-    if limit:
-        tokens = min(tokens, limit)
+    tokens = min(tokens, limit or tokens)
     cache = tokens * per_token if room > 0 else room
-    replicas = (settings.get("dp_size") or 1) if settings.get("enable_dp_attention") else 1
     return EngineMemory(
         name=name,
         tp=tp,
@@ -129,13 +114,20 @@ def engine_memory(
         weights=weights,
         kv_bytes_per_token=per_token,
         mem_fraction=fraction,
-        is_fraction_assumed=not given,
+        is_fraction_assumed=not settings.get("mem_fraction_static"),
         kv_cache=cache,
         kv_tokens=tokens * replicas,
         full_length_requests=tokens * replicas // max(1, longest),
         max_running_requests=settings.get("max_running_requests"),
         static=weights + max(cache, 0),
     )
+
+
+def _weight_bytes(parts: Mapping[str, int], itemsize: int, fmt: WeightFormat | None, quantizes: bool) -> int:
+    """Bytes of a rank's parameters; what SGLang quantises itself takes about one byte, for scales are small."""
+    quantized = sum(parts[part] for part in (quantized_parts(fmt) if fmt else PROBES if quantizes else ()))
+    small = fmt.bytes_of_params(quantized, itemsize=itemsize) if fmt else quantized
+    return small + (sum(parts.values()) - quantized) * itemsize
 
 
 def weight_params(shape: ModelShape, tp: int, pp: int, ep: int) -> dict[str, int]:

@@ -6,9 +6,10 @@ be read becomes a sentence, never an error: a plan is made without data and with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.plan import RowReport
 from slime.plan.layout import DataFacts
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MEASURED_ROWS = 200  # Rows at the start of the prompt file whose lengths are measured
 
+T = TypeVar("T")
 # (text, spans with whether they are trained, tokens, trained tokens)
 Shown = tuple[str, list[tuple[str, bool]], int, int | None]
 Found = tuple[DataFacts | None, list[RowReport], list[str]]
@@ -36,13 +38,11 @@ def read_rows_of(args: Args) -> Found:
     Returns:
         facts about the prompts (None without them), one report per data file, and a sentence for each thing missing.
     """
-    missing: list[str] = []
-    wanted: list[tuple[str, str, EvalDatasetConfig | None]] = []
+    wanted: list[tuple[str, str, EvalDatasetConfig | None]] = [(d.name, d.path, d) for d in args.eval_datasets]
     if args.prompt_data:
-        wanted.append(("prompts", args.prompt_data, None))
-    wanted += [(dataset.name, dataset.path, dataset) for dataset in args.eval_datasets]
+        wanted.insert(0, ("prompts", args.prompt_data, None))
     readable = [entry for entry in wanted if parse_slice(entry[1])[0].is_file()]
-    missing += [f"{name}: {path} does not exist" for name, path, _ in wanted if (name, path) not in _names(readable)]
+    missing = [f"{entry[0]}: {entry[1]} does not exist" for entry in wanted if entry not in readable]
     tokenizer = _tokenizer(args, missing) if readable else None
     facts, reports = None, []
     for name, path, dataset in readable:
@@ -53,20 +53,22 @@ def read_rows_of(args: Args) -> Found:
     return facts, reports, missing
 
 
-def _names(entries: list[tuple[str, str, Any]]) -> set[tuple[str, str]]:
-    return {(name, path) for name, path, _ in entries}
-
-
 def _tokenizer(args: Args, missing: list[str]) -> Any:
     if not args.hf_checkpoint or not Path(args.hf_checkpoint).is_dir():
         missing.append(f"a tokenizer: --hf-checkpoint {args.hf_checkpoint} is no directory; data rows are shown raw")
         return None
+    tokenizer, problem = _tried(load_tokenizer, args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    if problem is not None:
+        missing.append(f"a tokenizer: {args.hf_checkpoint}: {problem}; data rows are shown raw")
+    return tokenizer
+
+
+def _tried(function: Callable[..., T], *args: Any, **keywords: Any) -> tuple[T | None, str | None]:
+    """(what a function returns, None), or (None, why it fails)."""
     try:
-        return load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-    except Exception as error:  # its files are the user's: whatever transformers raises about them is an answer here
-        kind = "" if isinstance(error, UsageError) else f"{args.hf_checkpoint} raises {type(error).__name__}: "
-        missing.append(f"a tokenizer: {kind}{error}; data rows are shown raw")
-        return None
+        return function(*args, **keywords), None
+    except Exception as error:  # tokenizer, template and data are the user's: whatever they raise is an answer here
+        return None, str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
 
 
 def _keys(args: Args, dataset: Any) -> dict[str, Any]:
@@ -85,25 +87,29 @@ def _keys(args: Args, dataset: Any) -> dict[str, Any]:
 
 def row_report(args: Args, name: str, path: str, *, keys: dict[str, Any], tokenizer: Any) -> RowReport:
     """The first row of a file; rendered and counted where there is a tokenizer, else as it is written."""
-    where = None
-    try:
-        where, row = next(read_rows(path, _left_out(args)), (None, {}))
-        if where is None:
-            raise UsageError(f"{path} has no rows")
-        if tokenizer is None:
-            text = str(row.get(keys["prompt_key"], row))
-            return RowReport(name, path, where, text, [], None, None, _shown(row.get(keys["label_key"])), None)
+    first, problem = _tried(_first_row, args, path)
+    if first is None:
+        return RowReport(name, path, None, None, [], None, None, None, problem)
+    where, row = first
+    if tokenizer is None:
+        text, label = str(row.get(keys["prompt_key"], row)), _shown(row.get(keys["label_key"]))
+        return RowReport(name, path, where, text, [], None, None, label, None)
+    is_demonstration = args.loss_type == "sft_loss" and name == "prompts"
+
+    def shown() -> RowReport:
         sample = first_samples(path, keys, tokenizer, 1)[0]
-        is_demonstration = args.loss_type == "sft_loss" and name == "prompts"
-        text, pieces, count, trained = (
-            _masked(args, sample, tokenizer) if is_demonstration else _prompt(sample, tokenizer)
-        )
-        return RowReport(name, path, where, text, pieces, count, trained, _shown(sample.label), None)
-    except UsageError as error:
-        return RowReport(name, path, where, None, [], None, None, None, str(error))
-    except Exception as error:  # tokenizer and template are the user's code
-        problem = f"{type(error).__name__}: {error}"
-        return RowReport(name, path, where, None, [], None, None, None, problem)
+        parts = _masked(args, sample, tokenizer) if is_demonstration else _prompt(sample, tokenizer)
+        return RowReport(name, path, where, *parts, _shown(sample.label), None)
+
+    report, problem = _tried(shown)
+    return report or RowReport(name, path, where, None, [], None, None, None, problem)
+
+
+def _first_row(args: Args, path: str) -> tuple[str, dict[str, Any]]:
+    """(where it is, row) of a data file."""
+    for where, row in read_rows(path, [] if args.skip_malformed_data else None):
+        return where, row
+    raise UsageError(f"{path} has no rows")
 
 
 def first_samples(path: str, keys: dict[str, Any], tokenizer: Any, number: int) -> list[Sample]:
@@ -142,23 +148,19 @@ def _masked(args: Args, sample: Sample, tokenizer: Any) -> Shown:
     return "".join(text for text, _ in pieces), pieces, len(tokens), sum(mask)
 
 
-def _left_out(args: Args) -> list[str] | None:
-    """Where read_rows may put lines that are no JSON; None: they are an error."""
-    return [] if args.skip_malformed_data else None
-
-
 def _shown(label: Any) -> str | None:
     return None if label is None else str(label)
 
 
 def data_facts(path: str, keys: dict[str, Any], tokenizer: Any, *, is_whole: bool = False) -> DataFacts | None:
     """Rows of the prompt file, and prompt lengths of the first `MEASURED_ROWS`; None where a row cannot be used."""
-    try:
+
+    def read() -> DataFacts | None:
         num_rows = sum(1 for _ in read_rows(path, [] if keys["skip_malformed"] else None))
         if tokenizer is None or not num_rows:
             return DataFacts(num_rows) if num_rows else None
         samples = first_samples(path, keys, tokenizer, MEASURED_ROWS)
         lengths = [_prompt(sample, tokenizer, is_whole=is_whole)[2] for sample in samples]
         return DataFacts(num_rows, len(lengths), round(sum(lengths) / len(lengths)), max(lengths))
-    except Exception:  # what it is stands in the report of the first row, or in the problems of the command line
-        return None
+
+    return _tried(read)[0]  # why not is in the report of the first row, or in the problems of the command line
