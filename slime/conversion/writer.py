@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import concurrent.futures as cf
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -20,8 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -157,7 +155,7 @@ def write_hf(target: HfTarget, jobs: Sequence[Job], *, num_threads: int = 1) -> 
     total = sum(job.num_bytes for job in jobs)
     with growing(target.partial):
         check_room(target.partial, total, target.flag)
-        with Bar(f"writing {target.path.name}", total) as bar:
+        with progress(f"writing {target.path.name}", total) as bar:
             for file, shard in files.items():
                 write_shard(target.partial / file, shard, num_threads=num_threads, bar=bar)
         _write_rest(target, files, total)
@@ -172,7 +170,7 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_shard(path: Path, jobs: Sequence[Job], *, num_threads: int, bar: Bar) -> None:
+def write_shard(path: Path, jobs: Sequence[Job], *, num_threads: int, bar: tqdm[NoReturn]) -> None:
     """Write a safetensors file: its header, then each tensor at its place."""
     front, places = make_header({name: info for job in jobs for name, info in job.outputs.items()})
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
@@ -330,57 +328,24 @@ def usual_threads() -> int:
     return min(4, len(os.sched_getaffinity(0)))
 
 
-class Bar:
-    """A progress bar of bytes on stderr, with "in 1.23 s" at its end; where that is no terminal, drawn twice a minute.
-
-    Args:
-        what: is done, in a word or two.
-        total: bytes.
-    """
-
-    def __init__(self, what: str, total: int) -> None:
-        self._bar = tqdm(
-            desc=what,
-            total=total,
-            unit="B",
-            unit_scale=True,
-            mininterval=0.5 if sys.stderr.isatty() else 30,
-            file=sys.stderr,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.set_postfix_str(f"in {self._bar.format_dict['elapsed']:.2f} s", refresh=False)
-        self._bar.close()
-
-    def add(self, num_bytes: int) -> None:
-        """So many bytes are done."""
-        self._bar.update(num_bytes)
+def progress(what: str, total: int) -> tqdm[NoReturn]:
+    """Return a bar of so many bytes on stderr; where that is no terminal, it is drawn twice a minute."""
+    interval = 0.5 if sys.stderr.isatty() else 30
+    return tqdm(desc=what, total=total, unit="B", unit_scale=True, mininterval=interval, file=sys.stderr)
 
 
-def run_in_threads(jobs: Iterable[ToDo], work: Callable[[ToDo], int], *, num_threads: int, bar: Bar) -> None:
+def run_in_threads(
+    jobs: Iterable[ToDo], work: Callable[[ToDo], int], *, num_threads: int, bar: tqdm[NoReturn]
+) -> None:
     """Call work(job) for every job, `num_threads` at a time, in about their order; it returns bytes for the bar.
 
     Raises:
         what the first job that failed raised; those that have not begun are left out.
     """
-    if num_threads == 1:
-        for job in jobs:
-            bar.add(work(job))
-        return
-    todo = iter(jobs)
     with cf.ThreadPoolExecutor(num_threads, thread_name_prefix="convert") as threads:
-        running = {threads.submit(work, job) for job in itertools.islice(todo, num_threads)}
+        running = [threads.submit(work, job) for job in jobs]
         try:
-            while running:
-                done, running = cf.wait(running, return_when=cf.FIRST_COMPLETED)
-                for one in done:
-                    bar.add(one.result())
-                running |= {threads.submit(work, job) for job in itertools.islice(todo, len(done))}
+            for one in cf.as_completed(running):
+                bar.update(one.result())
         finally:
-            for one in running:
-                one.cancel()
+            threads.shutdown(wait=False, cancel_futures=True)

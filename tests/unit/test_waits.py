@@ -98,7 +98,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/utils/async_utils.py", "gather_or_cancel", "asyncio.gather"): "of coroutines, whose waits have deadlines",
     ("slime/utils/async_utils.py", "AsyncLoop.run", "cf.wait"): "for a coroutine, whose waits have deadlines",
     ("slime/utils/async_utils.py", "AsyncLoop.run", "future.result"): FINISHED,
-    ("slime/conversion/writer.py", "run_in_threads", "cf.wait"): "a tool's own work, with a progress bar",
+    ("slime/conversion/writer.py", "run_in_threads", "cf.as_completed"): "a tool's own work, with a progress bar",
     ("slime/conversion/writer.py", "run_in_threads", "one.result"): FINISHED,
     ("slime/utils/external_utils/command_utils.py", "_finish", "process.wait"): "a command that a person started",
     ("slime/utils/misc.py", "exec_command", "subprocess.run"): "a command that a person started, of any length",

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from slime.backends.megatron_utils.checkpoint.iterations import give_name
 from slime.backends.megatron_utils.model.model_weights import iter_weights, named_tensors
-from slime.conversion.writer import Bar, check_room, growing, run_in_threads
+from slime.conversion.writer import check_room, growing, progress, run_in_threads
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
 from slime.utils.errors import UsageError
@@ -140,7 +140,7 @@ def write_release(
     partial = final.with_name(f".{final.name}.partial")
     total = sum(one.num_bytes for one in parameters)
     written: dict[str, Part] = {}
-    with growing(partial), _without_crc32(), Bar(f"writing {root.name}", total) as bar:
+    with growing(partial), _without_crc32(), progress(f"writing {root.name}", total) as bar:
         check_room(partial, total, f"--save {root}")
 
         def write(part: tuple[int, list[Parameter]]) -> int:
