@@ -8,6 +8,7 @@ anything is derived from them, the others last.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -55,11 +56,9 @@ class FlagReader:
 
     def find(self, key: str) -> Found | None:
         """The flag of an attribute's name, or of an option's with or without its dashes in front."""
-        bare = key.removeprefix("--")
-        if option := self._by_attribute.get(bare.replace("-", "_")):
-            return Found(option, self._options[option], True)
-        option = "--" + bare.replace("_", "-")
-        return Found(option, self._options[option], False) if option in self._options else None
+        name = key.removeprefix("--").replace("-", "_")
+        option = self._by_attribute.get(name, "--" + name.replace("_", "-"))
+        return Found(option, self._options[option], name in self._by_attribute) if option in self._options else None
 
     def names(self) -> list[str]:
         """The attributes that there are flags for."""
@@ -86,24 +85,23 @@ def read_flag(found: Found, value: Any) -> dict[str, Any]:
         ValueError: with the reason why the flag cannot have this value.
     """
     action = found.action
+    if value is None and action.default is not None:
+        raise ValueError("null is no value for it; leave the key out for the default")
     if value is None:
-        if action.default is not None:
-            raise ValueError("null is no value for it; leave the key out for the default")
         return {action.dest: None}
     if action.nargs == 0:
         return _read_switch(found, value)
-    repeats = isinstance(action, argparse._AppendAction) and action.nargs is None
-    if repeats:
-        given = [_read_one(action, item) for item in _as_list(value)]
-    elif action.nargs is None:
-        given = _read_one(action, value)
-    else:
-        given = [_read_one(action, item) for item in _as_list(value)]
-        _check_count(action, given)
-        given = given[0] if action.nargs == argparse.OPTIONAL else given
     namespace = argparse.Namespace()
-    for item in given if repeats else [given]:
-        _run(found, namespace, item)
+    if action.nargs is None and not isinstance(action, argparse._AppendAction):
+        _run(found, namespace, _read_one(action, value))
+        return vars(namespace)
+    given = [_read_one(action, item) for item in (value if isinstance(value, list) else [value])]
+    if action.nargs is None:  # given several times
+        for item in given:
+            _run(found, namespace, item)
+        return vars(namespace)
+    _check_count(action, len(given))
+    _run(found, namespace, given[0] if action.nargs == argparse.OPTIONAL else given)
     return vars(namespace)
 
 
@@ -113,17 +111,15 @@ def _read_switch(found: Found, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise ValueError(f"{_short(value)} is not true or false")
     is_bool = isinstance(action, argparse.BooleanOptionalAction)
-    if is_bool and found.is_attribute:
+    if found.is_attribute and (is_bool or isinstance(action.const, bool)):
         return {action.dest: value}
     if is_bool:  # the option may be the --no-... one
         return {action.dest: value != found.option.startswith("--no-")}
-    if found.is_attribute and isinstance(action.const, bool):
-        return {action.dest: value}
-    if value:
-        namespace = argparse.Namespace()
-        _run(found, namespace, [])
-        return vars(namespace)
-    return {action.dest: not action.const if isinstance(action.const, bool) else action.default}
+    if not value:
+        return {action.dest: not action.const if isinstance(action.const, bool) else action.default}
+    namespace = argparse.Namespace()
+    _run(found, namespace, [])
+    return vars(namespace)
 
 
 def _run(found: Found, namespace: argparse.Namespace, values: Any) -> None:
@@ -133,33 +129,24 @@ def _run(found: Found, namespace: argparse.Namespace, values: Any) -> None:
         raise ValueError(error.message) from error
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _check_count(action: argparse.Action, given: list[Any]) -> None:
-    count = len(given)
-    if isinstance(action.nargs, int) and count != action.nargs:
-        raise ValueError(f"it takes {action.nargs} values, not {count}")
-    if action.nargs == argparse.ONE_OR_MORE and not count:
+def _check_count(action: argparse.Action, count: int) -> None:
+    wanted = 1 if action.nargs == argparse.OPTIONAL else action.nargs
+    if isinstance(wanted, int) and count != wanted:
+        raise ValueError(f"it takes {wanted} value{'s' if wanted != 1 else ''}, not {count}")
+    if wanted == argparse.ONE_OR_MORE and not count:
         raise ValueError("it takes at least one value")
-    if action.nargs == argparse.OPTIONAL and count != 1:
-        raise ValueError(f"it takes one value, not {count}")
 
 
 def _read_one(action: argparse.Action, value: Any) -> Any:
     """One value, by way of the text that would stand for it on the command line."""
-    kind: Callable[[str], Any] = action.type if callable(action.type) else str
-    text = _text(value, is_plain=action.type in _PLAIN_TYPES)
+    parser, text = argparse.ArgumentParser(add_help=False), _text(value, is_plain=action.type in _PLAIN_TYPES)
     try:
-        read = kind(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(str(error)) from error
-    except (TypeError, ValueError, RecursionError) as error:
-        wanted = {int: "a whole number", float: "a number"}.get(kind, "a value for it")  # type: ignore[call-overload]
-        raise ValueError(f"{_short(value)} is not {wanted}") from error
-    if action.choices is not None and read not in action.choices:
-        raise ValueError(f"{_short(value)} is none of {', '.join(map(str, action.choices))}")
+        read = parser._get_value(action, text)
+        parser._check_value(action, read)
+    except argparse.ArgumentError as error:
+        raise ValueError(error.message) from error
+    except RecursionError as error:
+        raise ValueError(f"{_short(value)} is nested too deeply") from error
     return read
 
 
@@ -250,22 +237,21 @@ def custom_config_values(
 
 def read_known(values: FileValues, located: LocatedYaml, reader: FlagReader, at: tuple[str | int, ...]) -> None:
     """Read the flag that the key at a path names into `values.known` (or say in `values.problems` why not)."""
-    key, value = str(at[-1]), located.value
-    for part in at:
-        value = value[part]
-    found = reader.find(key)
+    value = functools.reduce(lambda part, key: part[key], at, located.value)
+    found = reader.find(str(at[-1]))
     if found is None:
-        values.problems.append(located.sentence(at, f"there is no such attribute; {reader.did_you_mean(key)}"))
+        values.problems.append(located.sentence(at, f"there is no such attribute; {reader.did_you_mean(str(at[-1]))}"))
         return
     try:
         read = read_flag(found, value)
     except ValueError as error:
         values.problems.append(located.sentence(at, f"{error}."))
         return
-    for attribute in read:
-        if attribute in values.known:
-            text = f"{found.option} is set already in {values.places[attribute]}; keep one."
-            values.problems.append(located.sentence(at, text))
+    values.problems += [
+        located.sentence(at, f"{found.option} is set already in {values.places[attribute]}; keep one.")
+        for attribute in read
+        if attribute in values.known
+    ]
     values.known |= read
     values.places |= dict.fromkeys(read, located.where(at))
 

@@ -112,11 +112,9 @@ class OptionTable:
 
     def to_json(self) -> list[dict[str, Any]]:
         """The options as JSON values; what equals the default of `Option` is left out."""
-        blank = {name: (type(value), value) for name, value in dataclasses.asdict(Option((), "")).items()}
-        rows = [dataclasses.asdict(option) for option in self.options]
+        blank = vars(Option((), ""))
         return [
-            {name: _encoded(value) for name, value in row.items() if (type(value), value) != blank[name]}
-            for row in rows
+            {name: value for name, value in vars(option).items() if value != blank[name]} for option in self.options
         ]
 
 
@@ -126,8 +124,12 @@ def options_from_json(rows: list[dict[str, Any]]) -> list[Option]:
     Raises:
         TypeError, KeyError, AttributeError: the rows are no options.
     """
-    decoded = ({name: _decoded(value) for name, value in row.items()} for row in rows)
-    return [Option(**{**row, "names": tuple(row["names"])}) for row in decoded]
+
+    def value_of(name: str, value: Any) -> Any:
+        # argparse asks for the object SUPPRESS itself
+        return tuple(value) if name == "names" else argparse.SUPPRESS if value == argparse.SUPPRESS else value
+
+    return [Option(**{name: value_of(name, value) for name, value in row.items()}) for row in rows]
 
 
 class _LazyType:
@@ -223,13 +225,8 @@ def _option_of(action: argparse.Action, group: str | None, description: str | No
         raise TypeError(f"positional argument {action.dest} cannot be put into a table")
     if isinstance(action, argparse.BooleanOptionalAction):
         names = tuple(name for name in names if not name.startswith("--no-"))
-    try:
-        for value in (action.default, action.const, action.choices, _extra_of(action)):
-            _encoded(value)
-    except TypeError as error:
-        raise TypeError(f"option {names[0]} cannot be put into a table: {error}") from error
     choices = action.choices
-    return Option(
+    option = Option(
         names=names,
         dest=action.dest,
         default=action.default,
@@ -245,6 +242,10 @@ def _option_of(action: argparse.Action, group: str | None, description: str | No
         group=group,
         group_description=None if group is None else description,
     )
+    for value in (option.default, option.const, option.choices, option.extra):
+        if json.loads(json.dumps(value, default=repr)) != value:
+            raise TypeError(f"option {names[0]} cannot be put into a table: {value!r} is no plain value")
+    return option
 
 
 def _path_of(thing: Any) -> str:
@@ -279,32 +280,6 @@ def _extra_of(action: argparse.Action) -> dict[str, Any]:
         for name, parameter in inspect.signature(type(action)).parameters.items()
         if name not in common and parameter.kind is not parameter.VAR_KEYWORD
     }
-
-
-def _encoded(value: Any) -> Any:
-    """A plain value as JSON has it; tuples and sets, which it lacks, are marked."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_encoded(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _encoded(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return {"(tuple)": [_encoded(item) for item in value]}
-    if isinstance(value, set | frozenset):
-        return {"(set)": [_encoded(item) for item in sorted(value)]}
-    raise TypeError(f"{value!r} is no plain value")
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    if not isinstance(value, dict):
-        return argparse.SUPPRESS if value == argparse.SUPPRESS else value  # argparse asks for the object itself
-    decoded = {key: _decoded(item) for key, item in value.items()}
-    if set(decoded) == {"(tuple)"}:
-        return tuple(decoded["(tuple)"])
-    return set(decoded["(set)"]) if set(decoded) == {"(set)"} else decoded
 
 
 def cached_table(name: str, key: Mapping[str, str], build: Callable[[], OptionTable]) -> OptionTable:

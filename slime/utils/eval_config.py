@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from slime.utils.errors import UsageError
 from slime.utils.yaml_config import LocatedYaml, load_yaml, validate
@@ -104,69 +104,48 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class _Ignored(BaseModel):
-    """Settings that upstream accepts and ignores; a warning names them here."""
-
-    app_service: Any = None
-    eval_task_timeout: Any = None
-    min_eval_samples: int | None = Field(None, ge=1)
-    eval_early_stop_remaining: Any = None
-    eval_early_stop_idle_timeout: Any = None
-    message_processor: Any = None
-    reward_model: Any = None
-    remote_environment: Any = None
-
-
-class _Settings(_Ignored):
-    """What `defaults` and every data set of a file may have."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    rm_type: str | None = None
-    custom_rm_path: str | None = None
-    input_key: str | None = None
-    label_key: str | None = None
-    tool_key: str | None = None
-    metadata_key: str | None = None
-    multimodal_keys: dict[str, str] | None = None
-    apply_chat_template: bool | None = None
-    apply_chat_template_kwargs: dict[str, Any] | None = None
-    n_samples_per_eval_prompt: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    max_response_len: int | None = Field(None, ge=1)
-    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
-    stop_token_ids: list[int] | None = None
-    min_new_tokens: int | None = Field(None, ge=0)
-    repetition_penalty: float | None = Field(None, gt=0, le=2)
-    skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    custom_generate_function_path: str | None = None
-    metadata_overrides: dict[str, Any] | None = None
+# Settings that upstream accepts and ignores; a warning names them here.
+_IGNORED: dict[str, Any] = {
+    "app_service": Any,
+    "eval_task_timeout": Any,
+    "min_eval_samples": Annotated[int, Field(ge=1)],
+    "eval_early_stop_remaining": Any,
+    "eval_early_stop_idle_timeout": Any,
+    "message_processor": Any,
+    "reward_model": Any,
+    "remote_environment": Any,
+}
+# What a file may say of a field where its type allows more.
+_NARROWER: dict[str, Any] = {
+    "n_samples_per_eval_prompt": Annotated[int, Field(ge=1)],
+    "temperature": Annotated[float, Field(ge=0)],
+    "top_p": Annotated[float, Field(gt=0, le=1)],
+    "top_k": Annotated[int, Field(ge=-1)],
+    "max_response_len": Annotated[int, Field(ge=1)],
+    "stop": Annotated[list[str] | None, BeforeValidator(_as_list)],
+    "min_new_tokens": Annotated[int, Field(ge=0)],
+    "repetition_penalty": Annotated[float, Field(gt=0, le=2)],
+}
+_TEXT = Annotated[str, Field(min_length=1)]
 
 
-class _Dataset(_Settings):
-    name: str | None = Field(None, min_length=1)  # its key, unless it says otherwise
-    path: str = Field(min_length=1)
+def _model(name: str, kinds: Mapping[str, Any], /, **required: Any) -> type[BaseModel]:
+    """Return a strict model with fields of these types, null or left out where they are not required."""
+    fields: dict[str, Any] = {key: (kind | None, None) for key, kind in kinds.items()}
+    fields |= {key: (kind, ...) for key, kind in required.items()}
+    return create_model(name, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields)
 
 
-class _NamedDataset(_Dataset):
-    name: str = Field(min_length=1)
-
-
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    defaults: _Settings | None = None
-
-
-class _ListFile(_File):
-    datasets: list[_NamedDataset] = Field(min_length=1)
-
-
-class _MappingFile(_File):
-    datasets: dict[Annotated[str, Field(min_length=1)], _Dataset] = Field(min_length=1)
+_KINDS = {name: hint for name, hint in get_type_hints(EvalDatasetConfig).items() if name not in ("name", "path")}
+_SETTINGS = _KINDS | _NARROWER | _IGNORED
+"""What `defaults` and every data set of a file may have."""
+_Defaults = _model("_Defaults", _SETTINGS)
+_Dataset = _model("_Dataset", _SETTINGS | {"name": _TEXT}, path=_TEXT)  # its name is its key, unless it says otherwise
+_NamedDataset = _model("_NamedDataset", _SETTINGS, name=_TEXT, path=_TEXT)
+_ListFile, _MappingFile = (
+    _model("_File", {"defaults": _Defaults}, datasets=Annotated[datasets, Field(min_length=1)])
+    for datasets in (list[_NamedDataset], dict[_TEXT, _Dataset])  # type: ignore[valid-type]
+)
 
 
 class EvalConfig(NamedTuple):
@@ -261,12 +240,12 @@ def _checked(located: LocatedYaml, at: tuple[str, ...]) -> EvalConfig:
     ignored = [
         f"{located.where((*where, key))}: {key}"
         for where, settings in parts
-        for key in _Ignored.model_fields
+        for key in _IGNORED
         if settings.pop(key, None) is not None
     ]
     return EvalConfig(datasets, defaults, ignored)
 
 
-def _given(settings: _Settings) -> dict[str, Any]:
+def _given(settings: BaseModel) -> dict[str, Any]:
     """What is set, as plain values."""
     return settings.model_dump(exclude_none=True)

@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -50,20 +51,17 @@ class LocatedYaml:
 
     def line(self, path: Sequence[str | int]) -> int:
         """The line of a part, or of the innermost part around it that is written somewhere; 0 without a file."""
-        here = tuple(path)
-        while here and here not in self.lines:
-            here = here[:-1]
-        return self.lines.get(here, 0)
+        parts = (tuple(path[:end]) for end in range(len(path), -1, -1))
+        return next((self.lines[part] for part in parts if part in self.lines), 0)
 
     def where(self, path: Sequence[str | int] = ()) -> str:
         """Flag, file and line of a part."""
-        place = " ".join(text for text in (self.flag, self.file) if text)
+        place = f"{self.flag} {self.file}".strip()
         return f"{place}:{self.line(path)}" if self.line(path) else place
 
     def sentence(self, path: Sequence[str | int], text: str) -> str:
         """What is wrong with a part, in front of it the place and the part's name."""
-        name = dotted(path)
-        return f"{self.where(path)}: {name}: {text}" if name else f"{self.where(path)}: {text}"
+        return ": ".join(filter(None, (self.where(path), dotted(path), text)))
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -88,31 +86,27 @@ def load_yaml(path: str, flag: str, *, interpolates: bool = False) -> LocatedYam
     text = _read_text(path, flag)
     if path.endswith(".json"):
         text = text.replace("\t", " ")  # legal in JSON, and there only between values; not in YAML
-    located = LocatedYaml(path, flag, None)
+    reader = _Reader(LocatedYaml(path, flag, None), interpolates)
     try:
-        root = yaml.compose(text, Loader=_Loader)
-        located.value = None if root is None else _Reader(located, interpolates).read(root, ())
+        return reader.located_of(text)
     except yaml.YAMLError as error:
         raise UsageError(f"{flag} {path}{_position(error, text)} is no valid YAML: {_reason(error)}.") from error
     except RecursionError as error:
         raise UsageError(f"{flag} {path} is nested too deeply.") from error
     except (ValueError, OverflowError) as error:  # PyYAML's answer to "\Uffffffff"
         raise UsageError(f"{flag} {path} is no valid YAML: {error}.") from error
-    return located
 
 
 def _read_text(path: str, flag: str) -> str:
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            return file.read()
-    except FileNotFoundError as error:
-        raise FileUnusable(f"{flag} {path}: there is no such file.") from error
-    except OSError as error:
-        raise FileUnusable(f"{flag} {path} cannot be read: {error.strerror or error}.") from error
+        return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag} {path} is no text file: byte {error.start} is not UTF-8.") from error
-    except ValueError as error:  # a null byte in the path
-        raise FileUnusable(f"{flag} {path!r} is no path: {error}.") from error
+    except FileNotFoundError as error:
+        raise FileUnusable(f"{flag} {path}: there is no such file.") from error
+    except (OSError, ValueError) as error:  # a null byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise FileUnusable(f"{flag} {path!r} cannot be read: {reason}.") from error
 
 
 def _position(error: yaml.YAMLError, text: str) -> str:
@@ -158,7 +152,7 @@ _SCALARS = {
     "tag:yaml.org,2002:float": yaml.SafeLoader.construct_yaml_float,
     "tag:yaml.org,2002:str": yaml.SafeLoader.construct_scalar,
 }
-_MERGE = "tag:yaml.org,2002:merge"
+_MERGE, _STR = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
 _INTERPOLATION = re.compile(r"\$\{([^{}]*)\}")
 
 
@@ -166,12 +160,17 @@ class _Reader:
     """Makes values of PyYAML's nodes and notes their lines."""
 
     def __init__(self, located: LocatedYaml, interpolates: bool) -> None:
-        self._located = located
-        self._interpolates = interpolates
+        self._located, self._interpolates = located, interpolates
         self._loader = _Loader("")
         self._num_values = 0
 
-    def read(self, node: yaml.Node, path: KeyPath) -> Any:
+    def located_of(self, text: str) -> LocatedYaml:
+        """Read a whole file."""
+        root = yaml.compose(text, Loader=_Loader)
+        self._located.value = None if root is None else self._read(root, ())
+        return self._located
+
+    def _read(self, node: yaml.Node, path: KeyPath) -> Any:
         """The value of a node; `path` leads to it."""
         self._located.lines.setdefault(path, node.start_mark.line + 1)
         self._num_values += 1
@@ -180,7 +179,7 @@ class _Reader:
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
-            return [self.read(item, (*path, number)) for number, item in enumerate(node.value)]
+            return [self._read(item, (*path, number)) for number, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
             return self._scalar(node, path)
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
@@ -191,52 +190,42 @@ class _Reader:
         merged: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if key_node.tag == _MERGE:
-                merged = {**self._merged(value_node, path), **merged}
+                merged = self._merged(value_node, path) | merged
                 continue
-            key = self._key(key_node, path)
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in _SCALARS:
+                self._fail(key_node, path, "a key must be a text.")
+            key = self._text(key_node, path)  # just as it is written: `2024` and `on` are names here
             here = (*path, key)
             if key in values:
                 first = self._located.lines[here]
                 self._fail(key_node, path, f"the key {key!r} is there twice, first in line {first}; keep one.")
             self._located.lines[here] = key_node.start_mark.line + 1
-            values[key] = self.read(value_node, here)
-        return {**merged, **values}
-
-    def _key(self, node: yaml.Node, path: KeyPath) -> str:
-        """A key as text, just as it is written: `2024` and `on` are names here."""
-        if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALARS:
-            self._fail(node, path, "a key must be a text.")
-        return self._text(node, path)
+            values[key] = self._read(value_node, here)
+        return merged | values
 
     def _merged(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
         """What `<<: *alias` brings in; the mapping's own keys go first."""
-        value = self.read(node, path)
+        value = self._read(node, path)
         parts = value if isinstance(value, list) else [value]
         if not all(isinstance(part, dict) for part in parts):
             self._fail(node, path, "<< takes the alias of a mapping.")
         return {key: part[key] for part in reversed(parts) for key in part}
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
-        tag = node.tag
-        if tag == "tag:yaml.org,2002:str":
-            text = self._text(node, path)
+        text, tag = self._text(node, path), node.tag
+        if tag == _STR and node.style is None and text != node.value:
             # What a variable holds stands there as if it were written: a number is a number, unless it is in quotes.
-            tag = self._loader.resolve(yaml.ScalarNode, text, (True, False)) if node.style is None else tag
-            if tag not in _SCALARS or text == node.value:
-                return text
-            node = yaml.ScalarNode(tag, text, node.start_mark, node.end_mark)
+            tag = self._loader.resolve(yaml.ScalarNode, text, (True, False))
         try:
-            return _SCALARS[tag](self._loader, node)
+            return _SCALARS.get(tag, _SCALARS[_STR])(self._loader, yaml.ScalarNode(tag, text))
         except (ValueError, KeyError, IndexError, yaml.YAMLError):  # an explicit tag, as in `!!int x`, or 5000 digits
             return self._fail(node, path, f"{_short(node.value)} is no {tag.rpartition(':')[2]}.")
 
     def _text(self, node: yaml.ScalarNode, path: KeyPath) -> str:
-        text: str = node.value
-        if any("\ud800" <= char <= "\udfff" for char in text):  # JSON writes large code points as pairs
-            try:
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16")
-            except UnicodeDecodeError:
-                self._fail(node, path, "half a surrogate pair is no character.")
+        try:  # JSON writes large code points as pairs
+            text: str = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            self._fail(node, path, "half a surrogate pair is no character.")
         if not self._interpolates:
             return text
         return _INTERPOLATION.sub(lambda match: self._interpolated(match[1], node, path), text)
@@ -247,17 +236,14 @@ class _Reader:
         name, comma, default = (part.strip() for part in rest.partition(","))
         if resolver.strip() != "oc.env" or not name:
             self._fail(node, path, f"${{{inside}}} is not supported, only ${{oc.env:NAME}}; write the value.")
-        if name in os.environ:
-            return os.environ[name]
-        if not comma:
+        if name not in os.environ and not comma:
             self._fail(node, path, f"${{{inside}}}: the environment variable {name} is not set.")
-        return default.strip("'\"")
+        return os.environ.get(name, default.strip("'\""))
 
     def _fail(self, node: yaml.Node, path: KeyPath, text: str) -> NoReturn:
         located = self._located
-        name = dotted(path)
-        place = f"{located.flag} {located.file}:{node.start_mark.line + 1}"
-        raise UsageError(f"{place}: {name}: {text}" if name else f"{place}: {text}")
+        at = LocatedYaml(located.file, located.flag, None, {(): node.start_mark.line + 1})
+        raise UsageError(at.sentence(path, text))
 
 
 def validate(model: type[M], located: LocatedYaml, at: KeyPath = ()) -> M:
@@ -294,23 +280,17 @@ def validate(model: type[M], located: LocatedYaml, at: KeyPath = ()) -> M:
 
 def known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """The keys that a mapping at `path` inside a model's data may have; none where any may be there."""
-    from pydantic import BaseModel
-
     hint: Any = model
     for part in path:
-        hint = _inside(hint, part)
-    hint = _bare(hint)
-    if not (isinstance(hint, type) and issubclass(hint, BaseModel)):
-        return []
-    return [alias for name, info in hint.model_fields.items() for alias in _names_of(name, info)]
+        fields = _fields(hint)
+        hint = fields.get(str(part)) if fields else [None, *get_args(_bare(hint))][-1]
+    return list(_fields(hint))
 
 
-def _inside(hint: Any, part: str | int) -> Any:
-    """The type of one part of a value of type `hint`: a model's field, a list's items, a mapping's values."""
-    hint = _bare(hint)
-    fields = getattr(hint, "model_fields", {})
-    annotations = {alias: info.annotation for name, info in fields.items() for alias in _names_of(name, info)}
-    return annotations.get(str(part)) if fields else [None, *get_args(hint)][-1]
+def _fields(hint: Any) -> dict[str, Any]:
+    """Name in a file -> type, of a model's fields; empty for another type."""
+    fields = getattr(_bare(hint), "model_fields", {})
+    return {alias: info.annotation for name, info in fields.items() for alias in _names_of(name, info)}
 
 
 def _bare(hint: Any) -> Any:

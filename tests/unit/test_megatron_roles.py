@@ -119,7 +119,7 @@ def test_a_wrong_argument_is_named_with_its_line_and_the_nearest_names(read):
     )
     unknown, typed, forced = read(text)["critic"].problems
     assert "roles.yaml:4: megatron[0].overrides.nun_layers: there is no such attribute; did you mean num_l" in unknown
-    assert typed.endswith("roles.yaml:5: megatron[0].overrides.lr: 'fast' is not a number.")
+    assert typed.endswith("roles.yaml:5: megatron[0].overrides.lr: invalid float value: 'fast'.")
     assert forced.endswith("roles.yaml:6: kl_coef: is always 0.0 for the critic; leave it out.")
 
 

@@ -175,7 +175,7 @@ def test_a_file_that_cannot_work_names_the_line(write, text, message):
     ("override", "message"),
     [
         ("mem_fraction_statik: 0.5", "ServerArgs has no such field; did you mean mem_fraction_static"),
-        ("mem_fraction_static: much", "'much' is not a number"),
+        ("mem_fraction_static: much", "invalid float value: 'much'"),
         ("disable_radix_cache: 1", "1 is not true or false"),
         ("tp_size: 2", "is set by slime: use num_gpus_per_engine"),
         ("tensor_parallel_size: 2", "is set by slime: use num_gpus_per_engine"),
