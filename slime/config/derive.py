@@ -31,7 +31,9 @@ def derive_flags(
     args = Args.of(vars(args) | evaluation)
     return {
         **evaluation,
-        **trackers(args.tracker, use_wandb=args.use_wandb, use_tensorboard=args.use_tensorboard),
+        # each tracker has two names: its switch, and its value of --tracker
+        "use_wandb": args.use_wandb or "wandb" in args.tracker,
+        "use_tensorboard": args.use_tensorboard or "tensorboard" in args.tracker,
         **devices(args, explicit),
         **checkpoint_source(
             load_kind=kind_of(args.load),
@@ -85,14 +87,6 @@ def evaluation_only(args: Args) -> dict[str, Any]:
         "num_steps_per_rollout": None,
         "no_load_optim": True,
         "no_load_rng": True,
-    }
-
-
-def trackers(names: list[str], *, use_wandb: bool, use_tensorboard: bool) -> dict[str, bool]:
-    """Each tracker has two names: its switch, and its value of --tracker."""
-    return {
-        "use_wandb": use_wandb or "wandb" in names,
-        "use_tensorboard": use_tensorboard or "tensorboard" in names,
     }
 
 
@@ -165,21 +159,15 @@ def offloads(args: Args, *, use_critic: bool, has_engines: bool) -> dict[str, bo
     Unset means: where they share GPUs, yes; actor and critic always do. On a CPU nothing could be freed, so it stays
     off there.
     """
-    if args.debug_rollout_only:
-        return _offloads(train=False, rollout=False)
     on_gpu = args.accelerator != "cpu"
     is_useful = args.colocate and has_engines and on_gpu
     train = args.offload or first(args.offload_train, is_useful or (use_critic and on_gpu))
     rollout = args.offload or first(args.offload_rollout, is_useful)
-    if args.colocate and args.release_train:
-        train = False  # ended trainers hold no memory
-    return _offloads(train=train, rollout=rollout)
-
-
-def _offloads(*, train: bool, rollout: bool) -> dict[str, bool]:
+    # ended trainers hold no memory
+    train = train and not (args.debug_rollout_only or (args.colocate and args.release_train))
     return {
         "offload_train": train,
-        "offload_rollout": rollout,
+        "offload_rollout": rollout and not args.debug_rollout_only,
         # What is paused is kept by slime; Megatron's own copies in host memory would double it.
         "disable_grad_buffers_cpu_backup": train,
         "disable_param_buffers_cpu_backup": train,

@@ -327,7 +327,7 @@ def _derive(args: Args, explicit: set[str], problems: Problems, hf_config: Mappi
     derive_engines(args, explicit, problems)
     args.eval_datasets = _eval_datasets(args, problems)
     if args.num_rollout is None:
-        problems.notes += files.small_data_note(args)
+        problems.notes += files.SMALL_DATA_NOTE(args)
         args.num_rollout = derive.rollouts_of_epochs(
             args.num_epoch, num_rows=files.num_prompts(args), rollout_batch_size=args.rollout_batch_size
         )
@@ -394,7 +394,6 @@ def _check_rewards(args: Args, problems: Problems) -> None:
     """Rewards have a grader, and it has what it reads."""
     fields = files.fields_text(args)
     problems.wrong += generation.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields)
-    problems.wrong += generation.check_tensorboard(args, os.environ)
     reads_reward = generation.uses_builtin_reward(args)
     problems.environment += files.check_train_data(args, reads_reward=reads_reward)
     has_default_eval = args.eval_function_path == generation.DEFAULT_ROLLOUT

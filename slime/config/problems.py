@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from slime.utils.errors import UsageError
 from slime.utils.yaml_config import FileUnusable
@@ -97,6 +98,46 @@ class WithoutEffect:
             yield NoEffect(filled(self.flags, args), filled(self.why, args), self.remedy, instead=self.instead)
 
 
+class Effect(NamedTuple):
+    """A row of a table of flags that have an effect together with others only.
+
+    Attributes:
+        names: their attributes, separated by spaces.
+        holds: whether they have one, from args.
+        otherwise: the end of the sentence "<flag> has no effect ...".
+        remedy: as in `NoEffect`.
+    """
+
+    names: str
+    holds: Callable[[Args], object]
+    otherwise: str
+    remedy: str = "leave it out"
+
+
+def check_effects(
+    rows: Iterable[Effect],
+    args: Args,
+    asking: Collection[str],
+    *,
+    option_of: Callable[[str], str],
+    defaults: Mapping[str, Any],
+) -> Iterator[NoEffect]:
+    """Say which flags have no effect.
+
+    Args:
+        rows: the table.
+        args: the flags.
+        asking: attributes whose flags are given and ask for something.
+        option_of: the option of an attribute.
+        defaults: attribute -> value of a run without its flag; another attribute keeps what is given.
+    """
+    for row in rows:
+        names = [name for name in row.names.split() if name in asking]
+        if names and not row.holds(args):
+            instead = {name: defaults[name] for name in names if name in defaults}
+            yield NoEffect(map(option_of, names), row.otherwise, row.remedy, instead=instead)
+
+
 def filled(text: str | Callable[[Args], str], args: Args) -> str:
     """Return a text of a row with the values of args in it."""
     return text(args) if callable(text) else text.format_map(vars(args))
@@ -118,6 +159,18 @@ def each(names: str, when: Callable[[Any], object], sentence: str) -> tuple[Rule
     return tuple(map(rule_of, names.split()))
 
 
+def for_each(
+    things: Callable[[Args], Iterable[Any]], when: Callable[[Args, Any], object], sentence: Callable[[Args, Any], str]
+) -> Check:
+    """Return a row that speaks of each of several things that breaks it.
+
+    Args:
+        things: gives them, from args.
+        when, sentence: as in `Rule`, of args and one of them.
+    """
+    return lambda args, *given: (sentence(args, thing) for thing in things(args) if when(args, thing))
+
+
 def where(when: Callable[[Args], object], *rows: Check) -> Check:
     """Return a row for several that hold only in some runs."""
     return lambda args, *given: broken(rows, args, *given) if when(args) else ()
@@ -125,7 +178,7 @@ def where(when: Callable[[Args], object], *rows: Check) -> Check:
 
 def first_of(*rows: Check) -> Check:
     """Return a row that says what the first broken one of several says."""
-    return lambda args, *given: list(broken(rows, args, *given))[:1]
+    return lambda args, *given: islice(broken(rows, args, *given), 1)
 
 
 def broken(rows: Iterable[Check], args: Args, *given: Collection[str]) -> Iterator[str]:

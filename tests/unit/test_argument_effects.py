@@ -121,7 +121,7 @@ def test_what_a_flag_needs_exists(command_line: CommandLine) -> None:
     for field in (field for flags_class in FLAG_CLASSES for field in dataclasses.fields(flags_class)):
         for need in field.metadata["needs"]:
             assert need.partition("=")[0] in attributes, (field.name, need)
-    assert {name for mode in POINTLESS for name in mode.pointless} <= attributes
+    assert {name for row in POINTLESS for name in row.names.split()} <= attributes
 
 
 def test_engine_flags_of_a_train_only_run_are_named_once(check: Check, caplog: pytest.LogCaptureFixture) -> None:

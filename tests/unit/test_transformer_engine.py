@@ -14,6 +14,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from slime.config.args import Args
 from slime.config.megatron import kernel_checks
 from tests.unit.argument_lines import Check, check, command_line
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed
@@ -88,7 +89,7 @@ def test_what_is_not_installed_is_named_with_the_command(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernel_checks, "_load_problem", lambda _: loads[0])
 
     def said(attention: str = "auto") -> list[str]:
-        return list(kernel_checks._missing_transformer_engine(attention))
+        return list(kernel_checks.MISSING_TRANSFORMER_ENGINE(Args.of({"attention_backend": attention})))
 
     (absent,) = said()
     assert "needs TransformerEngine, which is not installed; pip install --no-build-isolation" in absent

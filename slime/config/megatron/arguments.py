@@ -146,7 +146,7 @@ def megatron_problems(
     problems.lacking += refused_flags(args, derived, kind="planned")
     out_of_range = list(value_checks.check_ranges(args, derived))
     problems.wrong += out_of_range
-    problems.wrong += value_checks.check_effects(args, given, set_here)
+    problems.wrong += value_checks.check_megatron_effects(args, given, set_here)
     problems.wrong += broken((*value_checks.TRAINING, *OFFLOADING), args, given)
     problems.environment += check_sharp_library(args)
     problems.extend(nccl_problems(args))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.derive import first
 from slime.utils.hf_text_config import text_config
 from slime.utils.pipeline_layout import stages_of_text, text_problem
 
@@ -125,59 +126,46 @@ CONSTANTS: dict[str, Any] = {
 
 def derive_megatron(args: Args) -> dict[str, Any]:
     """Return the values that follow from Megatron's flags: {attribute: value}; changes nothing in `args`."""
-    bf16 = trains_in_bf16(args.accelerator, fp16=args.fp16)
-    tensor, latent = args.tensor_model_parallel_size, args.multi_latent_attention
+    layout, has_deepep_here, dispatcher = Layout.of(args), uses_deepep(args), args.moe_token_dispatcher_type
+    bf16 = args.accelerator != "cpu" and not args.fp16
+    in_bf16 = args.grad_reduce_in_bf16 or (args.use_precision_aware_optimizer and args.main_grads_dtype == "bf16")
+    seq_length, expert_tensor = args.seq_length or 4096, args.expert_tensor_parallel_size
+    wants_flash = args.use_flash_attn and args.attention_backend == "auto"
     derived: dict[str, Any] = {
         **CONSTANTS,
         "bf16": bf16,
-        "params_dtype": parameter_type(bf16=bf16, fp16=args.fp16),
-        "grad_reduce_in_fp32": gradients_in_fp32(
-            args.grad_reduce_in_fp32,
-            bf16=bf16,
-            in_bf16=args.grad_reduce_in_bf16
-            or (args.use_precision_aware_optimizer and args.main_grads_dtype == "bf16"),
-        ),
-        "attention_backend": attention_backend(args.attention_backend, use_flash_attn=args.use_flash_attn),
+        # a name: config_values.torch_type has the type (torch takes a second to import)
+        "params_dtype": "bfloat16" if bf16 else "float16" if args.fp16 else "float32",
+        # as in Megatron: under bfloat16 unless asked not to
+        "grad_reduce_in_fp32": args.grad_reduce_in_fp32 or (bf16 and not in_bf16),
+        "attention_backend": "flash" if wants_flash else args.attention_backend,
         "apply_wd_to_qk_layernorm": args.apply_wd_to_qk_layernorm or args.no_weight_decay_cond_type is not None,
-        "moe_token_dispatcher_type": token_dispatcher(args.moe_token_dispatcher_type, has_deepep=uses_deepep(args)),
-        "moe_enable_deepep": uses_deepep(args),
-        "rope_type": args.rope_type or ("yarn" if latent else "rope"),
-        **lengths(args.seq_length, args.max_position_embeddings),
-        **weight_decay_range(args.weight_decay, args.start_weight_decay, args.end_weight_decay),
-        **tokenizer(args.tokenizer_type, args.tokenizer_model, args.hf_checkpoint),
-        **parallel_sizes(args),
+        # "allgather" cannot handle lengths that vary
+        "moe_token_dispatcher_type": (
+            "flex" if has_deepep_here else "alltoall" if dispatcher in ("allgather", "flex") else dispatcher
+        ),
+        "moe_enable_deepep": has_deepep_here,
+        "rope_type": args.rope_type or ("yarn" if args.multi_latent_attention else "rope"),
+        "seq_length": seq_length,  # packed micro-batches have their own
+        "max_position_embeddings": args.max_position_embeddings or seq_length,
+        "start_weight_decay": first(args.start_weight_decay, args.weight_decay),
+        "end_weight_decay": first(args.end_weight_decay, args.weight_decay),
+        "tokenizer_type": args.tokenizer_type or "HuggingFaceTokenizer",
+        "tokenizer_model": args.tokenizer_model or args.hf_checkpoint,
+        "world_size": layout.world,
+        "data_parallel_size": layout.data,
+        "expert_tensor_parallel_size": first(expert_tensor, layout.expert_tensor),
+        "virtual_pipeline_model_parallel_size": virtual_stages(args, layout.pipeline),
     }
     for name in ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "cuda_graph_scope"):
         derived[name] = single(vars(args)[name])
     if args.num_attention_heads and args.hidden_size:
         derived |= model_sizes(args)
         if derived["vocab_size"] and not args.padded_vocab_size:
-            derived["padded_vocab_size"] = padded_vocab(
-                derived["vocab_size"],
-                multiple=args.make_vocab_size_divisible_by,
-                tensor=tensor,
-            )
+            # each tensor-parallel rank gets a multiple
+            multiple = max(1, args.make_vocab_size_divisible_by) * layout.tensor
+            derived["padded_vocab_size"] = -(-derived["vocab_size"] // multiple) * multiple
     return derived
-
-
-def trains_in_bf16(accelerator: str, *, fp16: bool) -> bool:
-    """bfloat16 unless float16 is asked for; without a GPU neither."""
-    return accelerator != "cpu" and not fp16
-
-
-def parameter_type(*, bf16: bool, fp16: bool) -> str:
-    """The name of the weights' torch type; config_values.torch_type has the type (torch takes a second to import)."""
-    return "bfloat16" if bf16 else "float16" if fp16 else "float32"
-
-
-def gradients_in_fp32(given: bool, *, bf16: bool, in_bf16: bool) -> bool:
-    """Gradients are kept and reduced in fp32 when asked to, and under bfloat16 unless asked not to (as Megatron)."""
-    return given or (bf16 and not in_bf16)
-
-
-def attention_backend(given: str, *, use_flash_attn: bool) -> str:
-    """The older switch asks for flash, unless a backend is named."""
-    return "flash" if use_flash_attn and given == "auto" else given
 
 
 def asks_for_deepep(args: Args) -> bool:
@@ -210,50 +198,9 @@ def without_deepep(args: Args) -> str | None:
     return f"{flag}: {why}; tokens go to their experts by --moe-token-dispatcher-type alltoall"
 
 
-def token_dispatcher(given: str, *, has_deepep: bool) -> str:
-    """Megatron's dispatcher of DeepEP where it is, and else the one that can handle lengths that vary."""
-    return "flex" if has_deepep else "alltoall" if given in ("allgather", "flex") else given
-
-
-def lengths(seq_length: int | None, max_position_embeddings: int | None) -> dict[str, int]:
-    """Lengths that Megatron is told about; packed micro-batches have their own."""
-    seq_length = seq_length or 4096
-    return {"seq_length": seq_length, "max_position_embeddings": max_position_embeddings or seq_length}
-
-
-def weight_decay_range(weight_decay: float, start: float | None, end: float | None) -> dict[str, float]:
-    """Weight decay at the first and the last step."""
-    return {
-        "start_weight_decay": weight_decay if start is None else start,
-        "end_weight_decay": weight_decay if end is None else end,
-    }
-
-
-def tokenizer(kind: str | None, model: str | None, hf_checkpoint: str | None) -> dict[str, str | None]:
-    """The tokenizer is the HF checkpoint's."""
-    return {"tokenizer_type": kind or "HuggingFaceTokenizer", "tokenizer_model": model or hf_checkpoint}
-
-
-def parallel_sizes(args: Args) -> dict[str, int | None]:
-    """Sizes of groups that follow from the layout; rounded down where it does not divide."""
-    layout, given = Layout.of(args), args.expert_tensor_parallel_size
-    return {
-        "world_size": layout.world,
-        "data_parallel_size": layout.data,
-        "expert_tensor_parallel_size": layout.expert_tensor if given is None else given,
-        "virtual_pipeline_model_parallel_size": virtual_stages(args, layout.pipeline),
-    }
-
-
 def single(value: Any) -> Any:
     """A list of one value as that value; Megatron's options accept one per layer or per loss."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def padded_vocab(vocab_size: int, *, multiple: int, tensor: int) -> int:
-    """Rows of the embedding: the vocabulary, rounded up so that each tensor-parallel rank gets a multiple."""
-    multiple = max(1, multiple) * max(1, tensor)
-    return -(-vocab_size // multiple) * multiple
 
 
 def model_sizes(args: Args) -> dict[str, Any]:

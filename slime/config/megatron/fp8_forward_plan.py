@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.megatron.derived import Layout
+from slime.config.problems import Check, Rule, broken, for_each, where
 from slime.models.families import family_of_args
 from slime.models.family import Family
 from slime.utils.errors import UsageError
@@ -161,23 +162,17 @@ def check_fp8_forward(args: Args, hf_config: Mapping[str, Any] | None) -> Iterat
     given = given_flags(args)
     if not given:
         return
-    flags = " ".join(given)
-    if args.accelerator != "cuda":
-        yield f"{flags} needs CUDA: DeepGEMM has no kernels for --accelerator {args.accelerator}; leave it out."
-    if not args.bf16:
-        yield f"{flags} needs --bf16: DeepGEMM's products are in bf16; give it, or leave {flags} out."
+    yield from broken(_MACHINE, args)
     fmt = _format_of(hf_config)
     if hf_config is not None and (fmt is None or fmt.block_size != DEFAULT_BLOCK):
         how = "in 16 bit" if not hf_config.get("quantization_config") else "with other scales than one a block of 128"
         yield (
-            f"{flags}: the engines of --hf-checkpoint {args.hf_checkpoint} compute {how}, and the forward pass is "
-            "meant to be theirs; convert it with tools/convert_hf_to_fp8.py, or leave the flag out."
+            f"{' '.join(given)}: the engines of --hf-checkpoint {args.hf_checkpoint} compute {how}, and the forward "
+            "pass is meant to be theirs; convert it with tools/convert_hf_to_fp8.py, or leave the flag out."
         )
     shape = None if args.custom_model_provider_path or args.spec else ModelShape.of(args)
     out_of_range = list(_check_range(args))
-    yield from out_of_range
-    if MOE_LAYERS in given:
-        yield from _check_experts(args)
+    yield from (*out_of_range, *_check_experts(args))
     if fmt is None or shape is None or out_of_range:
         return
     try:
@@ -191,8 +186,7 @@ def check_fp8_forward(args: Args, hf_config: Mapping[str, Any] | None) -> Iterat
 
 def given_flags(args: Args) -> list[str]:
     """The flags of layers that are given."""
-    values = {LAYERS: args.megatron_deepgemm_forward_layers, MOE_LAYERS: args.megatron_deepgemm_moe_forward_layers}
-    return [flag for flag, layers in values.items() if layers is not None]
+    return [flag for flag, name in _LAYER_FLAGS.items() if vars(args)[name] is not None]
 
 
 def _format_of(hf_config: Mapping[str, Any] | None) -> Fp8Format | None:
@@ -203,24 +197,55 @@ def _format_of(hf_config: Mapping[str, Any] | None) -> Fp8Format | None:
     return fmt if isinstance(fmt, Fp8Format) else None
 
 
-def _check_range(args: Args) -> Iterator[str]:
-    asked = {LAYERS: args.megatron_deepgemm_forward_layers, MOE_LAYERS: args.megatron_deepgemm_moe_forward_layers}
-    for flag, layers in asked.items():
-        if wrong := [layer for layer in layers or () if not 0 <= layer < (args.num_layers or 1)]:
-            yield (
-                f"{flag} {_listed(wrong)}: the model has {args.num_layers} decoder layers, 0 to "
-                f"{(args.num_layers or 1) - 1}; choose among them."
-            )
+_LAYER_FLAGS = {LAYERS: "megatron_deepgemm_forward_layers", MOE_LAYERS: "megatron_deepgemm_moe_forward_layers"}
 
 
-def _check_experts(args: Args) -> Iterator[str]:
-    if not args.num_moe_experts:
-        yield f"{MOE_LAYERS} is for layers with experts, and the model has none; leave it out, or use {LAYERS}."
-    elif not args.moe_grouped_gemm:
-        yield f"{MOE_LAYERS} computes the experts of a rank as one product; give --moe-grouped-gemm, too."
-    for suffix in args.megatron_deepgemm_moe_forward_modules or ():
-        if not ends_with(EXPERTS, suffix):
-            yield f"{MOE_MODULES} {suffix} names no experts; they are {EXPERTS}, the default, so leave it out."
+def _no_layers(args: Args, flag: str) -> list[int]:
+    return [layer for layer in vars(args)[_LAYER_FLAGS[flag]] or () if not 0 <= layer < (args.num_layers or 1)]
+
+
+_MACHINE: tuple[Check, ...] = (
+    Rule(
+        lambda a: a.accelerator != "cuda",
+        lambda a: (
+            f"{' '.join(given_flags(a))} needs CUDA: DeepGEMM has no kernels for --accelerator {a.accelerator}; leave "
+            "it out."
+        ),
+    ),
+    Rule(
+        lambda a: not a.bf16,
+        lambda a: (
+            f"{' '.join(given_flags(a))} needs --bf16: DeepGEMM's products are in bf16; give it, or leave "
+            f"{' '.join(given_flags(a))} out."
+        ),
+    ),
+)
+_check_range = for_each(
+    lambda a: _LAYER_FLAGS,
+    _no_layers,
+    lambda a, flag: (
+        f"{flag} {_listed(_no_layers(a, flag))}: the model has {a.num_layers} decoder layers, 0 to "
+        f"{(a.num_layers or 1) - 1}; choose among them."
+    ),
+)
+_check_experts = where(
+    lambda a: MOE_LAYERS in given_flags(a),
+    Rule(
+        lambda a: not a.num_moe_experts,
+        f"{MOE_LAYERS} is for layers with experts, and the model has none; leave it out, or use {LAYERS}.",
+    ),
+    Rule(
+        lambda a: a.num_moe_experts and not a.moe_grouped_gemm,
+        f"{MOE_LAYERS} computes the experts of a rank as one product; give --moe-grouped-gemm, too.",
+    ),
+    for_each(
+        lambda a: a.megatron_deepgemm_moe_forward_modules or (),
+        lambda a, suffix: not ends_with(EXPERTS, suffix),
+        lambda a, suffix: (
+            f"{MOE_MODULES} {suffix} names no experts; they are {EXPERTS}, the default, so leave it out."
+        ),
+    ),
+)
 
 
 def _check_modules(choice: Fp8Choice, shape: ModelShape, tensor: int) -> Iterator[str]:

@@ -19,7 +19,8 @@ from packaging.version import Version
 
 from slime.config.args import Args
 from slime.config.megatron.fp8_forward_plan import check_fp8_forward, given_flags
-from slime.config.problems import Check, Problems, Rule, WithoutEffect, broken, each, where
+from slime.config.problems import Check, Problems, Rule, WithoutEffect, broken, each, first_of, for_each, where
+from slime.config.rules.devices import is_missing
 from slime.utils import accelerator
 
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
@@ -46,38 +47,33 @@ def kernel_problems(args: Args, hf_config: Mapping[str, Any] | None) -> Problems
     looks = args.accelerator == "cuda" and not args.dry_run  # a plan for GPUs can be made elsewhere
     if args.transformer_impl == "transformer_engine":
         problems.wrong += broken(_TRANSFORMER_ENGINE, args)
-        problems.environment += _missing_transformer_engine(args.attention_backend) if looks else ()
+        problems.environment += MISSING_TRANSFORMER_ENGINE(args) if looks else ()
     elif args.attention_backend == "fused":
         problems.wrong.append(
             f"--attention-backend fused is TransformerEngine's; add {TRANSFORMER_ENGINE}, or use auto."
         )
     if args.qwen_gdn_backend == "flashqla":
         problems.wrong += broken(_FLASHQLA, args)
-        problems.environment += _missing_flashqla() if looks else ()
+        problems.environment += MISSING_FLASHQLA(args) if looks else ()
     elif args.experimental_attention_variant == "gated_delta_net":
         problems.environment += _broken_fla() if looks else ()
-    if given := given_flags(args):
+    if given_flags(args):
         problems.wrong += check_fp8_forward(args, hf_config)
-        problems.environment += _missing_deep_gemm(" ".join(given)) if looks else ()
+        problems.environment += MISSING_DEEP_GEMM(args) if looks else ()
     return problems
 
 
 _USE_LOCAL = "give --transformer-impl local or leave it out"
 
 
-def _check_layers(args: Args) -> Iterator[str]:
-    """Which layers have kernels of their own."""
-    for option, given in (
-        ("--spec", args.spec and " ".join(args.spec)),
-        ("--experimental-attention-variant", args.experimental_attention_variant),
-        ("--custom-model-provider-path", args.custom_model_provider_path),
-        *((flag, "") for flag in given_flags(args)),
-    ):
-        if given is not None:
-            yield (
-                f"{TRANSFORMER_ENGINE} with {option} {given}".rstrip() + ": those layers have kernels of their own, "
-                f"which it would not replace; {_USE_LOCAL}."
-            )
+def _own_layers(args: Args) -> list[str]:
+    """Flags of layers that have kernels of their own."""
+    given = {
+        "--spec": args.spec and " ".join(args.spec),
+        "--experimental-attention-variant": args.experimental_attention_variant,
+        "--custom-model-provider-path": args.custom_model_provider_path,
+    }
+    return [*(f"{option} {value}" for option, value in given.items() if value is not None), *given_flags(args)]
 
 
 _TRANSFORMER_ENGINE: tuple[Check, ...] = (
@@ -89,29 +85,46 @@ _TRANSFORMER_ENGINE: tuple[Check, ...] = (
         lambda a: a.accelerator == "cuda" and not (a.bf16 or a.fp16),
         f"{TRANSFORMER_ENGINE}: its attention takes packed samples in 16 bit alone; give --bf16, or {_USE_LOCAL}.",
     ),
-    _check_layers,
+    for_each(
+        _own_layers,
+        lambda a, layers: True,
+        lambda a, layers: (
+            f"{TRANSFORMER_ENGINE} with {layers}: those layers have kernels of their own, which it would not replace; "
+            f"{_USE_LOCAL}."
+        ),
+    ),
 )
 
 
-def _missing_transformer_engine(attention_backend: str) -> Iterator[str]:
-    first, end = TRANSFORMER_ENGINES
-    install = (
-        f'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]>={first},<{end}", or leave it out'
-    )
-    if importlib.util.find_spec("transformer_engine") is None:
-        yield f"{TRANSFORMER_ENGINE} needs TransformerEngine, which is not installed; {install}."
-    elif problem := _load_problem("transformer_engine.pytorch"):
-        yield f"{TRANSFORMER_ENGINE} needs TransformerEngine, which does not load: {problem}; {install}."
-    elif (found := _version_of("transformer-engine")) and not Version(first) <= found < Version(end):
-        yield (
-            f"{TRANSFORMER_ENGINE}: TransformerEngine {found} is installed, and Megatron 0.16.1 goes with those "
-            f"from {first} until {end}; {install}."
-        )
-    elif attention_backend == "flash" and importlib.util.find_spec("flash_attn") is None:
-        yield (
-            f"--attention-backend flash with {TRANSFORMER_ENGINE} needs the package flash-attn, which is not "
-            "installed; use auto or fused."
-        )
+_FIRST, _END = map(Version, TRANSFORMER_ENGINES)
+_INSTALL_TE = (
+    f'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]>={_FIRST},<{_END}", or leave it out'
+)
+MISSING_TRANSFORMER_ENGINE = first_of(
+    Rule(
+        lambda a: is_missing("transformer_engine"),
+        f"{TRANSFORMER_ENGINE} needs TransformerEngine, which is not installed; {_INSTALL_TE}.",
+    ),
+    Rule(
+        lambda a: _load_problem("transformer_engine.pytorch"),
+        lambda a: (
+            f"{TRANSFORMER_ENGINE} needs TransformerEngine, which does not load: "
+            f"{_load_problem('transformer_engine.pytorch')}; {_INSTALL_TE}."
+        ),
+    ),
+    Rule(
+        lambda a: not _FIRST <= (_version_of("transformer-engine") or _FIRST) < _END,
+        lambda a: (
+            f"{TRANSFORMER_ENGINE}: TransformerEngine {_version_of('transformer-engine')} is installed, and Megatron "
+            f"0.16.1 goes with those from {_FIRST} until {_END}; {_INSTALL_TE}."
+        ),
+    ),
+    Rule(
+        lambda a: a.attention_backend == "flash" and is_missing("flash_attn"),
+        f"--attention-backend flash with {TRANSFORMER_ENGINE} needs the package flash-attn, which is not installed; "
+        "use auto or fused.",
+    ),
+)
 
 
 _USE_FLA = "leave it out: fla takes flash-linear-attention where it is installed and torch's operations elsewhere"
@@ -145,23 +158,35 @@ _FLASHQLA: tuple[Check, ...] = (
 )
 
 
-def _missing_flashqla() -> Iterator[str]:
-    install = 'pip install "flash-qla>=0.1.3", or leave it out'
-    for module in ("flash_qla", "tilelang"):
-        if importlib.util.find_spec(module) is None:
-            yield f"{FLASHQLA} needs the package {module.replace('_', '-')}, which is not installed; {install}."
-            return
-    found = accelerator.compute_capability()
-    if found is None:  # the driver's node has no GPU
-        return
-    if found not in FLASHQLA_CAPABILITIES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in FLASHQLA_CAPABILITIES)
-        yield (
-            f"{FLASHQLA} has no kernels for GPUs of compute capability {found[0]}.{found[1]}, which this machine has "
-            f"(it has them for {known}); leave it out."
-        )
-    elif problem := _load_problem("flash_qla"):
-        yield f"{FLASHQLA} needs the package flash-qla, which does not load: {problem}; {install}."
+def _gpu() -> tuple[int, int] | None:
+    """Compute capability of this machine's GPU; the driver's node may have none."""
+    return accelerator.compute_capability()
+
+
+_INSTALL_QLA = 'pip install "flash-qla>=0.1.3", or leave it out'
+MISSING_FLASHQLA = first_of(
+    for_each(
+        lambda a: ("flash_qla", "tilelang"),
+        lambda a, module: is_missing(module),
+        lambda a, module: (
+            f"{FLASHQLA} needs the package {module.replace('_', '-')}, which is not installed; {_INSTALL_QLA}."
+        ),
+    ),
+    Rule(
+        lambda a: _gpu() not in (None, *FLASHQLA_CAPABILITIES),
+        lambda a: (
+            f"{FLASHQLA} has no kernels for GPUs of compute capability {'.'.join(map(str, _gpu() or ()))}, which this "
+            f"machine has (it has them for {', '.join(f'{n}.{m}' for n, m in FLASHQLA_CAPABILITIES)}); leave it out."
+        ),
+    ),
+    Rule(
+        lambda a: _gpu() and _load_problem("flash_qla"),
+        lambda a: (
+            f"{FLASHQLA} needs the package flash-qla, which does not load: {_load_problem('flash_qla')}; "
+            f"{_INSTALL_QLA}."
+        ),
+    ),
+)
 
 
 def _broken_fla() -> Iterator[str]:
@@ -187,23 +212,29 @@ def _version_of(package: str) -> Version | None:
         return None
 
 
-def _missing_deep_gemm(flags: str) -> Iterator[str]:
-    needs = f"{flags} needs the package sgl-deep-gemm (module deep_gemm), which"
-    remedy = "install the one that SGLang names in its requirements, or leave the flag out."
-    if importlib.util.find_spec("deep_gemm") is None:
-        yield f"{needs} is not installed; {remedy}"
-        return
-    found = accelerator.compute_capability()
-    if found is None:
-        return
-    if found[0] != HOPPER:
-        yield (
-            f"{flags} is for Hopper (compute capability {HOPPER}.0), and this machine's GPU has {found[0]}.{found[1]}"
-            ": elsewhere SGLang computes with other scales (on Blackwell powers of two), which are not built; leave "
-            "the flag out."
-        )
-    elif problem := _load_problem("deep_gemm"):
-        yield f"{needs} does not load: {problem} (it is built for one version of torch); {remedy}"
+_NEEDS_GEMM = "needs the package sgl-deep-gemm (module deep_gemm), which"
+_INSTALL_GEMM = "install the one that SGLang names in its requirements, or leave the flag out."
+MISSING_DEEP_GEMM = first_of(
+    Rule(
+        lambda a: is_missing("deep_gemm"),
+        lambda a: f"{' '.join(given_flags(a))} {_NEEDS_GEMM} is not installed; {_INSTALL_GEMM}",
+    ),
+    Rule(
+        lambda a: (_gpu() or (HOPPER,))[0] != HOPPER,
+        lambda a: (
+            f"{' '.join(given_flags(a))} is for Hopper (compute capability {HOPPER}.0), and this machine's GPU has "
+            f"{'.'.join(map(str, _gpu() or ()))}: elsewhere SGLang computes with other scales (on Blackwell powers of "
+            "two), which are not built; leave the flag out."
+        ),
+    ),
+    Rule(
+        lambda a: _gpu() and _load_problem("deep_gemm"),
+        lambda a: (
+            f"{' '.join(given_flags(a))} {_NEEDS_GEMM} does not load: {_load_problem('deep_gemm')} (it is built for "
+            f"one version of torch); {_INSTALL_GEMM}"
+        ),
+    ),
+)
 
 
 def _load_problem(module: str) -> str | None:

@@ -6,7 +6,7 @@ It does arithmetic on flags. Whether slime can train with a layout is said in me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.config.args import Args
@@ -60,25 +60,21 @@ def layout_problems(
     """
     if explicit is not None:
         args = Args.of(vars(args) | {name: None for name in DERIVED if name not in explicit})
+    problems = [*broken(SIZES, args), *check_pipeline_layers(args, Layout.of(args)), *broken(ROWS, args)]
+    return [*problems, *check_instances(args), *check_allgather_cp(args, hf_config)]
+
+
+def _divides(args: Args) -> bool:
     layout = Layout.of(args)
-    checks: tuple[Callable[[Args, Layout], Iterator[str]], ...] = (
-        check_world,
-        check_tensor,
-        check_pipeline_flags,
-        check_pipeline_layers,
-    )
-    problems = [sentence for check in checks for sentence in check(args, layout)]
-    return [*problems, *broken(ROWS, args), *check_instances(args, layout), *check_allgather_cp(args, hf_config)]
+    return layout.world % layout.model == 0
 
 
-def check_world(args: Args, layout: Layout) -> Iterator[str]:
-    """The trainer's GPUs make whole copies of the model."""
-    if layout.world % layout.model == 0:
-        return
-    given = [name for name in OPTIONS if vars(args)[name] > 1]
+def _world(args: Args) -> str:
+    """The sentence on GPUs that do not make whole copies of the model."""
+    layout, given = Layout.of(args), [name for name in OPTIONS if vars(args)[name] > 1]
     product = " x ".join(f"{OPTIONS[name]} {vars(args)[name]}" for name in given)
     works = [*_gpus_that_work(args, layout), *_sizes_that_work(args, given)] or [f"{layout.model} GPUs"]
-    yield (
+    return (
         f"{layout.world} trainer GPUs or slots (--actor-num-nodes x --actor-num-gpus-per-node) do not divide by "
         f"{product}{f' = {layout.model}' if len(given) > 1 else ''}; the nearest that works: {', or '.join(works)}."
     )
@@ -109,74 +105,88 @@ def _sizes_that_work(args: Args, names: Sequence[str]) -> Iterator[str]:
         yield " with ".join(f"{OPTIONS[name]} {vars(together)[name]}" for name in names)
 
 
-def _divides(args: Args) -> bool:
-    layout = Layout.of(args)
-    return layout.world % layout.model == 0
-
-
 def _nearest(args: Args, name: str) -> int | None:
     """The nearest size for one of OPTIONS; None where none fits the model."""
     sizes = fitting_sizes(args, name)
     return nearest_size(args, name, vars(args)[name], sizes) if sizes else None
 
 
-def check_tensor(args: Args, layout: Layout) -> Iterator[str]:
-    """What is split over tensor-parallel ranks divides by their number."""
-    size, groups, parts = layout.tensor, query_groups(args), tensor_parts(args)
+def _undivided(args: Args) -> list[str]:
+    """What does not divide by the number of tensor-parallel ranks, which share it."""
+    size, parts = Layout.of(args).tensor, tensor_parts(args)
     if not groups_fit(args, size):  # more ranks than groups may share heads
-        parts["--num-query-groups"] = groups
-    bad = [f"{option} {number}" for option, number in parts.items() if number % size]
-    if bad:
-        verb = "does" if len(bad) == 1 else "do"
-        yield (
-            f"{', '.join(bad)} {verb} not divide by --tensor-model-parallel-size {size}; "
-            f"the nearest that works is {_nearest(args, 'tensor_model_parallel_size')}."
-        )
-    if groups and args.num_attention_heads % groups:
-        nearest = nearest_divisor(groups, [args.num_attention_heads])
-        yield (
-            f"--num-attention-heads {args.num_attention_heads} does not divide by --num-query-groups {groups}; "
-            f"the nearest that works is {nearest}."
-        )
+        parts["--num-query-groups"] = query_groups(args)
+    return [f"{option} {number}" for option, number in parts.items() if number % size]
 
 
-def check_pipeline_flags(args: Args, layout: Layout) -> Iterator[str]:
-    """Flags that divide layers over pipeline stages fit each other, and there are stages."""
-    uneven = {
-        "--decoder-first-pipeline-num-layers": args.num_layers_in_first_pipeline_stage,
-        "--decoder-last-pipeline-num-layers": args.num_layers_in_last_pipeline_stage,
-    }
-    counted = {
-        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split or None,
-        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split or None,
-    }
-    virtual = {
-        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank
-        if args.num_virtual_stages_per_pipeline_rank != 1
-        else None,
-    }
-    text = {"--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout}
-    uneven, counted, virtual, text = (  # type: ignore[assignment]
-        {option: value for option, value in group.items() if value is not None}
-        for group in (uneven, counted, virtual, text)
-    )
-    given = [*uneven, *counted, *virtual, *text]
-    if given and layout.pipeline == 1:
-        values = (uneven | counted | virtual | text).items()
-        shown = " and ".join(option if value is True else f"{option} {value}" for option, value in values)
-        size, them = _nearest_pipeline(args), "it" if len(given) == 1 else "them"
-        nearest = f"the nearest that works is {size}, or leave" if size else "leave"
-        yield f"{shown} cannot be met with --pipeline-model-parallel-size 1; {nearest} {them} out."
-    if len(virtual) > 1:
-        yield f"{' and '.join(virtual)} exclude each other; give one."
-    if text and len(given) > 1:
-        others = [option for option in given if option not in text]
-        yield f"--pipeline-model-parallel-layout and {' and '.join(others)} exclude each other; give one."
-    if uneven and counted:
-        yield f"{' and '.join([*uneven, *counted])} exclude each other; give one kind."
-    if any((value or 0) < 1 for value in uneven.values()):
-        yield f"{' and '.join(f'{o} {n}' for o, n in uneven.items())} must be at least 1."
+STAGE_FLAGS = {
+    "uneven": {option: name for name, option in ENDS.items()},
+    "counted": {f"--{name.replace('_', '-')}": name for name in COUNTED},
+    "virtual": {
+        "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
+        "--num-virtual-stages-per-pipeline-rank": "num_virtual_stages_per_pipeline_rank",
+    },
+    "text": {"--pipeline-model-parallel-layout": "pipeline_model_parallel_layout"},
+}
+"""Flags that divide layers over pipeline stages, by kind: option -> attribute."""
+
+
+def _stage_flags(args: Args, *kinds: str) -> dict[str, Any]:
+    """Option -> value of those that are given; one virtual stage is as good as none."""
+    options = {option: name for kind in kinds or STAGE_FLAGS for option, name in STAGE_FLAGS[kind].items()}
+    values = {option: vars(args)[name] for option, name in options.items()}
+    nothing = ("--num-virtual-stages-per-pipeline-rank", 1)
+    return {option: n for option, n in values.items() if not (n is None or n is False or (option, n) == nothing)}
+
+
+def _no_stages(args: Args) -> str:
+    """The sentence on flags of stages without a pipeline."""
+    given, size = _stage_flags(args), _nearest_pipeline(args)
+    shown = " and ".join(option if value is True else f"{option} {value}" for option, value in given.items())
+    nearest = f"the nearest that works is {size}, or leave" if size else "leave"
+    them = "it" if len(given) == 1 else "them"
+    return f"{shown} cannot be met with --pipeline-model-parallel-size 1; {nearest} {them} out."
+
+
+SIZES: tuple[Check, ...] = (
+    Rule(lambda a: not _divides(a), _world),
+    Rule(
+        _undivided,
+        lambda a: (
+            f"{', '.join(_undivided(a))} {'does' if len(_undivided(a)) == 1 else 'do'} not divide by "
+            f"--tensor-model-parallel-size {Layout.of(a).tensor}; the nearest that works is "
+            f"{_nearest(a, 'tensor_model_parallel_size')}."
+        ),
+    ),
+    Rule(
+        lambda a: query_groups(a) and a.num_attention_heads % query_groups(a),
+        lambda a: (
+            f"--num-attention-heads {a.num_attention_heads} does not divide by --num-query-groups {query_groups(a)}; "
+            f"the nearest that works is {nearest_divisor(query_groups(a), [a.num_attention_heads])}."
+        ),
+    ),
+    # flags that divide layers over pipeline stages fit each other, and there are stages
+    Rule(lambda a: _stage_flags(a) and Layout.of(a).pipeline == 1, _no_stages),
+    Rule(
+        lambda a: len(_stage_flags(a, "virtual")) > 1,
+        lambda a: f"{' and '.join(_stage_flags(a, 'virtual'))} exclude each other; give one.",
+    ),
+    Rule(
+        lambda a: _stage_flags(a, "text") and len(_stage_flags(a)) > 1,
+        lambda a: (
+            f"--pipeline-model-parallel-layout and {' and '.join(_stage_flags(a, 'uneven', 'counted', 'virtual'))} "
+            "exclude each other; give one."
+        ),
+    ),
+    Rule(
+        lambda a: _stage_flags(a, "uneven") and _stage_flags(a, "counted"),
+        lambda a: f"{' and '.join(_stage_flags(a, 'uneven', 'counted'))} exclude each other; give one kind.",
+    ),
+    Rule(
+        lambda a: any(layers < 1 for layers in _stage_flags(a, "uneven").values()),
+        lambda a: f"{' and '.join(f'{o} {n}' for o, n in _stage_flags(a, 'uneven').items())} must be at least 1.",
+    ),
+)
 
 
 def check_pipeline_layers(args: Args, layout: Layout) -> Iterator[str]:

@@ -11,9 +11,10 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.megatron.derived import Layout, query_groups
 from slime.config.megatron.flag_classes import option_of
-from slime.config.problems import Check, Rule, WithoutEffect, each, where
+from slime.config.problems import Check, Rule, WithoutEffect, each, first_of, for_each, where
 from slime.models.deepseek import indexer_types
 from slime.plan.layout import ParallelLayout
+from slime.utils.misc import needed
 
 _DELTA_NET = (
     "linear_conv_kernel_dim",
@@ -44,21 +45,6 @@ def _check_spec(args: Args) -> Iterator[str]:
         text = Path(found.origin).read_text(errors="replace")
         if not re.search(rf"\b{re.escape(function)}\b|import \*|__getattr__", text):
             yield f"--spec {module} {function}: {found.origin} has no {function}."
-
-
-def _check_delta_net_sizes(args: Args) -> Iterator[str]:
-    for name in _DELTA_NET:
-        if not vars(args)[name] or vars(args)[name] < 1:
-            yield (
-                f"--experimental-attention-variant gated_delta_net needs {option_of(name)} of at least 1, not "
-                f"{vars(args)[name]}."
-            )
-            return
-    if args.linear_num_value_heads % args.linear_num_key_heads:
-        yield (
-            f"--linear-num-value-heads {args.linear_num_value_heads} does not divide by --linear-num-key-heads "
-            f"{args.linear_num_key_heads}; every key head has as many value heads."
-        )
 
 
 def _has_norm_over_heads(args: Args) -> bool:
@@ -104,7 +90,21 @@ ATTENTION: tuple[Check, ...] = (
                 f"{a.num_layers}."
             ),
         ),
-        _check_delta_net_sizes,
+        first_of(
+            for_each(
+                lambda a: _DELTA_NET,
+                lambda a, name: not vars(a)[name] or vars(a)[name] < 1,
+                lambda a, name: (
+                    f"--experimental-attention-variant gated_delta_net needs {option_of(name)} of at least 1, not "
+                    f"{vars(a)[name]}."
+                ),
+            ),
+            Rule(
+                lambda a: needed(a.linear_num_value_heads) % needed(a.linear_num_key_heads),
+                "--linear-num-value-heads {linear_num_value_heads} does not divide by --linear-num-key-heads "
+                "{linear_num_key_heads}; every key head has as many value heads.",
+            ),
+        ),
     ),
     where(
         lambda a: a.experimental_attention_variant == "dsa",
@@ -159,25 +159,12 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _check_losses(args: Args) -> Iterator[str]:
-    kinds = as_list(args.moe_router_load_balancing_type)
-    weights = as_list(args.moe_aux_loss_coeff)
-    if "sinkhorn" in kinds:
-        yield "--moe-router-load-balancing-type sinkhorn trains other choices than the engine's; use aux_loss."
-    elif len(kinds) != len(weights):
-        yield (
-            f"--moe-router-load-balancing-type names {len(kinds)} losses, --moe-aux-loss-coeff has {len(weights)} "
-            "values; give one value for each."
-        )
-    else:
-        for kind, weight in zip(kinds, weights, strict=True):
-            if weight and kind in ("seq_aux_loss", "global_aux_loss"):
-                yield (
-                    f"--moe-router-load-balancing-type {kind} with --moe-aux-loss-coeff {weight}: micro-batches have "
-                    "many sequences, and steps different numbers of them; use aux_loss, or the coefficient 0."
-                )
-    if any(weight and weight < 0 for weight in weights):
-        yield f"--moe-aux-loss-coeff {weights} must be at least 0."
+def _balancing(args: Args) -> list[str]:
+    return as_list(args.moe_router_load_balancing_type)
+
+
+def _loss_weights(args: Args) -> list[Any]:
+    return as_list(args.moe_aux_loss_coeff)
 
 
 EXPERTS: tuple[Check, ...] = (
@@ -226,6 +213,30 @@ EXPERTS: tuple[Check, ...] = (
             lambda a: a.moe_shared_expert_gate and not a.moe_shared_expert_intermediate_size,
             "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size.",
         ),
-        _check_losses,
+        first_of(
+            Rule(
+                lambda a: "sinkhorn" in _balancing(a),
+                "--moe-router-load-balancing-type sinkhorn trains other choices than the engine's; use aux_loss.",
+            ),
+            Rule(
+                lambda a: len(_balancing(a)) != len(_loss_weights(a)),
+                lambda a: (
+                    f"--moe-router-load-balancing-type names {len(_balancing(a))} losses, --moe-aux-loss-coeff has "
+                    f"{len(_loss_weights(a))} values; give one value for each."
+                ),
+            ),
+        ),
+        for_each(
+            lambda a: zip(_balancing(a), _loss_weights(a), strict=False),
+            lambda a, loss: loss[1] and loss[0] in ("seq_aux_loss", "global_aux_loss"),
+            lambda a, loss: (
+                f"--moe-router-load-balancing-type {loss[0]} with --moe-aux-loss-coeff {loss[1]}: micro-batches have "
+                "many sequences, and steps different numbers of them; use aux_loss, or the coefficient 0."
+            ),
+        ),
+        Rule(
+            lambda a: any(weight and weight < 0 for weight in _loss_weights(a)),
+            lambda a: f"--moe-aux-loss-coeff {_loss_weights(a)} must be at least 0.",
+        ),
     ),
 )

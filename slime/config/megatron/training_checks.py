@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import ctypes.util
 import os
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, create_model
 
 from slime.config.args import Args
-from slime.config.megatron.derived import nearest_divisor
-from slime.config.problems import Check, NoEffect, Problems, Rule, WithoutEffect, first_of, read_file, where
+from slime.config.megatron.derived import Layout, divisors, nearest_divisor
+from slime.config.problems import Check, NoEffect, Problems, Rule, WithoutEffect, first_of, for_each, read_file, where
 from slime.plan.layout import ParallelLayout
+from slime.utils.misc import needed
 from slime.utils.pipeline_layout import stages_of_text
-from slime.utils.yaml_config import LocatedYaml, load_yaml
-
-if TYPE_CHECKING:
-    from slime.config.megatron.derived import Layout
+from slime.utils.yaml_config import load_yaml, validate
 
 NCCL_FLAG = "--nccl-communicator-config-path"
-SETTINGS: dict[str, type | tuple[type, ...]] = {
+SETTINGS: dict[str, Any] = {
     "cga_cluster_size": int,
     "max_ctas": int,
     "min_ctas": int,
-    "net_name": str,
+    "net_name": Literal["IB", "ib", "Socket", "socket"],
     "is_high_priority_stream": bool,
 }
 """What Megatron reads of a group, and its type."""
@@ -30,34 +30,49 @@ _GROUPS = """cp dp dp_cp embd ep ep_dp ep_tp hcp inter_ep_dp intra_dist_opt_inst
     pos_embd pp tp tp_cp tp_dp tp_dp_cp tp_ep_mp tp_ep_pp"""
 GROUPS = tuple(_GROUPS.split())
 """Megatron's groups, by the names that it looks up."""
-NETWORKS = ("ib", "socket")
+
+
+def _optional(name: str, kinds: Mapping[str, Any]) -> type[BaseModel]:
+    """Return a model with fields of these types, each of which may be left out."""
+    fields: dict[str, Any] = {key: (kind, None) for key, kind in kinds.items()}
+    return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+
+
+_NcclFile = _optional("_NcclFile", dict.fromkeys(GROUPS, _optional("_NcclGroup", SETTINGS)))
 SHARP_LIBRARY = "sharp_coll"
 
 
-def check_instances(args: Args, layout: Layout) -> Iterator[str]:
-    """The copies of the model divide into instances of the optimizer, and gradients can be reduced among these."""
-    count = args.num_distributed_optimizer_instances
-    if count <= 1:
-        return
-    copies = {"data-parallel x context-parallel": layout.data * layout.context}
-    if args.num_moe_experts:
-        copies["expert-data-parallel"] = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    for what, number in copies.items():
-        if number % count:
-            yield (
-                f"the {number} {what} ranks do not divide into --num-distributed-optimizer-instances {count}; the "
-                f"nearest that works: {max(n for n in range(1, min(count, number) + 1) if number % n == 0)}."
-            )
-    if args.reduce_scatter_with_fp32_accumulation:
-        yield (
-            f"--num-distributed-optimizer-instances {count} does not go with "
-            "--ddp-reduce-scatter-with-fp32-accumulation, which Megatron does for one instance only; leave one out."
-        )
-    if args.overlap_grad_reduce and args.accelerator == "cpu":
-        yield (
-            f"--num-distributed-optimizer-instances {count} with --overlap-grad-reduce needs CUDA streams; leave one "
-            "of the two out on --accelerator cpu."
-        )
+def _copies(args: Args) -> list[tuple[str, int]]:
+    """Kinds of ranks that hold the same of the model, and how many there are."""
+    layout = Layout.of(args)
+    copies = [("data-parallel x context-parallel", layout.data * layout.context)]
+    spread = layout.expert_tensor * layout.expert * layout.pipeline
+    return [*copies, ("expert-data-parallel", layout.world // spread)] if args.num_moe_experts else copies
+
+
+check_instances = where(
+    lambda a: a.num_distributed_optimizer_instances > 1,
+    for_each(
+        _copies,
+        lambda a, copies: copies[1] % a.num_distributed_optimizer_instances,
+        lambda a, copies: (
+            f"the {copies[1]} {copies[0]} ranks do not divide into --num-distributed-optimizer-instances "
+            f"{a.num_distributed_optimizer_instances}; the nearest that works: "
+            f"{max(n for n in divisors(copies[1]) if n <= a.num_distributed_optimizer_instances)}."
+        ),
+    ),
+    Rule(
+        lambda a: a.reduce_scatter_with_fp32_accumulation,
+        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} does not go with "
+        "--ddp-reduce-scatter-with-fp32-accumulation, which Megatron does for one instance only; leave one out.",
+    ),
+    Rule(
+        lambda a: a.overlap_grad_reduce and a.accelerator == "cpu",
+        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} with --overlap-grad-reduce needs "
+        "CUDA streams; leave one of the two out on --accelerator cpu.",
+    ),
+)
+"""The copies of the model divide into instances of the optimizer, and gradients can be reduced among these."""
 
 
 def nccl_problems(args: Args) -> Problems:
@@ -72,35 +87,9 @@ def nccl_problems(args: Args) -> Problems:
                 instead={"nccl_communicator_config_path": None},
             )
         )
-    elif path is not None and (located := read_file(problems, load_yaml, path, NCCL_FLAG)) is not None:
-        problems.wrong += _wrong_settings(located)
+    elif path is not None:
+        read_file(problems, lambda: validate(_NcclFile, load_yaml(path, NCCL_FLAG)))
     return problems
-
-
-def _wrong_settings(located: LocatedYaml) -> Iterator[str]:
-    if not isinstance(located.value, dict):
-        yield located.sentence((), "it is no mapping of groups to their settings.")
-        return
-    for group, settings in located.value.items():
-        if group not in GROUPS:
-            yield located.sentence((group,), f"Megatron has no group of this name; it has {', '.join(GROUPS)}.")
-        elif not isinstance(settings, dict):
-            yield located.sentence((group,), f"{settings!r} is no mapping of settings to their values.")
-        else:
-            for name, value in settings.items():
-                if problem := _wrong_setting(name, value):
-                    yield located.sentence((group, name), problem)
-
-
-def _wrong_setting(name: str, value: Any) -> str | None:
-    kind = SETTINGS.get(name)
-    if kind is None:
-        return f"there is no such setting; there are {', '.join(SETTINGS)}."
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        return f"{value!r} must be of type {kind.__name__}."  # type: ignore[union-attr]
-    if name == "net_name" and str(value).lower() not in NETWORKS:
-        return f"{value!r} must be IB or socket."
-    return None
 
 
 def has_sharp() -> bool:
@@ -159,25 +148,12 @@ def _offloads_weights(args: Args) -> bool:
     return bool(args.cpu_offloading or of_modules)
 
 
-def _check_unpinned(args: Args, given: Collection[str]) -> Iterator[str]:
-    unpinned = [f"--no-{name.replace('_', '-')}" for name in ("pin_cpu_grads", "pin_cpu_params") if name in given]
-    if unpinned and not args.optimizer_cpu_offload:
-        yield f"{', '.join(unpinned)} without --optimizer-cpu-offload: nothing is copied; leave it out."
+def _unknown_offloads(args: Args) -> list[str]:
+    return sorted(set(args.offload_modules) - set(OFFLOADED) - set(_OF_EXPERTS))
 
 
-def _check_modules(args: Args, given: Collection[str]) -> Iterator[str]:
-    modules = args.offload_modules
-    if not modules:
-        yield f"--fine-grained-activation-offloading needs --offload-modules: choose from {', '.join(OFFLOADED)}."
-    if of_experts := sorted(set(modules) & set(_OF_EXPERTS)):
-        yield (
-            f"--offload-modules {' '.join(of_experts)}: experts are offloaded with their layers alone; use "
-            "--cpu-offloading --cpu-offloading-num-layers N."
-        )
-    if wrong := sorted(set(modules) - set(OFFLOADED) - set(_OF_EXPERTS)):
-        yield f"--offload-modules {' '.join(wrong)}: choose from {', '.join(OFFLOADED)}."
-    if "attn_proj" in modules and "core_attn" not in modules:
-        yield "--offload-modules attn_proj needs core_attn, which keeps the same tensor; add core_attn."
+def _offloaded_experts(args: Args) -> list[str]:
+    return sorted(set(args.offload_modules) & set(_OF_EXPERTS))
 
 
 OFFLOADING: tuple[Check, ...] = (
@@ -200,7 +176,28 @@ OFFLOADING: tuple[Check, ...] = (
         lambda a: a.min_offloaded_tensor_size < 1,
         "--min-offloaded-tensor-size {min_offloaded_tensor_size} must be at least 1.",
     ),
-    where(lambda a: a.fine_grained_activation_offloading, _check_modules),
+    where(
+        lambda a: a.fine_grained_activation_offloading,
+        Rule(
+            lambda a: not a.offload_modules,
+            f"--fine-grained-activation-offloading needs --offload-modules: choose from {', '.join(OFFLOADED)}.",
+        ),
+        Rule(
+            _offloaded_experts,
+            lambda a: (
+                f"--offload-modules {' '.join(_offloaded_experts(a))}: experts are offloaded with their layers "
+                "alone; use --cpu-offloading --cpu-offloading-num-layers N."
+            ),
+        ),
+        Rule(
+            _unknown_offloads,
+            lambda a: f"--offload-modules {' '.join(_unknown_offloads(a))}: choose from {', '.join(OFFLOADED)}.",
+        ),
+        Rule(
+            lambda a: "attn_proj" in a.offload_modules and "core_attn" not in a.offload_modules,
+            "--offload-modules attn_proj needs core_attn, which keeps the same tensor; add core_attn.",
+        ),
+    ),
     Rule(
         # autograd's hooks hand a weight back as another object, which does not say that its gradient is added already
         lambda a: _offloads_weights(a) and a.overlap_grad_reduce and a.gradient_accumulation_fusion,
@@ -214,7 +211,16 @@ OFFLOADING: tuple[Check, ...] = (
         "--optimizer-offload-fraction {optimizer_offload_fraction} must lie in (0, 1]; leave --optimizer-cpu-offload "
         "out for 0.",
     ),
-    _check_unpinned,
+    Rule(
+        lambda a: not a.optimizer_cpu_offload,
+        "--no-pin-cpu-grads without --optimizer-cpu-offload: nothing is copied; leave it out.",
+        given="pin_cpu_grads",
+    ),
+    Rule(
+        lambda a: not a.optimizer_cpu_offload,
+        "--no-pin-cpu-params without --optimizer-cpu-offload: nothing is copied; leave it out.",
+        given="pin_cpu_params",
+    ),
     where(
         lambda a: a.optimizer_cpu_offload or a.use_precision_aware_optimizer,
         Rule(
@@ -247,31 +253,37 @@ OFFLOADING: tuple[Check, ...] = (
 """Rows that take the given attributes, too."""
 
 
-def check_offloaded_layers(args: Args) -> Iterator[str]:
-    """A stage has the layers that are offloaded and one more; the layout works."""
-    if not (args.cpu_offloading or args.fine_grained_activation_offloading):
-        return
-    layout = ParallelLayout.of(args, args.num_layers)
-    most = max(layers_of_chunks(args)) - 1
-    name = "--cpu-offloading" if args.cpu_offloading else "--fine-grained-activation-offloading"
-    if most < 1:
-        yield NoEffect(
-            name,
+def _most_offloaded(args: Args) -> int:
+    """Layers of a stage that can be offloaded: all but the last, which goes backward at once."""
+    return max(layers_of_chunks(args)) - 1
+
+
+check_offloaded_layers = where(
+    lambda a: a.cpu_offloading or a.fine_grained_activation_offloading,
+    WithoutEffect(
+        lambda a: _most_offloaded(a) < 1,
+        lambda a: "--cpu-offloading" if a.cpu_offloading else "--fine-grained-activation-offloading",
+        lambda a: (
             "where every pipeline stage has one layer, which goes backward at once "
-            f"(--num-layers {args.num_layers} in {layout.pp * layout.vpp} stages)",
-            "leave it out",
-            instead={
-                "cpu_offloading": False,
-                "cpu_offloading_num_layers": 0,
-                "fine_grained_activation_offloading": False,
-                "offload_modules": None,
-            },
-        )
-    elif args.cpu_offloading and args.cpu_offloading_num_layers > most:
-        yield (
-            f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers} with --cpu-offloading must be at most "
-            f"{most}: the last of a stage's {most + 1} layers goes backward at once."
-        )
+            f"(--num-layers {a.num_layers} in {a.pipeline_model_parallel_size * Layout.of(a).virtual} stages)"
+        ),
+        "leave it out",
+        {
+            "cpu_offloading": False,
+            "cpu_offloading_num_layers": 0,
+            "fine_grained_activation_offloading": False,
+            "offload_modules": None,
+        },
+    ),
+    Rule(
+        lambda a: a.cpu_offloading and 1 <= _most_offloaded(a) < a.cpu_offloading_num_layers,
+        lambda a: (
+            f"--cpu-offloading-num-layers {a.cpu_offloading_num_layers} with --cpu-offloading must be at most "
+            f"{_most_offloaded(a)}: the last of a stage's {_most_offloaded(a) + 1} layers goes backward at once."
+        ),
+    ),
+)
+"""A stage has the layers that are offloaded and one more; the layout works."""
 
 
 def layers_of_chunks(args: Args) -> list[int]:
@@ -285,13 +297,20 @@ def layers_of_chunks(args: Args) -> list[int]:
     )
 
 
-def check_recomputed_layers(args: Args) -> Iterator[str]:
-    """Layers that are recomputed together divide those of every stage: Megatron counts on behind the last one."""
-    if args.recompute_granularity != "full" or args.recompute_method != "uniform" or not args.recompute_num_layers:
-        return
-    together, numbers = args.recompute_num_layers, layers_of_chunks(args)
-    if bad := [number for number in numbers if number % together]:
-        yield (
-            f"--recompute-num-layers {together} with --recompute-method uniform does not divide the {bad[-1]} layers "
-            f"of a pipeline stage; the nearest that works is {nearest_divisor(together, numbers)}."
-        )
+def _cut_recomputation(args: Args) -> list[int]:
+    """Layers of the stages that do not divide into those that are recomputed together."""
+    return [number for number in layers_of_chunks(args) if number % needed(args.recompute_num_layers)]
+
+
+check_recomputed_layers = where(
+    lambda a: a.recompute_granularity == "full" and a.recompute_method == "uniform" and a.recompute_num_layers,
+    Rule(
+        _cut_recomputation,
+        lambda a: (
+            f"--recompute-num-layers {a.recompute_num_layers} with --recompute-method uniform does not divide the "
+            f"{_cut_recomputation(a)[-1]} layers of a pipeline stage; the nearest that works is "
+            f"{nearest_divisor(needed(a.recompute_num_layers), layers_of_chunks(a))}."
+        ),
+    ),
+)
+"""Layers that are recomputed together divide those of every stage: Megatron counts on behind the last one."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from slime.config.args import Args
 from slime.config.megatron.derived import virtual_stages
 from slime.config.megatron.flag_classes import option_of, registered
 from slime.config.megatron.model_checks import as_list
-from slime.config.problems import Check, NoEffect, Rule, where
+from slime.config.problems import Check, Effect, NoEffect, Rule, WithoutEffect, check_effects, where
 from slime.models.hf_config import moe_layer_pattern
 
 AT_LEAST: dict[int, str] = {
@@ -55,20 +55,6 @@ def check_ranges(args: Args, derived: Collection[str] = ()) -> Iterator[str]:
             for name in names.split():
                 if values[name] is not None and name not in derived and too_far(values[name], bound):
                     yield f"{option_of(name)} {values[name]} must be at {word} {bound}."
-
-
-class Effect(NamedTuple):
-    """When the flags of some attributes have an effect.
-
-    Attributes:
-        names: the attributes.
-        holds: whether they have one, from args.
-        otherwise: the end of the sentence "<flag> has no effect ...".
-    """
-
-    names: str
-    holds: Callable[[Any], object]
-    otherwise: str
 
 
 EFFECTS: tuple[Effect, ...] = (
@@ -193,20 +179,15 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def check_effects(args: Args, explicit: Collection[str], derived: Collection[str] = ()) -> Iterator[NoEffect]:
+def check_megatron_effects(args: Args, explicit: Collection[str], derived: Collection[str] = ()) -> Iterator[NoEffect]:
     """Say which given flags have no effect together with the others.
 
     Args:
         derived: attributes that `derive_megatron` sets, and which therefore keep their values.
     """
-    default_of = {action.dest: action.default for action in registered().values()}
-    for effect in EFFECTS:
-        given = [name for name in effect.names.split() if name in explicit and _asks(name, vars(args)[name])]
-        if given and not effect.holds(args):
-            defaults = {name: default_of[name] for name in given if name not in derived}
-            yield NoEffect(map(option_of, given), effect.otherwise, "leave it out", instead=defaults)
-    if "make_vocab_size_divisible_by" in explicit and "padded_vocab_size" in explicit:
-        yield NoEffect("--make-vocab-size-divisible-by", "with --padded-vocab-size", "leave one out")
+    defaults = {action.dest: action.default for action in registered().values() if action.dest not in derived}
+    asking = [name for name in explicit if _asks(name, vars(args).get(name))]
+    return check_effects(EFFECTS, args, asking, option_of=option_of, defaults=defaults)
 
 
 def _asks(name: str, value: Any) -> bool:
@@ -221,25 +202,9 @@ def _weight_decay_ends(args: Args) -> tuple[float, float]:
     return args.weight_decay if first is None else first, args.weight_decay if last is None else last
 
 
-def _check_weight_decay(args: Args, given: Collection[str]) -> Iterator[str]:
-    """It moves as its style says."""
-    (first, last), style = _weight_decay_ends(args), args.weight_decay_incr_style
-    if style != "constant" and first == last:
-        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay."
-    elif style == "constant" and first != last:
-        yield (
-            f"--start-weight-decay {first} and --end-weight-decay {last} need --weight-decay-incr-style linear or "
-            "cosine."
-        )
-    # A critic starts from it where only the actor's entry gives the ends.
-    if "weight_decay" in given and args.weight_decay not in (first, last) and not args.use_critic:
-        yield NoEffect(
-            f"--weight-decay {args.weight_decay}",
-            f"with --start-weight-decay {first} and --end-weight-decay {last}",
-            "leave it out",
-        )
-    if last < first:
-        yield f"--end-weight-decay {last} is below --start-weight-decay {first}; Megatron only raises it."
+def _is_one_weight_decay(args: Args) -> bool:
+    first, last = _weight_decay_ends(args)
+    return first == last
 
 
 def _missing_recomputation(args: Args) -> list[str]:
@@ -251,6 +216,13 @@ def _unknown_modules(args: Args) -> list[str]:
 
 
 TRAINING: tuple[Check, ...] = (
+    WithoutEffect(
+        bool,
+        "--make-vocab-size-divisible-by",
+        "with --padded-vocab-size",
+        "leave one out",
+        given="make_vocab_size_divisible_by padded_vocab_size",
+    ),
     # the size of gradient buckets is given once, and gradients can be averaged while they are reduced
     Rule(
         bool,
@@ -295,7 +267,31 @@ TRAINING: tuple[Check, ...] = (
         lambda a: a.lr_decay_style == "WSD" and a.lr_wsd_decay_iters is None,
         "--lr-decay-style WSD needs --lr-wsd-decay-iters, the train steps of its decay.",
     ),
-    _check_weight_decay,
+    # weight decay moves as its style says
+    Rule(
+        lambda a: a.weight_decay_incr_style != "constant" and _is_one_weight_decay(a),
+        "--weight-decay-incr-style {weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay.",
+    ),
+    Rule(
+        lambda a: a.weight_decay_incr_style == "constant" and not _is_one_weight_decay(a),
+        lambda a: (
+            "--start-weight-decay {} and --end-weight-decay {} need --weight-decay-incr-style linear or "
+            "cosine.".format(*_weight_decay_ends(a))
+        ),
+    ),
+    WithoutEffect(  # a critic starts from it where only the actor's entry gives the ends
+        lambda a: a.weight_decay not in _weight_decay_ends(a) and not a.use_critic,
+        "--weight-decay {weight_decay}",
+        lambda a: "with --start-weight-decay {} and --end-weight-decay {}".format(*_weight_decay_ends(a)),
+        "leave it out",
+        given="weight_decay",
+    ),
+    Rule(
+        lambda a: operator.gt(*_weight_decay_ends(a)),
+        lambda a: "--end-weight-decay {1} is below --start-weight-decay {0}; Megatron only raises it.".format(
+            *_weight_decay_ends(a)
+        ),
+    ),
     Rule(
         lambda a: a.use_checkpoint_opt_param_scheduler,
         "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one.",
@@ -350,10 +346,8 @@ ON_CPU: tuple[Check, ...] = (
 """What only a GPU can do."""
 
 
-def check_recomputed_modules(args: Args) -> Iterator[str]:
-    """The model has what is recomputed; num_layers is given."""
-    if args.recompute_granularity != "selective" or not args.recompute_modules:
-        return
+def _recomputable(args: Args) -> list[str]:
+    """What selective recomputation can recompute of the model; num_layers is given."""
     has_experts = bool(args.num_moe_experts)
     has = {
         "mla_up_proj": args.multi_latent_attention,
@@ -362,16 +356,32 @@ def check_recomputed_modules(args: Args) -> Iterator[str]:
         "moe_act": has_experts,
         "shared_experts": has_experts and args.moe_shared_expert_intermediate_size,
     }
-    possible = [name for name in RECOMPUTED if has.get(name, True)]
-    if lacking := [name for name in args.recompute_modules if name in RECOMPUTED and name not in possible]:
-        yield f"--recompute-modules {' '.join(lacking)}: the model has none; choose from {', '.join(possible)}."
-    if "layernorm" in args.recompute_modules and args.transformer_impl != "transformer_engine":
-        yield (
-            "--recompute-modules layernorm: Megatron recomputes norms with functions of TransformerEngine; add "
-            "--transformer-impl transformer_engine, or leave layernorm out."
-        )
-    if "moe_act" in args.recompute_modules and has_experts and not args.moe_grouped_gemm:
-        yield "--recompute-modules moe_act recomputes the activations of grouped experts; add --moe-grouped-gemm."
+    return [name for name in RECOMPUTED if has.get(name, True)]
+
+
+def _not_recomputable(args: Args) -> list[str]:
+    return [name for name in args.recompute_modules or () if name in RECOMPUTED and name not in _recomputable(args)]
+
+
+check_recomputed_modules = where(
+    lambda a: a.recompute_granularity == "selective" and a.recompute_modules,
+    Rule(
+        _not_recomputable,
+        lambda a: (
+            f"--recompute-modules {' '.join(_not_recomputable(a))}: the model has none; choose from "
+            f"{', '.join(_recomputable(a))}."
+        ),
+    ),
+    Rule(
+        lambda a: "layernorm" in (a.recompute_modules or ()) and a.transformer_impl != "transformer_engine",
+        "--recompute-modules layernorm: Megatron recomputes norms with functions of TransformerEngine; add "
+        "--transformer-impl transformer_engine, or leave layernorm out.",
+    ),
+    Rule(
+        lambda a: "moe_act" in (a.recompute_modules or ()) and a.num_moe_experts and not a.moe_grouped_gemm,
+        "--recompute-modules moe_act recomputes the activations of grouped experts; add --moe-grouped-gemm.",
+    ),
+)
 
 
 def _head_size(args: Args) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import string
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 
 from slime.config.args import Args
-from slime.config.problems import Check, Rule, WithoutEffect, plain_option
+from slime.config.problems import Check, Rule, WithoutEffect, for_each, plain_option
 from slime.utils.train_steps import total_train_steps
 
 _ID = ("rollout_id",)
@@ -24,23 +24,17 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
 """Attribute of a path template -> what can be filled in."""
 
 
-def check_templates(args: Args) -> Iterator[str]:
-    """Path templates have nothing else to fill in."""
-    for name, fields in TEMPLATES.items():
-        if vars(args)[name] is not None:
-            yield from check_template(plain_option(name), vars(args)[name], fields=fields)
-
-
-def check_template(option: str, template: str, *, fields: Collection[str] = _ID) -> Iterator[str]:
-    """A path template has nothing to fill in but `fields`."""
+def _template_problem(args: Args, name: str) -> str | None:
+    """Why a path template cannot be filled in; None where it can, or is not given."""
+    template, fields = vars(args)[name], TEMPLATES[name]
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        names = {name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None}
     except ValueError as error:
-        yield f"{option} {template}: {error}."
-        return
+        return f"{error}."
     if unknown := sorted(names - set(fields)):
         known = " and ".join(f"{{{name}}}" for name in fields)
-        yield f"{option} {template}: only {known} can be filled in, not {{{unknown[0]}}}."
+        return f"only {known} can be filled in, not {{{unknown[0]}}}."
+    return None
 
 
 def _dumps(args: Args) -> tuple[str | None, str | None]:
@@ -64,7 +58,11 @@ CHECKS: tuple[Check, ...] = (
         "--load-forge-rollout-data {load_forge_rollout_data} would be overwritten by this run's own dumps; give those "
         "another name.",
     ),
-    check_templates,
+    for_each(
+        lambda a: TEMPLATES,
+        _template_problem,
+        lambda a, name: f"{plain_option(name)} {vars(a)[name]}: {_template_problem(a, name)}",
+    ),
     # a replay has a file for each rollout, and takes a share of it that there is (V13)
     Rule(
         lambda a: a.load_debug_rollout_data_subsample is not None and not 0 < a.load_debug_rollout_data_subsample <= 1,

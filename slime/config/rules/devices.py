@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from slime.config.args import Args
 from slime.config.derive import backend_of
-from slime.config.problems import Check, Rule, each, first_of, where
+from slime.config.problems import Check, Rule, each, first_of, for_each, where
 from slime.utils.errors import UsageError
-from slime.utils.names import nearest
+from slime.utils.names import did_you_mean
 from slime.weights.transports import WeightTransport, transport_of
 
 _ADDRESS = re.compile(r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d+)/?")
@@ -27,32 +27,40 @@ TRAINER = Rule(
 """A size that others divide by (that it divides the trainer's GPUs is checked with Megatron's flags)."""
 
 
-def check_nodes(args: Args, explicit: Collection[str]) -> Iterable[str]:
-    """A node gives the trainer no more GPUs than it has, where that is said of nodes that engines share with it.
-
-    Elsewhere it may be said of the engines' nodes alone, and slots of one machine have no bound.
-    """
+def _fewer_gpus(args: Args) -> str:
+    """The sentence on nodes that give the trainer more GPUs than they have."""
     each, per_node = args.actor_num_gpus_per_node, args.num_gpus_per_node
-    is_said = args.colocate and args.accelerator != "cpu" and "num_gpus_per_node" in explicit
-    if not is_said or not 0 < per_node < each:
-        return
     nodes, rest = divmod(args.actor_num_nodes * each, per_node)
     fewer = f"--actor-num-gpus-per-node {per_node}" + (f" with --actor-num-nodes {nodes}" if not rest else "")
-    yield (
+    return (
         f"--actor-num-gpus-per-node {each} is more than a node has (--num-gpus-per-node {per_node}); give {fewer}, "
         f"or --num-gpus-per-node {each}."
     )
 
 
-def check_external_engines(args: Args) -> Iterable[str]:
-    """Addresses of engines that run already have a host and a port (V14)."""
-    for address in args.rollout_external_engine_addrs or []:
-        match = _ADDRESS.fullmatch(address)
-        if match is None or not 0 < int(match[1]) < 65536:
-            yield (
-                f"--rollout-external-engine-addrs {address} is no address; write host:port, http://host:port or "
-                "[IPv6]:port, with a port from 1 to 65535."
-            )
+# Where it is not said of nodes that engines share with the trainer, it may be said of the engines' nodes alone, and
+# slots of one machine have no bound.
+check_nodes = Rule(
+    lambda a: a.colocate and a.accelerator != "cpu" and 0 < a.num_gpus_per_node < a.actor_num_gpus_per_node,
+    _fewer_gpus,
+    given="num_gpus_per_node",
+)
+
+
+def _is_address(address: str) -> bool:
+    match = _ADDRESS.fullmatch(address)
+    return match is not None and 0 < int(match[1]) < 65536
+
+
+check_external_engines = for_each(
+    lambda a: a.rollout_external_engine_addrs or [],
+    lambda a, address: not _is_address(address),
+    lambda a, address: (
+        f"--rollout-external-engine-addrs {address} is no address; write host:port, http://host:port or [IPv6]:port, "
+        "with a port from 1 to 65535."
+    ),
+)
+"""Addresses of engines that run already have a host and a port (V14)."""
 
 
 def check_memory_saver(args: Args, environment: Mapping[str, str]) -> Iterable[str]:
@@ -248,37 +256,45 @@ OWNED_ENV_VARS = {
 """Variables that slime sets for a trainer process -> why they cannot be changed."""
 
 
-def check_train_env_vars(args: Args) -> Iterable[str]:
-    """Names and values can be an environment, and contradict nothing that slime sets itself."""
-    for name, value in args.train_env_vars.items():
-        given = f"--train-env-vars: {name}={value!r}"
-        if not name or "=" in name or "\0" in name:
-            yield f"--train-env-vars: {name!r} cannot be the name of a variable; use letters, digits and _."
-        elif not isinstance(value, str):
-            yield f"{given} is no text; write the value in double quotes, as in {json.dumps({name: str(value)})}."
-        elif "\0" in value:
-            yield f"{given} holds a null character; leave it out."
-        if name in OWNED_ENV_VARS:
-            yield f"{given} cannot be set: {OWNED_ENV_VARS[name]}; leave it out."
+def _variable(args: Args, name: str) -> str:
+    """The start of a sentence on a variable."""
+    return f"--train-env-vars: {name}={args.train_env_vars[name]!r}"
 
 
-def _check_parts(args: Args) -> Iterable[str]:
-    for part in args.checkpoint_contents:
-        if part not in CHECKPOINT_PARTS:
-            near = nearest(part, CHECKPOINT_PARTS)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(CHECKPOINT_PARTS)}."
-            yield f"--checkpoint-contents {part!r} is no part of a checkpoint: {hint}"
+TRAIN_ENV_VARS: tuple[Check, ...] = (
+    for_each(
+        lambda a: a.train_env_vars,
+        lambda a, name: not name or "=" in name or "\0" in name,
+        lambda a, name: f"--train-env-vars: {name!r} cannot be the name of a variable; use letters, digits and _.",
+    ),
+    for_each(
+        lambda a: a.train_env_vars,
+        lambda a, name: not isinstance(a.train_env_vars[name], str),
+        lambda a, name: (
+            f"{_variable(a, name)} is no text; write the value in double quotes, as in "
+            f"{json.dumps({name: str(a.train_env_vars[name])})}."
+        ),
+    ),
+    for_each(
+        lambda a: a.train_env_vars,
+        lambda a, name: "\0" in str(a.train_env_vars[name]),
+        lambda a, name: f"{_variable(a, name)} holds a null character; leave it out.",
+    ),
+    for_each(
+        lambda a: a.train_env_vars,
+        lambda a, name: name in OWNED_ENV_VARS,
+        lambda a, name: f"{_variable(a, name)} cannot be set: {OWNED_ENV_VARS[name]}; leave it out.",
+    ),
+)
+"""Names and values can be an environment, and contradict nothing that slime sets itself."""
 
 
 def _contents(args: Args) -> str:
     return ",".join(args.checkpoint_contents)
 
 
-def _check_profiled_ranks(args: Args) -> Iterable[str]:
-    world = args.actor_num_nodes * args.actor_num_gpus_per_node
-    for rank in args.profile_ranks:
-        if not 0 <= rank < world:
-            yield f"--profile-ranks {rank}: there are {world} trainer ranks, 0 to {world - 1}; choose among them."
+def _trainer_ranks(args: Args) -> range:
+    return range(args.actor_num_nodes * args.actor_num_gpus_per_node)
 
 
 INT4_FLAG = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
@@ -304,8 +320,14 @@ check_indexers = Rule(
     "indexer to freeze; leave it out.",
 )
 TRAINER_CHECKS: tuple[Check, ...] = (
-    check_train_env_vars,
-    _check_parts,
+    *TRAIN_ENV_VARS,
+    for_each(
+        lambda a: a.checkpoint_contents,
+        lambda a, part: part not in CHECKPOINT_PARTS,
+        lambda a, part: (
+            f"--checkpoint-contents {part!r} is no part of a checkpoint: {did_you_mean(part, CHECKPOINT_PARTS)}"
+        ),
+    ),
     Rule(
         lambda a: "model" not in a.checkpoint_contents,
         lambda a: f"--checkpoint-contents {_contents(a)!r} lacks model: nothing could be loaded from it; add model.",
@@ -337,7 +359,14 @@ TRAINER_CHECKS: tuple[Check, ...] = (
                 ),
             ),
         ),
-        _check_profiled_ranks,
+        for_each(
+            lambda a: a.profile_ranks,
+            lambda a, rank: rank not in _trainer_ranks(a),
+            lambda a, rank: (
+                f"--profile-ranks {rank}: there are {len(_trainer_ranks(a))} trainer ranks, 0 to "
+                f"{len(_trainer_ranks(a)) - 1}; choose among them."
+            ),
+        ),
         Rule(
             lambda a: "train_overall" in a.profile_target and len(set(a.profile_target)) > 1,
             lambda a: (

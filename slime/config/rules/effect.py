@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.config.parser import default_of, option_name
-from slime.config.problems import Check, NoEffect, Problems, Rule, broken, plain_option
+from slime.config.problems import Check, Effect, NoEffect, Problems, Rule, broken, check_effects, plain_option
 from slime.config.rules import batch, debug, devices, generation, losses
 from slime.config.rules.devices import no_engines_flag
 from slime.utils.checkpoint_paths import classify_checkpoint
@@ -24,106 +25,78 @@ from slime.utils.checkpoint_paths import classify_checkpoint
 Fields = Iterable[dataclasses.Field[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Mode:
-    """Some flags that switch others off.
-
-    Attributes:
-        option: the flag, as on the command line.
-        is_on: says whether the args are in this mode, by something true.
-        pointless: attributes of the flags that it leaves without effect.
-    """
-
-    option: str
-    is_on: Callable[[Args], object]
-    pointless: tuple[str, ...]
-
-
 def _draws_as_we_do(args: Args) -> bool:
     """Whether prompts come from no code of a user's, which may read any flag of the data."""
     return all(path.startswith("slime.") for path in (args.data_source_path, args.rollout_function_path))
 
 
-_POLICY = (
-    "advantage_estimator",
-    "eps_clip",
-    "eps_clip_high",
-    "eps_clip_c",
-    "kl_coef",
-    "use_kl_loss",
-    "entropy_coef",
-    "use_rollout_logprobs",
-    "recompute_old_log_probs",
-    "use_tis",
-    "get_mismatch_metrics",
-    "use_opsm",
-    "use_rollout_entropy",
-    "pf_ppo_reweight",
-    "use_opd",
-    "keep_old_actor",
-    "custom_pg_loss_reducer_function_path",
-    "normalize_advantages",
-    "gamma",
-    "custom_advantage_function_path",
-    "overlong_buffer_len",
-)
-POINTLESS = (
-    Mode("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("micro_batch_size",)),
-    Mode(
-        "--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, ("recompute_old_log_probs", "keep_old_actor")
+_ONE = "leave one or the other out"
+POINTLESS: tuple[Effect, ...] = (
+    Effect("micro_batch_size", lambda a: not a.use_dynamic_batch_size, "with --use-dynamic-batch-size", _ONE),
+    Effect(
+        "recompute_old_log_probs keep_old_actor",
+        lambda a: not a.use_rollout_logprobs,
+        "with --use-rollout-logprobs",
+        _ONE,
     ),
-    Mode("--loss-type sft_loss", lambda args: args.loss_type == "sft_loss", _POLICY),
-    Mode(  # not the estimator, which also names the loss and the baseline of the rewards
-        "--disable-compute-advantages-and-returns",
-        lambda args: not (args.compute_advantages_and_returns or args.rollout_data_postprocess_path),
-        (
-            "kl_coef",
-            "normalize_advantages",
-            "custom_advantage_function_path",
-            "use_opd",
-            "use_rollout_entropy",
-            "keep_old_actor",
-        ),
+    Effect(
+        "advantage_estimator eps_clip eps_clip_high eps_clip_c kl_coef use_kl_loss entropy_coef use_rollout_logprobs "
+        "recompute_old_log_probs use_tis get_mismatch_metrics use_opsm use_rollout_entropy pf_ppo_reweight use_opd "
+        "keep_old_actor custom_pg_loss_reducer_function_path normalize_advantages gamma "
+        "custom_advantage_function_path overlong_buffer_len",
+        lambda a: a.loss_type != "sft_loss",
+        "with --loss-type sft_loss",
+        _ONE,
     ),
-    Mode(
-        "an --advantage-estimator that does not divide by the group's standard deviation",
-        lambda args: not ESTIMATORS[args.advantage_estimator].divides_by_std,
-        ("grpo_std_normalization",),
+    Effect(  # not the estimator, which also names the loss and the baseline of the rewards
+        "kl_coef normalize_advantages custom_advantage_function_path use_opd use_rollout_entropy keep_old_actor",
+        lambda a: a.compute_advantages_and_returns or a.rollout_data_postprocess_path,
+        "with --disable-compute-advantages-and-returns",
+        _ONE,
     ),
-    Mode(
-        "an --advantage-estimator that subtracts no baseline of a group",
-        lambda args: ESTIMATORS[args.advantage_estimator].baseline is None,
-        ("rewards_normalization",),
+    Effect(
+        "grpo_std_normalization",
+        lambda a: ESTIMATORS[a.advantage_estimator].divides_by_std,
+        "with an --advantage-estimator that does not divide by the group's standard deviation",
+        _ONE,
     ),
-    Mode(
-        "an --advantage-estimator whose loss is CISPO's",
-        lambda args: ESTIMATORS[args.advantage_estimator].loss == "cispo",
-        ("eps_clip_c",),
+    Effect(
+        "rewards_normalization",
+        lambda a: ESTIMATORS[a.advantage_estimator].baseline is not None,
+        "with an --advantage-estimator that subtracts no baseline of a group",
+        _ONE,
     ),
-    Mode(
-        "--custom-convert-samples-to-train-data-path",
-        lambda args: args.custom_convert_samples_to_train_data_path,
-        ("pf_ppo_reweight",),
+    Effect(
+        "eps_clip_c",
+        lambda a: ESTIMATORS[a.advantage_estimator].loss != "cispo",
+        "with an --advantage-estimator whose loss is CISPO's",
+        _ONE,
     ),
-    Mode("--release-train", lambda args: args.release_train, ("offload_train",)),
-    Mode(
-        "--rollout-external-engine-addrs",
-        lambda args: args.rollout_external_engine_addrs,
-        ("rollout_num_gpus", "colocate"),
+    Effect(
+        "pf_ppo_reweight",
+        lambda a: not a.custom_convert_samples_to_train_data_path,
+        "with --custom-convert-samples-to-train-data-path",
+        _ONE,
     ),
-    Mode("--dump-details", lambda args: args.dump_details, ("save_debug_rollout_data", "save_debug_train_data")),
-    Mode(
-        "--disable-rollout-global-dataset",
-        lambda args: not args.rollout_global_dataset and _draws_as_we_do(args),
-        ("rollout_shuffle", "rollout_max_prompt_len"),
+    Effect("offload_train", lambda a: not a.release_train, "with --release-train", _ONE),
+    Effect(
+        "rollout_num_gpus colocate",
+        lambda a: not a.rollout_external_engine_addrs,
+        "with --rollout-external-engine-addrs",
+        _ONE,
     ),
-    Mode(
-        "--disable-rollout-global-dataset",
-        lambda args: (
-            not (args.rollout_global_dataset or args.rollout_buffer_url)  # a buffer's generator reads the file
-            and _draws_as_we_do(args)
-        ),
-        ("prompt_data",),
+    Effect("save_debug_rollout_data save_debug_train_data", lambda a: not a.dump_details, "with --dump-details", _ONE),
+    Effect(
+        "rollout_shuffle rollout_max_prompt_len",
+        lambda a: a.rollout_global_dataset or not _draws_as_we_do(a),
+        "with --disable-rollout-global-dataset",
+        _ONE,
+    ),
+    Effect(
+        "prompt_data",  # a buffer's generator reads the file
+        lambda a: a.rollout_global_dataset or a.rollout_buffer_url or not _draws_as_we_do(a),
+        "with --disable-rollout-global-dataset",
+        _ONE,
     ),
 )
 
@@ -174,20 +147,29 @@ _TRAINING = ("prompt_data", "rollout_shuffle", "num_epoch", "save_interval", "sa
 
 def check_needs(args: Args, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
     """Say which given flags need another one that is not set; read after derivation."""
-    for field in fields:
-        needs = field.metadata["needs"]
-        if needs and _is_said(args, field.name, explicit) and not any(_is_met(args, need) for need in needs):
-            yield NoEffect(option_name(field), f"without {' or '.join(map(_text_of, needs))}")
+    needing = [field for field in fields if field.metadata["needs"]]
+    rows = [
+        Effect(
+            field.name,
+            partial(_is_any_met, needs=field.metadata["needs"]),
+            f"without {' or '.join(map(_text_of, field.metadata['needs']))}",
+            "",
+        )
+        for field in needing
+    ]
+    options = {field.name: option_name(field) for field in needing}
+    return check_effects(rows, args, _asking(args, explicit), option_of=options.__getitem__, defaults={})
 
 
-def _is_said(args: Args, name: str, explicit: set[str]) -> bool:
-    """Whether a flag asks for something; a coefficient of 0 is as good as none."""
-    return name in explicit and not (type(vars(args)[name]) in (int, float) and vars(args)[name] == 0)
+def _asking(args: Args, explicit: set[str]) -> set[str]:
+    """The given flags that ask for something; a coefficient of 0 is as good as none."""
+    values = {name: vars(args).get(name) for name in explicit}
+    return {name for name, value in values.items() if type(value) not in (int, float) or value != 0}
 
 
-def _is_met(args: Args, need: str) -> bool:
-    name, equals, value = need.partition("=")
-    return str(vars(args)[name]) == value if equals else bool(vars(args)[name])
+def _is_any_met(args: Args, needs: Iterable[str]) -> bool:
+    parts = (need.partition("=") for need in needs)
+    return any(str(vars(args)[n]) == value if equals else bool(vars(args)[n]) for n, equals, value in parts)
 
 
 def _text_of(need: str) -> str:
@@ -198,25 +180,23 @@ def _text_of(need: str) -> str:
 def check_pointless(args: Args, explicit: set[str], fields: Fields) -> Iterable[NoEffect]:
     """Say which given flags a mode switches off; read before derivation or after it."""
     by_name = {field.name: field for field in fields}
-    for mode in POINTLESS:
-        if not mode.is_on(args):
-            continue
-        for name in mode.pointless:
-            if _is_said(args, name, explicit):
-                field = by_name[name]
-                yield NoEffect(
-                    option_name(field),
-                    f"with {mode.option}",
-                    "leave one of the two out",
-                    instead={name: default_of(field)},
-                )
+    return check_effects(
+        POINTLESS,
+        args,
+        _asking(args, explicit),
+        option_of=lambda name: option_name(by_name[name]),
+        defaults={name: default_of(field) for name, field in by_name.items()},
+    )
 
 
-def check_offload_forms(args: Args, explicit: set[str]) -> Iterable[str]:
-    """--offload stands for both of its parts, which are not given next to it."""
-    for name in ("offload_train", "offload_rollout"):
-        if args.offload and name in explicit:
-            yield f"{plain_option(name)} and --offload, which is short for both, exclude each other; keep one."
+# --offload stands for both of its parts, which are not given next to it
+_OFFLOADS = "{option} and --offload, which is short for both, exclude each other; keep one."
+GIVEN_CHECKS: tuple[Check, ...] = (
+    devices.check_nodes,
+    Rule(lambda a: a.offload, _OFFLOADS.format(option="--offload-train"), given="offload_train"),
+    Rule(lambda a: a.offload, _OFFLOADS.format(option="--offload-rollout"), given="offload_rollout"),
+)
+"""Rows that take the given attributes, too."""
 
 
 def without_effect(args: Args, explicit: Iterable[str]) -> Iterable[str]:
@@ -290,8 +270,7 @@ def collect(args: Args, explicit: set[str], fields: Fields) -> Problems:
         fields: the dataclass fields of slime's flags.
     """
     wrong = list(broken(CHECKS, args))
-    wrong += devices.check_nodes(args, explicit)
-    wrong += check_offload_forms(args, explicit)
+    wrong += broken(GIVEN_CHECKS, args, explicit)
     for check in (check_range, check_needs, check_pointless):
         wrong += check(args, explicit, fields)
     return Problems(wrong=wrong, unsupported=list(broken(UNSUPPORTED, args)))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.problems import Rule
 from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
@@ -135,16 +136,6 @@ def check_train_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
         yield "no reward is given: use --rm-type or --custom-rm-path (or metadata with an rm_type in every data row)."
 
 
-def small_data_note(args: Args) -> Iterator[str]:
-    """Say that a rollout takes prompts several times, where --num-epoch counts them."""
-    rows, size = num_prompts(args), args.rollout_batch_size
-    if args.num_epoch and rows and size and rows < size:
-        yield (
-            f"--prompt-data {args.prompt_data} has {rows} rows, fewer than --rollout-batch-size {size}: a rollout "
-            f"takes prompts several times, and each of --num-epoch {args.num_epoch} is one rollout."
-        )
-
-
 def num_prompts(args: Args) -> int | None:
     """Prompts of an epoch; None where they cannot be counted without a tokenizer, or not at all."""
     is_ours = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
@@ -152,6 +143,16 @@ def num_prompts(args: Args) -> int | None:
     if args.prompt_data is None or not is_ours or may_drop_long_ones:
         return None
     return _train_data(args).num_rows or None
+
+
+SMALL_DATA_NOTE = Rule(
+    lambda a: a.num_epoch and 0 < (num_prompts(a) or 0) < (a.rollout_batch_size or 0),
+    lambda a: (
+        f"--prompt-data {a.prompt_data} has {num_prompts(a)} rows, fewer than --rollout-batch-size "
+        f"{a.rollout_batch_size}: a rollout takes prompts several times, and each of --num-epoch {a.num_epoch} is one "
+        "rollout."
+    ),
+)
 
 
 def check_eval_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
@@ -260,7 +261,7 @@ def check_replay(template: str | None, first_rollout: int | None, num_rollout: i
         try:
             path = Path(template.format(rollout_id=rollout_id))
         except (ValueError, KeyError, IndexError, AttributeError):
-            return  # check_template says what is wrong
+            return  # a rule of debug.py says what is wrong
         if not os.path.isfile(path):
             remedy = "dump it with --save-debug-rollout-data"
             if rollout_id > first_rollout:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from slime.config.args import Args
 from slime.config.derive import FULLY_ASYNC_ROLLOUT
-from slime.config.parser import nearest
-from slime.config.problems import Check, NoEffect, Rule, WithoutEffect, each, first_of, plain_option, where
+from slime.config.problems import Check, NoEffect, Rule, WithoutEffect, each, first_of, for_each, plain_option, where
+from slime.utils.names import did_you_mean
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
 from slime.utils.types import MultimodalTypes
 
@@ -36,17 +36,9 @@ def _writes_one_turn(args: Args) -> bool:
     return not any(generates) and args.data_source_path.startswith("slime.")
 
 
-def _check_collection_ratio(args: Args) -> Iterable[str]:
-    ratio, batch = args.min_batch_collection_ratio, args.rollout_batch_size
-    if not ratio > 0:
-        yield f"--min-batch-collection-ratio {ratio:g}: it must be above 0 and at most 1."
-    elif batch and args.global_batch_size and not args.drop_last_rollouts:
-        enough = math.ceil(ratio * batch) * args.n_samples_per_prompt
-        if enough < args.global_batch_size:
-            yield (
-                f"--min-batch-collection-ratio {ratio:g}: {enough} samples would be enough, and one train step needs "
-                f"{args.global_batch_size} (--global-batch-size); raise the ratio."
-            )
+def _enough_samples(args: Args) -> int:
+    """Samples that --min-batch-collection-ratio asks for."""
+    return math.ceil(args.min_batch_collection_ratio * args.rollout_batch_size) * args.n_samples_per_prompt
 
 
 def uses_builtin_reward(args: Args) -> bool:
@@ -101,36 +93,38 @@ def check_rm_type(args: Args, rm_type: str | None, where: str, *, known: Collect
         return
     name = rm_type.strip()
     if name not in known:
-        near = nearest(name, known)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}."
-        yield f"{where} {rm_type} is no built-in reward: {hint}"
+        yield f"{where} {rm_type} is no built-in reward: {did_you_mean(name, known)}"
     elif name in REWARD_NEEDS:
         attribute, what = REWARD_NEEDS[name]
         if not vars(args)[attribute]:
             yield f"{where} {name} needs {plain_option(attribute)}, {what}."
 
 
-def check_multimodal(args: Args) -> Iterable[str]:
-    """Kinds of input are known, and name fields."""
-    for kind, field in (args.multimodal_keys or {}).items():
-        if kind not in _KINDS:
-            yield f"--multimodal-keys: there is no kind {kind!r}; the kinds are {', '.join(_KINDS)}."
-        if not isinstance(field, str) or not field:
-            yield f"--multimodal-keys: {kind} must name a field of the data rows, not {field!r}."
-
-
-def unsupported_multimodal(args: Args) -> Iterable[str]:
-    """Only images reach an engine, and nothing but text the trainer."""
-    trains = not args.debug_rollout_only and not args.eval_only
-    for kind in args.multimodal_keys or {}:
-        if kind in _KINDS and kind != "image":
-            yield f"--multimodal-keys {kind} is not supported yet (model families); use image."
-        elif kind in _KINDS and trains:
-            yield (
-                f"--multimodal-keys {kind} is not supported yet in training (model families): the trainer reads no "
-                "images, so it would train the model on the tokens that stand for them; leave it out, or generate "
-                "only (--debug-rollout-only, --eval-only)."
-            )
+MULTIMODAL: tuple[Check, ...] = (  # kinds of input are known, and name fields
+    for_each(
+        lambda a: a.multimodal_keys or {},
+        lambda a, kind: kind not in _KINDS,
+        lambda a, kind: f"--multimodal-keys: there is no kind {kind!r}; the kinds are {', '.join(_KINDS)}.",
+    ),
+    for_each(
+        lambda a: (a.multimodal_keys or {}).items(),
+        lambda a, item: not item[1] or not isinstance(item[1], str),
+        lambda a, item: f"--multimodal-keys: {item[0]} must name a field of the data rows, not {item[1]!r}.",
+    ),
+)
+UNSUPPORTED: tuple[Check, ...] = (  # only images reach an engine, and nothing but text the trainer
+    for_each(
+        lambda a: a.multimodal_keys or {},
+        lambda a, kind: kind in _KINDS and kind != "image",
+        lambda a, kind: f"--multimodal-keys {kind} is not supported yet (model families); use image.",
+    ),
+    Rule(
+        lambda a: "image" in (a.multimodal_keys or {}) and not a.debug_rollout_only and not a.eval_only,
+        "--multimodal-keys image is not supported yet in training (model families): the trainer reads no images, so "
+        "it would train the model on the tokens that stand for them; leave it out, or generate only "
+        "(--debug-rollout-only, --eval-only).",
+    ),
+)
 
 
 def check_generation_files(args: Args) -> Iterable[str]:
@@ -146,7 +140,7 @@ def check_generation_files(args: Args) -> Iterable[str]:
     try:
         path = args.load_forge_rollout_data.format(rollout_id=args.start_rollout_id)
     except (ValueError, KeyError, IndexError, AttributeError):
-        return  # check_template says what is wrong
+        return  # a rule of debug.py says what is wrong
     if not os.path.isfile(path):
         yield (
             f"--load-forge-rollout-data {args.load_forge_rollout_data}: there is no file {path}; dump it with "
@@ -242,7 +236,22 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
             lambda a: not re.fullmatch(r"https?://[^/?#\s]+/?", a.rollout_buffer_url or ""),
             "--rollout-buffer-url {rollout_buffer_url} is no address of a server; write http://host:8889.",
         ),
-        _check_collection_ratio,
+        Rule(
+            lambda a: not a.min_batch_collection_ratio > 0,
+            "--min-batch-collection-ratio {min_batch_collection_ratio:g}: it must be above 0 and at most 1.",
+        ),
+        Rule(
+            lambda a: (
+                a.min_batch_collection_ratio > 0
+                and a.rollout_batch_size
+                and not a.drop_last_rollouts
+                and _enough_samples(a) < a.global_batch_size
+            ),
+            lambda a: (
+                f"--min-batch-collection-ratio {a.min_batch_collection_ratio:g}: {_enough_samples(a)} samples would "
+                f"be enough, and one train step needs {a.global_batch_size} (--global-batch-size); raise the ratio."
+            ),
+        ),
     ),
     Rule(
         lambda a: (
@@ -253,6 +262,11 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
             and a.load_debug_rollout_data is None
         ),
         "--prompt-data is required: a .jsonl or .parquet file with the prompts.",
+    ),
+    Rule(
+        lambda a: a.use_tensorboard and not a.tb_project_name and not os.environ.get("TENSORBOARD_DIR"),
+        "--use-tensorboard (--tracker tensorboard) needs --tb-project-name, or the environment variable "
+        "TENSORBOARD_DIR.",
     ),
     *each(
         "rm_url code_sandbox_url http_proxy",
@@ -301,19 +315,9 @@ GENERATION_CHECKS: tuple[Check, ...] = (
         "--partial-rollout gives groups back to the data source, and --data-source-path {data_source_path} takes "
         "none; use slime.rollout.data_source.RolloutDataSourceWithBuffer.",
     ),
-    check_multimodal,
+    *MULTIMODAL,
     Rule(
         lambda a: a.rollout_function_path == FORGE_ROLLOUT and a.load_forge_rollout_data is None,
         f"--rollout-function-path {FORGE_ROLLOUT} needs --load-forge-rollout-data, the samples that it replays.",
     ),
 )
-UNSUPPORTED: tuple[Check, ...] = (unsupported_multimodal,)
-
-
-def check_tensorboard(args: Args, environment: Mapping[str, str]) -> Iterator[str]:
-    """TensorBoard has a directory."""
-    if args.use_tensorboard and not args.tb_project_name and not environment.get("TENSORBOARD_DIR"):
-        yield (
-            "--use-tensorboard (--tracker tensorboard) needs --tb-project-name, or the environment variable "
-            "TENSORBOARD_DIR."
-        )

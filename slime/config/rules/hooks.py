@@ -39,19 +39,21 @@ def check_hooks(
 
 def check_hook(option: str, path: str, protocol: type, signature_problem: SignatureProblem) -> Iterator[str]:
     """Check one hook path; `option` names where it was given."""
-    try:
-        function = load_function(path)
-    except ImportError as error:
-        yield f"{option}: {error}."
-        return
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's module is code like any other: what it raises is bad input here
-        yield f"{option} {path}: loading it raised {type(error).__name__}: {error}."
-        return
-    if problem := signature_problem(function, protocol):
+    function, problem = _loaded(path)
+    if function is None:
+        yield f"{option}{problem}."
+    elif problem := signature_problem(function, protocol):
         yield f"{option} {path} does not fit: {problem}."
+
+
+def _loaded(path: str) -> tuple[Any, str | None]:
+    """(a function or None, why it cannot be loaded): what a user's module raises is bad input here."""
+    try:
+        return load_function(path), None
+    except ImportError as error:
+        return None, f": {error}"
+    except (Exception, SystemExit) as error:  # the module is code like any other
+        return None, f" {path}: loading it raised {type(error).__name__}: {error}"
 
 
 def form_notes(option: str, path: str | None, is_batch: Callable[[Any], bool]) -> Iterator[str]:
@@ -62,11 +64,8 @@ def form_notes(option: str, path: str | None, is_batch: Callable[[Any], bool]) -
         path: of the function; None where there is none.
         is_batch: whether a function takes a list of samples.
     """
-    try:
-        function = load_function(path) if path else None
-    except (Exception, SystemExit):  # check_hook says so
-        return
-    if function is None:
+    function = _loaded(path)[0] if path else None
+    if function is None:  # check_hook says why
         return
     name = getattr(function, "__name__", "generate")
     if str(path).endswith(".py"):
@@ -88,11 +87,7 @@ def check_settings(values: dict[str, Any], hooks: Iterable[str]) -> Iterator[str
     for attribute in hooks:
         path = values.get(attribute)
         for each in path if isinstance(path, list) else [path] if path else []:
-            try:
-                check_args = getattr(load_function(each), "check_args", None)
-            except (Exception, SystemExit):  # check_hook says so
-                continue
-            if check_args is not None:
+            if check_args := getattr(_loaded(each)[0], "check_args", None):
                 yield from check_args(Args.of(values))
 
 

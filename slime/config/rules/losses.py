@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
-from slime.config.problems import Check, Rule, WithoutEffect, broken, each, plain_option, where
+from slime.config.problems import Check, Rule, WithoutEffect, broken, each, for_each, plain_option, where
 
 
 def _keeps_requests(args: Args) -> bool:
@@ -56,13 +56,6 @@ def _check_expressions(args: Args) -> Iterable[str]:
                 re.compile(pattern)
             except re.error as error:
                 yield f"{option} {pattern!r} is no regular expression: {error}; correct it."
-
-
-def _check_estimator(args: Args) -> Iterable[str]:
-    """What an estimator is defined by is given, as REINFORCE++'s whitened advantages (V8)."""
-    for name in ESTIMATORS[args.advantage_estimator].needs:
-        if not vars(args)[name]:
-            yield f"--advantage-estimator {args.advantage_estimator} needs {plain_option(name)}."
 
 
 # ---- generating ahead of the trainer, and weight syncs with requests in flight
@@ -186,7 +179,11 @@ LOSS_CHECKS: tuple[Check, ...] = (
             "lower it, or leave the flag out",
         ),
     ),
-    _check_estimator,
+    for_each(  # what an estimator is defined by is given, as REINFORCE++'s whitened advantages (V8)
+        lambda a: ESTIMATORS[a.advantage_estimator].needs,
+        lambda a, name: not vars(a)[name],
+        lambda a, name: f"--advantage-estimator {a.advantage_estimator} needs {plain_option(name)}.",
+    ),
     # corrections between trainer and engine have both log-probs, and bounds in order (V9)
     Rule(
         lambda a: a.use_rollout_logprobs and a.use_tis,

@@ -137,33 +137,46 @@ def fill_with_server_options(parser: argparse.ArgumentParser) -> None:
         from sglang.srt.server_args import ServerArgs
 
     group = parser.add_argument_group("SGLang engine", "every option of SGLang's server, with --sglang- in front")
-    ServerArgs.add_cli_args(_Prefixed(group))
+    ServerArgs.add_cli_args(_Filtered(group, OWNED, PREFIX))
 
 
 def fill_with_router_options(parser: argparse.ArgumentParser) -> None:
     """Ask the installed router for its options; imports it."""
     from sglang_router.router_args import RouterArgs
 
-    RouterArgs.add_cli_args(_Router(parser), use_router_prefix=True, exclude_host_port=True)
+    RouterArgs.add_cli_args(_Filtered(parser, ROUTER_OWNED), use_router_prefix=True, exclude_host_port=True)
     for action in parser._actions:
         if action.dest in POLICY_OPTIONS and action.choices is not None:
             action.choices = [*action.choices, *(name for name in LIBRARY_POLICIES if name not in action.choices)]
     parser.set_defaults(**{ROUTER_PREFIX + name: value for name, value in ROUTER_DEFAULTS.items()})
 
 
-class _Prefixed:
-    """Stands where SGLang expects a parser: `--x` becomes `--sglang-x`, and owned options are left out."""
+class _Filtered:
+    """Stands where a package expects a parser: owned options are left out, the others get a prefix.
 
-    def __init__(self, group: argparse._ArgumentGroup) -> None:
-        self._group = group
+    Args:
+        target: a parser or a group of it.
+        owned: attributes that slime sets.
+        prefix: `--x` becomes `--sglang-x` with "sglang_".
+    """
+
+    def __init__(self, target: Any, owned: Collection[str], prefix: str = "") -> None:
+        self._target, self._owned, self._prefix = target, owned, prefix
+
+    def add_argument_group(self, title: str, description: str) -> _Filtered:
+        """As argparse's."""
+        return _Filtered(self._target.add_argument_group(f"Router: {title}", description), self._owned)
 
     def add_argument(self, *names: str, **keywords: Any) -> argparse.Action | None:
         """As argparse's."""
         dest = keywords.pop("dest", None) or names[0].lstrip("-").replace("-", "_")
-        if dest in OWNED:
+        if dest in self._owned:
             return None
-        keywords = {"dest": PREFIX + dest} | _without_sglang(keywords)
-        return self._group.add_argument(*(f"--sglang-{name[2:]}" for name in names), **keywords)
+        keywords = {"dest": self._prefix + dest} | _without_sglang(keywords)
+        added: argparse.Action = self._target.add_argument(
+            *(f"--{self._prefix.replace('_', '-')}{name[2:]}" for name in names), **keywords
+        )
+        return added
 
 
 def _without_sglang(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,26 +234,6 @@ def human_readable_int(text: str) -> int:
     return int(exact * factor ** (" kMGT".index(suffix[0].replace("K", "k")) if suffix else 0))
 
 
-class _Router:
-    """Stands where the router expects a parser: one group per topic, owned options left out."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._parser = parser
-
-    def add_argument_group(self, title: str, description: str) -> _Router:
-        """As argparse's."""
-        return _RouterGroup(self._parser.add_argument_group(f"Router: {title}", description))
-
-
-class _RouterGroup(_Router):
-    def __init__(self, group: argparse._ArgumentGroup) -> None:
-        self._group = group
-
-    def add_argument(self, *names: str, **keywords: Any) -> argparse.Action | None:
-        dest = keywords.get("dest") or names[0].lstrip("-").replace("-", "_")
-        return None if dest in ROUTER_OWNED else self._group.add_argument(*names, **keywords)
-
-
 def explain_unknown(name: str) -> str | None:
     """The sentence for an engine or router flag that is slime's to set, or cannot be checked here; else None."""
     dest = name.lstrip("-").replace("-", "_")
@@ -272,16 +265,14 @@ def set_aside(tokens: Sequence[str], known: Collection[str]) -> list[str]:
     given = {token.partition("=")[0] for token in tokens}
     if not given & {"--debug-train-only", "--load-debug-rollout-data"}:
         return list(tokens)
-    kept, dropped = [], []
-    is_dropping = False
+    flag, kept, dropped = "", [], []
     for token in tokens:
-        name = token.partition("=")[0]
-        if name.startswith("--"):
-            package = _package_of(name)
-            is_dropping = name not in known and package is not None and not is_installed(package)
-            dropped += [name] if is_dropping else []
-        if not is_dropping:
+        flag = token.partition("=")[0] if token.startswith("--") else flag
+        package = _package_of(flag)
+        if flag in known or package is None or is_installed(package):
             kept.append(token)
+        elif token.startswith("--"):
+            dropped.append(flag)
     if dropped:
         logger.warning("not checked, and without effect in a run without engines: %s", ", ".join(dropped))
     return kept

@@ -262,7 +262,8 @@ def read_topology(args: Args) -> tuple[SglangConfig | None, Problems]:
     located = LocatedYaml("", "--prefill-num-servers", {"sglang": [{"server_groups": []}]})
     if args.sglang_config is not None:
         config, located = read_file(problems, _read, args.sglang_config) or (None, located)
-    elif _counts_engines(args):
+    elif (args.prefill_num_servers or 0) > 0 < args.rollout_num_gpus_per_engine and args.rollout_num_gpus is not None:
+        # there are numbers to compute with; others are refused elsewhere
         config = read_file(problems, SglangConfig.from_prefill_num_servers, args)
     if config is None:
         return None, problems
@@ -287,12 +288,6 @@ def _leave_out_models_without_engines(config: SglangConfig, located: LocatedYaml
     empty = [model.name for model in config.models if not model.server_groups]
     problems.wrong += [NoEffect(f"{FLAG}: model {name}", "without server_groups", "leave it out") for name in empty]
     config.models = [model for model in config.models if model.server_groups]
-
-
-def _counts_engines(args: Args) -> bool:
-    """Whether --prefill-num-servers is given and there are numbers to compute with; others are refused elsewhere."""
-    prefill, per_engine = args.prefill_num_servers or 0, args.rollout_num_gpus_per_engine
-    return prefill > 0 and per_engine > 0 and args.rollout_num_gpus is not None
 
 
 def _size_problems(config: SglangConfig, located: LocatedYaml, args: Args) -> Iterator[str]:

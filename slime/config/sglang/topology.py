@@ -17,7 +17,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.problems import Problems
 from slime.config.sglang.served_models import quantization_problems, read_text_config, shape_problems
-from slime.config.sglang.sglang_config import ModelConfig, SglangConfig, WorkerType, read_topology
+from slime.config.sglang.sglang_config import SglangConfig, WorkerType, read_topology
 from slime.models.families import family_of_config
 from slime.plan.layout import slot_layout
 from slime.weights.transports import transport_of
@@ -120,7 +120,9 @@ def plan_engines(args: Args) -> list[ModelPlan]:
     config, _ = read_topology(args)
     num_slots = 0 if args.rollout_external else args.rollout_num_gpus or 0
     if args.rollout_external or config is None:
-        models = [_only_model(args, num_slots)]
+        per_engine = max(1, args.rollout_num_gpus_per_engine)
+        group = EngineGroupPlan("regular", num_slots, per_engine, 0, dict(args.sglang_overrides))
+        models = [ModelPlan(DEFAULT_MODEL, args.hf_checkpoint, True, (group,) if num_slots > 0 else ())]
     else:
         models = list(_models_of(config, args))
         num_slots = config.total_num_gpus
@@ -131,27 +133,18 @@ def plan_engines(args: Args) -> list[ModelPlan]:
     return models
 
 
-def _only_model(args: Args, num_slots: int) -> ModelPlan:
-    per_engine = max(1, args.rollout_num_gpus_per_engine)
-    group = EngineGroupPlan("regular", num_slots, per_engine, 0, dict(args.sglang_overrides))
-    return ModelPlan(DEFAULT_MODEL, args.hf_checkpoint, True, (group,) if num_slots > 0 else ())
-
-
 def _models_of(config: SglangConfig, args: Args) -> Iterator[ModelPlan]:
     slot = 0
     for model in config.models:
         groups = []
         for group in model.server_groups:
             overrides = {name: value for name, value in group.overrides.items() if name != "model_path"}
-            settings = {**args.sglang_overrides, **_role_settings(model, args), **overrides}
+            of_role = REWARD_SETTINGS if args.reward_model_path and model.name == REWARD_MODEL else {}
+            settings = {**args.sglang_overrides, **of_role, **overrides}
             per_engine = max(1, group.num_gpus_per_engine or args.rollout_num_gpus_per_engine)
             groups.append(EngineGroupPlan(group.worker_type, group.num_gpus, per_engine, slot, settings))
             slot += group.num_gpus
         yield ModelPlan(model.name, str(model.model_path), bool(model.update_weights), tuple(groups))
-
-
-def _role_settings(model: ModelConfig, args: Args) -> dict[str, Any]:
-    return dict(REWARD_SETTINGS) if args.reward_model_path and model.name == REWARD_MODEL else {}
 
 
 def num_policy_engines(models: list[ModelPlan], *, num_external: int) -> int:
