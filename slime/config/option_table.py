@@ -68,11 +68,6 @@ class Option:
     group: str | None = None
     group_description: str | None = None
 
-    @property
-    def takes_value(self) -> bool:
-        """Whether values follow it on a command line."""
-        return self.nargs != 0
-
 
 class OptionTable:
     """Options in the order of their registration, and the way back to whoever registered them."""

@@ -97,12 +97,14 @@ class Checked:
 
     def warnings(self) -> list[str]:
         """What has no effect, and what works but is seldom meant."""
-        without_effect = self.problems.warning()
-        own = effect.warnings(self.args, self.explicit, given_load=self.given_load)
-        earlier = run_dir_warnings(self.args, self.given_load)
-        of_megatron = megatron_warnings(self.args, self.explicit)
-        of_effect = [without_effect] if without_effect else []
-        return [*of_effect, *self.problems.notes, *own, *earlier, *self.driver_warnings, *of_megatron]
+        return [
+            *filter(None, [self.problems.warning()]),
+            *self.problems.notes,
+            *effect.warnings(self.args, self.explicit, given_load=self.given_load),
+            *run_dir_warnings(self.args, self.given_load),
+            *self.driver_warnings,
+            *megatron_warnings(self.args, self.explicit),
+        ]
 
 
 def parse_args(

@@ -224,12 +224,8 @@ class Problems:
 
     def extend(self, other: Problems) -> None:
         """Add the sentences of another."""
-        self.wrong += other.wrong
-        self.environment += other.environment
-        self.unsupported += other.unsupported
-        self.no_effect += other.no_effect
-        self.notes += other.notes
-        self.lacking += other.lacking
+        for name, sentences in vars(other).items():
+            vars(self)[name] += sentences
 
     def settle(self) -> dict[str, Any]:
         """Take what has no effect out of the errors; returns attribute -> value of a run without those flags."""

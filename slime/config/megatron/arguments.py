@@ -37,7 +37,7 @@ from slime.config.megatron.training_checks import (
     check_sharp_library,
     nccl_problems,
 )
-from slime.config.problems import NoEffect, Problems, broken
+from slime.config.problems import NoEffect, Problems, Rule, broken
 from slime.models.families import family_of
 from slime.models.hf_config import (
     SUPPORTED_MODEL_TYPES,
@@ -152,7 +152,7 @@ def megatron_problems(
     problems.extend(nccl_problems(args))
     problems.wrong += _family_problems(args.model_name)
     problems.environment += broken(value_checks.ON_CPU, args, given) if args.accelerator == "cpu" else ()
-    problems.environment += _missing_checkpoint(args)
+    problems.environment += MISSING_CHECKPOINT(args)
     if not args.custom_model_provider_path and not out_of_range:  # a hook's model need not be what the flags describe
         problems.extend(_described_model(args, hf_config, explicit))
     return problems
@@ -191,11 +191,13 @@ def _family_problems(model_name: str | None) -> list[str]:
     return []
 
 
-def _missing_checkpoint(args: Args) -> list[str]:
-    if not args.exit_on_missing_checkpoint or classify_checkpoint(args.load) == "megatron":
-        return []
-    what = f"--load {args.load} has no Megatron checkpoint" if args.load else "--load is not given"
-    return [f"{what}, and --exit-on-missing-checkpoint asks for one; correct the path or leave it out."]
+MISSING_CHECKPOINT = Rule(
+    lambda a: a.exit_on_missing_checkpoint and classify_checkpoint(a.load) != "megatron",
+    lambda a: (
+        f"{'--load ' + a.load + ' has no Megatron checkpoint' if a.load else '--load is not given'}, and "
+        "--exit-on-missing-checkpoint asks for one; correct the path or leave it out."
+    ),
+)
 
 
 def checkpoint_shape_problems(args: Args, flag: str, path: str | None, step: int | None) -> list[str]:
