@@ -155,13 +155,9 @@ def start_trainer(args: Any) -> Any:
 def watch(meter: Any) -> None:
     """Let the meter see the phases of `train_on`."""
     from slime.backends.megatron_utils import actor
-    from slime.backends.megatron_utils.passes import forward_passes
 
-    for module, function, phase in (
-        (forward_passes, "compute_log_probs", "log-probs"),
-        (actor, "train_one_step", "train"),
-    ):
-        setattr(module, function, meter.around(getattr(module, function), phase))
+    for function, phase in (("compute_log_probs", "log-probs"), ("train_one_step", "train")):
+        setattr(actor, function, meter.around(getattr(actor, function), phase))
 
 
 def train_share(args: Any) -> dict[str, Any]:

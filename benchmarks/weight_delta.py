@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.gpu_models import QWEN3, SHAPES  # noqa: E402
-from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWriter, WholeWriter  # noqa: E402
+from slime.backends.megatron_utils.update_weight.from_disk import DeltaWriter, WholeWriter  # noqa: E402
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint  # noqa: E402
 
 BUCKET = 2**29

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from slime.backends.megatron_utils import initialize  # noqa: E402
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights  # noqa: E402
 from slime.backends.megatron_utils.model_provider import get_model_provider_func  # noqa: E402
-from slime.backends.megatron_utils.update_weight import base, bucket_stream, checks, from_tensor  # noqa: E402
+from slime.backends.megatron_utils.update_weight import base, bucket_stream, from_tensor  # noqa: E402
 from slime.utils import http_utils  # noqa: E402
 from slime.utils.misc import listen_anywhere  # noqa: E402
 from tests.integration.conftest import make_engine  # noqa: E402
@@ -46,10 +46,10 @@ from tests.unit.megatron_fakes import make_args  # noqa: E402
 
 STAGES = {
     "room": (bucket_stream.BucketStream, "make_room"),
-    "look": (checks.SyncChecks, "note"),
+    "look": (base.SyncChecks, "note"),
     "prepare": (from_tensor.HandOver, "prepare"),
     "finish": (bucket_stream.BucketStream, "finish"),
-    "compare": (checks.SyncChecks, "compare"),
+    "compare": (base.SyncChecks, "compare"),
     "release": (from_tensor.HandOver, "release"),
 }
 

@@ -6,8 +6,8 @@ node before it too, so that a node may be lost with its holder. The copies of on
 are there; only then are older ones given up, so a loss on the way leaves the ones before.
 
 `PeerCopies` is the driver's side; `send_state` and `take_state` run in the trainers, which know what a state is made
-of (slime.backends.megatron_utils.checkpoint.training_state). Holders import this module, too: it imports next to
-nothing, so that they start at once and their memory is that of the copies.
+of (slime.training.resume). Holders import this module, too: it imports next to nothing, so that they start at once and
+their memory is that of the copies.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def send_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) ->
     """Give each holder a copy of a trainer's state after a rollout.
 
     Args:
-        trainer: has `state_tensors` and `state_values` (`MegatronTrainActor`).
+        trainer: has `state_tensors` and `state_values` (`slime.training.trainer.Trainer`).
         rollout_id: which.
         owner: what the copy is kept under.
         holders: handles of `CopyHolder`s; one that is lost gets none.
@@ -177,7 +177,7 @@ def take_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) ->
     """Have a trainer resume from the copy that a holder has of its state.
 
     Args:
-        trainer: has `restore_state` (`MegatronTrainActor`).
+        trainer: has `restore_state` (`slime.training.trainer.Trainer`).
         rollout_id: see `send_state`. owner: see `send_state`.
         holders: those that have the copy; the next one is asked where one is lost.
 
@@ -198,9 +198,7 @@ def take_state(trainer: Any, rollout_id: int, owner: str, holders: list[Any]) ->
 
 def pieces_of(tensors: Iterable[tuple[str, Any]], limit: int) -> Iterator[Piece]:
     """Name -> bytes, as many tensors at a time as have `limit` bytes together, one at least."""
-    from slime.backends.megatron_utils.checkpoint.training_state import (
-        bytes_of,  # the driver imports this module, without torch
-    )
+    from slime.weights.delta import bytes_of  # the driver imports this module, without torch
 
     piece: Piece = {}
     size = 0

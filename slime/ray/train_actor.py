@@ -59,8 +59,7 @@ class TrainRayActor(RayActor):
         check_network(self._name, uses_nccl=self.args.accelerator == "cuda")
         start, is_first = time.monotonic(), "slime.backends.megatron_utils.actor" not in sys.modules
         megatron_patch.apply(self.args.accelerator)
-        import slime.backends.megatron_utils.actor
-        import slime.backends.megatron_utils.critic  # noqa: F401
+        import slime.backends.megatron_utils.actor  # noqa: F401
 
         if is_first:
             logger.info("imported everything in %.1f s", time.monotonic() - start)
@@ -78,8 +77,7 @@ class TrainRayActor(RayActor):
                 f"{master_addr} is the wrong address of its host, start Ray there with --node-ip-address, or with "
                 f"{HOST_IP} in its environment."
             )
-        from slime.backends.megatron_utils.actor import MegatronTrainActor
-        from slime.backends.megatron_utils.critic import MegatronCriticActor
+        from slime.backends.megatron_utils.actor import MegatronCriticActor, MegatronTrainActor
 
         self._actor = {"actor": MegatronTrainActor, "critic": MegatronCriticActor}[self._role](
             self.args,
@@ -187,7 +185,7 @@ class TrainRayActor(RayActor):
 
 
 def _why_not_written(write: Callable[[], None]) -> str | None:
-    from slime.backends.megatron_utils.checkpoint.writing import DiskFull
+    from slime.training.collective_writing import DiskFull
 
     try:
         write()

@@ -19,12 +19,11 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from slime.config.args import Args
 from slime.training.passes import REFERENCE
-from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.distributed_utils import gathered
 from slime.utils.tensor_backper import TensorBackuper
 
 GRAD_NORM_TOLERANCE = 0.01
@@ -51,7 +50,7 @@ class CiChecks:
     def __init__(self, args: Args, weights: TensorBackuper, *, role: str = "actor") -> None:
         self._args, self._role = args, role
         self._num_updates = 0
-        self._starts_as_reference = args.ci_test and everywhere(weights.equals(REFERENCE))
+        self._starts_as_reference = args.ci_test and all(gathered(weights.equals(REFERENCE)))
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Check what was computed before the first train step of a rollout.
@@ -127,13 +126,6 @@ class CiChecks:
             path.write_text(f"{norm!r}\n")
         if args.ci_load_grad_norm is not None:
             yield from other_grad_norm(norm, Path(args.ci_load_grad_norm.format(**names)))
-
-
-def everywhere(holds: bool) -> bool:
-    """Whether it holds on every rank; every rank calls it."""
-    flag = torch.tensor(int(holds))
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=get_gloo_group())
-    return bool(flag)
 
 
 def not_finite(metrics: Mapping[str, float]) -> Iterator[str]:

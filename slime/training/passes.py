@@ -57,11 +57,14 @@ def needs_old_log_probs(args: Args, num_updates: int) -> bool:
         num_updates: of the rollout; with one, nothing is updated before the loss's pass.
     """
     same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
-    is_asked_for = args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy
-    is_asked_for = is_asked_for or args.use_critic or args.keep_old_actor  # the loss's pass is of newer weights
-    is_asked_for = is_asked_for or args.use_opd  # the advantages depend on them
-    is_asked_for = is_asked_for or args.ci_test or args.save_debug_train_data is not None  # for their readers
-    return is_asked_for or not same_as_in_loss
+    return not same_as_in_loss or any(
+        (
+            args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy,
+            args.use_critic or args.keep_old_actor,  # the loss's pass is of newer weights
+            args.use_opd,  # the advantages depend on them
+            args.ci_test or args.save_debug_train_data is not None,  # for their readers
+        )
+    )
 
 
 # ---- the weights that generated a rollout

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Bytes = npt.NDArray[np.uint8]
 """uint8 [n]: the raw bytes of a tensor."""
@@ -207,3 +208,9 @@ def _codec() -> Any:
     import pyarrow
 
     return pyarrow.Codec(COMPRESSION, compression_level=_LEVEL)
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The raw bytes of a tensor in host memory; of one that is there already, no copy."""
+    raw: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw

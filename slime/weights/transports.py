@@ -30,7 +30,7 @@ class WeightTransport:
 MEMORY = WeightTransport(f"{_UPDATERS}.from_tensor.TensorWeightUpdater")
 COLLECTIVE = WeightTransport(f"{_UPDATERS}.from_distributed.DistributedWeightUpdater")
 FILES = WeightTransport(f"{_UPDATERS}.from_disk.DiskWeightUpdater", is_over_files=True)
-DELTAS = WeightTransport(f"{_UPDATERS}.from_disk_delta.DeltaWeightUpdater", is_over_files=True, sends_changes=True)
+DELTAS = WeightTransport(f"{_UPDATERS}.from_disk.DeltaWeightUpdater", is_over_files=True, sends_changes=True)
 
 REFUSED = WeightTransport("", sends_changes=True)
 """A rule of flags says that only files can hold changed bytes."""

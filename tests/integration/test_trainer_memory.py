@@ -39,17 +39,17 @@ def compare(left: Any, right: Any) -> None:
 
 def note_forward_batches(args: Any, check: Any, out: Path, **changes: Any) -> None:
     """Train, and save what `save` does and the tokens of each micro-batch of each pass without gradients."""
-    from slime.backends.megatron_utils.passes import forward_only
+    from slime.backends.megatron_utils.passes import forward
 
     seen: list[int] = []
-    real = forward_only.run_model
+    real = forward.run_model
 
     def run_model(model: Any, batch: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
             seen.append(sum(batch["total_lengths"]))
         return real(model, batch)
 
-    with mock.patch.object(forward_only, "run_model", run_model):  # the ranks are forked from this process
+    with mock.patch.object(forward, "run_model", run_model):  # the ranks are forked from this process
         train(args, check, out, seen, **changes)
 
 

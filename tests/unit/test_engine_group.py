@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils import update_weight
-from slime.backends.megatron_utils.update_weight import agreement, engine_group, from_disk
+from slime.backends.megatron_utils.update_weight import engine_group, from_disk
+from slime.backends.megatron_utils.update_weight import engines as engine_calls
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, NoLinkError, WeightSyncError
 from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.weight_transfer import EngineContact
@@ -191,9 +192,9 @@ def test_an_engine_that_has_refused_a_bucket_is_not_asked_to_take_the_next() -> 
 
 
 def test_what_cannot_be_formed_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agreement.together(lambda: 3) == 3
+    assert engine_calls.together(lambda: 3) == 3
     error = pickle.loads(pickle.dumps(NoLinkError("rank 1 has no link", silent=(4,))))  # as it comes from a rank
-    monkeypatch.setattr(agreement, "gathered", lambda own: [own, error])
+    monkeypatch.setattr(engine_calls, "gathered", lambda own: [own, error])
     with pytest.raises(NoLinkError, match="rank 1 has no link") as failed:
-        agreement.together(lambda: 3)
+        engine_calls.together(lambda: 3)
     assert failed.value.silent == (4,)

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.checkpoint.training_state import (
+from slime.config.args import Args
+from slime.ray.checkpoints import settle_checkpoint
+from slime.training.resume import (
     REFERENCE_PART,
     STATE_FILE,
     note_state_of_data_source,
 )
-from slime.config.args import Args
-from slime.ray.checkpoints import settle_checkpoint
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import (
     MODEL_SHAPE_FILE,
@@ -253,8 +253,8 @@ def test_a_checkpoint_of_megatrons_own_is_taken_as_it_is(two: Path) -> None:
 
 
 def save_where_nothing_fits(args, root):
-    from slime.backends.megatron_utils.checkpoint import writing
     from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
+    from slime.training import collective_writing as writing
     from tests.unit.test_checkpoint import build
 
     state = build(args)
@@ -297,15 +297,16 @@ FAILS_ON_ONE_RANK = (
 
 def save_where_one_file_finds_no_room(args: Any, root: Path) -> None:
     """Of two ranks one opens a device that is always full in place of a file; then fsync fails, then all is well."""
-    from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint
-    from slime.backends.megatron_utils.checkpoint.training_state import write_resumed_state
-    from slime.backends.megatron_utils.checkpoint.writing import DiskFull
+    from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint, save_weights
+    from slime.training.collective_writing import DiskFull
+    from slime.training.resume import write_resumed_state
     from tests.unit.test_checkpoint import build
 
     state, rank, opens, syncs = build(args), torch.distributed.get_rank(), io.open, os.fsync
 
     def write_more(directory: Path) -> None:
-        parts = {"model": state.model, "weights": AsTheyAre(), "controller": SimpleNamespace(coef=1)}
+        backend = SimpleNamespace(save_weights=lambda part: save_weights(part, state.model))
+        parts = {"backend": backend, "weights": AsTheyAre(), "controller": SimpleNamespace(coef=1)}
         write_resumed_state(args, directory, **parts)
 
     def save(in_background: bool) -> None:

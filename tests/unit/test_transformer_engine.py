@@ -136,7 +136,7 @@ def test_what_is_kept_for_8_bit_is_neither_saved_nor_missed() -> None:
 
 
 def test_what_layers_keep_with_a_pack_ends_with_the_pass() -> None:
-    from slime.backends.megatron_utils.passes.forward_only import run_model
+    from slime.backends.megatron_utils.passes.forward import run_model
 
     class Layer(torch.nn.Module):
         def forward(self, tokens: torch.Tensor, *_: Any, packed_seq_params: Any) -> torch.Tensor:

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.update_weight import base, engine_group, from_distributed, from_tensor
-from slime.backends.megatron_utils.update_weight.base import WeightSyncError
+from slime.backends.megatron_utils.update_weight import engines as engine_calls
+from slime.backends.megatron_utils.update_weight.base import WeightSyncError, choose
 from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, BucketStream, Posted, Transport
 from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
-from slime.backends.megatron_utils.update_weight.checks import choose
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet
 from slime.backends.sglang_utils.weight_samples import agrees, describe, on_host, sample
 from slime.config.rules.files import check_weight_update_equal
@@ -383,7 +383,7 @@ def test_a_rank_that_waits_too_long_for_the_source_says_for_whom_and_which_flag_
     monkeypatch.setattr(base.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(base.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(base.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr("slime.utils.distributed_utils.get_gloo_group", lambda: None)
+    monkeypatch.setattr(engine_calls, "get_gloo_group", lambda: None)
 
     def broadcast(held, src, group):
         raise RuntimeError(told)

@@ -66,12 +66,12 @@ ALLOWED: dict[tuple[str, str, str], str] = {
         "task.result",
     ): "reads and writes files",
     (
-        "slime/backends/megatron_utils/update_weight/from_disk_delta.py",
+        "slime/backends/megatron_utils/update_weight/from_disk.py",
         "DeltaWriter.finish",
         "self._threads.shutdown",
     ): "reads and writes files",
     (
-        "slime/backends/megatron_utils/update_weight/from_disk_delta.py",
+        "slime/backends/megatron_utils/update_weight/from_disk.py",
         "DeltaWriter.discard",
         "self._threads.shutdown",
     ): "reads and writes files",

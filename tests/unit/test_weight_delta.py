@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
-from slime.backends.megatron_utils.update_weight.from_disk_delta import DeltaWeightUpdater, bytes_of
+from slime.backends.megatron_utils.update_weight.from_disk import DeltaWeightUpdater, bytes_of
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
 from slime.utils import manifest

@@ -47,9 +47,9 @@ def ppo_args(hf_path: Path, flags: str = "", *, critic: dict[str, Any] | None = 
 
 
 def start(args: Args, role: str) -> Any:
-    from slime.backends.megatron_utils import actor, critic
+    from slime.backends.megatron_utils import actor
 
-    cls = {"actor": actor.MegatronTrainActor, "critic": critic.MegatronCriticActor}[role]
+    cls = {"actor": actor.MegatronTrainActor, "critic": actor.MegatronCriticActor}[role]
     made = cls(parse_megatron_role_args(args, role), rank=0, world_size=0, master_addr="", master_port=0)
     if Timer().is_running("train_wait"):  # of the other role, which has its own process in a run
         Timer().end("train_wait")

@@ -107,7 +107,7 @@ SAMPLES = 32
 def next_token_log_probs(actor: Any) -> torch.Tensor:
     """[prompts, vocabulary] of the weights that the model holds now."""
     from slime.backends.megatron_utils.data import pack
-    from slime.backends.megatron_utils.passes.forward_only import run_model
+    from slime.backends.megatron_utils.passes.forward import run_model
 
     batch = pack([torch.tensor(prompt) for prompt in PROMPTS])
     logits = run_model(actor.state.model[0], batch)[0, len(PROMPTS[0]) - 1 :: len(PROMPTS[0]), :VOCAB]

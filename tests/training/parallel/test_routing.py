@@ -63,7 +63,7 @@ def check_replay(actor: Any, _: Any, engine_column: Any) -> None:
     again: dict[str, Any] = {}
     batches = actor._pack(share_of_one_rank(actor.args, data))
     batches.rollout_data.pop(COLUMN, None)
-    from slime.backends.megatron_utils.passes.forward_only import compute_log_probs
+    from slime.backends.megatron_utils.passes.forward import compute_log_probs
 
     with recorded_routing(actor.state.model, batches, again):
         compute_log_probs(actor.args, actor.state.model, batches)

@@ -24,12 +24,12 @@ LAYOUTS = {
 
 def train_with_sleep(args: argparse.Namespace, rollouts: Sequence[int]) -> dict[int, dict[str, Any]]:
     """As `train`, with a sleep before each rollout."""
-    from slime.backends.megatron_utils import sleep
-    from slime.backends.megatron_utils.actor import MegatronTrainActor
+    from slime.backends.megatron_utils import actor as actor_module
 
-    train_on = MegatronTrainActor.train_on
+    trainer = actor_module.MegatronTrainActor
+    train_on = trainer.train_on
 
-    def after_a_sleep(self: MegatronTrainActor, *values: Any) -> Any:
+    def after_a_sleep(self: Any, *values: Any) -> Any:
         buffers = [buffer for chunk in self.state.model for buffer in chunk.buffers]
         self.sleep()
         assert not torch.distributed.is_initialized()
@@ -38,7 +38,7 @@ def train_with_sleep(args: argparse.Namespace, rollouts: Sequence[int]) -> dict[
         return train_on(self, *values)
 
     # The saver moves CUDA memory only; on CPU the groups and the gradients are what a sleep changes.
-    with mock.patch.object(sleep, "memory_saver"), mock.patch.object(MegatronTrainActor, "train_on", after_a_sleep):
+    with mock.patch.object(actor_module, "memory_saver"), mock.patch.object(trainer, "train_on", after_a_sleep):
         return train(args, rollouts)
 
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.checkpoint.writing import DiskFull
 from slime.config.args import Args
 from slime.conversion.reader import config_dtype
 from slime.conversion.writer import SHARD_BYTES, copy_assets
+from slime.training.collective_writing import DiskFull
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError
 from slime.utils.full_disk import is_of_full_disk

@@ -17,7 +17,6 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,15 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from slime.backends.megatron_utils.checkpoint.writing import BackgroundSave, gives_way_to_a_full_disk, merged, together
+from slime.backends.megatron_utils.checkpoint.background_save import BackgroundSave
 from slime.backends.megatron_utils.layers.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.conversion.writer import put_in_place
+from slime.training.backend import CheckpointSource
+from slime.training.collective_writing import gives_way_to_a_full_disk, together
 from slime.utils import manifest
 from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
 from slime.utils.distributed_utils import gathered, get_gloo_group
@@ -53,20 +54,6 @@ _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chaine
 
 EXTRA_STATE = "_extra_state"
 """Last part of the name of what TransformerEngine keeps for 8 bit."""
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """What to load."""
-
-    path: str
-    """Checkpoint root (the directory with the tracker file)."""
-    step: int | None = None
-    """Iteration; None takes the one that the tracker names."""
-    load_optimizer: bool = True
-    """Also the optimizer's state and the schedule, where the checkpoint has them."""
-    load_rng: bool = True
-    """Also the random states, where it has them; only a run with the same parallel layout can use them."""
 
 
 def save_checkpoint(
@@ -157,7 +144,7 @@ def begin_checkpoint(
         contents: what to save of optimizer (with the schedule) and rng; the weights always are.
         model_shape: the numbers of `arguments.model_shape`, kept beside the tensors for checks at parse time.
         write_more: called with the unfinished directory on every rank, to add files of its own.
-        in_background: leave the tensors to processes that go on when this returns (`writing.BackgroundSave`).
+        in_background: leave the tensors to processes that go on when this returns (`background_save.BackgroundSave`).
 
     Raises:
         DiskFull: it does not fit; nothing of it is left, and the tracker still names the one before.
@@ -204,7 +191,8 @@ def _describe(directory: Path, known: dict[str, Entry]) -> None:
         entries = known | entries_of(directory, mine)
     found = gathered(entries)
     if rank == 0:
-        write_manifest(directory / manifest.FILE, merged(found))
+        merged = {name: entry for of_rank in found for name, entry in of_rank.items()}
+        write_manifest(directory / manifest.FILE, merged)
 
 
 def _writer_of(path: Path) -> int:

@@ -3,7 +3,7 @@
 Upstream (0.16.1): even a synchronous torch_dist save forks a writer for each file and keeps a queue manager process.
 A fork of a trainer that has gRPC and gloo threads can hang, a writer that dies leaves the save waiting for ever, and
 the manager outlives a rank that is killed. Files and their content stay the same. It can go when upstream has a
-writer without processes. With --async-save a thread writes (checkpoint.writing).
+writer without processes. With --async-save a thread writes (checkpoint.background_save).
 
 Of the files that rank 0 alone writes, while the others wait for it in a collective, an error is kept until all ranks
 can learn of it (full_disk).
@@ -15,7 +15,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils.checkpoint.writing import holds
+from slime.training.collective_writing import holds
 
 
 class _NoCount:

@@ -25,9 +25,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
-from slime.backends.megatron_utils.layers.latent_attention import LatentAttention
 from slime.backends.megatron_utils.layers.routing import ReplayRouter
-from slime.backends.megatron_utils.layers.varlen_attention import VarlenAttention
+from slime.backends.megatron_utils.layers.varlen_attention import LatentAttention, VarlenAttention
 from slime.config.args import Args
 from slime.models.hf_config import moe_layer_pattern
 from slime.utils import accelerator

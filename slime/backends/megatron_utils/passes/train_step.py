@@ -17,12 +17,13 @@ from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
-from slime.backends.megatron_utils.passes.forward_only import (
+from slime.backends.megatron_utils.passes.forward import (
+    from_last_stage,
     run_model,
     run_model_to_hidden,
     run_model_with_predictions,
+    run_pass,
 )
-from slime.backends.megatron_utils.passes.pipeline import from_last_stage, run_pass
 from slime.config.args import Args
 from slime.training.micro_batches import MicroBatches
 from slime.training.reports import reduce_reports

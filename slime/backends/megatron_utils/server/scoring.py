@@ -17,7 +17,7 @@ from slime.backends.megatron_utils.data import Packing, pack
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model.model_weights import named_tensors
 from slime.backends.megatron_utils.model.setup import build_model
-from slime.backends.megatron_utils.passes.forward_only import run_model
+from slime.backends.megatron_utils.passes.forward import run_model
 from slime.backends.megatron_utils.server.flags import ServerArgs
 from slime.backends.megatron_utils.server.protocol import Alternatives, Score, ScoreRequest
 from slime.config.megatron.arguments import model_differences

@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.update_weight.agreement import together
 from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, Posted, Timeline, Transport
 from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
 from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers, FlatBucket
 from slime.backends.megatron_utils.update_weight.engine_group import GROUP_NAME, abandon, form_group
-from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError
+from slime.backends.megatron_utils.update_weight.engines import EngineFleet, WeightSyncError, together
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 from slime.backends.sglang_utils.weight_transfer import Place
 from slime.config.args import Args

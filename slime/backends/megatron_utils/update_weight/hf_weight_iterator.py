@@ -152,7 +152,8 @@ def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Wei
         return
     mine = list(iter_weights_of_own_stage(model))
     described: list[Any] = [None] * group.size()
-    dist.all_gather_object(described, [_describe(weight) for weight in mine], group=group)
+    of_mine = [(replace(weight, tensor=torch.empty(0)), weight.tensor.shape, weight.tensor.dtype) for weight in mine]
+    dist.all_gather_object(described, of_mine, group=group)
     for stage, weights in enumerate(described):
         source = dist.get_global_rank(group, stage)
         for index, (weight, shape, dtype) in enumerate(weights):
@@ -162,7 +163,3 @@ def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Wei
                 tensor = torch.empty(shape, dtype=dtype, device=accelerator.current_device())
             dist.broadcast(tensor, src=source, group=group)
             yield replace(weight, tensor=tensor)
-
-
-def _describe(weight: Weight) -> tuple[Weight, torch.Size, torch.dtype]:
-    return replace(weight, tensor=torch.empty(0)), weight.tensor.shape, weight.tensor.dtype

@@ -1,34 +1,25 @@
-"""How ranks write a checkpoint together: at once or in the background, and with one end on all ranks.
+"""How ranks write files together, with one end on all ranks.
 
-1. A checkpoint that does not fit on its disk is given up, on every rank, and what was written of it is removed. A run
-   can go on without it: the one before is still there. Whether it fits is asked before anything is written; what shows
-   only then (a quota, another writer) is recognised by the error. Often one rank alone has it, for most small files
-   are rank 0's: it must not leave the others waiting, so all ranks learn of it at the end of a block (`together`).
-2. With --async-save a thread writes a rank's part while training goes on. When the save begins, the tensors are copied
-   to host memory: what is written is what they were then, and the host needs room for it. The thread writes them
-   (Megatron's writer, without its forked helpers: megatron_patch/checkpoint_writer) and reads back what it has
-   written, for the manifest. It ends with its process.
-
-What a checkpoint is made of, and when it is complete, is decided in `iterations`.
+A checkpoint that does not fit on its disk is given up, on every rank, and what was written of it is removed. A run can
+go on without it: the one before is still there. Whether it fits is asked before anything is written; what shows only
+then (a quota, another writer) is recognised by the error. Often one rank alone has it, for most small files are rank
+0's: it must not leave the others waiting, so all ranks learn of it at the end of a block (`together`).
 """
 
 from __future__ import annotations
 
-import concurrent.futures as cf
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.full_disk import line_of_full_disk, said
-from slime.utils.manifest import Entry, entries_of
 
 MARGIN = 64 * 2**20
 """Bytes for the small files of a checkpoint."""
@@ -124,62 +115,3 @@ def _remove(directory: Path) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(directory, ignore_errors=True)
     gathered(None)  # gone on every rank
-
-
-class BackgroundSave:
-    """What is being written.
-
-    Args:
-        request: of `dist_checkpointing.save(..., async_sharded_save=True)`.
-        directory: of the checkpoint.
-        is_mine: which of its files this rank writes.
-    """
-
-    def __init__(self, request: AsyncRequest, directory: Path, is_mine: Callable[[Path], bool]) -> None:
-        self._finalize = list(request.finalize_fns)
-        write = _staged(request) if request.async_fn is not None else None  # without: this rank has nothing to write
-
-        def run() -> dict[str, Entry]:
-            if write is not None:
-                write()
-            return entries_of(directory, [path for path in sorted(directory.glob("*.distcp")) if is_mine(path)])
-
-        threads = cf.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._entries = threads.submit(run)
-        threads.shutdown(wait=False)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether `finish` has nothing to wait for on this rank."""
-        return self._entries.done()
-
-    def finish(self, deadline_s: float) -> dict[str, Entry]:
-        """Wait for the files and write what describes them all (collective).
-
-        Returns:
-            the entries of this rank's files for the manifest.
-
-        Raises:
-            Exception: what writing failed with, on every rank; CheckpointException, which is none, among others.
-            TimeoutError: it took too long.
-        """
-        cf.wait([self._entries], timeout=deadline_s)
-        for action in self._finalize:  # the first one raises what any rank failed with
-            action()
-        return self._entries.result(timeout=deadline_s)
-
-
-def _staged(request: AsyncRequest) -> Callable[[], None]:
-    """The writing of copies; Megatron copies what is on a device, and would write host tensors as they are by then."""
-    write, (rank, live, results) = request.async_fn, request.async_fn_args
-    held = {tensor.data_ptr() for *_, (_, tensors) in live for _, tensor in tensors}
-    staged = []
-    for path, key, (data, tensors) in request.preload_fn():
-        copies = [(item, tensor.clone() if tensor.data_ptr() in held else tensor) for item, tensor in tensors]
-        staged.append((path, key, (data, copies)))
-    return lambda: write(rank, staged, results, **request.async_fn_kwargs)
-
-
-def merged(entries: Sequence[dict[str, Entry]]) -> dict[str, Entry]:
-    """Entries of several ranks as one."""
-    return {name: entry for of_rank in entries for name, entry in of_rank.items()}

@@ -1,17 +1,23 @@
-"""Log-probabilities or values of a rollout's responses under the weights that the model holds now, without gradients.
+"""Passes through the model: micro-batches over pipeline stages, one micro-batch, and a share without gradients.
 
-It does not know whose weights they are: the prefix of the result's name is the caller's.
+Losses and log-probs are made on the last stage; downstream of a pass every rank has the same data, so whoever reads
+columns or metrics need not know of stages. Passes take the weights that the model holds; the caller knows whose they
+are, and gives the prefix of the result's name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -20,14 +26,108 @@ from megatron.core.tensor_parallel import (
 from slime.backends.megatron_utils.layers.mtp import as_predicting
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.loss.log_probs import DeferredLogits
+from slime.backends.megatron_utils.megatron_patch.known_shapes import known_shapes
 from slime.backends.megatron_utils.model_provider import unwrap
-from slime.backends.megatron_utils.passes.pipeline import columns_from_last_stage, run_pass
 from slime.backends.megatron_utils.passes.routing_replay import tell_routers
 from slime.config.args import Args
 from slime.training.micro_batches import MicroBatches
+from slime.utils import accelerator
 from slime.utils.errors import UsageError
 from slime.utils.misc import hook_args, load_function
 from slime.utils.train_data import MicroBatch, RolloutBatch
+
+T = TypeVar("T")
+
+
+# ---- a pass of micro-batches over pipeline stages
+
+
+def run_pass(
+    model: Sequence[torch.nn.Module],
+    micro_batches: MicroBatches,
+    forward_step: Callable[..., tuple[Any, Any]],
+    *,
+    step_id: int | None,
+    seq_length: int,
+    is_of_flags: bool,
+) -> list[dict[str, Any]]:
+    """Run the micro-batches of a train step with gradients, or those of the whole rollout without.
+
+    Args:
+        model: this rank's chunks.
+        micro_batches: this rank's share of the rollout.
+        forward_step: (iterator of micro-batches, chunk) -> (output, loss function), as Megatron calls it.
+        step_id: the train step; None: the rollout.
+        seq_length: Megatron's.
+        is_of_flags: the model is the one of the flags, whose stages send each other hidden states [T, 1, H].
+
+    Returns:
+        what the loss functions report; nothing on stages before the last.
+    """
+    lengths = micro_batches.row_lengths(step_id)
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    with _shapes_between_stages(model, lengths) if has_stages and is_of_flags else contextlib.nullcontext():
+        reports: list[dict[str, Any]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[micro_batches.of_step(step_id) for _ in model],
+            model=model,
+            num_microbatches=len(lengths),
+            seq_length=seq_length,
+            micro_batch_size=1,
+            forward_only=step_id is None,
+        )
+    return reports
+
+
+def _shapes_between_stages(
+    model: Sequence[torch.nn.Module], lengths: Sequence[int]
+) -> contextlib.AbstractContextManager[None]:
+    config = unwrap(model[0]).config
+    sharers = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [(length // sharers, 1, config.hidden_size) for length in lengths]
+    return known_shapes(shapes, num_chunks=len(model), group_size=config.microbatch_group_size_per_vp_stage)
+
+
+def from_last_stage(value: T) -> T:
+    """The last stage's `value` (small, picklable), whatever the other stages give."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    held: list[Any] = [value if parallel_state.is_pipeline_last_stage() else None]
+    dist.broadcast_object_list(
+        held,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    found: T = held[0]
+    return found
+
+
+def columns_from_last_stage(
+    columns: Mapping[str, Sequence[torch.Tensor]], names: Sequence[str], lengths: Sequence[int]
+) -> dict[str, list[torch.Tensor]]:
+    """The last stage's float32 columns, in one broadcast.
+
+    Args:
+        columns: [S][R] by name on the last stage; not looked at elsewhere.
+        names: of the columns, the same on every stage.
+        lengths: [S] R.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return {name: list(columns[name]) for name in names}
+    total, device = sum(lengths), accelerator.current_device()
+    if parallel_state.is_pipeline_last_stage():
+        flat = torch.cat([value.float() for name in names for value in columns[name]])
+    else:
+        flat = torch.empty(len(names) * total, dtype=torch.float32, device=device)
+    dist.broadcast(
+        flat,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return {name: list(column.split(list(lengths))) for name, column in zip(names, flat.split(total), strict=True)}
+
+
+# ---- a micro-batch through the model
 
 
 def run_model(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
@@ -91,6 +191,9 @@ def deferred_logits(gpt: Any, hidden: torch.Tensor, *, is_trained: bool = True) 
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
     return DeferredLogits(hidden[:, 0].to(weight.dtype), weight if is_trained else weight.detach())
+
+
+# ---- a share without gradients
 
 
 def compute_log_probs(
