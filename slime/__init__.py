@@ -14,6 +14,7 @@ Layers, each importing only those below it (docs/architecture.md, tests/test_lay
     5  train.py  train_async.py  tools/              drivers: schedule only
     4  slime.ray                                     placement, actor groups, RolloutManager: alone imports ray
     3  slime.backends.megatron_utils | slime.rollout siblings; never import each other
+       slime.training                                a rollout's training on one rank, over any trainer backend
     2  slime.backends.sglang_utils                   start, control and configure an engine
     1  slime.observability                           loggers, timers, metrics over plain dicts
     0  slime.utils                                   types, pure maths, schedules, files, HTTP
