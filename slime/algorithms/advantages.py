@@ -18,6 +18,7 @@ from slime.algorithms.estimators import ESTIMATORS, Estimator
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.returns import RETURNS, get_advantages_and_returns_batch, get_token_rewards, whiten
 from slime.utils.misc import hook_args, load_function
+from slime.utils.names import function_of
 from slime.utils.train_data import RolloutBatch
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Advantages:
         masks = data["loss_masks"]
         rewards = torch.tensor(data["rewards"], dtype=torch.float32, device=masks[0].device)
         if not self.estimator.needs_critic:
-            returns_fn = RETURNS[self.estimator.returns]
+            returns_fn = function_of(RETURNS, self.estimator.returns)
             data["returns"] = returns_fn(rewards, data["kl"], masks, self.kl_coef, self.gamma)
             data["advantages"] = list(data["returns"])
             return

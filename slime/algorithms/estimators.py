@@ -12,6 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.utils.names import Table
+
+_FUNCTIONS: dict[str, tuple[str | None, ...]] = {
+    "baseline": (None, "group_mean", "leave_one_out", "length_weighted", "greedy"),
+    "returns": ("broadcast", "discounted", "minus_kl", "gae"),
+    "loss": ("clipped", "cispo"),
+}
+"""Field of a row -> slime's functions; in their place a row may have the path of another, "package.module:name"."""
+
 
 @dataclass(frozen=True)
 class Estimator:
@@ -19,18 +28,25 @@ class Estimator:
 
     summary: str
     """Paper, and A, the advantage, in terms of r, the reward of the response."""
-    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "greedy"] | None = None
+    baseline: str | None = None
     """The baseline subtracted from a group's rewards, unless --disable-rewards-normalization; "greedy" is the reward
     of the prompt's greedy response."""
     divides_by_std: bool = False
     """... and the rest is divided by the group's deviation, unless --disable-grpo-std-normalization."""
-    returns: Literal["broadcast", "discounted", "minus_kl", "gae"] = "broadcast"
+    returns: str = "broadcast"
     """How a response's reward becomes one of each token."""
     ratio: Literal["token", "sequence"] = "token"
     """Whether new / old probability is each token's own, or the geometric mean of its sample's trained tokens."""
-    loss: Literal["clipped", "cispo"] = "clipped"
+    loss: str = "clipped"
     needs: tuple[str, ...] = ()
     """Switches that must be given with it, as attributes of args."""
+
+    def __post_init__(self) -> None:
+        for field, names in _FUNCTIONS.items():
+            name = getattr(self, field)
+            if name not in names and ":" not in str(name):
+                known = ", ".join(map(str, names))
+                raise ValueError(f"Estimator.{field} is {name!r}, not one of {known} or the path of a function")
 
     @property
     def needs_critic(self) -> bool:
@@ -45,7 +61,7 @@ class Estimator:
     @property
     def discounts(self) -> bool:
         """Whether --gamma has an effect."""
-        return self.returns in ("discounted", "gae")
+        return self.returns in ("discounted", "gae") or ":" in self.returns
 
     @property
     def compares_groups(self) -> bool:
@@ -53,7 +69,7 @@ class Estimator:
         return self.baseline not in (None, "greedy")
 
 
-ESTIMATORS: dict[str, Estimator] = {
+_OWN = {
     "grpo": Estimator(
         "DeepSeekMath, arXiv 2402.03300: A = (r - mean) / std of the group; Dr.GRPO (2503.20783) leaves out std",
         baseline="group_mean",
@@ -90,3 +106,4 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": Estimator("arXiv 2310.10505: A = r - reward of the greedy response", baseline="greedy"),
     "opo": Estimator("arXiv 2505.23585: A = r - length-weighted mean of the group", baseline="length_weighted"),
 }
+ESTIMATORS: Table[Estimator] = Table("slime.estimators", Estimator, _OWN)

@@ -23,6 +23,7 @@ from slime.algorithms.estimators import ESTIMATORS, Estimator
 from slime.algorithms.kl import clamp_log_ratio, compute_approx_kl
 from slime.algorithms.losses import LOSSES, Clip, compute_gspo_kl, compute_opsm_mask
 from slime.utils.misc import load_function
+from slime.utils.names import function_of
 from slime.utils.train_data import MicroBatch
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class PolicyLoss:
         is_sequence = self.estimator.ratio == "sequence"
         ppo_kl = compute_gspo_kl(new, old, new, masks) if is_sequence else old_log_probs - log_probs
         advantages = torch.cat(batch["advantages"])
-        pg_losses, clipfrac = LOSSES[self.estimator.loss](ppo_kl, log_probs, advantages, self.clip)
+        loss_fn = function_of(LOSSES, self.estimator.loss)
+        pg_losses, clipfrac = loss_fn(ppo_kl, log_probs, advantages, self.clip)
         metrics = {"pg_clipfrac": clipfrac, "ppo_kl": ppo_kl}
         if self.opsm_delta is not None:
             keep = compute_opsm_mask(new, old, batch["advantages"], masks, self.opsm_delta)

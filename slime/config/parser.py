@@ -45,7 +45,8 @@ def flag(
         is_json: the value is a JSON text.
         option: the option's name where it is not `--<field-name>`.
         at_least, at_most: smallest and largest value that makes sense.
-        needs: attributes of which one must be set for this flag to have an effect; "attribute=value": must be that.
+        needs: attributes of which one must be set for this flag to have an effect; "attribute=value": must be that;
+            "attribute.fact": its value must name a row of a table of which that is true.
         later: topic of the work that will build what the flag asks for. Until then only its default is accepted.
         later_choices: the same for some of the values: value -> topic.
     """

@@ -15,12 +15,20 @@ from slime.models.parts import LLAMA
 from slime.models.qwen import QWEN
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
+from slime.utils.names import Table
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, *QWEN, MINIMAX, *GLM, *DEEPSEEK)}
-"""A new family is one row here; see docs/adding_a_family.md."""
+FAMILIES: Table[Family] = Table(
+    "slime.families",
+    Family,
+    {family.model_type: family for family in (LLAMA, *QWEN, MINIMAX, *GLM, *DEEPSEEK)},
+    check=lambda name, row: (
+        None if row.model_type == name else f"has the model_type {row.model_type!r}, which must be its name"
+    ),
+)
+"""A new family is one row here, or in a package (docs/plugins.md); see docs/adding_a_family.md."""
 
 
 def family_of_config(hf_config: Any) -> Family | None:
@@ -55,13 +63,12 @@ def family_of(model_name: str) -> Family:
         plain = plain.replace(written, meant)
     # 30B-A3B: 3 B of 30 B are active
     plain = re.sub(r"(qwen35|qwen[23])(?=.*a\d+b)(?!.*(moe|next|vl))", r"\1moe", plain)
-    found = [family for name, family in FAMILIES.items() if name.replace("_", "") in plain]
-    longest = max(found, key=lambda family: len(family.model_type), default=None)
-    rest = plain.replace(longest.model_type.replace("_", ""), "", 1) if longest else ""
+    longest = max((name for name in FAMILIES if name.replace("_", "") in plain), key=len, default=None)
+    rest = plain.replace(longest.replace("_", ""), "", 1) if longest else ""
     is_variant = re.search(r"moe|next|vl|lite|audio|qwen|llama|^4(?!b)|^v|^\.?2$|^\.\d|^\.?5(?!\d*b)", rest)
     if longest is None or is_variant:
         raise UsageError(f"no weight rules for {model_name!r}; there are rules for {', '.join(FAMILIES)}.")
-    return longest
+    return FAMILIES[longest]
 
 
 def family_of_checkpoint(model_name: str | None, checkpoint: str | Path) -> Family:

@@ -337,7 +337,7 @@ def config_mismatches(args: Args, hf_config: Mapping[str, Any]) -> list[str]:
         )
         what += " predict further tokens (num_nextn_predict_layers)"
         if not family.predicts:
-            known = ", ".join(name for name, row in FAMILIES.items() if row.predicts)
+            known = ", ".join(name for name, row in FAMILIES.own.items() if row.predicts)
             return [f"{what}, and there are rules for those of {known}; leave it out."]
         return [f"{what}; give {theirs} or leave it out." if theirs else f"{what}; leave it out."]
     names = {name for name, _, _ in differences}

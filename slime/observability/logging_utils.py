@@ -28,6 +28,7 @@ from slime.observability.tensorboard_utils import _TensorboardAdapter
 from slime.observability.tracker_runs import tracker_runs
 from slime.observability.wandb_utils import WandbAdapter
 from slime.utils.full_disk import is_of_full_disk, line_of_full_disk
+from slime.utils.names import TRACKERS
 from slime.utils.run_dir import METRICS_FILE
 
 STEP_KEY = "rollout/step"
@@ -234,10 +235,12 @@ def init_tracking(args: Args, primary: bool = True) -> None:
     """Open the sinks (`primary`) or make this process one that only collects.
 
     Args:
-        args: reads `output_dir`, `use_tensorboard`, `use_wandb` and the flags of those two, and what says whether the
-            run goes on (`tracker_runs`).
+        args: reads `output_dir`, `tracker`, `use_tensorboard`, `use_wandb` and the flags of those two, and what says
+            whether the run goes on (`tracker_runs`).
         primary: True in the one process that writes.
     """
+    if primary and _tracking.args is not None and _tracking.args.output_dir == args.output_dir:
+        return  # a driver of the user's own asks again
     finish_tracking()
     _tracking.is_collected = not primary
     if not primary:
@@ -248,6 +251,7 @@ def init_tracking(args: Args, primary: bool = True) -> None:
         trackers.append(_TensorboardAdapter(args, runs))
     if args.use_wandb:
         trackers.append(WandbAdapter(args, runs))
+    trackers += [TRACKERS[name](args) for name in args.tracker if name in TRACKERS]
     _tracking.args, _tracking.console = args, ConsoleSink()
     _tracking.sinks = [_tracking.console, JsonlSink(Path(args.output_dir)), *trackers]
 

@@ -181,7 +181,9 @@ def transport(
     num_bytes = hf_bytes(args, shape, fmt)
     network = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth
     sync = transport_of(args.update_weight_transport, args.update_weight_mode)
-    if sync.is_over_files:
+    if sync.title:
+        way, bandwidth = sync.title, network
+    elif sync.is_over_files:
         encoding = args.update_weight_delta_encoding
         kind = f"changed bytes ({encoding})" if sync.sends_changes else "full HF checkpoint"
         way, bandwidth = f"disk: {kind} under {args.update_weight_disk_dir or '(no directory given)'}", DISK_BANDWIDTH

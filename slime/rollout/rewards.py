@@ -17,6 +17,7 @@ from slime.config.args import Args
 from slime.rollout.hook_errors import blame_hook, hook_name
 from slime.rollout.hook_returns import check_rewards
 from slime.utils.misc import group_by, hook_args, is_finite_number, load_function, shown
+from slime.utils.names import function_of
 from slime.utils.overlong import overlong_penalties
 from slime.utils.types import Sample
 
@@ -48,7 +49,7 @@ def post_process_rewards(args: Args, samples: list[Sample]) -> tuple[list[float]
     if estimator.baseline == "greedy":
         return raw, [reward - _greedy_reward(sample) for sample, reward in zip(samples, rewards, strict=True)]
     divide = estimator.divides_by_std and args.grpo_std_normalization
-    baseline_fn = BASELINES[estimator.baseline]
+    baseline_fn = function_of(BASELINES, estimator.baseline)
     return raw, normalize_by_group(samples, rewards, divide_by_std=divide, baseline_fn=baseline_fn)
 
 

@@ -66,6 +66,16 @@ def load_function(path: str) -> Any:
     return found
 
 
+def try_to_load(path: str) -> tuple[Any, str | None]:
+    """Return what `load_function` loads, or None and the end of a sentence that says why it cannot be loaded."""
+    try:
+        return load_function(path), None
+    except ImportError as error:
+        return None, f": {error}"
+    except (Exception, SystemExit) as error:  # a user's module is code like any other
+        return None, f" {path}: loading it raised {type(error).__name__}: {error}"
+
+
 def hook_args(args: Args) -> Any:
     """Return what hooks of this process get as `args`: one copy for all of them, which they may assign to.
 

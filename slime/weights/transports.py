@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.utils.names import Table
+
 _UPDATERS = "slime.backends.megatron_utils.update_weight"
 
 
@@ -12,14 +14,20 @@ class WeightTransport:
     """A way.
 
     Attributes:
-        updater: dotted path of the class that sends them.
+        updater: path of the class that sends them (`slime.backends.megatron_utils.update_weight.WeightUpdater`).
         is_over_files: each version is written to --update-weight-disk-dir, and engines read it there.
         sends_changes: after the first sync a version holds only the bytes that changed.
+        colocated: the way to engines in the trainer's slots, where that is another.
+        changes: the way with --update-weight-mode delta; None where there is none.
+        title: what the plan calls it; slime's own ways it knows.
     """
 
     updater: str
     is_over_files: bool = False
     sends_changes: bool = False
+    colocated: WeightTransport | None = None
+    changes: WeightTransport | None = None
+    title: str = ""
 
     @property
     def versions_are_whole(self) -> bool:
@@ -28,20 +36,15 @@ class WeightTransport:
 
 
 MEMORY = WeightTransport(f"{_UPDATERS}.from_tensor.TensorWeightUpdater")
-COLLECTIVE = WeightTransport(f"{_UPDATERS}.from_distributed.DistributedWeightUpdater")
-FILES = WeightTransport(f"{_UPDATERS}.from_disk.DiskWeightUpdater", is_over_files=True)
+COLLECTIVE = WeightTransport(f"{_UPDATERS}.from_distributed.DistributedWeightUpdater", colocated=MEMORY)
 DELTAS = WeightTransport(f"{_UPDATERS}.from_disk.DeltaWeightUpdater", is_over_files=True, sends_changes=True)
+FILES = WeightTransport(f"{_UPDATERS}.from_disk.DiskWeightUpdater", is_over_files=True, changes=DELTAS)
 
 REFUSED = WeightTransport("", sends_changes=True)
 """A rule of flags says that only files can hold changed bytes."""
 
-WAYS = {
-    ("nccl", False): (COLLECTIVE, MEMORY),
-    ("nccl", True): (REFUSED, REFUSED),
-    ("disk", False): (FILES, FILES),
-    ("disk", True): (DELTAS, DELTAS),
-}
-"""(--update-weight-transport, only changes) -> the way to engines in slots of their own, and in the trainer's."""
+TRANSPORTS: Table[WeightTransport] = Table("slime.transports", WeightTransport, {"nccl": COLLECTIVE, "disk": FILES})
+"""--update-weight-transport -> the way of whole versions."""
 
 
 def transport_of(transport: str, mode: str, *, colocated: bool = False) -> WeightTransport:
@@ -52,4 +55,7 @@ def transport_of(transport: str, mode: str, *, colocated: bool = False) -> Weigh
         mode: --update-weight-mode.
         colocated: trainer and engines share their slots, so that memory can be handed over; files do not care.
     """
-    return WAYS[transport, mode == "delta"][colocated]
+    way = TRANSPORTS[transport]
+    if mode == "delta":
+        return way.changes or REFUSED
+    return way.colocated if colocated and way.colocated else way

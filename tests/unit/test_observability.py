@@ -44,6 +44,7 @@ def make_args(output_dir: Path, **changes: object) -> Namespace:
         "load": None,
         "finetune": False,
         "use_wandb": False,
+        "tracker": [],
         "use_tensorboard": False,
         "tb_project_name": None,
         "tb_experiment_name": None,

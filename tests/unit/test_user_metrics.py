@@ -30,7 +30,9 @@ def no_tracking_is_left_over(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def args(tmp_path: Path) -> Namespace:
-    return Namespace(output_dir=str(tmp_path), use_tensorboard=False, use_wandb=False, load=None, save=None)
+    return Namespace(
+        output_dir=str(tmp_path), tracker=[], use_tensorboard=False, use_wandb=False, load=None, save=None
+    )
 
 
 def test_the_driver_writes_a_record_at_once(args: Namespace):

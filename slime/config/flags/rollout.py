@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.parser import flag
+from slime.weights.transports import TRANSPORTS
 
 
 @dataclass
@@ -284,7 +285,7 @@ class WeightSyncFlags:
         "nccl",
         "how weights travel: nccl = the device's collective (NCCL, on CPU gloo), with --colocate through memory; disk "
         "= as files in --update-weight-disk-dir",
-        choices=("nccl", "disk"),
+        choices=tuple(TRANSPORTS),
     )
     update_weight_mode: str = flag(
         "full",
@@ -299,7 +300,7 @@ class WeightSyncFlags:
     update_weight_disk_keep_files: bool = flag(
         False,
         "keep each version's directory after the engines have read it",
-        needs="update_weight_transport=disk",
+        needs="update_weight_transport.is_over_files",
     )
     update_weight_delta_encoding: str = flag(
         "xor",
@@ -316,13 +317,13 @@ class WeightSyncFlags:
     update_weight_local_checkpoint_dir: str | None = flag(
         None,
         "directory on each engine host for its copy of the weights, which deltas are applied to and engines load from",
-        needs="update_weight_transport=disk",
+        needs="update_weight_transport.is_over_files",
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,
         "hook: fn(args, version_dir, rollout_engines), on every rank, after the files are written and before engines "
         "read them",
-        needs="update_weight_transport=disk",
+        needs="update_weight_transport.is_over_files",
     )
     check_weight_update_equal: bool = flag(
         False,

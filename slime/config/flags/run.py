@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from slime.config.parser import flag
 from slime.plan.devices import DEFAULT_GPU, DEVICE_CHOICES
+from slime.utils.names import TRACKERS
+
+_LATER_TRACKERS = ("mlflow", "swanlab", "trackio")
 
 MOST_GPUS = 1_000_000
 """A typing error, not a cluster."""
@@ -120,9 +123,9 @@ class ObservabilityFlags:
     tracker: list[str] = flag(
         [],
         "where metrics go besides metrics.jsonl (repeatable); wandb = --use-wandb, tensorboard = --use-tensorboard",
-        choices=("jsonl", "wandb", "tensorboard", "mlflow", "swanlab", "trackio"),
+        choices=tuple(dict.fromkeys(("jsonl", "wandb", "tensorboard", *_LATER_TRACKERS, *TRACKERS))),
         repeatable=True,
-        later_choices={"mlflow": "trackers", "swanlab": "trackers", "trackio": "trackers"},
+        later_choices={name: "trackers" for name in _LATER_TRACKERS if name not in TRACKERS},
     )
     log_passrate: bool = flag(False, "also log pass@k")
     log_multi_turn: bool = flag(False, "also log turns, and response lengths with and without what tools wrote")

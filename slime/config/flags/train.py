@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.parser import flag
 
-_DISCOUNTED = tuple(f"advantage_estimator={name}" for name, row in ESTIMATORS.items() if row.discounts)
-_WITH_CRITIC = tuple(f"advantage_estimator={name}" for name, row in ESTIMATORS.items() if row.needs_critic)
+_WITH_CRITIC = "advantage_estimator.needs_critic"
 
 
 @dataclass
@@ -104,14 +103,14 @@ class AlgorithmFlags:
     gamma: float = flag(
         1.0,
         "discount of a trained token",
-        needs=(*_DISCOUNTED, "custom_advantage_function_path"),
+        needs=("advantage_estimator.discounts", "custom_advantage_function_path"),
         at_least=0,
         at_most=1,
     )
     lambd: float = flag(
         1.0,
         "lambda of GAE: 1 = returns minus values, 0 = the critic's one-step errors",
-        needs=(*_WITH_CRITIC, "custom_advantage_function_path"),
+        needs=(_WITH_CRITIC, "custom_advantage_function_path"),
         at_least=0,
         at_most=1,
     )

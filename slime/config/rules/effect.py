@@ -21,8 +21,11 @@ from slime.config.problems import Check, Effect, NoEffect, Problems, Rule, broke
 from slime.config.rules import batch, debug, devices, generation, losses
 from slime.config.rules.devices import no_engines_flag
 from slime.utils.checkpoint_paths import classify_checkpoint
+from slime.utils.names import Table
+from slime.weights.transports import TRANSPORTS
 
 Fields = Iterable[dataclasses.Field[Any]]
+_TABLES: dict[str, Table[Any]] = {"advantage_estimator": ESTIMATORS, "update_weight_transport": TRANSPORTS}
 
 
 def _draws_as_we_do(args: Args) -> bool:
@@ -169,11 +172,22 @@ def _asking(args: Args, explicit: set[str]) -> set[str]:
 
 def _is_any_met(args: Args, needs: Iterable[str]) -> bool:
     parts = (need.partition("=") for need in needs)
-    return any(str(vars(args)[n]) == value if equals else bool(vars(args)[n]) for n, equals, value in parts)
+    return any(str(vars(args)[n]) == value if equals else bool(_said(args, n)) for n, equals, value in parts)
+
+
+def _said(args: Args, need: str) -> Any:
+    """The value of a flag, or ("flag.fact") what the row says that it names."""
+    name, _, fact = need.partition(".")
+    value = vars(args)[name]
+    return getattr(_TABLES[name][value], fact) if fact else value
 
 
 def _text_of(need: str) -> str:
     name, _, value = need.partition("=")
+    if "." in name:
+        name, _, fact = name.partition(".")
+        values = [value for value, row in _TABLES[name].own.items() if getattr(row, fact)]
+        return " or ".join(f"{plain_option(name)} {value}" for value in values)
     return f"{plain_option(name)} {value}".strip()
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from slime.config.args import Args
 from slime.config.derive import FULLY_ASYNC_ROLLOUT
 from slime.config.problems import Check, NoEffect, Rule, WithoutEffect, each, first_of, for_each, plain_option, where
-from slime.utils.names import did_you_mean
+from slime.utils.names import TRACKERS, Table, did_you_mean
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
 from slime.utils.types import MultimodalTypes
 
@@ -47,13 +48,11 @@ def uses_builtin_reward(args: Args) -> bool:
     return _completes_prompts(args) and not args.debug_train_only and not has_hook
 
 
-def check_rewards(
-    args: Args, *, known: Collection[str], needs_label: Callable[[str], bool], fields: str
-) -> Iterator[str]:
+def check_rewards(args: Args, *, known: Table[Any], needs_label: Callable[[str], bool], fields: str) -> Iterator[str]:
     """Built-in rewards exist and have what they compare with, in training and in every evaluation set.
 
     Args:
-        known: names of built-in rewards.
+        known: the rewards that have a name.
         needs_label: whether a built-in reward compares with a label.
         fields: says which fields the prompt file has.
     """
@@ -87,7 +86,7 @@ REWARD_NEEDS = {
 }
 
 
-def check_rm_type(args: Args, rm_type: str | None, where: str, *, known: Collection[str]) -> Iterator[str]:
+def check_rm_type(args: Args, rm_type: str | None, where: str, *, known: Table[Any]) -> Iterator[str]:
     """A reward name exists, and the service that it asks has its address."""
     if rm_type is None:
         return
@@ -98,6 +97,8 @@ def check_rm_type(args: Args, rm_type: str | None, where: str, *, known: Collect
         attribute, what = REWARD_NEEDS[name]
         if not vars(args)[attribute]:
             yield f"{where} {name} needs {plain_option(attribute)}, {what}."
+    else:
+        yield from known.problems(name)
 
 
 MULTIMODAL: tuple[Check, ...] = (  # kinds of input are known, and name fields
@@ -267,6 +268,11 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
         lambda a: a.use_tensorboard and not a.tb_project_name and not os.environ.get("TENSORBOARD_DIR"),
         "--use-tensorboard (--tracker tensorboard) needs --tb-project-name, or the environment variable "
         "TENSORBOARD_DIR.",
+    ),
+    for_each(
+        lambda a: [name for name in TRACKERS if name in a.tracker],
+        lambda a, name: TRACKERS.problems(name),
+        lambda a, name: " ".join(TRACKERS.problems(name)),
     ),
     *each(
         "rm_url code_sandbox_url http_proxy",

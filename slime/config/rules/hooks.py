@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slime.config.args import Args
-from slime.utils.misc import load_function
+from slime.utils.misc import try_to_load
 
 SignatureProblem = Callable[[Any, type], str | None]
 _MULTI_TURN = "slime.rollout.multi_turn"
@@ -39,21 +39,11 @@ def check_hooks(
 
 def check_hook(option: str, path: str, protocol: type, signature_problem: SignatureProblem) -> Iterator[str]:
     """Check one hook path; `option` names where it was given."""
-    function, problem = _loaded(path)
+    function, problem = try_to_load(path)
     if function is None:
         yield f"{option}{problem}."
     elif problem := signature_problem(function, protocol):
         yield f"{option} {path} does not fit: {problem}."
-
-
-def _loaded(path: str) -> tuple[Any, str | None]:
-    """(a function or None, why it cannot be loaded): what a user's module raises is bad input here."""
-    try:
-        return load_function(path), None
-    except ImportError as error:
-        return None, f": {error}"
-    except (Exception, SystemExit) as error:  # the module is code like any other
-        return None, f" {path}: loading it raised {type(error).__name__}: {error}"
 
 
 def form_notes(option: str, path: str | None, is_batch: Callable[[Any], bool]) -> Iterator[str]:
@@ -64,7 +54,7 @@ def form_notes(option: str, path: str | None, is_batch: Callable[[Any], bool]) -
         path: of the function; None where there is none.
         is_batch: whether a function takes a list of samples.
     """
-    function = _loaded(path)[0] if path else None
+    function = try_to_load(path)[0] if path else None
     if function is None:  # check_hook says why
         return
     name = getattr(function, "__name__", "generate")
@@ -87,7 +77,7 @@ def check_settings(values: dict[str, Any], hooks: Iterable[str]) -> Iterator[str
     for attribute in hooks:
         path = values.get(attribute)
         for each in path if isinstance(path, list) else [path] if path else []:
-            if check_args := getattr(_loaded(each)[0], "check_args", None):
+            if check_args := getattr(try_to_load(each)[0], "check_args", None):
                 yield from check_args(Args.of(values))
 
 

@@ -1,7 +1,7 @@
 """Rewards: which function scores a sample, by hook path or by name.
 
-The table `RM_TYPES` is the whole list of built-in names. It does not know groups or normalisation
-(`slime.rollout.rewards`) nor when a sample is scored (`slime.rollout.sglang_rollout`).
+The table `RM_TYPES` is the whole list of names, those of installed packages included. Groups and normalisation are in
+`slime.rollout.rewards`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slime.rollout.rm_hub.service import RewardError, classify_reward, remote_rm
 from slime.rollout.rm_hub.stop_tokens import without_stop_tokens
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.misc import load_function
+from slime.utils.names import Table
 from slime.utils.threads import DaemonThreads
 from slime.utils.types import Sample
 
@@ -68,10 +69,25 @@ _PLAIN: dict[str, Grader] = {
     "classify": lambda args, response, sample: classify_reward(args, response, sample),
     "random": lambda args, response, sample: random.randint(0, 1),
 }
+
+
+def _call_problem(name: str, grade: Grader) -> str | None:
+    try:
+        inspect.signature(grade).bind(None, None, None)
+    except TypeError as error:
+        return f"is called with (args, response, sample): {error}"
+    return None
+
+
 # math and deepscaler look for the box themselves: unboxing first would leave them nothing to find.
 _BOXED = {name: _PLAIN[name] for name in ("math", "deepscaler")}
 _BOXED |= {name: _on_boxed_answer(_PLAIN[name]) for name in ("dapo", "f1", "gpqa", "ifbench")}
-RM_TYPES: dict[str, Grader] = _PLAIN | {BOXED_PREFIX + name: grade for name, grade in _BOXED.items()}
+RM_TYPES: Table[Grader] = Table(
+    "slime.rewards",
+    Callable,
+    _PLAIN | {BOXED_PREFIX + name: grade for name, grade in _BOXED.items()},
+    check=_call_problem,
+)
 _NEED_LABEL = frozenset({"math", "deepscaler", "dapo", "f1"})
 
 
