@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from slime.ray.placement_group import connect_ray, read_auth
+from slime.ray.placement import connect_ray, read_auth
 
 NAMES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 

@@ -1,6 +1,6 @@
 """Who sits where, and with how much work: slots, parallel groups, pipeline stages, and the batches of a rollout.
 
-`slot_layout` is what slime.ray.placement_group reserves; the plan shows the same slots without Ray. Slots are counted
+`slot_layout` is what slime.ray.placement reserves; the plan shows the same slots without Ray. Slots are counted
 in the order of that module: by node, then by GPU.
 
 Lengths are not known before a run: the longest sample is the longest prompt plus the longest response; the expected

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError
 from slime.config.args import Args
 from slime.config.roles import Role, parse_megatron_role_args
 from slime.ray.checkpoints import resumed
-from slime.ray.placement_group import TRAINER_SHARE, Placement
+from slime.ray.placement import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options
 from slime.utils import memory_saver

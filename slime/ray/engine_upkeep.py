@@ -76,7 +76,7 @@ class EngineUpkeep:
         if self._is_on:
             get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
 
-    def wait(self, ref: ray.ObjectRef, what: str) -> Any:
+    def wait(self, ref: ray.ObjectRef | list[ray.ObjectRef], what: str) -> Any:
         """Wait for what is made of the engines' answers; meanwhile a model that has no engine any more gets others."""
         return get(ref, what, WORK_DEADLINE_S, meanwhile=self.serve_all if self._is_on else None)
 

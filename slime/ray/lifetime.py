@@ -63,6 +63,9 @@ class RunLifetime:
     Args:
         args: the parsed flags.
         sync_interval: the driver syncs the weights after every so many rollouts.
+
+    Attributes:
+        metrics: name -> the last value that was logged.
     """
 
     def __init__(self, args: Args, *, sync_interval: int = 1) -> None:
@@ -72,6 +75,7 @@ class RunLifetime:
         self._has_engines = not args.debug_train_only
         self._has_trainers = not args.debug_rollout_only
         self._rollout_id = 0
+        self.metrics: dict[str, float] = {}
         self._evaluation: tuple[int, ray.ObjectRef] | None = None  # the step and the result of one that was begun
         self._trained = range(0)
         self._times = StepTimes()
@@ -300,3 +304,4 @@ class RunLifetime:
     def _log(self, records: list[MetricRecord]) -> None:
         for metrics, step_key in records:
             logging_utils.log(self.args, metrics, step_key)
+            self.metrics |= metrics

@@ -37,11 +37,11 @@ class PendingRollout:
 
     Attributes:
         samples: resolves when they are there.
-        train_data: what the trainer takes of them (`RolloutManager.train_data`), which is made after them.
+        train_data: what the trainer takes of them, and metric records (`RolloutManager.train_data`), made after them.
     """
 
     samples: ray.ObjectRef
-    train_data: ray.ObjectRef
+    train_data: list[ray.ObjectRef]
 
 
 class TrainingRun(RunLifetime):
@@ -104,7 +104,7 @@ class TrainingRun(RunLifetime):
         if any(vars(self.args)[name] for name in HOOKS_ON_SAMPLES):
             self._wait_counted(pending.train_data, GENERATION)
 
-    def _wait_counted(self, ref: ray.ObjectRef, what: str) -> None:
+    def _wait_counted(self, ref: ray.ObjectRef | list[ray.ObjectRef], what: str) -> None:
         start = time.monotonic()
         try:
             self._upkeep.wait(ref, what)
@@ -158,6 +158,9 @@ class TrainingRun(RunLifetime):
                 self._checkpoints.keep_state_of_copy(rollout_id)
                 self._log_rollout_record(metrics)
             return
+        self._save(rollout_id)
+
+    def _save(self, rollout_id: int) -> None:
         start = time.monotonic()
         self._checkpoints.save(rollout_id, self._parts.groups, self.turns, is_last=self.is_last(rollout_id))
         self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})

@@ -22,7 +22,7 @@ from slime.config.args import Args, with_run_keys
 from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.ray.actor_group import Beside, RayTrainGroup, ReleasedTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S, resumed, settle_checkpoint
-from slime.ray.placement_group import connect_ray, create_placement, usable
+from slime.ray.placement import connect_ray, create_placement, usable
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, LOAD_DEADLINE_S, RolloutManager
 from slime.ray.rollout.servers import MEMORY_DEADLINE_S
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, on_this_node

@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from slime.ray.placement_group import Slot
+from slime.ray.placement import Slot
 from slime.ray.rollout.server_group import ServerGroup
 from slime.utils.wait import wait
 

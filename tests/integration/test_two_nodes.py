@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 from slime.backends.megatron_utils.update_weight import base
 from slime.backends.megatron_utils.update_weight.from_distributed import DistributedWeightUpdater
 from slime.backends.sglang_utils import server_control
-from slime.ray.placement_group import Placement, connect_ray, create_placement
+from slime.ray.placement import Placement, connect_ray, create_placement
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.utils import RayActor, actor_env, in_bundle, slot_options
 from slime.utils.network import PREFER_IPV6, given_address

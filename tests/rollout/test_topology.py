@@ -27,7 +27,7 @@ from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.config.parse import parse_args
 from slime.ray.http_post import use_distributed_post
-from slime.ray.placement_group import Placement, create_placement
+from slime.ray.placement import Placement, create_placement
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.router import Router
 from slime.ray.rollout.server_group import SHUTDOWN_DEADLINE_S, ServerGroup

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slime.ray import placement_group, utils
+from slime.ray import placement, utils
 from slime.ray.rollout.server_group import EngineActor
 from slime.ray.train_actor import TrainRayActor
 from slime.utils import misc, network
@@ -93,9 +93,9 @@ def test_a_trainer_that_cannot_reach_the_first_one_says_so_at_once(monkeypatch: 
 def test_a_ray_that_does_not_answer_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     port = closed_port()
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    monkeypatch.setattr(placement_group, "slot_layout", lambda args: Namespace(total=1))
+    monkeypatch.setattr(placement, "slot_layout", lambda args: Namespace(total=1))
     with pytest.raises(UsageError, match=f"RAY_ADDRESS=127.0.0.1:{port}: no Ray answers there .*; unset it or start"):
-        placement_group.connect_ray(Namespace(accelerator="cpu"))
+        placement.connect_ray(Namespace(accelerator="cpu"))
 
 
 def test_a_ray_of_our_own_that_does_not_start_is_one_error_and_leaves_no_folder(
@@ -109,12 +109,12 @@ def test_a_ray_of_our_own_that_does_not_start_is_one_error_and_leaves_no_folder(
     folder = tmp_path / "slime-ray-1"
     folder.mkdir()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(placement_group, "slot_layout", lambda args: Namespace(total=1))
-    monkeypatch.setattr(placement_group, "_private_folder", lambda: folder)
-    monkeypatch.setattr(placement_group, "_init", timed_out)
-    monkeypatch.setattr(placement_group.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(placement, "slot_layout", lambda args: Namespace(total=1))
+    monkeypatch.setattr(placement, "_private_folder", lambda: folder)
+    monkeypatch.setattr(placement, "_init", timed_out)
+    monkeypatch.setattr(placement.ray, "shutdown", lambda: None)
     with pytest.raises(RuntimeError, match="Ray did not start; is this machine very busy. Ray says: The current node"):
-        placement_group.connect_ray(Namespace(accelerator="cpu"))
+        placement.connect_ray(Namespace(accelerator="cpu"))
     assert not folder.exists()
 
 
@@ -124,18 +124,18 @@ def test_a_ray_that_asks_for_no_token_is_warned_of(
 ) -> None:
     """The stand-ins are of a Ray that runs already; what matters is whether there is a token for it."""
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(placement_group, "slot_layout", lambda args: Namespace(total=1))
-    monkeypatch.setattr(placement_group, "_init", lambda **options: None)
-    monkeypatch.setattr(placement_group.ray, "cluster_resources", lambda: {"slime_slot": 1})
-    monkeypatch.setattr(placement_group, "is_token_auth_enabled", lambda: asks)
-    assert placement_group.connect_ray(Namespace(accelerator="cpu")) is None
+    monkeypatch.setattr(placement, "slot_layout", lambda args: Namespace(total=1))
+    monkeypatch.setattr(placement, "_init", lambda **options: None)
+    monkeypatch.setattr(placement.ray, "cluster_resources", lambda: {"slime_slot": 1})
+    monkeypatch.setattr(placement, "is_token_auth_enabled", lambda: asks)
+    assert placement.connect_ray(Namespace(accelerator="cpu")) is None
     assert caplog.text.count("the Ray at auto asks for no token") == warnings
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "ray://10.0.0.1:10001"])
 def test_addresses_that_only_ray_understands_are_left_to_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_group, "out_of_reach", lambda host, port: pytest.fail("it was tried"))
-    assert placement_group._unreachable(address) is None
+    monkeypatch.setattr(placement, "out_of_reach", lambda host, port: pytest.fail("it was tried"))
+    assert placement._unreachable(address) is None
 
 
 def test_the_address_that_the_environment_gives_is_where_others_meet_this_host(

@@ -15,8 +15,7 @@ import ray
 from slime.config.args import Args
 from slime.config.rules.devices import OWNED_ENV_VARS
 from slime.plan.layout import slot_layout
-from slime.ray import actor_group
-from slime.ray import placement_group as placement
+from slime.ray import actor_group, placement
 from slime.ray.actor_group import RayTrainGroup, trainer_env
 from slime.ray.run import TrainingRun
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options

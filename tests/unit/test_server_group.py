@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args, cores_of_ranks
 from slime.backends.sglang_utils.sglang_engine import EngineStartError
-from slime.ray.placement_group import Slot
+from slime.ray.placement import Slot
 from slime.ray.rollout import server_group
 from slime.ray.rollout.router import Router, RouterAddress, router_values
 from slime.ray.rollout.server_group import SHOW_ALL_GPUS, EngineActor, nodes_of_engine, threads_per_engine

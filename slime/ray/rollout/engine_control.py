@@ -15,7 +15,7 @@ from slime.backends.sglang_utils.engine_client import MEMORY_TAGS
 from slime.backends.sglang_utils.server_control import Probe
 from slime.config.args import Args
 from slime.ray.http_post import use_distributed_post
-from slime.ray.placement_group import Slot
+from slime.ray.placement import Slot
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.rollout.watches import EngineEnds, RouterWatch, engine_state

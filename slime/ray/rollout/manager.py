@@ -20,7 +20,7 @@ from slime.observability import logging_utils
 from slime.observability.eval_samples import EvalSample, pick_eval_samples
 from slime.observability.rollout_metrics import compute_eval_metrics
 from slime.ray import stalls
-from slime.ray.placement_group import Slot
+from slime.ray.placement import Slot
 from slime.ray.rollout.engine_control import EngineControl
 from slime.ray.rollout.shares import Generated, call_log_hook, dump_samples, make_samples, make_shares
 from slime.ray.utils import redirect_output
@@ -132,6 +132,7 @@ class RolloutManager(EngineControl):
         """Make the samples of one rollout; `train_data`, to be called next, makes of them what the trainer takes."""
         self._generated = make_samples(self.args, rollout_id, self._generate, self._data_source)
 
+    @ray.method(num_returns=2)
     def train_data(self) -> tuple[list[Box], list[MetricRecord]]:
         """The training data of the rollout that was generated last.
 

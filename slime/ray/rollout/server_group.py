@@ -22,7 +22,7 @@ from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, bui
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
 from slime.config.args import Args
-from slime.ray.placement_group import ENGINE_SHARE, Slot
+from slime.ray.placement import ENGINE_SHARE, Slot
 from slime.ray.rollout.ports import PortBlock, reserve_block
 from slime.ray.utils import actor_env, check_network, get, in_bundle, node_address, slot_options
 from slime.utils.api_keys import use_keys
