@@ -181,6 +181,17 @@ def create_app(generators: dict[str, Generator], buffer: RolloutBuffer | None = 
     return app
 
 
+def __getattr__(name: str) -> Any:
+    """Make `app`, the server of this package's generators: `uvicorn slime_plugins.rollout_buffer.buffer:app`.
+
+    Not at import: that would load every generator.
+    """
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()["app"] = create_app(find_generators())
+    return globals()["app"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

@@ -86,7 +86,7 @@ def test_an_older_server_has_its_info_under_the_older_name(server: Script) -> No
 def test_every_server_that_cannot_be_used_is_named(server: Script) -> None:
     server.answers["/server_info"] = [(200, {"status": "fine"})]
     with pytest.raises(UsageError) as raised:
-        discover_external_engines([server.url, "127.0.0.1:1"], timeout_s=5)
+        discover_external_engines([server.url, "127.0.0.1:1"], timeout=5)
     foreign, absent = raised.value.messages
     assert foreign == (
         f"--rollout-external-engine-addrs {server.url}: its /server_info lacks 'tp_size'; start an SGLang server "

@@ -29,7 +29,7 @@ from slime.weights.transports import transport_of
 logger = logging.getLogger(__name__)
 
 FLAG = "--rollout-external-engine-addrs"
-DISCOVERY_TIMEOUT_S = 10.0
+DISCOVERY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -67,25 +67,25 @@ class ExternalEngineInfo:
 
 
 def discover_external_engines(
-    addresses: Sequence[str], *, api_key: str | None = None, timeout_s: float = DISCOVERY_TIMEOUT_S
+    addrs: Sequence[str], timeout: float = DISCOVERY_TIMEOUT_S, *, api_key: str | None = None
 ) -> list[ExternalEngineInfo]:
     """Ask every server what it is, all at once.
 
     Args:
-        addresses: host:port, or http://host:port.
+        addrs: host:port, or http://host:port.
+        timeout: seconds for each answer.
         api_key: that they ask for (--sglang-api-key).
-        timeout_s: for each answer.
 
     Raises:
         UsageError: with a sentence for each server that does not answer, or is none of SGLang.
     """
     problems: list[str] = []
-    for address in addresses:
+    for address in addrs:
         protect(_url(address), api_key)
-    with ThreadPoolExecutor(max_workers=min(32, max(1, len(addresses)))) as threads:
-        asked = [threads.submit(_ask, _url(address), timeout_s) for address in addresses]
+    with ThreadPoolExecutor(max_workers=min(32, max(1, len(addrs)))) as threads:
+        asked = [threads.submit(_ask, _url(address), timeout) for address in addrs]
     found = []
-    for address, answer in zip(addresses, asked, strict=True):
+    for address, answer in zip(addrs, asked, strict=True):
         try:
             found.append(answer.result())
         except (HttpError, KeyError, TypeError, ValueError) as error:

@@ -133,6 +133,11 @@ class SglangConfig(_Strict):
 
     models: list[ModelConfig] = Field(min_length=1)
 
+    @property
+    def has_pd_disaggregation(self) -> bool:
+        """Whether prefill and decoding of any model are done by different engines."""
+        return any(model.has_pd_disaggregation for model in self.models)
+
     @staticmethod
     def from_yaml(path: str) -> SglangConfig:
         """Read a file.

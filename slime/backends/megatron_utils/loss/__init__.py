@@ -203,14 +203,13 @@ def prediction_loss(sampling: Sampling, batch: MicroBatch, sum_of_sample_mean: R
 
 
 def vanilla_tis_function(
-    *,
     args: Args,
+    *,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
     rollout_log_probs: list[torch.Tensor],
     loss_masks: list[torch.Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    **kwargs: Any,
 ) -> Corrected:
     """`Bounds.truncate` between --tis-clip-low and --tis-clip, which is the default: truncated importance sampling."""
     batch: MicroBatch = {"rollout_log_probs": rollout_log_probs, "loss_masks": loss_masks}
@@ -218,14 +217,13 @@ def vanilla_tis_function(
 
 
 def icepop_function(
-    *,
     args: Args,
+    *,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
     rollout_log_probs: list[torch.Tensor],
     loss_masks: list[torch.Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    **kwargs: Any,
 ) -> Corrected:
     """`Bounds.drop` between --tis-clip-low and --tis-clip: IcePop."""
     batch: MicroBatch = {"rollout_log_probs": rollout_log_probs, "loss_masks": loss_masks}

@@ -11,7 +11,7 @@ a train step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.log_probs import Sampling, calculate_log_probs_and_entropy
 from slime.backends.megatron_utils.cp_utils import gather_responses
+from slime.backends.megatron_utils.data import Packing, response_rows
 from slime.config.args import Args
 from slime.utils.train_data import MicroBatch
 
@@ -159,18 +160,32 @@ def get_values(args: Args, batch: MicroBatch, values: torch.Tensor) -> torch.Ten
     return whole_responses(batch, values[0, :, 0].float().index_select(0, batch["response_rows"]))
 
 
-def get_responses(args: Args, batch: MicroBatch, logits: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (logits [R, V/tp] at --rollout-temperature, tokens [R]) of each sample of a micro-batch.
+def get_responses(
+    logits: torch.Tensor,
+    *,
+    args: Args,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    apply_temperature: bool = True,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (logits [n, V/tp], tokens [n]) of each sample's response, as far as this context-parallel rank has it.
 
     Args:
+        logits: [1, T, V/tp] of a micro-batch.
         args: `rollout_temperature`.
-        batch: a micro-batch of `data.MicroBatches`; its rows on this rank count.
-        logits: [1, T, V/tp]; row i of a response's part is the distribution of its token i.
+        unconcat_tokens: prompt and response of each sample.
+        total_lengths, response_lengths: of each sample.
+        apply_temperature: divide the logits by --rollout-temperature.
     """
-    rows, tokens = batch["response_rows"], batch["response_tokens"]
-    lengths = batch["response_row_counts"]
-    for of_sample, targets in zip(rows.split(lengths), tokens.split(lengths), strict=True):
-        yield logits[0].index_select(0, of_sample) / args.rollout_temperature, targets
+    place = (parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+    rows, places, counts = response_rows(total_lengths, response_lengths, Packing(1, *place))
+    lengths = zip(unconcat_tokens, total_lengths, response_lengths, strict=True)
+    tokens = torch.cat([sample[total - response : total] for sample, total, response in lengths])
+    temperature = args.rollout_temperature if apply_temperature else 1.0
+    for own_rows, own_places in zip(rows.split(counts), places.split(counts), strict=True):
+        own = logits[0].index_select(0, own_rows.to(logits.device))
+        yield own / temperature, tokens[own_places.to(tokens.device)]
 
 
 def whole_responses(batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
