@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from slime.utils.installed import explain_missing_packages
+from slime.utils.errors import explain_missing_packages
 
 with explain_missing_packages():
     from slime.ray.driver import drive

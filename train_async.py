@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from slime.utils.installed import explain_missing_packages
+from slime.utils.errors import explain_missing_packages
 
 with explain_missing_packages():
     from slime.config.rules.deterministic import check_ahead

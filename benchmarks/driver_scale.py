@@ -41,10 +41,9 @@ from slime.ray.rollout.shares import split_train_data  # noqa: E402
 from slime.rollout import sglang_streaming_rollout  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop_worker  # noqa: E402
-from slime.rollout.generation import GenerateState  # noqa: E402
-from slime.rollout.rewards import post_process_rewards  # noqa: E402
+from slime.rollout.sampling.generation import GenerateState  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
-from slime.rollout.train_data import samples_to_train_data  # noqa: E402
+from slime.rollout.train_data import post_process_rewards, samples_to_train_data  # noqa: E402
 from slime.utils import async_utils, http_utils  # noqa: E402
 from slime.utils.misc import spare_garbage_collector  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.rollout.generation import append_engine_output, router_url
+from slime.rollout.sampling.generation import append_engine_output, router_url
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample

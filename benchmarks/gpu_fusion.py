@@ -69,7 +69,7 @@ def parts(shape: str, device: str) -> Iterator[Part]:
     from slime.algorithms.log_probs import calculate_log_probs_and_entropy
     from slime.backends.megatron_utils.megatron_patch.packed_rope import _rotate
     from slime.backends.megatron_utils.model.spec import _rms_norm
-    from slime.utils.fusion import fused_on_cuda
+    from slime.utils.accelerator.fusion import fused_on_cuda
 
     hidden, ffn, heads = SIZES[shape]
     dtype = torch.bfloat16

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_models import prepare_model, run_python, write_prompts  # noqa: E402
-from slime.observability.plots import read_series  # noqa: E402
-from slime.utils.processes import registry  # noqa: E402
+from slime.observability.console import read_series  # noqa: E402
+from slime.processes.registry import registry  # noqa: E402
 
 WARM_UP = 2
 """Rollouts at the start of a run that do not count: kernels are compiled, memory is taken."""

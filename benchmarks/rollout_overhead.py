@@ -41,18 +41,16 @@ from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, bui
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.config.args import publish_runtime  # noqa: E402
 from slime.config.parse import parse_args  # noqa: E402
-from slime.ray.rollout.ports import reserve_block  # noqa: E402
-from slime.ray.rollout.router import Router  # noqa: E402
+from slime.ray.rollout.router import Router, reserve_block  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
-from slime.rollout.engine_request import (  # noqa: E402
+from slime.rollout.sampling.engine_request import (  # noqa: E402
     call_budget,
     engine_payload,
     router_url,  # noqa: E402
 )
-from slime.rollout.generation import GenerateState  # noqa: E402
-from slime.rollout.rewards import post_process_rewards  # noqa: E402
+from slime.rollout.sampling.generation import GenerateState  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
-from slime.rollout.train_data import samples_to_train_data  # noqa: E402
+from slime.rollout.train_data import post_process_rewards, samples_to_train_data  # noqa: E402
 from slime.utils import http_utils  # noqa: E402
 
 HOST = "127.0.0.1"

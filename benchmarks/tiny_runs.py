@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from examples.tiny_cpu.make_data import eval_config  # noqa: E402
-from slime.observability.plots import read_series  # noqa: E402
-from slime.utils.processes import registry  # noqa: E402
+from slime.observability.console import read_series  # noqa: E402
+from slime.processes.registry import registry  # noqa: E402
 
 ACCURACY = "eval/addition"
 EVAL_INTERVAL = 5  # rollouts

@@ -160,7 +160,7 @@ while True:
 # the kernel gives to whoever asks for any, as Ray's own parts do by the dozen, and above those of Ray's workers.
 slime_free_ports() {
     "$PYTHON" -c 'import itertools, random, sys
-from slime.ray.rollout.ports import is_free
+from slime.ray.rollout.router import is_free
 tried = random.SystemRandom().sample(range(20000, 32000), 1000)
 print(*itertools.islice((port for port in tried if is_free("", port)), int(sys.argv[1])))' "$1"
 }

@@ -17,7 +17,7 @@ Layers, each importing only those below it (docs/architecture.md, tests/test_lay
        slime.training                                a rollout's training on one rank, over any trainer backend
     2  slime.backends.sglang_utils                   start, control and configure an engine
     1  slime.observability                           loggers, timers, metrics over plain dicts
-    0  slime.utils                                   types, pure maths, schedules, files, HTTP
+    0  slime.utils, slime.processes                  types, pure maths, schedules, files, HTTP; processes on a host
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One way: ray, megatron_utils | rollout, training, sglang_utils, observability, config, and the pure packages.
 
-Those are models | plan | conversion over weights | algorithms over utils.
+Those are models | plan | conversion over weights | algorithms | checkpoints over utils over processes.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    "slime.utils": 0,
-    "slime.algorithms": 1,
-    "slime.weights": 1,
-    "slime.models": 2,
-    "slime.plan": 2,
-    "slime.conversion": 2,
-    "slime.config": 3,
-    "slime.observability": 4,
-    "slime.backends.sglang_utils": 5,
-    "slime.training": 6,
-    "slime.backends.megatron_utils": 7,
-    "slime.rollout": 7,
-    "slime.ray": 8,
+    "slime.processes": 0,
+    "slime.utils": 1,
+    "slime.algorithms": 2,
+    "slime.checkpoints": 2,
+    "slime.weights": 2,
+    "slime.models": 3,
+    "slime.plan": 3,
+    "slime.conversion": 3,
+    "slime.config": 4,
+    "slime.observability": 5,
+    "slime.backends.sglang_utils": 6,
+    "slime.training": 7,
+    "slime.backends.megatron_utils": 8,
+    "slime.rollout": 8,
+    "slime.ray": 9,
 }
 # The composition root of the command line may reach the hook Protocols and names; nothing else may.
 COMPOSITION_ROOT = "slime.config.parse"
 COMPOSITION_ROOT_MAY_IMPORT = (
     "slime.rollout.base_types",
-    "slime.rollout.hook_signatures",
+    "slime.rollout.hooks.signatures",
     "slime.rollout.rm_hub",
     "slime.rollout.tool_calls",
 )
@@ -45,7 +47,7 @@ PUBLIC_PATHS = {"slime.utils.arguments": "slime.config.parse", "slime.utils.ppo_
 ARGS = ROOT / "slime" / "config" / "args.py"
 TRANSFER_GATE = "slime.backends.sglang_utils.weight_transfer"
 OWNERS = {
-    "ray": ("slime.ray", "slime.utils.data", "slime.backends.megatron_utils.update_weight"),
+    "ray": ("slime.ray", "slime.utils.train_data", "slime.backends.megatron_utils.update_weight"),
     "megatron": ("slime.backends.megatron_utils", "slime.config.megatron"),
     "sglang": ("slime.backends.sglang_utils", "slime.config.sglang"),
     "sglang_router": ("slime.backends.sglang_utils", "slime.config.sglang", "slime.utils.http_utils"),
@@ -138,7 +140,9 @@ def test_the_guard_notices_an_import_that_points_upwards(module: str, imported: 
 
 def test_utils_rollout_and_observability_import_without_ray_sglang_or_megatron():
     packages = (
+        "slime.processes",
         "slime.utils",
+        "slime.checkpoints",
         "slime.algorithms",
         "slime.weights",
         "slime.plan",

@@ -54,8 +54,8 @@ def convert(args: argparse.Namespace) -> int:
     from slime.conversion.reader import config_dtype, read_hf_config, without_quantization
     from slime.conversion.writer import HfTarget, check_target, write_hf
     from slime.utils.errors import UsageError
-    from slime.utils.hf_text_config import text_config
     from slime.weights.formats import quantization_config_of
+    from slime.weights.names import text_config
     from tools.convert_torch_dist_to_hf import check_written
 
     for flag in ("chunk_size", "max_workers"):

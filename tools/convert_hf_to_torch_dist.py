@@ -83,6 +83,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UsageError: flags that disagree with the HF config, or directories that cannot work.
     """
+    from slime.checkpoints.paths import TRACKER_FILE, iteration_dir, latest_iteration
     from slime.config.megatron.arguments import (
         megatron_problems,
         model_args_from_hf,
@@ -91,7 +92,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     from slime.config.parser import explicit_flags
     from slime.conversion.reader import read_hf_config
     from slime.conversion.writer import check_target
-    from slime.utils.checkpoint_paths import TRACKER_FILE, iteration_dir, latest_iteration
     from slime.utils.errors import UsageError
 
     parser = make_parser()

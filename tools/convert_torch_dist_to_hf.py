@@ -66,8 +66,8 @@ def convert(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
     from slime.conversion.writer import HfTarget, check_target, write_hf
     from slime.models.families import family_of
-    from slime.utils.hf_text_config import text_config
     from slime.weights.formats import weight_format_of
+    from slime.weights.names import text_config
 
     start = time.perf_counter()
     check_paths(args)
@@ -132,7 +132,7 @@ def checkpoint_dir(path: str) -> Path:
     Raises:
         UsageError: there is no checkpoint, or one of another kind.
     """
-    from slime.utils.checkpoint_paths import resolve_checkpoint_dir
+    from slime.checkpoints.paths import resolve_checkpoint_dir
     from slime.utils.errors import UsageError
 
     directory = Path(path) if (Path(path) / ".metadata").is_file() else resolve_checkpoint_dir(path)[0]
@@ -146,9 +146,9 @@ def checkpoint_dir(path: str) -> Path:
 
 def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
     """Return the model's numbers as the checkpoint has them, or as the origin's config says where it has none."""
+    from slime.checkpoints.paths import MODEL_SHAPE_FILE
     from slime.conversion.reader import read_config_file
     from slime.models.hf_config import model_args_from_hf
-    from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
     from slime.utils.errors import UsageError
 
     file = directory / MODEL_SHAPE_FILE
@@ -225,7 +225,7 @@ def weight_jobs(
     from slime.models.family import numbered_in_model
     from slime.models.layouts import TensorShape
     from slime.utils.errors import UsageError
-    from slime.utils.hf_text_config import text_config
+    from slime.weights.names import text_config
 
     shape = TensorShape.of_saved({**saved, "padded_vocab_size": saved["vocab_size"]})
     usual, of_tensor = config_dtype(text_config(origin)), saved.get("hf_dtypes", {})
@@ -315,7 +315,7 @@ def check_config(written: Mapping[str, TensorInfo], origin: str) -> None:
     """
     from slime.conversion.reader import read_hf_config
     from slime.utils.errors import UsageError
-    from slime.utils.hf_text_config import is_of_other_part, text_config
+    from slime.weights.names import is_of_other_part, text_config
 
     config = text_config(read_hf_config(origin, flag="--origin-hf-dir"))
     found = {int(match[1]) for name in written if not is_of_other_part(name) and (match := LAYER.match(name))}
@@ -360,7 +360,7 @@ def jobs_of_origin(origin: str, written: Collection[str], fmt: Any, *, with_miss
     from slime.conversion.reader import SafetensorsReader
     from slime.conversion.writer import Job
     from slime.utils.errors import UsageError
-    from slime.utils.hf_text_config import is_of_other_part
+    from slime.weights.names import is_of_other_part
 
     if not with_missing and not has_weights(origin):
         needed = sorted(name for name in names_of_index(origin) if is_of_other_part(name) and name not in written)

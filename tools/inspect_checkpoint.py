@@ -65,8 +65,8 @@ def open_checkpoint(path: str, origin: str | None, model_name: str | None) -> Ch
         UsageError: it is no checkpoint that is known, or not whole; names the file.
     """
     from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
+    from slime.checkpoints.paths import TRACKER_FILE, resolve_checkpoint_dir
     from slime.conversion.reader import RawTensors
-    from slime.utils.checkpoint_paths import TRACKER_FILE, resolve_checkpoint_dir
     from slime.utils.errors import UsageError
 
     directory = Path(path)

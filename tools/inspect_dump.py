@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 import torch
 
-from slime.utils.dumps import load_dump
+from slime.checkpoints.dumps import load_dump
 from slime.utils.errors import UsageError
-from slime.utils.pipes import reader_may_leave
+from slime.utils.misc import reader_may_leave
 
 TOKEN_COLUMNS = {
     "engine": "rollout_log_probs",

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from slime.config.parse import FLAG_CLASSES  # noqa: E402
 from slime.rollout.base_types import HOOKS  # noqa: E402
-from slime.rollout.hook_signatures import OPTIONAL_KEYWORDS  # noqa: E402
+from slime.rollout.hooks.signatures import OPTIONAL_KEYWORDS  # noqa: E402
 from slime.rollout.tool_calls import ToolFn  # noqa: E402
 from slime.utils.misc import load_function  # noqa: E402
 

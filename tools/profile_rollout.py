@@ -21,8 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
 from slime.backends.sglang_utils import server_control
-from slime.utils.api_keys import ENGINE_ENV, ROUTER_ENV, protect, protect_router
 from slime.utils.errors import HttpError, UsageError
+from slime.utils.http.api_keys import ENGINE_ENV, ROUTER_ENV, protect, protect_router
 
 ACTIVITIES = ("CPU", "GPU", "MEM")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.observability.plots import read_series  # noqa: E402
+from slime.observability.console import read_series  # noqa: E402
 
 METRICS = (
     "eval/addition",

@@ -1,7 +1,7 @@
 """Advantages of one rank's share of a rollout, from its rewards and log-probabilities, before training on it.
 
 It adds the columns `kl`, `advantages` and `returns`, and with a teacher `opd_reverse_kl`. The baseline of a group is
-subtracted before (slime.rollout.rewards), and log-probs are columns already.
+subtracted before (slime.rollout.train_data), and log-probs are columns already.
 """
 
 from __future__ import annotations

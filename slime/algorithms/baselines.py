@@ -1,4 +1,5 @@
-"""Baselines that are subtracted from the rewards of a group; an estimator's row gives one's name (`BASELINES`).
+"""Baselines that are subtracted from the rewards of a group, by the name in an estimator's row (`BASELINES`), and
+DAPO's penalty for overlong responses, which is added to rewards before.
 
 Plain floats, without torch; equal rewards minus their baseline are exactly 0.
 """
@@ -7,6 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from slime.utils.misc import needed
+from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 Baseline = Callable[[Sequence[float], Sequence[int]], list[float]]
 """(rewards [n], trained tokens [n]) of a group -> the baseline of each [n]."""
@@ -66,3 +74,49 @@ BASELINES: dict[str, Baseline] = {
     "length_weighted": length_weighted,
 }
 """Name -> function. "greedy" is not here: it is the reward of another response, in Sample.metadata."""
+
+
+def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor: float) -> float:
+    """What is added to the reward of a response that comes close to the length limit.
+
+    DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), with L = `length`, M = `max_length`, C = `buffer_length`::
+
+        0                     for L <= M - C
+        ((M - C) - L) / C     for M - C < L <= M      (falls from 0 to -1)
+        -1                    for L > M
+
+    times `factor` (1 in the paper).
+
+    Args:
+        length: response tokens.
+        max_length: --rollout-max-response-len.
+        buffer_length: --overlong-buffer-len.
+        factor: --overlong-penalty-factor.
+
+    Example:
+        >>> overlong_penalty(15, max_length=20, buffer_length=10, factor=1.0)
+        -0.5
+    """
+    excess = min(max(length - (max_length - buffer_length), 0), buffer_length)
+    return -factor * excess / buffer_length if excess else 0.0
+
+
+def overlong_penalties(args: Args, samples: Sequence[Sample]) -> list[float]:
+    """What each reward loses for a response near --rollout-max-response-len; all 0 without --overlong-buffer-len."""
+    if args.overlong_buffer_len is None:
+        return [0.0] * len(samples)
+    return [
+        overlong_penalty(
+            sample.response_length,
+            max_length=needed(args.rollout_max_response_len),
+            buffer_length=args.overlong_buffer_len,
+            factor=args.overlong_penalty_factor,
+        )
+        for sample in samples
+    ]
+
+
+def overlong_metrics(penalties: Sequence[float]) -> dict[str, float]:
+    """Mean penalty, and share of the responses that got one."""
+    count = max(len(penalties), 1)
+    return {"overlong_penalty": sum(penalties) / count, "overlong_ratio": sum(p != 0 for p in penalties) / count}

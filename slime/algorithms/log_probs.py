@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slime.utils.fusion import fused_on_cuda
+from slime.utils.accelerator.fusion import fused_on_cuda
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -1,8 +1,8 @@
 """Returns and advantages of each response token from rewards, by the name that an estimator's row gives (`RETURNS`).
 
-Pure functions over ragged lists of tensors; a group's baseline is subtracted before (slime.rollout.rewards). A masked
-token (tool output, template) is not an action of the policy: it is skipped, as if its neighbours followed each other,
-has the value 0 where an estimator goes token by token, and takes no part in discounting or whitening.
+Pure functions over ragged lists of tensors; a group's baseline is subtracted before (slime.rollout.train_data). A
+masked token (tool output, template) is not an action of the policy: it is skipped, as if its neighbours followed each
+other, has the value 0 where an estimator goes token by token, and takes no part in discounting or whitening.
 
 Generalised advantage estimation (arXiv 1506.02438), with r_t and V_t of the trained tokens of one response, and 0
 after the last:

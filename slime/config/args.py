@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slime.utils.api_keys import make_keys
+from slime.utils.http.api_keys import make_keys
 from slime.utils.misc import hook_args
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from slime.config.sglang.engine_flags import SglangFlags
     from slime.config.sglang.topology import ModelPlan
     from slime.config.sglang.values import SglangValues
-    from slime.utils.api_keys import RunKeys
     from slime.utils.eval_config import EvalDatasetConfig
+    from slime.utils.http.api_keys import RunKeys
 
     class Settled:
         """What `parse_args` sets beside the flags, and flags that have a value behind it though none need be given."""

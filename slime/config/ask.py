@@ -13,8 +13,8 @@ from typing import Any
 
 from slime.config.parser import Parser
 from slime.utils.errors import UsageError
+from slime.utils.http.api_keys import without_secrets
 from slime.utils.names import nearest
-from slime.utils.secret_names import without_secrets
 
 HELP = ("-h", "--help")
 SHELLS = ("bash", "zsh", "tcsh")

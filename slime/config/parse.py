@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from slime.checkpoints.paths import classify_checkpoint
 from slime.config import ask, derive
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, apply_extra
@@ -65,11 +66,10 @@ from slime.config.sglang.engine_flags import (
 )
 from slime.config.sglang.engine_flags import explain_unknown as explain_unknown_sglang
 from slime.rollout.base_types import HOOKS
-from slime.rollout.hook_signatures import is_batch_generate, signature_problem
+from slime.rollout.hooks.signatures import is_batch_generate, signature_problem
 from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
 from slime.rollout.tool_calls import ToolFn
 from slime.utils import accelerator
-from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, load_eval_config
 from slime.utils.misc import is_port_available

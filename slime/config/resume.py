@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoints.paths import classify_checkpoint, latest_iteration
 from slime.config.args import Args
 from slime.config.problems import NoEffect
-from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
-from slime.utils.run_dir import began_before_requeue
+from slime.processes.directories import began_before_requeue
 
 AUTO, NEVER = "auto", "never"
 _EVERYTHING: dict[str, Any] = {"finetune": False, "no_load_optim": False, "no_load_rng": False}

@@ -21,11 +21,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from slime.algorithms.estimators import ESTIMATORS
+from slime.checkpoints.paths import classify_checkpoint, latest_iteration
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, FlagReader, apply_known, custom_config_values, read_known
 from slime.config.derive import aggregation, first
 from slime.config.problems import NoEffect, Problems, read_file
-from slime.utils.checkpoint_paths import classify_checkpoint, latest_iteration
 from slime.utils.errors import UsageError
 from slime.utils.yaml_config import LocatedYaml, load_yaml, validate
 

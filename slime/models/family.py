@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from slime.models.layouts import Layout, Same
-from slime.utils.hf_text_config import text_config
+from slime.weights.names import text_config
 
 Config = Mapping[str, Any]
 """The numbers of a config.json."""

@@ -13,9 +13,9 @@ from slime.models.families import FAMILIES, family_of_config
 from slime.models.family import Family, resolved
 from slime.models.rope import missing_rope_features, rope_args, rope_numbers
 from slime.utils.errors import UsageError
-from slime.utils.hf_text_config import text_config
 from slime.utils.model_shape import linear_attention_pattern
 from slime.weights.formats import quantization_config_of, weight_format_of
+from slime.weights.names import text_config
 
 if TYPE_CHECKING:
     from slime.config.args import Args

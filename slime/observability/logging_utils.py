@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from slime.config.args import Args
-from slime.observability.console import ConsoleSink
-from slime.observability.eval_samples import EvalSample
-from slime.observability.plots import write_curves
+from slime.observability.console import ConsoleSink, write_curves
 from slime.observability.tensorboard_utils import _TensorboardAdapter
-from slime.observability.tracker_runs import tracker_runs
+from slime.observability.trackers import EvalSample, tracker_runs
 from slime.observability.wandb_utils import WandbAdapter
-from slime.utils.full_disk import is_of_full_disk, line_of_full_disk
+from slime.processes.directories import METRICS_FILE
+from slime.utils.errors import is_of_full_disk, line_of_full_disk
 from slime.utils.names import TRACKERS
-from slime.utils.run_dir import METRICS_FILE
 
 STEP_KEY = "rollout/step"
 RESERVED = ("step_key", "time", STEP_KEY)  # Names that a line of metrics.jsonl has anyway
@@ -318,7 +316,7 @@ def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
     """Write answers of one evaluation, in the process that writes.
 
     Args:
-        shown: see `slime.observability.eval_samples.pick_eval_samples`; with none nothing is written.
+        shown: see `slime.observability.trackers.pick_eval_samples`; with none nothing is written.
         step: value of "eval/step".
     """
     if shown:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from slime.algorithms.baselines import overlong_metrics, overlong_penalties
 from slime.config.args import Args
 from slime.observability.metric_utils import compute_pass_rate, compute_statistics, dict_add_prefix, has_repetition
 from slime.utils.misc import is_finite_number
-from slime.utils.overlong import overlong_metrics, overlong_penalties
 from slime.utils.types import Sample
 
 # Family of metrics -> attribute of a sample's trace (slime.observability.trace_utils)

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
-from slime.observability.eval_samples import EvalSample, text_of
-from slime.observability.tracker_runs import TENSORBOARD_DIR, TrackerRuns
-from slime.utils.errors import UsageError
-from slime.utils.full_disk import line_of_full_disk
+from slime.observability.trackers import TENSORBOARD_DIR, EvalSample, TrackerRuns, text_of
+from slime.utils.errors import UsageError, line_of_full_disk
 
 logger = logging.getLogger(__name__)
 

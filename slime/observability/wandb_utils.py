@@ -18,10 +18,9 @@ from typing import Any
 import psutil
 
 from slime.config.args import Args
-from slime.observability.eval_samples import EvalSample, text_of
-from slime.observability.tracker_runs import WANDB_RUN, TrackerRuns
+from slime.observability.trackers import WANDB_RUN, EvalSample, TrackerRuns, text_of
 from slime.utils.errors import UsageError
-from slime.utils.secret_names import command_line_without_secrets, without_secrets
+from slime.utils.http.api_keys import command_line_without_secrets, without_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.plan.pipeline_layout import split_layers, split_text, stages_of_text
 from slime.utils.misc import needed
-from slime.utils.pipeline_layout import split_layers, split_text, stages_of_text
 
 if TYPE_CHECKING:
     from slime.config.args import Args

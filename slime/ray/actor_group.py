@@ -22,7 +22,7 @@ from slime.ray.checkpoints import resumed
 from slime.ray.placement import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, slot_options
-from slime.utils import memory_saver
+from slime.utils.accelerator import memory_saver
 
 logger = logging.getLogger(__name__)
 

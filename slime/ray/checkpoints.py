@@ -21,12 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from slime.config.args import Args
-from slime.config.resume import NEVER
-from slime.config.roles import parse_megatron_role_args
-from slime.ray.utils import ActorFailure, get
-from slime.utils import manifest
-from slime.utils.checkpoint_paths import (
+from slime.checkpoints import manifest
+from slime.checkpoints.paths import (
     MODEL_SHAPE_FILE,
     STATE_MANIFEST,
     TRACKER_FILE,
@@ -37,6 +33,10 @@ from slime.utils.checkpoint_paths import (
     read_tracker,
     state_path,
 )
+from slime.config.args import Args
+from slime.config.resume import NEVER
+from slime.config.roles import parse_megatron_role_args
+from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import UsageError
 
 if TYPE_CHECKING:

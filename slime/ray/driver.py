@@ -2,31 +2,48 @@
 
 It turns every end of a run into one readable message and a status: 0 done, 1 something failed, 2 unusable input
 (nothing was started), 130 Ctrl-C, 143 SIGTERM.
+
+Every run is checked before anything starts: does it fit into the memory that there is (`check_plan`)? slime.plan does
+the arithmetic. A dry run gathers the facts that flags alone do not say (the device, the prompt file, a tokenizer, the
+user's hooks) without starting Ray, engines or a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
 import logging
+import os
 import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.checkpoints.paths import latest_iteration
 from slime.config.args import Args
+from slime.config.flags.rollout import RolloutFlags
 from slime.config.parse import Checked, CommandLine, accept
+from slime.config.parser import defaults_of
 from slime.config.problems import collected
 from slime.config.resume import line_to_go_on
 from slime.observability.logging_utils import configure_logger
-from slime.ray.plan_check import check_plan, dry_run
+from slime.plan import EngineKind, Facts, HookReport, Plan, make_plan
+from slime.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
+from slime.plan.fit import misfits
+from slime.plan.layout import EngineGroup, slot_layout
+from slime.processes.stacks import host_memory
 from slime.ray.utils import ActorFailure
-from slime.utils.checkpoint_paths import latest_iteration
+from slime.rollout.base_types import HOOKS
+from slime.rollout.hooks.signatures import signature_problem
+from slime.utils.accelerator import cuda_is_available
 from slime.utils.errors import UsageError
-from slime.utils.pipes import reader_may_leave
-from slime.utils.secret_names import command_line_without_secrets
+from slime.utils.http.api_keys import command_line_without_secrets
+from slime.utils.misc import load_function, reader_may_leave
+from slime.weights.formats import WeightFormat, format_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -140,3 +157,185 @@ def _report(error: Exception, output_dir: str | None) -> None:
 
 def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
+
+
+PLACEHOLDER = "placeholder"
+
+
+def is_for_this_machine(args: Args) -> bool:
+    """Whether a plan is for the memory that the run will find: not where its device is assumed or named, nor where
+    the slots of a run without GPUs may be on other machines than this one."""
+    if args.accelerator == "cpu":
+        return not os.environ.get("RAY_ADDRESS")
+    return args.plan_device is None and cuda_is_available()
+
+
+def check_plan(args: Args) -> None:
+    """Refuse a run that takes far more memory than this machine has; warn of one that may not fit.
+
+    The prompt file is read only where the run does not fit with the prompts that are assumed without it.
+
+    Raises:
+        UsageError: it does not fit, by more than the plan may be wrong, and there is no --ignore-plan.
+    """
+    facts = Facts(
+        device=find_device(args.accelerator, args.plan_device),
+        engines=engine_kinds(args),
+        weight_format=find_format(args.hf_checkpoint),
+    )
+    plan = make_plan(args, facts)
+    if not plan.does_fit:
+        from slime.plan.rows import read_rows_of  # with a tokenizer
+
+        plan = make_plan(args, dataclasses.replace(facts, data=read_rows_of(args)[0]))
+    found = misfits(plan.fit)
+    is_certain = is_for_this_machine(args)
+    if found.refused and is_certain and not args.ignore_plan:
+        raise UsageError(found.refused)
+    assumed = "" if is_certain else f" (planned for {plan.device.name}, which is assumed)"
+    for sentence in [*found.refused, *found.doubtful]:
+        logger.warning("%s%s", sentence, assumed)
+
+
+def find_device(accelerator: str, given: str | None = None) -> Device:
+    """The device of --plan-device, of this machine, or the default one where there is no GPU."""
+    if accelerator == "cpu":
+        return cpu_device(host_memory())
+    if given or not cuda_is_available():
+        return DEVICES[given or DEFAULT_GPU]
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return device_of_gpu(properties.name, properties.total_memory)
+
+
+def find_format(hf_checkpoint: str | None) -> WeightFormat | None:
+    """How --hf-checkpoint is quantised; None where that is refused, or where it cannot be read, which is said then."""
+    try:
+        return format_of_checkpoint(hf_checkpoint)
+    except (UsageError, OSError, ValueError):
+        return None
+
+
+def engine_kinds(args: Args) -> list[EngineKind]:
+    """Engines of the command line, with the ServerArgs values that slime and the user choose."""
+    from slime.backends.sglang_utils.server_args import device_defaults
+
+    layout, models = slot_layout(args), args.engine_models
+    is_one = len(models) == 1 and len(models[0].groups) == 1
+    found, slot = [], 0
+    for model in models:
+        defaults = device_defaults(args.accelerator, Path(model.model_path or ""))
+        for group in model.groups:
+            if slot == layout.num_engine_slots and (gap := layout.reward_offset - layout.engine_offset - slot) > 0:
+                found.append(EngineKind(EngineGroup(PLACEHOLDER, gap, 1)))  # the trainer's slots, before the reward's
+            slot += group.num_gpus
+            kind = PLACEHOLDER if group.worker_type == PLACEHOLDER else f"{model.name} {group.worker_type}"
+            found.append(
+                EngineKind(
+                    EngineGroup("" if is_one else kind, group.num_gpus, group.num_gpus_per_engine),
+                    defaults | dict(group.settings),
+                    serves_policy=model.model_path == args.hf_checkpoint,
+                )
+            )
+    return found
+
+
+def dry_run(checked: Any) -> int:
+    """Print the plan of a checked command line, and write it to --dry-run-json.
+
+    Args:
+        checked: `slime.config.parse.Checked`: the args, why a run would be refused, and which flags were given.
+
+    Returns:
+        0, or 2 where a run would be refused.
+
+    Raises:
+        UsageError: the command line contradicts itself, so that there is nothing to plan; or the JSON file cannot be
+            written.
+    """
+    from slime.plan.render import render  # with rich
+
+    args, problems = checked.args, checked.problems
+    if problems.wrong:
+        raise UsageError(problems.all())
+    refused = list(dict.fromkeys([*problems.environment, *problems.unsupported]))
+    plan = make_plan(args, gather_facts(args, refused, checked.warnings(), problems.lacking))
+    if is_for_this_machine(args) and not args.ignore_plan:
+        plan = dataclasses.replace(plan, refused=[*plan.refused, *misfits(plan.fit).refused])
+    if args.dry_run_json:
+        write_json(plan, args.dry_run_json)
+    with reader_may_leave():
+        render(plan, sys.stdout)
+    return EXIT_USAGE if plan.refused else 0
+
+
+def write_json(plan: Plan, path: str) -> None:
+    """Write the plan as JSON.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(dataclasses.asdict(plan) | {"does_fit": plan.does_fit}, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"--dry-run-json {path} cannot be written: {error.strerror}; name another file.") from error
+
+
+def gather_facts(args: Args, refused: list[str], warnings: list[str], lacking: Sequence[str] = ()) -> Facts:
+    """Everything that the plan needs and that is not in the flags; `lacking` is what only a run needs."""
+    from slime.plan.rows import read_rows_of  # with a tokenizer
+
+    data, rows, missing = read_rows_of(args)
+    missing += lacking
+    has_engines = bool(args.hf_checkpoint) and not args.debug_train_only
+    if has_engines and not Path(args.hf_checkpoint, "config.json").is_file():
+        missing.append(f"config.json in {args.hf_checkpoint}: engines are planned in 16 bit, and may run in less")
+    return Facts(
+        device=find_device(args.accelerator, args.plan_device),
+        data=data,
+        engines=engine_kinds(args),
+        weight_format=find_format(args.hf_checkpoint),
+        hooks=list(hook_reports(args)),
+        rows=rows,
+        missing=missing,
+        warnings=warnings,
+        refused=refused,
+    )
+
+
+def hook_reports(args: Args) -> Iterator[HookReport]:
+    """Every hook that a flag names, with where it was found or why it could not be used."""
+    own = defaults_of(RolloutFlags)["rollout_function_path"]
+    for attribute, protocol in HOOKS.items():
+        value = vars(args)[attribute]
+        for path in value if isinstance(value, list) else [value]:
+            if path and not (attribute == "eval_function_path" and path in (own, args.rollout_function_path)):
+                yield hook_report("--" + attribute.replace("_", "-"), path, protocol)
+    for dataset in args.eval_datasets:
+        for name in ("custom_rm_path", "custom_generate_function_path"):
+            if path := vars(dataset)[name]:
+                yield hook_report(f"{name} of {dataset.name}", path, HOOKS[name])
+
+
+def hook_report(flag: str, path: str, protocol: type) -> HookReport:
+    """Load one hook and say where it is."""
+    try:
+        found = load_function(path)
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's module is code like any other: what it raises is what we report
+        return HookReport(flag, path, None, f"{type(error).__name__}: {error}")
+    problem = signature_problem(found, protocol)
+    return HookReport(flag, path, None if problem else _place(found), problem)
+
+
+def _place(function: Any) -> str:
+    """file:line of a function or class."""
+    try:
+        target = inspect.unwrap(function)
+        file = inspect.getsourcefile(target) or "?"
+        return f"{os.path.relpath(file)}:{inspect.getsourcelines(target)[1]}"
+    except (TypeError, OSError):
+        return "without source"

@@ -20,15 +20,16 @@ from typing import Any, Self
 
 import ray
 
+from slime.checkpoints.paths import latest_iteration
 from slime.config.args import Args
 from slime.config.roles import Role
 from slime.config.rules.losses import check_critic_only_steps
 from slime.config.rules.run_dirs import claim_run_dirs, move_earlier_runs
 from slime.observability import logging_utils
-from slime.observability.phases import Phases, phase
+from slime.observability.phases import START, Phases, RunStatus, phase
 from slime.observability.profiler import nothing_recorded
-from slime.observability.status import START, RunStatus
 from slime.observability.timer import StepTimes
+from slime.processes.progress_counts import Count
 from slime.ray import stalls
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
@@ -38,10 +39,8 @@ from slime.ray.run_guard import RunGuard
 from slime.ray.run_parts import GpuTurns, RunParts, try_to_end
 from slime.ray.schedule import Attempt, ExitRequest, attempts
 from slime.ray.utils import get
-from slime.rollout.weight_versions import SyncSchedule
-from slime.utils.checkpoint_paths import latest_iteration
+from slime.rollout.sampling.weight_versions import SyncSchedule
 from slime.utils.errors import UsageError
-from slime.utils.progress_counts import Count
 
 logger = logging.getLogger(__name__)
 

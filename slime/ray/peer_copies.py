@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.processes.progress_counts import went_on
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get
-from slime.utils.progress_counts import went_on
 
 if TYPE_CHECKING:
     from slime.ray.actor_group import RayTrainGroup

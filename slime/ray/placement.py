@@ -41,12 +41,12 @@ from ray.exceptions import AuthenticationError
 from slime.config.args import Args
 from slime.config.rules.batch import check_micro_batches
 from slime.plan.layout import slot_layout
+from slime.processes.stacks import address_limit
+from slime.processes.sweeper import RAY_PREFIX
+from slime.processes.wait import WaitTimeout, wait
 from slime.ray.utils import SLOT_RESOURCE, ActorFailure, get, in_bundle, slot_options
 from slime.utils.errors import UsageError
-from slime.utils.host_memory import address_limit
-from slime.utils.network import out_of_reach
-from slime.utils.sweeper import RAY_PREFIX
-from slime.utils.wait import WaitTimeout, wait
+from slime.utils.http.network import out_of_reach
 
 logger = logging.getLogger(__name__)
 

@@ -31,14 +31,14 @@ from ray import NodeID
 from ray.exceptions import RayError
 
 from slime.observability.phases import Phase, Phases
+from slime.processes import stacks
+from slime.processes.progress_counts import counts
+from slime.processes.registry import MARK, begin_run
+from slime.processes.sweeper import Sweeper, sweep_dead_runs
+from slime.processes.wait import Watch
 from slime.ray import stalls
 from slime.ray.stalls import StallWatch
 from slime.ray.utils import get, interrupt_main
-from slime.utils import stacks
-from slime.utils.processes import MARK, begin_run
-from slime.utils.progress_counts import counts
-from slime.utils.sweeper import Sweeper, sweep_dead_runs
-from slime.utils.threads import Watch
 
 logger = logging.getLogger(__name__)
 

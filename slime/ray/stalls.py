@@ -30,11 +30,11 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.phases import Phase, Phases, seconds
+from slime.processes.progress_counts import counts
+from slime.processes.registry import MARK, processes_of
+from slime.processes.stacks import describe, free_memory
+from slime.processes.wait import Watch
 from slime.ray.utils import actor_env
-from slime.utils.processes import MARK, processes_of
-from slime.utils.progress_counts import counts
-from slime.utils.stacks import describe, free_memory
-from slime.utils.threads import Watch
 
 logger = logging.getLogger(__name__)
 

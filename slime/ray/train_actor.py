@@ -1,6 +1,9 @@
 """The Ray actor around one rank of the trainer: `MegatronTrainActor` is a plain class, made here inside its process.
 
-It only forwards calls.
+It only forwards calls, and says which collective of torch.distributed its process is in. Nothing is recorded while
+collectives run: `CollectiveState.look`, called every now and then from another thread, reads the stacks of this
+process. The number of operations that each group has begun comes from torch; the rank with the lowest one is the
+rank that others wait for.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import ray
@@ -19,15 +23,15 @@ from slime.config.args import Args
 from slime.config.roles import Role
 from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.observability.profiler import memory_after
+from slime.processes import stacks
+from slime.processes.directories import use_private_temp_dir
 from slime.ray import stalls
 from slime.ray.peer_copies import owners_of, send_state, take_state
 from slime.ray.utils import RayActor, check_network, redirect_output
-from slime.utils import accelerator, stacks
-from slime.utils.api_keys import use_keys
-from slime.utils.collective_state import CollectiveState
+from slime.utils import accelerator
 from slime.utils.errors import UsageError
-from slime.utils.network import HOST_IP, out_of_reach
-from slime.utils.private_files import use_private_temp_dir
+from slime.utils.http.api_keys import use_keys
+from slime.utils.http.network import HOST_IP, out_of_reach
 
 logger = logging.getLogger(__name__)
 
@@ -198,3 +202,57 @@ def _settle() -> None:
     """Say that the objects that are here now stay: the collection before each sleep need not look through them."""
     gc.collect()
     gc.freeze()
+
+
+_MODULE = "torch/distributed/distributed_c10d.py"
+
+
+class CollectiveState:
+    """What was seen so far."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Any] | None = None
+        self._since = 0.0
+
+    def look(self) -> dict[str, Any]:
+        """{"last": the collective that was seen last, "begun": {group: operations}}; empty without process groups."""
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return {}
+        found = next(filter(None, map(_collective_in, sys._current_frames().values())), None)
+        now = time.time()
+        if found is not None:
+            is_same = self._last is not None and self._last["call"] == found
+            self._since = self._since if is_same else now
+            self._last = {"call": found, "seen": _clock(now), "in_it": True, "since": _clock(self._since)}
+        elif self._last is not None:
+            self._last["in_it"] = False
+        return {"last": dict(self._last) if self._last else None, "begun": _begun(dist)}
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _collective_in(frame: FrameType | None) -> str | None:
+    """The function of torch.distributed that a stack is in, and the line outside torch that called it."""
+    name = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(_MODULE) and not frame.f_code.co_name.startswith("_"):
+            name = frame.f_code.co_name
+        elif name is not None and "/torch/" not in file:
+            return f"{name} at {'/'.join(file.split('/')[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return name
+
+
+def _begun(dist: Any) -> dict[str, int]:
+    """Operations that each process group of this rank has begun, as far as its backend counts them."""
+    counts = {}
+    for group in list(dist.distributed_c10d._world.pg_names):
+        try:
+            counts[str(group.group_desc or group.group_name)] = int(group._get_sequence_number_for_group())
+        except (RuntimeError, AttributeError):
+            continue  # not every backend counts
+    return counts

@@ -23,11 +23,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime.processes.registry import MARK
+from slime.processes.stacks import OutOfMemoryKills, killed_for_memory, too_few_addresses
 from slime.utils.errors import UsageError
-from slime.utils.host_memory import OutOfMemoryKills, killed_for_memory, too_few_addresses
+from slime.utils.http.network import given_address, interface_problem
 from slime.utils.misc import listen_anywhere
-from slime.utils.network import given_address, interface_problem
-from slime.utils.processes import MARK
 
 POLL_S = 1.0
 FETCH_DEADLINE_S = 600.0  # of a result that is there, perhaps on another node

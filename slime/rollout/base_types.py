@@ -2,7 +2,7 @@
 
 A hook is a user's function that a flag names (`pkg.mod.attr`, `pkg.mod:attr`, `path/to/file.py:attr`). Each Protocol
 below is the exact call that slime makes, with when it makes it and what must come back; docs/reference/hooks.md is
-made of them. `HOOKS` maps the flag's attribute to its Protocol; slime.rollout.hook_signatures tells before anything
+made of them. `HOOKS` maps the flag's attribute to its Protocol; slime.rollout.hooks.signatures tells before anything
 starts whether a function can be called that way. Nothing here calls a hook except `call_rollout_fn`.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.config.args import Args
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.hook_errors import blame_hook
+from slime.rollout.hooks.errors import blame_hook
 from slime.utils.misc import function_name, kind_of
 from slime.utils.types import Sample
 

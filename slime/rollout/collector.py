@@ -18,9 +18,9 @@ from slime.rollout.filter_hub.base_types import (
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.generation import GREEDY_REWARD, START, GenerateState, is_unfinished
+from slime.rollout.hooks.sample_errors import SampleError, blame, hook_name, stray_cancellation
 from slime.rollout.rm_hub import take_reward_failures
-from slime.rollout.sample_errors import SampleError, blame, hook_name, stray_cancellation
+from slime.rollout.sampling.generation import GREEDY_REWARD, START, GenerateState, is_unfinished
 from slime.rollout.tool_calls import take_tool_timeouts
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

@@ -12,16 +12,16 @@ import os
 from abc import ABC, abstractmethod
 from typing import Any
 
+from slime.checkpoints.dumps import load_dump
+from slime.checkpoints.manifest import entries_of, to_disk, write_manifest
+from slime.checkpoints.paths import manifest_of_state, state_path
 from slime.config.args import Args
-from slime.rollout.hook_errors import blame_hook, hook_name
-from slime.rollout.hook_returns import check_picked
-from slime.rollout.weight_versions import WeightClock, of_earlier_run
-from slime.utils.checkpoint_paths import manifest_of_state, state_path
+from slime.processes.directories import READABLE, open_new
+from slime.rollout.hooks.errors import blame_hook, hook_name
+from slime.rollout.hooks.returns import check_picked
+from slime.rollout.sampling.weight_versions import WeightClock, of_earlier_run
 from slime.utils.data import Dataset
-from slime.utils.dumps import load_dump
-from slime.utils.manifest import entries_of, to_disk, write_manifest
 from slime.utils.misc import load_function, needed
-from slime.utils.private_files import READABLE, open_new
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -154,7 +154,7 @@ class RolloutDataSource(DataSource):
         """Write the state, as it is now, as that after this rollout under --save; complete or not at all.
 
         Raises:
-            OSError, RuntimeError: it cannot be written (`slime.utils.full_disk`); one that was there stays.
+            OSError, RuntimeError: it cannot be written (`slime.utils.errors`); one that was there stays.
         """
         if self.args.save is None:
             return

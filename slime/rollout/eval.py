@@ -17,16 +17,16 @@ import time
 from typing import Any
 
 from slime.config.args import Args
+from slime.processes.progress_counts import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten
-from slime.rollout.generation import GenerateState, generate_and_rm, sampling_seed
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.sampling.generation import GenerateState, generate_and_rm, sampling_seed
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.data import Dataset
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.misc import SingletonMeta
-from slime.utils.progress_counts import progress_bar
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from slime.checkpoints.dumps import load_samples, subsample
 from slime.config.args import Args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.sglang_rollout import generate_rollout as generate_live
-from slime.utils.dumps import load_samples, subsample
 from slime.utils.errors import UsageError
 from slime.utils.misc import group_by
 from slime.utils.types import Sample

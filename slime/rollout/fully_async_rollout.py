@@ -39,21 +39,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.args import Args
+from slime.processes.progress_counts import progress_bar
+from slime.processes.wait import WaitTimeout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
 from slime.rollout.eval import eval_rollout
-from slime.rollout.generation import GenerateState, generate_and_rm_group, is_unfinished, restarted
-from slime.rollout.hook_returns import draw_groups, return_groups
-from slime.rollout.sample_errors import SampleError, stray_cancellation
+from slime.rollout.hooks.returns import draw_groups, return_groups
+from slime.rollout.hooks.sample_errors import SampleError, stray_cancellation
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.sampling.generation import GenerateState, generate_and_rm_group, is_unfinished, restarted
+from slime.rollout.sampling.weight_versions import WeightClock, is_too_old, oldest_version
 from slime.rollout.sglang_rollout import finish_rollout, restart_stale
-from slime.rollout.weight_versions import WeightClock, is_too_old, oldest_version
 from slime.utils import async_utils
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
-from slime.utils.progress_counts import progress_bar
 from slime.utils.types import Sample
-from slime.utils.wait import WaitTimeout
 
 logger = logging.getLogger(__name__)
 Group = list[Sample]

@@ -25,8 +25,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from slime.config.args import Args
-from slime.rollout.generation import GenerateState
-from slime.rollout.generation import generate as generate_once
+from slime.rollout.sampling.generation import GenerateState
+from slime.rollout.sampling.generation import generate as generate_once
 from slime.rollout.tool_calls import ToolError, call_tool, parse_tool_calls, tool_names
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import TurnMarkers, find_turn_markers

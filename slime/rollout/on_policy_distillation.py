@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from slime.config.args import Args
-from slime.rollout.engine_request import required_model_url
 from slime.rollout.rm_hub.service import Service, ask, unusable
-from slime.utils.api_keys import protect_service
+from slime.rollout.sampling.engine_request import required_model_url
 from slime.utils.async_utils import gather_or_cancel
+from slime.utils.http.api_keys import protect_service
 from slime.utils.types import Sample
 
 MODEL_NAME = "teacher"

@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from slime.config.args import Args
-from slime.rollout.hook_signatures import accepts_keyword
-from slime.rollout.sample_errors import SampleTypeError, blame, check_sample, describe, hook_name
+from slime.rollout.hooks.sample_errors import SampleTypeError, blame, check_sample, describe, hook_name
+from slime.rollout.hooks.signatures import accepts_keyword
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.hook_returns import draw_groups
+from slime.rollout.hooks.returns import draw_groups
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import SingletonMeta

@@ -8,7 +8,7 @@ Departs from upstream in five points:
 4. Endless filtering ends with an error that names the filter (--max-dynamic-sampling-rounds).
 5. A sample whose generation or scoring fails is named, and --on-sample-error says what becomes of its group.
 
-What one sample goes through is in slime.rollout.generation, what becomes of a finished group in
+What one sample goes through is in slime.rollout.sampling.generation, what becomes of a finished group in
 slime.rollout.collector, evaluation in slime.rollout.eval.
 """
 
@@ -21,25 +21,25 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.config.args import Args
+from slime.processes.progress_counts import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
-from slime.rollout.engine_request import get_model_url, router_url
 from slime.rollout.eval import eval_rollout, eval_rollout_single_dataset
-from slime.rollout.generation import (
+from slime.rollout.hooks.errors import blame_hook, hook_name
+from slime.rollout.hooks.returns import draw_groups, return_groups, warn_if_ignored
+from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.sampling.engine_request import get_model_url, router_url
+from slime.rollout.sampling.generation import (
     GenerateState,
     generate,
     generate_and_rm,
     generate_and_rm_group,
     restarted,
 )
-from slime.rollout.hook_errors import blame_hook, hook_name
-from slime.rollout.hook_returns import draw_groups, return_groups, warn_if_ignored
-from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.weight_versions import WeightClock, is_too_old
+from slime.rollout.sampling.weight_versions import WeightClock, is_too_old
 from slime.utils import async_utils
 from slime.utils.errors import HttpError
 from slime.utils.misc import load_function
-from slime.utils.progress_counts import progress_bar
 from slime.utils.types import Sample
 
 __all__ = [

@@ -22,11 +22,17 @@ import logging
 from typing import Any
 
 from slime.config.args import Args
-from slime.rollout.engine_request import append_engine_output, call_budget, engine_headers, engine_payload, router_url
-from slime.rollout.generation import GenerateState, tokenize_prompt
+from slime.rollout.sampling.engine_request import (
+    append_engine_output,
+    call_budget,
+    engine_headers,
+    engine_payload,
+    router_url,
+)
+from slime.rollout.sampling.generation import GenerateState, tokenize_prompt
 from slime.utils.errors import HttpError
+from slime.utils.http.outages import OUTAGES
 from slime.utils.http_utils import is_new_incident, is_refused, stream_events
-from slime.utils.outages import OUTAGES
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import time
 from typing import Any, NoReturn
 
 from slime.config.args import Args
-from slime.rollout.engine_request import router_url
+from slime.rollout.sampling.engine_request import router_url
 
 logger = logging.getLogger(__name__)
 _HOUR_S = 3600.0

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.config.args import Args
+from slime.processes.wait import CallTimeout, DaemonThreads
 from slime.utils.async_utils import cancel_all, is_cancellation
 from slime.utils.misc import SingletonMeta
-from slime.utils.threads import CallTimeout, DaemonThreads
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

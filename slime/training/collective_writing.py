@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.utils.distributed_utils import barrier, gathered
-from slime.utils.full_disk import line_of_full_disk, said
+from slime.utils.errors import line_of_full_disk, said
 
 MARGIN = 64 * 2**20
 """Bytes for the small files of a checkpoint."""

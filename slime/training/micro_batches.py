@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slime.processes.progress_counts import went_on
 from slime.utils.dp_schedule import first_fit_pack, split_or_repeat
-from slime.utils.progress_counts import went_on
 from slime.utils.train_data import MicroBatch, RolloutBatch
 
 SCHEDULE_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from slime.config.args import Args
 from slime.training.micro_batches import MicroBatches
 from slime.utils import accelerator
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.dp_schedule import build_dp_schedule
 from slime.utils.misc import num_weight_versions
-from slime.utils.tensor_backper import TensorBackuper
 from slime.utils.train_data import RolloutBatch
 
 REFERENCE = "ref"

@@ -16,9 +16,9 @@ import string
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from slime.checkpoints.paths import MODEL_SHAPE_FILE
 from slime.config.args import Args
 from slime.config.roles import critic_save_dir
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
 
 logger = logging.getLogger(__name__)
 

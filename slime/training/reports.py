@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.aggregation import token_weights, weighted_sum
+from slime.checkpoints.dumps import save_dump
 from slime.config.args import Args
 from slime.training.micro_batches import SCHEDULE_KEYS, MicroBatches
 from slime.utils.distributed_utils import get_gloo_group
-from slime.utils.dumps import save_dump
 from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops
 
 NOT_LOGGED = ("tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums")

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.kl import KlController
+from slime.checkpoints.manifest import entries_of, write_manifest
+from slime.checkpoints.paths import STATE_MANIFEST, manifest_of_state, state_path
 from slime.config.args import Args
 from slime.training.backend import Backend
 from slime.training.collective_writing import holds
 from slime.training.passes import REFERENCE
-from slime.utils.checkpoint_paths import STATE_MANIFEST, manifest_of_state, state_path
-from slime.utils.manifest import entries_of, write_manifest
-from slime.utils.tensor_backper import TensorBackuper
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 
 STATE_FILE = "trainer_state.json"
 REFERENCE_PART = "reference"

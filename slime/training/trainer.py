@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from slime.algorithms.advantages import Advantages
 from slime.algorithms.kl import KlController
+from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
 from slime.observability.profiler import Profiler, recorder_of
 from slime.observability.timer import Timer, timer
@@ -47,11 +48,10 @@ from slime.training.resume import (
     write_resumed_state,
 )
 from slime.utils import accelerator
-from slime.utils.checkpoint_paths import classify_checkpoint, resolve_checkpoint_dir
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import hook_args, load_function, needed
-from slime.utils.tensor_backper import TensorBackuper
 from slime.utils.train_data import RolloutBatch
 
 MetricRecord = tuple[dict[str, float], str]

@@ -1,35 +1,28 @@
-"""The prompt file: rows to samples, checks at parse time, and the trainer's fetch of its share of a rollout.
+"""The prompt file: rows to samples, checks at parse time, and prompts that have more tokens than allowed.
 
 Files are .jsonl or .parquet, with an optional slice: `path@[a:b]` (negative ends count from the end); they may be
-larger than memory (slime.utils.row_files). A row that cannot be used is an error that names the file and the line. It
-does not know who draws the prompts: that is slime.rollout.data_source.
+larger than memory (slime.utils.row_files). A row that cannot be used is an error that names the file and the line.
+Long prompts are found in threads, then dropped, refused or cut. Who draws the prompts: slime.rollout.data_source.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from array import array
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, overload
 
 import orjson
 
-from slime.utils.columns import restore_columns
 from slime.utils.errors import UsageError
-from slime.utils.multimodal import with_parts
-from slime.utils.processing_utils import process_vision_info, render_chat
-from slime.utils.prompt_length import CUTS, fit_prompts
+from slime.utils.processing_utils import encode_text, process_vision_info, render_chat, with_parts
 from slime.utils.row_files import JsonlRows, ParquetRows, Row, open_rows, parse_slice, read_file, read_rows
-from slime.utils.train_data import RolloutBatch
+from slime.utils.train_data import process_rollout_data
 from slime.utils.types import Sample
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
-
-
-FETCH_DEADLINE_S = 1800.0  # a share of a rollout, which the driver waited for: only the way here is left
 
 __all__ = [
     "Dataset",
@@ -45,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 HELD_BYTES = 64 * 2**20
 """Files up to this size are held in memory as samples; of larger ones only where each row is."""
-_CHUNK = 250
+_CHUNK = 250  # rows that are looked at together
+CUTS = ("left", "right", "middle")
+_HALF_A_CHARACTER = "\ufffd"
 
 
 def check_data_file(
@@ -143,7 +138,7 @@ class Dataset:
         apply_chat_template: render prompts to text now; otherwise message lists stay lists.
         apply_chat_template_kwargs: passed on to the template.
         truncation, num_workers: what happens to longer prompts, and how many threads look for them (see
-            slime.utils.prompt_length).
+            slime.utils.data).
         skip_malformed: leave out lines that are no JSON object, with one warning.
         keep_messages: put the message list of a rendered prompt into `metadata["messages"]`, for a reward model with
             a chat template of its own.
@@ -332,21 +327,105 @@ def get_source(sample: Sample) -> str:
     return str(vars(sample).get("source") or sample.metadata.get("source_name") or "unknown")
 
 
-def process_rollout_data(args: Args, refs: list[Any], dp_rank: int, dp_size: int) -> RolloutBatch:
-    """Fetch this DP rank's share of a rollout out of Ray's object store.
+def fit_prompts(
+    samples: Sequence[Sample],
+    tokenizer: Any,
+    max_length: int | None,
+    *,
+    truncation: str = "drop",
+    num_workers: int = 1,
+    places: Sequence[str] | None = None,
+) -> list[Sample]:
+    """The samples, in order, each with a prompt of at most `max_length` tokens.
 
     Args:
-        args: unused by the object-store transport; part of the public signature.
-        refs: one `Box` of an object reference per DP rank.
-        dp_rank: whose share.
-        dp_size: must equal the number of refs.
+        samples: their prompts are texts or message lists; a prompt that is cut is changed in place.
+        tokenizer: measures, and cuts.
+        max_length: tokens; None lets every prompt be.
+        truncation: what happens to a longer prompt: "drop", "error", or where tokens are cut off: "left", "right",
+            "middle".
+        num_workers: threads. A tokenizer written in Rust lets go of Python's lock, so threads are as fast as
+            processes, which would each have to load it first.
+        places: "file:line" of each sample, for error messages.
 
-    Returns:
-        a RolloutBatch; its columns of one value per token are lists of read-only arrays
-        (`slime.utils.columns.PER_TOKEN`).
+    Raises:
+        UsageError: "error" and a prompt is too long; or a cut through a message list.
     """
-    import ray  # the one lazy import that the layering rule grants this module
+    if max_length is None:
+        return list(samples)
+    lengths = prompt_lengths(samples, tokenizer, num_workers=num_workers)
+    too_long = [i for i, length in enumerate(lengths) if length > max_length]
+    if not too_long:
+        return list(samples)
+    if truncation == "drop":
+        return [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_length]
+    first = too_long[0]
+    if truncation == "error":
+        raise UsageError(
+            f"{_place(places, first)}: the prompt has {lengths[first]} tokens, the limit is {max_length} (the first "
+            f"of {len(too_long)} such prompts); raise --rollout-max-prompt-len or --eval-max-prompt-len, or choose "
+            "another --prompt-truncation"
+        )
+    for i in too_long:
+        prompt = samples[i].prompt
+        if not isinstance(prompt, str):
+            raise UsageError(
+                f"{_place(places, i)}: --prompt-truncation {truncation} cuts text, but this prompt of {lengths[i]} "
+                "tokens is a message list; add --apply-chat-template, or choose drop"
+            )
+        samples[i].prompt = cut_text(tokenizer, prompt, max_length, side=truncation)
+    return list(samples)
 
-    if len(refs) != dp_size:
-        raise ValueError(f"the rollout was split into {len(refs)} shares, but there are {dp_size} data-parallel ranks")
-    return cast(RolloutBatch, restore_columns(ray.get(refs[dp_rank].inner, timeout=FETCH_DEADLINE_S)))
+
+def prompt_lengths(samples: Sequence[Sample], tokenizer: Any, *, num_workers: int = 1) -> list[int]:
+    """Tokens of each prompt; message lists are rendered first."""
+    chunks = [samples[start : start + _CHUNK] for start in range(0, len(samples), _CHUNK)]
+    measure = functools.partial(_lengths_of_chunk, tokenizer)
+    if num_workers == 1 or len(chunks) < 2:
+        return [length for chunk in chunks for length in measure(chunk)]
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="prompt-length") as pool:
+        return [length for lengths in pool.map(measure, chunks) for length in lengths]
+
+
+def _lengths_of_chunk(tokenizer: Any, samples: Sequence[Sample]) -> list[int]:
+    texts = [s.prompt if isinstance(s.prompt, str) else _render_whole(tokenizer, s) for s in samples]
+    return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def _render_whole(tokenizer: Any, sample: Sample) -> str:
+    assert isinstance(sample.prompt, list), "only message lists need rendering"
+    tools = sample.metadata.get("tools")
+    return render_chat(tokenizer, sample.prompt, tools=tools, add_generation_prompt=False)
+
+
+def cut_text(tokenizer: Any, text: str, max_length: int, *, side: str) -> str:
+    """The text without the tokens that are too many.
+
+    The result is text again, so its tokens need not be those that were kept: where they are more, one more is cut.
+
+    Args:
+        tokenizer: its `decode` must keep special tokens.
+        text: a rendered prompt.
+        max_length: tokens of the result, at most.
+        side: where tokens are cut off: "left" keeps the end, "right" the beginning, "middle" half of each.
+
+    Raises:
+        UsageError: nothing readable is left.
+    """
+    ids = encode_text(tokenizer, text)
+    for keep in range(max_length, 0, -1):
+        num_head = {"left": 0, "right": keep, "middle": keep - keep // 2}[side]
+        head, tail = ids[:num_head], ids[len(ids) - (keep - num_head) :]
+        # A token may end inside a character of several bytes; what is left of one is not worth keeping.
+        left, right = (
+            tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for part in (head, tail)
+        )
+        shorter = left.rstrip(_HALF_A_CHARACTER) + right.lstrip(_HALF_A_CHARACTER)
+        if shorter and len(encode_text(tokenizer, shorter)) <= max_length:
+            return str(shorter)
+    raise UsageError(f"--prompt-truncation {side}: nothing is left of a prompt that is cut to {max_length} tokens")
+
+
+def _place(places: Sequence[str] | None, i: int) -> str:
+    return places[i] if places is not None else f"prompt {i}"

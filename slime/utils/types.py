@@ -268,32 +268,30 @@ class Sample:
         self._check_append(tokens, log_probs, trainable=trainable)
         spans = self._top_p_spans(len(tokens), meta_info if trainable else {})
         experts = self._routed_experts(args, meta_info, num_tokens=len(self.tokens) + len(tokens))
-        if self.loss_mask is None:
-            self.loss_mask = [1] * previous
         if self.rollout_log_probs is None and previous == 0 and tokens:
             self.rollout_log_probs = []
-        if (
-            previous == 0
-        ):  # a prompt's list may be that of other samples of it; what begins here is this sample's alone
+        if previous == 0:  # a prompt's list may be that of other samples of it; what begins here is its own
             self.tokens = list(self.tokens)
         self.tokens = _extended(self.tokens, tokens)
         self.response_length = previous + len(tokens)
-        self.loss_mask = _extended(self.loss_mask, [1 if trainable else 0] * len(tokens))
+        mask = [1] * previous if self.loss_mask is None else self.loss_mask
+        self.loss_mask = _extended(mask, [1 if trainable else 0] * len(tokens))
         if self.rollout_log_probs is not None:
             new = log_probs if trainable and log_probs is not None else [0.0] * len(tokens)
             self.rollout_log_probs = _extended(self.rollout_log_probs, new)
-        if text:
-            self.response += text
+        self.response += text or ""
         if spans is not None:
-            ids, ends = spans
-            if self.rollout_top_p_token_offsets is None:
-                self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = [], [0] * (previous + 1)
-            self.rollout_top_p_token_ids = _extended(self.rollout_top_p_token_ids, ids)
-            self.rollout_top_p_token_offsets = _extended(self.rollout_top_p_token_offsets, ends)
+            self._append_top_p_spans(*spans, previous)
         if experts is not None:
             self.rollout_routed_experts = experts
         if update_terminal_info and meta_info.get("finish_reason"):
             self.update_from_meta_info(args, meta_info)
+
+    def _append_top_p_spans(self, ids: list[int], ends: list[int], previous: int) -> None:
+        if self.rollout_top_p_token_offsets is None:
+            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = [], [0] * (previous + 1)
+        self.rollout_top_p_token_ids = _extended(self.rollout_top_p_token_ids, ids)
+        self.rollout_top_p_token_offsets = _extended(self.rollout_top_p_token_offsets, ends)
 
     def update_from_meta_info(self, args: Args | None, meta_info: dict[str, Any]) -> None:
         """Take over how an engine call ended: status, weight version and counters."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from slime.utils.fusion import fused_on_cuda
+from slime.utils.accelerator.fusion import fused_on_cuda
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

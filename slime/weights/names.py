@@ -9,6 +9,8 @@
    latent attention (DeepSeek, Kimi, GLM lite) joins the two down projections into one weight, and dequantises an
    indexer's fp8 keys as soon as it has their scales. A call of `load_weights` keeps what waits for its partner, and
    drops it at its end. So a bucket has both, and an engine that loads what a delta changed loads the other one, too.
+4. Checkpoints that also see images (Qwen3.5) keep the language model's numbers in `text_config`, and have tensors that
+   are not the language model's.
 
 No weights are read here.
 """
@@ -18,11 +20,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from slime.utils.hf_text_config import is_of_other_part, text_config
 from slime.weights.safetensors_files import read_header, read_index
 
 # Buffers that old checkpoints carry and no engine loads.
@@ -163,3 +164,21 @@ def kept_together(parts: Iterable[list[tuple[str, T]]]) -> Iterator[list[tuple[s
         else:
             yield [*waiting.pop(name, []), *part]
     yield from waiting.values()
+
+
+OF_OTHER_PARTS = ("model.visual.", "mtp.")
+"""Names of what stays as it is while the language model is trained: the part that sees images, and layers that predict
+further tokens of families for which there are no rules."""
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of the language model under the names of a plain config.json; the model_type stays."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return dict(config)
+    return {**config, **inner, "model_type": config.get("model_type")}
+
+
+def is_of_other_part(name: str) -> bool:
+    """Whether a tensor of that name is none of the language model's."""
+    return name.startswith(OF_OTHER_PARTS)

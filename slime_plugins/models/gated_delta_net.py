@@ -34,7 +34,7 @@ from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places,
 from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep
 from slime.utils import accelerator
 from slime.utils.accelerator import to_device
-from slime.utils.fusion import fused_on_cuda
+from slime.utils.accelerator.fusion import fused_on_cuda
 
 CHUNK = 64
 """Tokens that the torch implementation takes at a time; it pads sequences to a multiple."""

@@ -29,22 +29,22 @@ import uuid
 from typing import Any
 
 from slime.config.args import Args
+from slime.processes.wait import WaitTimeout, wait_async
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.collector import Collector
-from slime.rollout.engine_request import router_url
-from slime.rollout.generation import GenerateState, fresh_copy
-from slime.rollout.hook_returns import draw_groups, return_groups
-from slime.rollout.sample_errors import SampleError, blame, check_completed, check_reward, describe
+from slime.rollout.hooks.returns import draw_groups, return_groups
+from slime.rollout.hooks.sample_errors import SampleError, blame, check_completed, check_reward, describe
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
-from slime.rollout.scoring import score_each, score_group
+from slime.rollout.sampling.engine_request import router_url
+from slime.rollout.sampling.generation import GenerateState, fresh_copy
+from slime.rollout.sampling.scoring import score_each, score_group
 from slime.utils import async_utils
-from slime.utils.api_keys import key_of, protect_service
+from slime.utils.http.api_keys import key_of, protect_service
 from slime.utils.http_utils import HttpError, get, get_rollout_num_engines, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import SingletonMeta, needed
 from slime.utils.types import Sample
-from slime.utils.wait import WaitTimeout, wait_async
 from slime_plugins.rollout_buffer.protocol import Record
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from typing import Any
 
 import psutil
 
-from slime.ray.rollout.ports import reserve_block
-from slime.utils.dumps import load_samples
+from slime.checkpoints.dumps import load_samples
+from slime.ray.rollout.router import reserve_block
 from tests.integration.launch import ROOT, grpo_flags, make_model, write_prompts
 
 ENGINE_PARTS = ("engine", "lone-engine", "scheduler", "detokenizer", "engine-actor")

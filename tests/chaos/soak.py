@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from slime.utils.processes import MARK, processes_of
+from slime.processes.registry import MARK, processes_of
 from tests.chaos.wounded_run import processes_of_part
 from tests.integration.launch import ROOT
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.generation import GenerateState
+from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.rm_hub.service import close_reward_client
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils, http_utils
 from slime.utils.types import Sample

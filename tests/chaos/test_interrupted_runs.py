@@ -23,8 +23,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.utils.dumps import load_dump
-from slime.utils.wait import wait
+from slime.checkpoints.dumps import load_dump
+from slime.processes.wait import wait
 from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from slime.observability import phases
+from slime.processes.registry import MARK, processes_of
 from slime.ray import stalls
-from slime.utils.processes import MARK, processes_of
 
 ROLLOUT = 1
 DELAY_S = {"generate": 0.3, "train": 0.2, "save": 0.02, "sync": 0.02, "eval": 0.2, "start": 1.0}

@@ -39,8 +39,9 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user_path: Path) -> I
     """`rollout_world.World` with an engine that runs for this test."""
     from slime.observability import logging_utils
     from slime.ray.rollout import manager as manager_module
-    from slime.rollout import data_source, generation
+    from slime.rollout import data_source
     from slime.rollout.eval import EvalDatasets
+    from slime.rollout.sampling import generation
     from tests.contracts.rollout_world import TextTokenizer, World
     from tests.unit.rollout_fakes import FakeEngine
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.ray.rollout.manager import RolloutManager
-from slime.utils.columns import PER_TOKEN, restore_columns
 from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.train_data import PER_TOKEN, restore_columns
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
 
 OF_MANAGER: dict[str, Any] = {

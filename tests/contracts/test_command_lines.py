@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.config.parse import Checked, CommandLine
-from slime.ray.plan_check import dry_run
+from slime.ray.driver import dry_run
 from tests.contracts.corpus import command_lines, place, write_hooks
 
 LINES = command_lines()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slime.rollout.base_types import HOOKS
-from slime.rollout.generation import GenerateState
+from slime.rollout.sampling.generation import GenerateState
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.contracts.rollout_world import World, rollout, train_data

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
 from slime.utils.types import Sample
 from tests.contracts.rollout_world import World, rollout, train_data
 

@@ -8,7 +8,7 @@ import pytest
 
 from slime.config.rules.hooks import check_hook, check_hooks
 from slime.rollout.base_types import HOOKS
-from slime.rollout.hook_signatures import signature_problem
+from slime.rollout.hooks.signatures import signature_problem
 from tests.contracts.conftest import PATH_FORMS
 from tests.unit.argument_lines import check, command_line  # noqa: F401  fixtures
 

@@ -10,9 +10,9 @@ import re
 import pytest
 
 from slime.rollout.fully_async_rollout import stop_worker
-from slime.rollout.hook_errors import HookError
-from slime.rollout.hook_returns import HookReturnError
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.errors import HookError
+from slime.rollout.hooks.returns import HookReturnError
+from slime.rollout.hooks.sample_errors import SampleError
 from tests.contracts.conftest import PATH_FORMS
 from tests.contracts.rollout_world import World, rollout
 

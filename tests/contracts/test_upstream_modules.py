@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from slime.rollout import generation
-from slime.utils.checkpoint_paths import state_path
+from slime.checkpoints.paths import state_path
+from slime.rollout.sampling import generation
 from slime.utils.misc import load_function
 from tests.contracts.rollout_world import World, rollout, train_data
 from tests.unit.rollout_fakes import FakeEngine, serve

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
-from slime.ray.rollout.ports import reserve_block
+from slime.ray.rollout.router import reserve_block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,8 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import qu
 from slime.backends.sglang_utils import weight_transfer
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.conversion.reader import SafetensorsReader
-from slime.utils import fusion, http_utils
+from slime.utils import http_utils
+from slime.utils.accelerator import fusion
 from slime.weights.formats import Fp8Format, format_of_checkpoint
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slime.algorithms.log_probs import calculate_log_probs_and_entropy
-from slime.utils import fusion
+from slime.utils.accelerator import fusion
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trainer_sleeps_on_less_than_3_gb_and_wakes_up_bit_by_bit_as_it_was(model: Path, world_size: int) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    from slime.utils import memory_saver
+    from slime.utils.accelerator import memory_saver
     from slime.utils.misc import listen_anywhere
 
     listener = listen_anywhere()
@@ -99,7 +99,7 @@ def train_as_rank(model: Path, rank: int, world_size: int, port: int) -> dict[st
     megatron_patch.apply("cuda")
     from slime.backends.megatron_utils.actor import MegatronTrainActor
     from slime.ray.rollout.shares import split_train_data
-    from slime.utils.memory_saver import outside_saver
+    from slime.utils.accelerator.memory_saver import outside_saver
     from tests.integration.trainer_world import make_train_data, trainer_args
 
     flags = f"--tensor-model-parallel-size {world_size}" + " --sequence-parallel" * (world_size > 1)

@@ -10,7 +10,7 @@ import pytest
 
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.ray.rollout.ports import reserve_block
+from slime.ray.rollout.router import reserve_block
 from tests.integration.launch import make_model
 
 HOST = "127.0.0.1"

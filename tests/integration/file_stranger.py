@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from slime.utils.processes import MARK, processes_of, shared_memory_of
+from slime.processes.registry import MARK, processes_of, shared_memory_of
 
 NOBODY = 65534
 

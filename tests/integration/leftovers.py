@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from slime.utils.processes import shared_memory_of
+from slime.processes.registry import shared_memory_of
 
 LEFT_S = 60.0
 """A safety net: the sweeper's ten seconds are held on a machine that is not busy."""

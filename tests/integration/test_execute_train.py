@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.processes.registry import registry
 from slime.utils.external_utils import command_utils as U
-from slime.utils.processes import registry
 
 DRIVER = """
 import json, os, pathlib, ray, sys

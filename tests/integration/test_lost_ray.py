@@ -24,7 +24,7 @@ from slime.observability.phases import Phases
 from slime.ray import run_guard
 from slime.ray.run_guard import RunGuard
 from slime.ray.utils import actor_env, get
-from slime.utils.sweeper import RAY_PREFIX
+from slime.processes.sweeper import RAY_PREFIX
 run_guard.SILENT_S = 2.0
 guard = RunGuard(Phases(), Path(sys.argv[1]), stall_timeout_s=0, on_stall="abort")
 folder = Path(tempfile.mkdtemp(prefix=RAY_PREFIX, dir="/tmp"))  # sockets' paths must be short

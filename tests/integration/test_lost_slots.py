@@ -8,9 +8,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from slime.processes.wait import wait
 from slime.ray.placement import Slot
 from slime.ray.rollout.server_group import ServerGroup
-from slime.utils.wait import wait
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 pytestmark = pytest.mark.timeout(600)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.rollout import generation, sglang_rollout
-from slime.rollout.generation import GenerateState, generate
+from slime.rollout import sglang_rollout
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState, generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils, http_utils
 from slime.utils.http_utils import post_sync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.utils.checkpoint_paths import latest_iteration
+from slime.checkpoints.paths import latest_iteration
 from tests.integration.launch import Run, grpo_flags, make_model, train, write_prompts
 
 pytestmark = pytest.mark.timeout(600)

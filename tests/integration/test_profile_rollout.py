@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.processes.wait import wait
 from slime.utils import http_utils
-from slime.utils.wait import wait
 from tools.analyze_profile import main as analyze
 from tools.parts.kernel_traces import read_trace, summarize
 from tools.profile_rollout import main as profile

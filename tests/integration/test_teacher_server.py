@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray.rollout.ports import reserve_block
+from slime.processes.wait import wait
+from slime.ray.rollout.router import reserve_block
 from slime.rollout.on_policy_distillation import reward_func
 from slime.rollout.rm_hub.service import close_reward_client
 from slime.utils.types import Sample
-from slime.utils.wait import wait
 from tests.unit.megatron_fakes import make_hf_model
 from tests.unit.rollout_fakes import rollout_args
 

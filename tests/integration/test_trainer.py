@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.utils.checkpoint_paths import iteration_dir, latest_iteration
-from slime.utils.manifest import what_is_wrong
+from slime.checkpoints.manifest import what_is_wrong
+from slime.checkpoints.paths import iteration_dir, latest_iteration
 from tests.integration.trainer_world import make_train_data, parameters, train, trainer_args
 from tests.unit.megatron_fakes import make_hf_model
 

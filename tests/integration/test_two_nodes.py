@@ -28,7 +28,7 @@ from slime.backends.sglang_utils import server_control
 from slime.ray.placement import Placement, connect_ray, create_placement
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.utils import RayActor, actor_env, in_bundle, slot_options
-from slime.utils.network import PREFER_IPV6, given_address
+from slime.utils.http.network import PREFER_IPV6, given_address
 from tests.integration.launch import ROOT, grpo_flags, make_model, train, write_prompts
 from tests.integration.test_distributed_sync import cut, leave
 from tests.rollout.test_topology import PROMPTS, arguments, expected, greedy

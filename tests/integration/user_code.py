@@ -17,8 +17,8 @@ import torch
 
 import slime
 from slime.backends.sglang_utils.server_control import list_workers_sync
+from slime.processes.registry import MARK, processes_of
 from slime.utils.http_utils import post_sync
-from slime.utils.processes import MARK, processes_of
 
 PERTURBATION = 0.5
 BEFORE_LOG_PROBS_OF_ROLLOUT = 1

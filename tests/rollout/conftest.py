@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from aiohttp import web
 
-from slime.rollout import data_source, generation
+from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.eval import EvalDatasets
-from slime.rollout.generation import GenerateState
 from slime.rollout.rm_hub import service
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState
 from tests.rollout.reward_fakes import Answer, FakeService
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args, serve
 

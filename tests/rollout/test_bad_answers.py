@@ -13,13 +13,13 @@ import time
 import pytest
 from aiohttp import web
 
+from slime.processes.wait import wait_async
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.generation import GenerateState, generate_and_rm
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling.generation import GenerateState, generate_and_rm
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils, http_utils
 from slime.utils.types import Sample
-from slime.utils.wait import wait_async
 from tests.unit.rollout_fakes import rollout_args, serve
 
 TOKENS = [100, 101]

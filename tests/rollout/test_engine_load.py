@@ -18,13 +18,13 @@ import pytest
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.processes.wait import wait
 from slime.ray.rollout.router import Router
-from slime.rollout import generation
-from slime.rollout.generation import GenerateState
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils, http_utils
 from slime.utils.types import Sample
-from slime.utils.wait import wait
 from tests.integration.conftest import HOST, make_engine
 from tests.integration.launch import make_model
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args

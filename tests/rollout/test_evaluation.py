@@ -8,8 +8,8 @@ import pytest
 
 from slime.observability.rollout_metrics import compute_eval_metrics
 from slime.rollout.eval import EvalDatasets
-from slime.rollout.generation import GenerateState, generate
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling.generation import GenerateState, generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.types import Sample

@@ -17,11 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.rollout import fully_async_rollout, generation
+from slime.rollout import fully_async_rollout
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
-from slime.rollout.generation import GenerateState
-from slime.rollout.weight_versions import (
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState
+from slime.rollout.sampling.weight_versions import (
     SyncSchedule,
     WeightClock,
     note_begin,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout import generation
-from slime.rollout.generation import generate_and_rm
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import generate_and_rm
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.rollout.test_multi_turn import END, call, new_sample, run

@@ -12,9 +12,9 @@ import pytest
 
 from slime.rollout import fully_async_rollout
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.hook_errors import HookError
-from slime.rollout.sample_errors import SampleError
-from slime.rollout.scoring import score_each
+from slime.rollout.hooks.errors import HookError
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling.scoring import score_each
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils
 from slime.utils.async_utils import AsyncLoop

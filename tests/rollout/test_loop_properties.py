@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.rollout import data_source, generation, sglang_rollout
+from slime.rollout import data_source, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.generation import GenerateState
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import response_loss_mask, samples_to_train_data
 from slime.utils import async_utils

@@ -12,12 +12,12 @@ import pytest
 from aiohttp import web
 
 from slime.observability.rollout_metrics import multi_turn_metrics
-from slime.rollout import generation
 from slime.rollout.collector import Collector
-from slime.rollout.generation import GenerateState, generate_and_rm
+from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.multi_turn import ToolError, final_answer, generate, generate_turns
 from slime.rollout.rm_hub import async_rm
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState, generate_and_rm
 from slime.rollout.tool_calls import ToolCall, ToolThreads, parse_tool_calls, take_tool_timeouts
 from slime.utils import async_utils
 from slime.utils.errors import UsageError

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from slime.rollout.generation import generate
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling.generation import generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import response_loss_mask
 from slime.utils.types import Sample

@@ -15,9 +15,10 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from slime.rollout import data_source, generation
+from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.generation import GenerateState
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState
 from slime.utils import async_utils, data
 from slime.utils.data import Dataset, check_data_file, read_file
 from slime.utils.errors import UsageError

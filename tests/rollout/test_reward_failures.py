@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import data_source, generation
+from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.rm_hub.service import close_reward_client
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.sampling import generation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import async_utils
 from tests.rollout.reward_fakes import FakeService

@@ -12,14 +12,13 @@ import pytest
 
 from slime.backends.sglang_utils.server_control import Worker
 from slime.config.sglang.topology import ModelPlan
+from slime.processes.wait import wait
 from slime.ray.rollout import router as router_module
 from slime.ray.rollout import watches
-from slime.ray.rollout.ports import is_free
-from slime.ray.rollout.router import Router
+from slime.ray.rollout.router import Router, is_free
 from slime.ray.rollout.servers import ModelServers
 from slime.ray.rollout.watches import RouterWatch
 from slime.utils import http_utils
-from slime.utils.wait import wait
 from tests.chaos.wounded_run import is_of_part
 from tests.unit.test_server_control import Script
 

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from slime.rollout.generation import generate
-from slime.rollout.sample_errors import SampleError, hook_name
+from slime.rollout.hooks.sample_errors import SampleError, hook_name
+from slime.rollout.sampling.generation import generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slime.checkpoints.dumps import subsample
 from slime.rollout import sleep_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.forge_load import generate_rollout as replay
-from slime.rollout.generation import GenerateState, generate
+from slime.rollout.sampling.generation import GenerateState, generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import samples_to_train_data
-from slime.utils.dumps import subsample
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.types import Sample

@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 
 from slime.rollout import sglang_rollout
-from slime.rollout.generation import GenerateState, generate
 from slime.rollout.rm_hub import take_reward_failures
 from slime.rollout.rm_hub.service import close_reward_client
+from slime.rollout.sampling.generation import GenerateState, generate
+from slime.rollout.sampling.weight_versions import SyncSchedule, WeightClock
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.weight_versions import SyncSchedule, WeightClock
 from slime.utils import async_utils
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

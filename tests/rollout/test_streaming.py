@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from slime.processes.wait import wait_async
 from slime.rollout import sglang_streaming_rollout
-from slime.rollout.engine_request import router_url
-from slime.rollout.generation import GenerateState
+from slime.rollout.sampling.engine_request import router_url
+from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils import async_utils, http_utils
 from slime.utils.errors import HttpError
-from slime.utils.outages import Outages
+from slime.utils.http.outages import Outages
 from slime.utils.types import Sample
-from slime.utils.wait import wait_async
 from tests.unit.rollout_fakes import rollout_args, serve
 
 Status = Sample.Status
@@ -209,7 +209,7 @@ def test_a_stream_that_breaks_with_the_last_engine_waits_for_another(comes_anoth
 
 
 def test_it_is_a_generate_function_of_the_rollout(tmp_path):
-    from slime.rollout.generation import generate_and_rm
+    from slime.rollout.sampling.generation import generate_and_rm
 
     server = Server((3, "break"), (2, "stop"))
 

@@ -26,13 +26,13 @@ from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.config.parse import parse_args
-from slime.ray.http_post import use_distributed_post
 from slime.ray.placement import Placement, create_placement
+from slime.ray.rollout.engine_control import use_distributed_post
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.router import Router
 from slime.ray.rollout.server_group import SHUTDOWN_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
-from slime.rollout.engine_request import get_model_url
+from slime.rollout.sampling.engine_request import get_model_url
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
 from tests.integration.conftest import make_engine
@@ -237,7 +237,7 @@ def test_an_external_engine_that_is_lost_gets_no_requests_until_it_is_taken_back
 
 
 def wait_until(condition: Any) -> None:
-    from slime.utils.wait import wait
+    from slime.processes.wait import wait
 
     wait("a condition of the test", 120.0, condition)
 

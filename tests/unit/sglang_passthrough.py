@@ -22,7 +22,7 @@ from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags
 from slime.config.sglang import options
 from slime.config.sglang.engine_flags import SglangFlags, derive_sglang, explain_unknown
 from slime.ray.rollout.router import RouterAddress, router_values
-from slime.utils.api_keys import make_keys
+from slime.utils.http.api_keys import make_keys
 
 # Type -> values of which one is not the default.
 VALUES = {

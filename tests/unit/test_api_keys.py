@@ -24,21 +24,24 @@ from slime.observability.wandb_utils import public_config
 from slime.ray.rollout.router import RouterAddress, router_values
 from slime.rollout import on_policy_distillation
 from slime.rollout.rm_hub.service import Service, ask, close_reward_client
-from slime.utils import api_keys, http_utils
-from slime.utils.api_keys import (
+from slime.utils import http_utils
+from slime.utils.errors import HttpError
+from slime.utils.http import api_keys
+from slime.utils.http.api_keys import (
     ENGINE_ENV,
     ROUTER_ENV,
     SERVICE_ENV,
     HiddenText,
     RunKeys,
+    command_line_without_secrets,
     headers_for,
+    is_secret,
     make_keys,
     protect,
     use_keys,
+    without_secrets,
 )
-from slime.utils.errors import HttpError
 from slime.utils.http_utils import stream_events
-from slime.utils.secret_names import command_line_without_secrets, is_secret, without_secrets
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import serve
 

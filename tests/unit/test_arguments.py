@@ -458,7 +458,7 @@ def test_sharing_a_gpu_releases_memory_and_needs_what_does_that(
     base: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offload is what --colocate means on CUDA, so a machine that cannot do it is told before anything starts."""
-    from slime.utils import memory_saver
+    from slime.utils.accelerator import memory_saver
 
     monkeypatch.setattr("slime.utils.accelerator.cuda_is_available", lambda: True)
     monkeypatch.setattr(memory_saver, "PACKAGE", "no_such_memory_saver")

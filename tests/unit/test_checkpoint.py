@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, latest_iteration
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE, latest_iteration
 from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.utils.checkpoint_paths import (
+from slime.checkpoints.paths import (
     TRACKER_FILE,
     classify_checkpoint,
     iteration_dir,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.checkpoints.paths import MODEL_SHAPE_FILE
 from slime.training.pruning import prune_checkpoints, prune_exports
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE
 
 
 def make_iteration(root: Path, iteration: int, *, ours: bool = True) -> Path:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.training.micro_batches import to_tensors
-from slime.utils.columns import PER_TOKEN, FlatColumn, flatten_columns, restore_columns
+from slime.utils.train_data import PER_TOKEN, FlatColumn, flatten_columns, restore_columns
 
 SHARE = {
     "tokens": [[5, 6, 21, 22, 2], [5, 6], [7, 8, 2]],

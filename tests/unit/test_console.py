@@ -7,10 +7,9 @@ import itertools
 import pytest
 
 from slime.observability.console import WIDTH, ConsoleSink, eval_line, rollout_line
-from slime.observability.phases import Phases
-from slime.observability.status import RunStatus
+from slime.observability.phases import Phases, RunStatus
+from slime.processes.progress_counts import counts_under_way, progress_bar
 from slime.ray import stalls
-from slime.utils.progress_counts import counts_under_way, progress_bar
 
 GENERATION = {
     "rollout/response_len/mean": 212.4,

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.checkpoint import torch_dist_writer
+from slime.checkpoints import manifest
 from slime.conversion import reader
 from slime.conversion.reader import RawTensors, TensorInfo
-from slime.utils import manifest
 from slime.utils.errors import UsageError
 
 

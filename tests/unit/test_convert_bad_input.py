@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import save_file
 
+from slime.checkpoints.paths import TRACKER_FILE
 from slime.conversion.writer import growing
-from slime.utils.checkpoint_paths import TRACKER_FILE
 from slime.weights.formats import Int4Format
 from tests.unit.converter_ways import FROM_HF, WAYS, contents, cut_in_the_middle, make_inputs, run_apart, split_in_two
 from tests.unit.test_convert_gguf import write_gguf

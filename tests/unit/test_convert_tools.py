@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.checkpoint import torch_dist_writer
 from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
+from slime.checkpoints import manifest
 from slime.conversion import writer
 from slime.conversion.reader import TensorInfo
 from slime.conversion.writer import HfTarget, Job, write_hf
-from slime.utils import manifest
 from slime.utils.errors import UsageError
 from tests.unit.converter_ways import WAYS, cut_in_the_middle
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world

@@ -10,11 +10,11 @@ import signal
 import pytest
 import torch
 
+from slime.checkpoints.paths import state_path
 from slime.ray.rollout.manager import RolloutManager
 from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
-from slime.rollout.weight_versions import SyncSchedule, WeightClock, staleness
-from slime.utils.checkpoint_paths import state_path
+from slime.rollout.sampling.weight_versions import SyncSchedule, WeightClock, staleness
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args

@@ -28,8 +28,9 @@ from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpda
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.weight_samples import describe, sample
+from slime.checkpoints import manifest
 from slime.config.rules.files import check_weight_dir
-from slime.utils import http_utils, manifest
+from slime.utils import http_utils
 from slime.weights.safetensors_files import INDEX_FILE, what_is_wrong
 from slime.weights.version_dir import WeightDir, why_not_ours
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world

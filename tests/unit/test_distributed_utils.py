@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from slime.processes.wait import WaitTimeout
 from slime.ray.utils import RayActor
 from slime.utils.distributed_utils import barrier, distributed_masked_whiten, get_gloo_group, init_gloo_group, store_at
 from slime.utils.misc import listen_anywhere
-from slime.utils.wait import WaitTimeout
 
 VALUES = torch.tensor([1.0, 2.0, 4.0, 100.0, -3.0, 0.5])
 MASK = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0])

@@ -13,6 +13,7 @@ import pytest
 
 import train
 import train_async
+from slime.checkpoints.paths import TRACKER_FILE, state_path
 from slime.config.args import Args
 from slime.ray import checkpoints, driver, run_parts, schedule
 from slime.ray.lifetime import RunPlan
@@ -21,7 +22,6 @@ from slime.ray.run import TrainingRun
 from slime.ray.run_parts import RunParts
 from slime.ray.schedule import ExitRequest, attempts
 from slime.ray.utils import ActorFailure, ActorLost
-from slime.utils.checkpoint_paths import TRACKER_FILE, state_path
 from slime.utils.errors import UsageError
 
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine, last_error
+from slime.processes.registry import registry
 from slime.ray.rollout import watches
 from slime.ray.rollout.watches import EngineEnds
 from slime.utils.errors import HttpError
-from slime.utils.outages import Outages
-from slime.utils.processes import registry
+from slime.utils.http.outages import Outages
 
 ROUTER = "http://127.0.0.1:3000"
 
@@ -69,7 +69,7 @@ def test_an_engine_with_too_small_an_address_space_is_said_to_have_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "print('RuntimeError: DefaultCPUAllocator: can\\'t allocate memory'); exit(1)"
-    monkeypatch.setattr("slime.utils.host_memory.address_limit", lambda: 8 * 10**9)
+    monkeypatch.setattr("slime.processes.stacks.address_limit", lambda: 8 * 10**9)
     said = start_error(ScriptedEngine(program, tmp_path / "log"))
     assert said.endswith(": `ulimit -v` lets a process map 8.0 GB only; lift it: ulimit -v unlimited")
 

@@ -12,9 +12,9 @@ import pytest
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.server_control import Probe
+from slime.processes.wait import wait
 from slime.ray.rollout import watches
 from slime.ray.rollout.watches import EngineWatch, engine_state
-from slime.utils.wait import wait
 
 
 @pytest.fixture

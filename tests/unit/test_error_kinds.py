@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout.hook_errors import HookError, blame_hook
-from slime.rollout.sample_errors import SampleError, blame, check_completed, check_reward, check_sample
+from slime.rollout.hooks.errors import HookError, blame_hook
+from slime.rollout.hooks.sample_errors import SampleError, blame, check_completed, check_reward, check_sample
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 

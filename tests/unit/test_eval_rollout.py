@@ -8,9 +8,9 @@ from argparse import Namespace
 
 import pytest
 
-from slime.rollout import generation
 from slime.rollout.eval import EvalDatasets
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling import generation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs

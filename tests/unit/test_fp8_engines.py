@@ -11,7 +11,7 @@ import pytest
 
 from slime.config.sglang.served_models import cut_blocks, quantization_problems
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
-from slime.ray.plan_check import find_format
+from slime.ray.driver import find_format
 from slime.weights.formats import Fp8Format
 from tests.unit.argument_lines import Check, check, command_line, has
 

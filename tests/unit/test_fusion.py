@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from slime.utils import fusion
+from slime.utils.accelerator import fusion
 
 
 @pytest.fixture(autouse=True)

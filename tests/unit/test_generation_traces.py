@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slime.observability.trace_utils import trace_event
-from slime.rollout import generation
-from slime.rollout.generation import GenerateState, generate_and_rm_group
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState, generate_and_rm_group
 from slime.utils import async_utils
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args

@@ -19,8 +19,8 @@ from slime.models.hf_config import (
     unsupported_model,
 )
 from slime.utils.errors import UsageError
-from slime.utils.hf_text_config import text_config
 from slime.weights.formats import EXPERTS_ONLY, Int4Format
+from slime.weights.names import text_config
 from tests.unit.megatron_fakes import NAMED_AS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_configs"

@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, remove_p
 from slime.models.families import FAMILIES, family_of, family_of_args
 from slime.models.layouts import GateUp, Qkv, TensorShape
 from slime.utils.errors import UsageError
-from slime.utils.hf_text_config import is_of_other_part
+from slime.weights.names import is_of_other_part
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 

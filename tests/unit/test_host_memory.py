@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils import host_memory as module
-from slime.utils.host_memory import OutOfMemoryKills, host_memory, killed_for_memory, too_few_addresses
+from slime.processes import stacks as module
+from slime.processes.stacks import OutOfMemoryKills, host_memory, killed_for_memory, too_few_addresses
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from slime.processes.wait import wait
 from slime.utils.errors import HttpError
-from slime.utils.http_connection import exchange
+from slime.utils.http.connection import exchange
 from slime.utils.http_utils import get_sync
-from slime.utils.wait import wait
 
 
 class Server(ThreadingHTTPServer):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from slime.ray.http_post import MAX_REST_S, REST_S, _Turn
+from slime.ray.rollout.engine_control import MAX_REST_S, REST_S, _Turn
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
 

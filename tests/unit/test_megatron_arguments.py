@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.config.megatron import arguments
 from slime.config.megatron.arguments import (
     add_megatron_arguments,
@@ -16,7 +17,6 @@ from slime.config.megatron.arguments import (
     model_args_from_hf,
     model_shape,
 )
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import SLIME_DEFAULTS, make_args
 

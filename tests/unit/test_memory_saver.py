@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils import memory_saver
+from slime.utils.accelerator import memory_saver
 from slime.utils.errors import UsageError
 
 

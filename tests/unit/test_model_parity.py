@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.models.families import FAMILIES
-from slime.utils.hf_text_config import is_of_other_part
+from slime.weights.names import is_of_other_part
 from tests.unit.megatron_fakes import gather_vocab, make_args, make_hf_model, packed, run_world
 
 LENGTHS = [9, 3, 9, 1, 21, 3]

@@ -15,7 +15,7 @@ from slime.config.parse import CommandLine
 from slime.models.families import FAMILIES
 from slime.models.family import strip_wrappers
 from slime.models.hf_config import model_args_from_hf
-from slime.utils.hf_text_config import text_config
+from slime.weights.names import text_config
 from tests.unit.megatron_fakes import make_args, run_world
 from tests.unit.script_fakes import FIXTURES, ROOT, SHORTENED, hf_config, script_flags
 

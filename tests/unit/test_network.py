@@ -13,8 +13,9 @@ import pytest
 from slime.ray import placement, utils
 from slime.ray.rollout.server_group import EngineActor
 from slime.ray.train_actor import TrainRayActor
-from slime.utils import misc, network
+from slime.utils import misc
 from slime.utils.errors import UsageError
+from slime.utils.http import network
 from tests.unit.test_server_group import FakeEngine
 
 INTERFACES = ["eth0", "ib0", "ib1", "lo"]

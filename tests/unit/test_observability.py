@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from slime.observability import logging_utils, plots, wandb_utils
+from slime.checkpoints.paths import TRACKER_FILE
+from slime.observability import console, logging_utils, wandb_utils
 from slime.observability.console import ConsoleSink, jump
 from slime.observability.logging_utils import (
     collect_warnings,
@@ -32,8 +33,7 @@ from slime.observability.logging_utils import (
 )
 from slime.observability.tensorboard_utils import tensorboard_dir
 from slime.observability.timer import Timer, inverse_timer, timer, with_defer
-from slime.observability.tracker_runs import tracker_runs
-from slime.utils.checkpoint_paths import TRACKER_FILE
+from slime.observability.trackers import tracker_runs
 from slime.utils.errors import UsageError
 
 
@@ -515,7 +515,7 @@ def test_of_a_step_logged_twice_the_later_value_is_drawn(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     rows = [{"step_key": "eval/step", "eval/step": 1, "eval/a": value} for value in (0.1, 0.2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cut sho')
-    assert plots.read_series(path) == {"eval/a": {1: 0.2}}
+    assert console.read_series(path) == {"eval/a": {1: 0.2}}
 
 
 GRPO_SERIES = {
@@ -536,7 +536,7 @@ GRPO_SERIES = {
 
 
 def test_curves_have_panels_for_what_was_logged_with_legends_in_words():
-    panels = {panel.title: panel for panel in plots.select_panels(GRPO_SERIES)}
+    panels = {panel.title: panel for panel in console.select_panels(GRPO_SERIES)}
     assert list(panels) == [
         *["reward", "evaluation", "shares of a rollout", "entropy", "KL", "clipped tokens (share)", "value loss"],
         "seconds a rollout",
@@ -548,20 +548,20 @@ def test_curves_have_panels_for_what_was_logged_with_legends_in_words():
 
 def test_curves_of_sft_show_the_loss_and_no_reward_or_evaluation():
     series = {"rollout/raw_reward": {0: 0.0}, "rollout/response_len/mean": {0: 3.0}, "train/loss": {0: 4.8, 1: 4.0}}
-    assert [panel.title for panel in plots.select_panels(series)] == ["loss", "response length (tokens)"]
+    assert [panel.title for panel in console.select_panels(series)] == ["loss", "response length (tokens)"]
 
 
 def test_the_start_of_a_run_does_not_flatten_the_times_of_its_steps():
-    times = {panel.title: panel for panel in plots.select_panels(GRPO_SERIES)}["seconds a rollout"].curves
+    times = {panel.title: panel for panel in console.select_panels(GRPO_SERIES)}["seconds a rollout"].curves
     # Step 0 took 60 s, more than four times the median of 2.5 s; the longest of the others took 3 s.
-    assert plots.upper_limit(times) == pytest.approx(1.1 * 3)
-    assert plots.upper_limit({"all": {0: 0.0}}) > 0
+    assert console.upper_limit(times) == pytest.approx(1.1 * 3)
+    assert console.upper_limit({"all": {0: 0.0}}) > 0
 
 
 def test_a_run_without_curves_draws_nothing(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step_key": "train/step", "train/step": 1, "train/odd": 1.0}) + "\n")
-    assert plots.write_curves(path, tmp_path / "curves.png") is False
+    assert console.write_curves(path, tmp_path / "curves.png") is False
 
 
 def test_timers_sum_what_blocks_and_functions_take():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from slime.algorithms.baselines import overlong_penalty
 from slime.observability.rollout_metrics import compute_rollout_metrics
-from slime.rollout.rewards import post_process_rewards
-from slime.utils.overlong import overlong_penalty
+from slime.rollout.train_data import post_process_rewards
 from slime.utils.types import Sample
 from tests.unit.test_rollout_metrics import changed
 from tests.unit.test_rollout_train_data import flags, sample

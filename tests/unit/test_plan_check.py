@@ -11,8 +11,8 @@ import pytest
 
 from slime.plan import Facts, make_plan
 from slime.plan.devices import cpu_device
-from slime.ray import plan_check
-from slime.ray.plan_check import check_plan, dry_run, find_device
+from slime.ray import driver
+from slime.ray.driver import check_plan, dry_run, find_device
 from slime.utils.errors import UsageError
 from tests.unit.plan_fakes import CUDA, plan_args
 from tests.unit.test_plan_dry_run import checked
@@ -24,14 +24,14 @@ def run_args(**changes):
 
 def needed_by(args) -> int:
     """Of a run on CPU."""
-    return make_plan(args, Facts(device=cpu_device(2**40), engines=plan_check.engine_kinds(args))).fit[0].total
+    return make_plan(args, Facts(device=cpu_device(2**40), engines=driver.engine_kinds(args))).fit[0].total
 
 
 @pytest.fixture
 def has_memory(monkeypatch):
     """Give this machine so many bytes."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return lambda size: monkeypatch.setattr(plan_check, "host_memory", lambda: size)
+    return lambda size: monkeypatch.setattr(driver, "host_memory", lambda: size)
 
 
 def test_a_run_that_fits_starts_without_a_word(has_memory, caplog):
@@ -74,12 +74,12 @@ def test_less_than_that_another_machine_or_a_users_will_is_a_warning(
 def test_a_gpu_that_is_only_assumed_refuses_nothing(monkeypatch, caplog):
     large = {"num_layers": 200, "hidden_size": 8192, "ffn_hidden_size": 28672}
     args = run_args(**CUDA, **large, actor_num_gpus_per_node=1, rollout_num_gpus=1)
-    monkeypatch.setattr(plan_check, "cuda_is_available", lambda: False)
+    monkeypatch.setattr(driver, "cuda_is_available", lambda: False)
     check_plan(args)
     assert any("(planned for h100-80gb, which is assumed)" in message for message in caplog.messages)
     device = find_device("cuda")
-    monkeypatch.setattr(plan_check, "cuda_is_available", lambda: True)
-    monkeypatch.setattr(plan_check, "find_device", lambda *_: device)
+    monkeypatch.setattr(driver, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(driver, "find_device", lambda *_: device)
     with pytest.raises(UsageError, match=r"trainer GPU takes \d+\.\d GB while training .* and has 80.0 GB"):
         check_plan(args)
 
@@ -92,7 +92,7 @@ def test_the_prompts_that_are_there_count_where_the_assumed_ones_do_not_fit(has_
     from slime.plan.layout import DataFacts
 
     short = DataFacts(1, 1, 3, 3)
-    plan = make_plan(args, Facts(device=cpu_device(1), data=short, engines=plan_check.engine_kinds(args)))
+    plan = make_plan(args, Facts(device=cpu_device(1), data=short, engines=driver.engine_kinds(args)))
     assert plan.fit[0].total * 1.2 < needed_by(args)
     has_memory(plan.fit[0].total)
     with pytest.raises(UsageError):

@@ -17,8 +17,8 @@ from slime.plan import Facts, make_plan
 from slime.plan.devices import DEFAULT_GPU, DEVICES
 from slime.plan.render import WIDTH, render
 from slime.plan.rows import head_of, read_rows_of
-from slime.ray import plan_check
-from slime.ray.plan_check import dry_run, engine_kinds, find_device, hook_report, hook_reports
+from slime.ray import driver
+from slime.ray.driver import dry_run, engine_kinds, find_device, hook_report, hook_reports
 from slime.rollout.base_types import GenerateFn, RewardFn
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
@@ -259,7 +259,7 @@ def test_a_reward_model_is_in_the_plan_behind_the_slots_of_the_trainer(tmp_path)
 
 
 def test_a_plan_for_gpus_names_the_device_that_it_assumes(monkeypatch):
-    monkeypatch.setattr(plan_check, "cuda_is_available", lambda: False)
+    monkeypatch.setattr(driver, "cuda_is_available", lambda: False)
     assert find_device("cuda") == DEVICES[DEFAULT_GPU]
     assert find_device("cuda", "h200-141gb") == DEVICES["h200-141gb"]
     assert find_device("cpu").is_shared

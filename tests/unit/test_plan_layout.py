@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from slime.plan.layout import EngineGroup, ParallelLayout, seats, slot_layout
-from slime.utils.pipeline_layout import split_layers
+from slime.plan.pipeline_layout import split_layers
 
 
 def cluster(**changes) -> argparse.Namespace:

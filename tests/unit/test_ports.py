@@ -7,15 +7,15 @@ import threading
 
 import pytest
 
-from slime.ray.rollout import ports
+from slime.ray.rollout import router
 
 HOST = "127.0.0.1"
 
 
 def test_two_reservations_never_share_a_block() -> None:
     # Held at the same time by many threads, as engines of one node start at the same time.
-    blocks: list[ports.PortBlock] = []
-    threads = [threading.Thread(target=lambda: blocks.append(ports.reserve_block(HOST))) for _ in range(20)]
+    blocks: list[router.PortBlock] = []
+    threads = [threading.Thread(target=lambda: blocks.append(router.reserve_block(HOST))) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -26,37 +26,37 @@ def test_two_reservations_never_share_a_block() -> None:
 
 
 def test_a_server_listens_on_a_reserved_port_and_a_second_server_does_not() -> None:
-    block = ports.reserve_block(HOST)
+    block = router.reserve_block(HOST)
     with socket.create_server((HOST, block[0])):  # with SO_REUSEADDR, as every asyncio server has
-        assert not ports.is_free(HOST, block[0])
+        assert not router.is_free(HOST, block[0])
         with pytest.raises(OSError, match="in use"):
             socket.create_server((HOST, block[0]))
     block.release()
-    assert ports.is_free(HOST, block[0])
+    assert router.is_free(HOST, block[0])
 
 
 def test_a_block_whose_needed_port_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two blocks in all, which nothing else of this machine listens in (an engine of another test may).
     first = next(
         first
-        for first in range(ports.FIRST_PORT, ports.LAST_PORT - 2 * ports.BLOCK, ports.BLOCK)
-        if all(ports.is_free(HOST, first + offset) for offset in (0, 1, ports.BLOCK, ports.BLOCK + 1))
+        for first in range(router.FIRST_PORT, router.LAST_PORT - 2 * router.BLOCK, router.BLOCK)
+        if all(router.is_free(HOST, first + offset) for offset in (0, 1, router.BLOCK, router.BLOCK + 1))
     )
-    firsts = (first, first + ports.BLOCK)
-    monkeypatch.setattr(ports, "FIRST_PORT", first)
-    monkeypatch.setattr(ports, "LAST_PORT", first + 3 * ports.BLOCK)
+    firsts = (first, first + router.BLOCK)
+    monkeypatch.setattr(router, "FIRST_PORT", first)
+    monkeypatch.setattr(router, "LAST_PORT", first + 3 * router.BLOCK)
     with socket.create_server((HOST, firsts[0] + 1)):
         for _ in range(8):  # the search starts at random
-            block = ports.reserve_block(HOST, needed=(0, 1))
+            block = router.reserve_block(HOST, needed=(0, 1))
             assert block.first == firsts[1]
             block.release()
-        with pytest.raises(ports.NoFreePort, match="no block of 64 free ports"):
-            ports.reserve_block(HOST, needed=(0, 1), avoid=[firsts[1]])
+        with pytest.raises(router.NoFreePort, match="no block of 64 free ports"):
+            router.reserve_block(HOST, needed=(0, 1), avoid=[firsts[1]])
 
 
 def test_ports_lie_below_those_the_kernel_gives_to_outgoing_connections() -> None:
-    block = ports.reserve_block(HOST)
-    assert ports.FIRST_PORT <= block[0] < block[ports.BLOCK - 1] < 32768
+    block = router.reserve_block(HOST)
+    assert router.FIRST_PORT <= block[0] < block[router.BLOCK - 1] < 32768
     with pytest.raises(IndexError):
-        block[ports.BLOCK]
+        block[router.BLOCK]
     block.release()

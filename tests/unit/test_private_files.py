@@ -17,8 +17,8 @@ from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint, RefusedError
 from slime.backends.sglang_utils.launch_server import hidden, write_launch_file
-from slime.utils.dumps import save_dump
-from slime.utils.private_files import READABLE, make_own_directory, open_new, use_private_temp_dir
+from slime.checkpoints.dumps import save_dump
+from slime.processes.directories import READABLE, make_own_directory, open_new, use_private_temp_dir
 
 
 def mode_of(path: str | Path) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.utils.processes import ProcessRegistry, log_tail
+from slime.processes.registry import ProcessRegistry, log_tail
 
 # A parent whose child sleeps; both ids are in its log. The child is in a session of its own, so only the tree finds
 # it.
@@ -27,7 +27,7 @@ FAMILY = (
 )
 STARTER = (
     "import sys, time\n"
-    "from slime.utils.processes import registry\n"
+    "from slime.processes.registry import registry\n"
     "sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
     "print(registry().start(sleep, name='sleeper', log_path=sys.argv[1]).pid, flush=True)\n"
 )

@@ -10,11 +10,10 @@ import pytest
 from slime.rollout import data_source, eval
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.eval import EvalDatasets
-from slime.utils import prompt_length
-from slime.utils.data import Dataset
+from slime.utils import data as prompt_length
+from slime.utils.data import Dataset, cut_text, fit_prompts, prompt_lengths
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
-from slime.utils.prompt_length import cut_text, fit_prompts, prompt_lengths
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
 

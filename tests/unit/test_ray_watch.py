@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from slime.processes.wait import wait
 from slime.ray.run_guard import ANSWER_S, PERIOD_S, SILENT_S, Loss, RayWatch
-from slime.utils.wait import wait
 
 
 class World:

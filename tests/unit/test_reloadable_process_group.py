@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
-from slime.utils import reloadable_process_group as groups
+from slime.utils.accelerator import reloadable_process_group as groups
 from slime.utils.distributed_utils import get_gloo_group, init_gloo_group
 
 TIMEOUT = timedelta(seconds=60)

@@ -19,6 +19,14 @@ from typing import Any
 import pytest
 import torch
 
+from slime.checkpoints import manifest
+from slime.checkpoints.paths import (
+    MODEL_SHAPE_FILE,
+    STATE_MANIFEST,
+    TRACKER_FILE,
+    manifest_of_state,
+    state_path,
+)
 from slime.config.args import Args
 from slime.ray.checkpoints import settle_checkpoint
 from slime.training.resume import (
@@ -26,16 +34,7 @@ from slime.training.resume import (
     STATE_FILE,
     note_state_of_data_source,
 )
-from slime.utils import manifest
-from slime.utils.checkpoint_paths import (
-    MODEL_SHAPE_FILE,
-    STATE_MANIFEST,
-    TRACKER_FILE,
-    manifest_of_state,
-    state_path,
-)
-from slime.utils.errors import UsageError
-from slime.utils.full_disk import is_of_full_disk
+from slime.utils.errors import UsageError, is_of_full_disk
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.test_checkpoint import FLAGS, RUN
 

@@ -22,13 +22,17 @@ from slime.rollout.rm_hub import (
     RM_TYPES,
     async_rm,
     batched_async_rm,
-    bounded_sympy,
     compute_score_dapo,
+    math_utils,
     rm_needs_label,
 )
-from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
-from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
-from slime.rollout.rm_hub.stop_tokens import without_stop_tokens
+from slime.rollout.rm_hub.math_utils import (
+    extract_answer,
+    grade_answer_mathd,
+    grade_answer_sympy,
+    is_symbolically_equal,
+    without_stop_tokens,
+)
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import rollout_args
 
@@ -272,12 +276,12 @@ def test_a_sympy_check_that_takes_too_long_counts_as_wrong_and_is_logged(caplog:
 def test_a_stopped_sympy_child_is_ended_and_said_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, length: int
 ):
-    worker = bounded_sympy._Worker()
+    worker = math_utils._Worker()
     assert worker.is_equal("x+1", "1+x", 2.0)
     child = worker._process
     assert child is not None
     child.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(bounded_sympy, "ANSWER_MARGIN_S", 0.3)
+    monkeypatch.setattr(math_utils, "ANSWER_MARGIN_S", 0.3)
     try:
         with caplog.at_level(logging.ERROR):
             assert worker.is_equal("x" * length, "x", 0.2) is None

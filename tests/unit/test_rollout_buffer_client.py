@@ -14,15 +14,16 @@ import httpx
 import pytest
 import uvicorn
 
-from slime.rollout import data_source, generation
+from slime.processes.wait import WaitTimeout
+from slime.rollout import data_source
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.generation import GenerateState
-from slime.rollout.sample_errors import SampleError
-from slime.utils import api_keys
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling import generation
+from slime.rollout.sampling.generation import GenerateState
+from slime.utils.http import api_keys
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
-from slime.utils.wait import WaitTimeout
 from slime_plugins.rollout_buffer import rollout_buffer_example as example
 from slime_plugins.rollout_buffer.buffer import create_app
 from slime_plugins.rollout_buffer.discovery import find_generators

@@ -31,8 +31,8 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
-from slime.rollout.hook_signatures import call_of, signature_problem
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.hooks.signatures import call_of, signature_problem
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import generate, generate_rollout
 from slime.utils.async_utils import run

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.server_control import Probe
+from slime.checkpoints.dumps import load_dump
 from slime.observability import logging_utils
 from slime.ray.rollout import manager as manager_module
 from slime.ray.rollout import shares
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, _draws_prompts
 from slime.ray.utils import ActorFailure
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.sample_errors import SampleError
-from slime.rollout.weight_versions import SyncSchedule, WeightClock
-from slime.utils.columns import PER_TOKEN, FlatColumn, restore_columns
-from slime.utils.dumps import load_dump
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling.weight_versions import SyncSchedule, WeightClock
 from slime.utils.errors import UsageError
 from slime.utils.processing_utils import load_tokenizer
+from slime.utils.train_data import PER_TOKEN, FlatColumn, restore_columns
 from slime.utils.types import Sample
 from tests.integration.launch import make_model
 
@@ -84,7 +84,7 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
     monkeypatch.setattr(manager_module.ray, "put", lambda value: value)
     monkeypatch.setattr(shares, "load_function", lambda path: globals()[path])
     monkeypatch.setattr(manager_module, "load_function", lambda path: globals()[path])
-    monkeypatch.setattr("slime.rollout.rewards.load_function", lambda path: globals()[path])
+    monkeypatch.setattr("slime.rollout.train_data.load_function", lambda path: globals()[path])
     logging_utils.init_tracking(SimpleNamespace(), primary=False)
     logging_utils.take_pending()
     bare = RolloutManager.__new__(RolloutManager)
@@ -171,7 +171,7 @@ def test_policy_filtration_trains_on_the_extremes_of_each_group(manager, monkeyp
     manager.args.pf_ppo_reweight, manager.args.pf_ppo_weight_pow = "pow", 2.0
     weights = []
     monkeypatch.setattr(
-        "slime.rollout.policy_filtration.filtration_weights",
+        "slime.rollout.train_data.filtration_weights",
         lambda rewards, *_: (weights.append(rewards), [1.0] + [0.0] * (len(rewards) - 1))[1],
     )
     shares = [box.inner for box in whole(manager, 7)[0]]

@@ -153,7 +153,7 @@ def test_prefill_and_decode_engines_are_registered_as_what_they_are(events: list
 
 
 def test_the_first_models_router_is_the_default_and_each_is_found_by_its_name(events: list[str]) -> None:
-    from slime.rollout.engine_request import get_model_url
+    from slime.rollout.sampling.engine_request import get_model_url
 
     args = run_args()
     RolloutServers(args, [model(events, 1, "policy"), model(events, 2, "teacher")]).publish()

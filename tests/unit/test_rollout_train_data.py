@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from slime.rollout.rewards import normalize_by_group, post_process_rewards
-from slime.rollout.train_data import fill_rollout_ids, samples_to_train_data
+from slime.rollout.train_data import fill_rollout_ids, normalize_by_group, post_process_rewards, samples_to_train_data
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import rollout_args
 

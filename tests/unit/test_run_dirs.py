@@ -14,9 +14,9 @@ from slime.config.parse import Checked
 from slime.config.problems import Problems
 from slime.config.resume import line_to_go_on
 from slime.config.rules.run_dirs import claim_run_dirs, move_earlier_runs
-from slime.utils import sweeper
+from slime.processes import sweeper
+from slime.processes.directories import EarlierRun, earlier_run
 from slime.utils.errors import UsageError
-from slime.utils.run_dir import EarlierRun, earlier_run
 from tests.unit.argument_lines import Check, base, check, command_line, has
 
 __all__ = ["base", "check", "command_line"]

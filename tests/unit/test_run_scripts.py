@@ -16,7 +16,7 @@ import pytest
 from slime.config.flags.run import AskFlags
 from slime.config.parse import CommandLine
 from slime.config.parser import option_name
-from slime.ray.plan_check import dry_run
+from slime.ray.driver import dry_run
 from slime.weights.formats import EXPERTS_ONLY, Int4Format
 from tests.unit.script_fakes import ROOT, hf_config, run_script, script_flags, start_script
 

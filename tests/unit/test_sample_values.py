@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from slime.rollout.hook_returns import HookReturnError, check_train_data, check_trainable, draw_groups
-from slime.rollout.sample_errors import SampleError, check_completed, sample_problem, to_lists, train_problem
+from slime.rollout.hooks.returns import HookReturnError, check_train_data, check_trainable, draw_groups
+from slime.rollout.hooks.sample_errors import SampleError, check_completed, sample_problem, to_lists, train_problem
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import rollout_args

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from slime.utils.dp_schedule import get_seqlen_balanced_partitions
 
 
 def test_the_textbook_instance_of_largest_differencing():

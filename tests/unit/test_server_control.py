@@ -16,8 +16,8 @@ import pytest
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient
 from slime.backends.sglang_utils.server_control import Worker
+from slime.processes.wait import WaitTimeout
 from slime.utils import http_utils
-from slime.utils.wait import WaitTimeout
 
 T = TypeVar("T")
 

@@ -8,10 +8,11 @@ import json
 
 import pytest
 
-from slime.rollout import data_source, generation, sglang_rollout
+from slime.rollout import data_source, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.sample_errors import SampleError
+from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling import generation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, get_model_url
 from slime.utils import async_utils
 from slime.utils.eval_config import EvalDatasetConfig

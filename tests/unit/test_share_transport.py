@@ -13,7 +13,7 @@ import torch
 
 from slime.config.rules import devices
 from slime.ray.rollout import shares
-from slime.utils.columns import restore_columns
+from slime.utils.train_data import restore_columns
 
 SHARE = {
     "tokens": [[5, 6, 21], [5, 6]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from slime.utils import stacks
+from slime.processes import stacks
 
 
 def test_the_main_threads_stack_comes_first_and_so_is_not_what_is_cut() -> None:

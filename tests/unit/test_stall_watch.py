@@ -16,13 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from slime.observability.phases import Phase, Phases, phase
+from slime.processes import stacks
+from slime.processes.wait import wait
 from slime.ray import stalls
 from slime.ray.run_guard import RunGuard, RunStalled
 from slime.ray.stalls import SLOW, StallWatch
+from slime.ray.train_actor import CollectiveState
 from slime.ray.utils import _interrupt, interrupt_main
-from slime.utils import stacks
-from slime.utils.collective_state import CollectiveState
-from slime.utils.wait import wait
 
 
 class World:
@@ -187,7 +187,7 @@ def test_a_stalled_run_ends_the_main_threads_wait() -> None:
 
 SLEEPER = """
 import sys, time
-from slime.utils.stacks import can_be_asked
+from slime.processes.stacks import can_be_asked
 def the_place_where_it_hangs():
     print("ready", flush=True)
     time.sleep(600)

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.utils import sweeper as sweeper_module
-from slime.utils.processes import MARK, SHARED_MEMORY, is_alive, processes_of, remove_unused, shared_memory_of
-from slime.utils.sweeper import GRACE_S, KILL_S, POLL_S, _remove_ray, sweep_dead_runs
+from slime.processes import sweeper as sweeper_module
+from slime.processes.registry import MARK, SHARED_MEMORY, is_alive, processes_of, remove_unused, shared_memory_of
+from slime.processes.sweeper import GRACE_S, KILL_S, POLL_S, _remove_ray, sweep_dead_runs
 
 NET_S = 60.0
 # A driver that starts a child in a session of its own, which writes over its environment and holds shared memory, and
@@ -24,8 +24,8 @@ NET_S = 60.0
 DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from slime.utils.processes import begin_run
-from slime.utils.sweeper import Sweeper
+from slime.processes.registry import begin_run
+from slime.processes.sweeper import Sweeper
 run = begin_run()
 sweeper = Sweeper(run, Path(sys.argv[1]))
 sweeper.say("ray " + sys.argv[2])
@@ -115,7 +115,7 @@ def test_the_next_run_sweeps_what_a_run_left_that_was_killed_with_its_sweeper(re
     segment, record = SHARED_MEMORY / f"slime_test_{run}", records / f"{run}.jsonl"
     until(lambda: str(segment) in record.read_text() and str(folder) in record.read_text())
     assert sweep_dead_runs() == [] and folder.exists(), "it lives"
-    sweeper = children_named(driver.pid, "slime.utils.sweeper")[0]
+    sweeper = children_named(driver.pid, "slime.processes.sweeper")[0]
     left = [one for one in processes_of(run) if one.pid not in (driver.pid, sweeper.pid)]
     driver.send_signal(signal.SIGSTOP)  # it shall not see the end of its sweeper
     sweeper.kill()

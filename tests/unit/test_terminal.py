@@ -17,16 +17,16 @@ DEADLINE_S = 60.0
 RUN = """
 import logging, os, sys, threading, time
 from pathlib import Path
-from slime.observability import status
+from slime.observability import phases as module
 from slime.observability.console import ConsoleSink
 from slime.observability.logging_utils import configure_logger
 from slime.observability.phases import Phases
 
-status.PERIOD_S = 0.02
+module.PERIOD_S = 0.02
 go = Path(sys.argv[1])
 configure_logger()
 phases = Phases()
-shown = status.RunStatus(phases, lambda: [("rollout 1", 3, 8)], print)
+shown = module.RunStatus(phases, lambda: [("rollout 1", 3, 8)], print)
 sink = ConsoleSink(clock=iter(range(9)).__next__)
 shown.begin()
 try:

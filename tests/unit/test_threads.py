@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.threads import CallTimeout, DaemonThreads
+from slime.processes.wait import CallTimeout, DaemonThreads
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_call_that_is_cancelled_while_it_waits_never_begins(release):
 
 
 def test_idle_threads_end(monkeypatch):
-    monkeypatch.setattr("slime.utils.threads._IDLE_S", 0.01)
+    monkeypatch.setattr("slime.processes.wait._IDLE_S", 0.01)
     threads, seen = DaemonThreads("test", 2), []
 
     async def work():
@@ -157,7 +157,7 @@ def is_running(pid):
 
 def test_the_interpreter_ends_while_a_call_hangs():
     program = (
-        "import asyncio, time; from slime.utils.threads import DaemonThreads\n"
+        "import asyncio, time; from slime.processes.wait import DaemonThreads\n"
         "async def main():\n"
         "    call = asyncio.ensure_future(DaemonThreads('test', 1).run(time.sleep, 60))\n"
         "    await asyncio.sleep(0.01)\n"

@@ -18,10 +18,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
+from slime.checkpoints.metadata import check_names, read_metadata
+from slime.checkpoints.paths import TRACKER_FILE
 from slime.config.megatron.arguments import checkpoint_shape_problems
 from slime.conversion.reader import RawTensors
-from slime.utils.checkpoint_metadata import check_names, read_metadata
-from slime.utils.checkpoint_paths import TRACKER_FILE
 from slime.utils.errors import UsageError
 from slime.weights.safetensors_files import INDEX_FILE, read_index, what_is_wrong
 from tools.inspect_checkpoint import open_checkpoint
@@ -34,7 +34,7 @@ SOURCES = [
 ]
 TRUSTED = {
     (
-        "slime/utils/dumps.py",
+        "slime/checkpoints/dumps.py",
         "torch.load",
     ): "after weights_only failed, where the caller trusts the file",
     ("slime/utils/row_files.py", "pickle.loads"): "what this process has written into a nameless temporary file",

@@ -22,8 +22,8 @@ from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet
 from slime.backends.sglang_utils.weight_samples import agrees, describe, on_host, sample
 from slime.config.rules.files import check_weight_update_equal
+from slime.processes.wait import WaitTimeout
 from slime.utils.errors import HttpError
-from slime.utils.wait import WaitTimeout
 from slime.weights.names import expected_hf_names
 
 TENSORS = {f"layer.{i}.weight": torch.full((4,), float(i)) for i in range(3)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.wait import WaitTimeout, lock_file, wait, wait_async
+from slime.processes.wait import WaitTimeout, lock_file, wait, wait_async
 
 
 def test_it_returns_the_first_value_that_is_neither_none_nor_false() -> None:

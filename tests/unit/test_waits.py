@@ -91,7 +91,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/rollout/fully_async_rollout.py", "AsyncRolloutWorker._on_done", "task.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "_result_of", "task.result"): FINISHED,
     ("slime/rollout/tool_calls.py", "_in_time", "task.result"): FINISHED,
-    ("slime/utils/threads.py", "DaemonThreads.run", "call.result.result"): FINISHED,
+    ("slime/processes/wait.py", "DaemonThreads.run", "call.result.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "generate_rollout_async", "state.finished.get"): BOUNDED,
     ("slime/backends/megatron_utils/cp_utils.py", "slice_log_prob_with_cp", "keeps_whole.get"): "a ContextVar",
     ("slime/config/parse.py", "build_parser", "tables.result"): "of capture_elsewhere, which has a deadline",
@@ -103,8 +103,8 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/utils/external_utils/command_utils.py", "_finish", "process.wait"): "a command that a person started",
     ("slime/utils/misc.py", "exec_command", "subprocess.run"): "a command that a person started, of any length",
     ("slime/plan/render.py", "render", "captured.get"): "rich's text",
-    ("slime/utils/processes.py", "_Spawner.call", "result.result"): "of a thread that calls Popen and nothing else",
-    ("slime/utils/processes.py", "_Spawner._run", "self._jobs.get"): "that thread: nobody waits for it",
+    ("slime/processes/registry.py", "_Spawner.call", "result.result"): "of a thread that calls Popen and nothing else",
+    ("slime/processes/registry.py", "_Spawner._run", "self._jobs.get"): "that thread: nobody waits for it",
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "self._stopped.wait"): BOUNDED,
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "asyncio.wait"): BOUNDED,
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "work.result"): FINISHED,
@@ -160,7 +160,7 @@ def waits_for_others(call: ast.Call, name: str, last: str) -> str | None:
     """Why a call waits for another process or thread, where it takes no deadline or is to be told not to wait."""
     owner = name.rpartition(".")[0].rpartition(".")[2].lower()
     if last == "flock" and not mentions(call, "LOCK_NB", "LOCK_UN"):
-        return "waits for another process: use slime.utils.wait.lock_file(what, deadline_s)"
+        return "waits for another process: use slime.processes.wait.lock_file(what, deadline_s)"
     if last in ("waitpid", "waitid") and not mentions(call, "WNOHANG"):
         return "waits for another process: os.WNOHANG"
     is_told_not_to = any(keyword.arg == "wait" and is_constant(keyword.value, False) for keyword in call.keywords)

@@ -29,7 +29,7 @@ from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DeltaWeightUpdater, bytes_of
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
-from slime.utils import manifest
+from slime.checkpoints import manifest
 from slime.weights.delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
 from slime.weights.safetensors_files import INDEX_FILE, files_of
 from tests.unit.test_disk_sync import NAMES, ROOT, FileEngine, World, world

@@ -36,16 +36,17 @@ from slime.backends.megatron_utils.passes.routing_replay import free_routing, re
 from slime.backends.megatron_utils.passes.train_step import train_one_step
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
+from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
 from slime.config.megatron.arguments import model_shape
 from slime.training.backend import Backend, CheckpointSource, Layout
 from slime.training.micro_batches import MicroBatches
 from slime.training.trainer import CriticTrainer, Trainer
-from slime.utils import accelerator, memory_saver
-from slime.utils.checkpoint_paths import classify_checkpoint
+from slime.utils import accelerator
+from slime.utils.accelerator import memory_saver
+from slime.utils.accelerator.reloadable_process_group import destroy_process_groups, reload_process_groups
 from slime.utils.distributed_utils import barrier
 from slime.utils.misc import hook_args, load_function, needed
-from slime.utils.reloadable_process_group import destroy_process_groups, reload_process_groups
 from slime.utils.train_data import RolloutBatch
 
 logger = logging.getLogger(__name__)

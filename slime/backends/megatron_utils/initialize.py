@@ -19,9 +19,10 @@ from slime.backends.megatron_utils import megatron_patch
 from slime.backends.megatron_utils.megatron_patch.single_rank_groups import smallest
 from slime.config.args import Args
 from slime.observability.timer import CudaClock, Timer
-from slime.utils import accelerator, reloadable_process_group
+from slime.utils import accelerator
+from slime.utils.accelerator import reloadable_process_group
+from slime.utils.accelerator.memory_saver import outside_saver
 from slime.utils.distributed_utils import store_at
-from slime.utils.memory_saver import outside_saver
 
 
 def init(

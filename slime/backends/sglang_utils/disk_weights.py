@@ -31,9 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from slime.utils import manifest
-from slime.utils.private_files import make_own_directory
-from slime.utils.wait import lock_file
+from slime.checkpoints import manifest
+from slime.processes.directories import make_own_directory
+from slime.processes.wait import lock_file
 from slime.weights.names import with_partners
 from slime.weights.safetensors_files import files_of, read_header, read_index, what_is_wrong
 

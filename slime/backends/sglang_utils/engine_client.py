@@ -14,8 +14,8 @@ from slime.backends.sglang_utils.disk_weights import COPY_FORMAT, LOAD_FORMAT
 from slime.backends.sglang_utils.engine_patches import PROBE
 from slime.backends.sglang_utils.weight_samples import SAMPLE_ACTION
 from slime.utils import http_utils
-from slime.utils.api_keys import protect_engine
 from slime.utils.errors import HttpError
+from slime.utils.http.api_keys import protect_engine
 
 UPDATE_TIMEOUT_S = 600.0
 FLUSH_DEADLINE_S = 60.0

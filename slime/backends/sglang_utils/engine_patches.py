@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from slime.utils.network import out_of_reach
+from slime.utils.http.network import out_of_reach
 
 PROBE = "probe"
 """In the place of a backend of a process group: only see whether the address can be reached."""

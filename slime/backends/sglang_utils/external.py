@@ -21,9 +21,9 @@ from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient
 from slime.backends.sglang_utils.server_control import Worker
 from slime.config.args import Args
-from slime.utils.api_keys import protect, protect_engine
+from slime.processes.wait import WaitTimeout
 from slime.utils.errors import HttpError, UsageError
-from slime.utils.wait import WaitTimeout
+from slime.utils.http.api_keys import protect, protect_engine
 from slime.weights.transports import transport_of
 
 logger = logging.getLogger(__name__)

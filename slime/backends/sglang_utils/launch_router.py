@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from slime.utils.api_keys import ROUTER_ENV
+from slime.utils.http.api_keys import ROUTER_ENV
 from slime.utils.misc import url_host
 
 MAX_BODY_BYTES = 512 * 2**20

@@ -4,7 +4,7 @@ The file holds `{"accelerator": "cpu" | "cuda", "server_args": {ServerArgs field
 key. On CPU the stand-ins come first, and SGLang's scheduler and detokenizer are forked instead of spawned: they then
 share this process's imports, which halves the start. (With CUDA they are spawned, as SGLang does it; they re-execute
 this module as `__mp_main__`.) It does not choose arguments, ports or log files, and it does not watch its parent:
-whoever starts it does (`slime.utils.processes`).
+whoever starts it does (`slime.processes.registry`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_standins
-from slime.utils.api_keys import ENGINE_ENV, HiddenText
-from slime.utils.private_files import use_private_temp_dir, write_private
-from slime.utils.secret_names import is_secret
+from slime.processes.directories import use_private_temp_dir, write_private
+from slime.utils.http.api_keys import ENGINE_ENV, HiddenText, is_secret
 
 
 def write_launch_file(path: Path, *, accelerator: str, server_args: dict[str, Any]) -> None:

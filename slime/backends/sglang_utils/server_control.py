@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from slime.processes.wait import wait
 from slime.utils import http_utils
-from slime.utils.api_keys import key_of
+from slime.utils.http.api_keys import key_of
 from slime.utils.http_utils import HttpError
-from slime.utils.wait import wait
 
 CONTROL_TIMEOUT_S = 60.0
 PROFILE_TIMEOUT_S = 600.0

@@ -22,10 +22,10 @@ from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient, EngineContact
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
-from slime.utils.api_keys import ENGINE_ENV, protect
-from slime.utils.host_memory import OutOfMemoryKills, killed_for_memory, too_few_addresses
-from slime.utils.processes import exit_text, log_tail, registry
-from slime.utils.wait import WaitTimeout, wait
+from slime.processes.registry import exit_text, log_tail, registry
+from slime.processes.stacks import OutOfMemoryKills, killed_for_memory, too_few_addresses
+from slime.processes.wait import WaitTimeout, wait
+from slime.utils.http.api_keys import ENGINE_ENV, protect
 
 logger = logging.getLogger(__name__)
 

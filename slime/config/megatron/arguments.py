@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoints.metadata import check_names
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
 from slime.config.megatron import value_checks
 from slime.config.megatron.config_flags import add_config_flags
@@ -47,8 +49,6 @@ from slime.models.hf_config import (
     model_args_from_hf,
     unsupported_model,
 )
-from slime.utils.checkpoint_metadata import check_names
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
 from slime.utils.errors import UsageError
 
 __all__ = [

@@ -15,8 +15,8 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.derive import first
-from slime.utils.hf_text_config import text_config
-from slime.utils.pipeline_layout import stages_of_text, text_problem
+from slime.plan.pipeline_layout import stages_of_text, text_problem
+from slime.weights.names import text_config
 
 LARGEST = 16_384
 """No larger size of a layout is proposed."""

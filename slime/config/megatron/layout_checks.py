@@ -30,7 +30,7 @@ from slime.config.megatron.derived import (
 )
 from slime.config.megatron.training_checks import check_instances
 from slime.config.problems import Check, NoEffect, Rule, broken, where
-from slime.utils.pipeline_layout import text_problem
+from slime.plan.pipeline_layout import text_problem
 
 ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """HF architectures with sparse attention."""

@@ -13,8 +13,8 @@ from slime.config.args import Args
 from slime.config.megatron.derived import Layout, divisors, nearest_divisor
 from slime.config.problems import Check, NoEffect, Problems, Rule, WithoutEffect, first_of, for_each, read_file, where
 from slime.plan.layout import ParallelLayout
+from slime.plan.pipeline_layout import stages_of_text
 from slime.utils.misc import needed
-from slime.utils.pipeline_layout import stages_of_text
 from slime.utils.yaml_config import load_yaml, validate
 
 NCCL_FLAG = "--nccl-communicator-config-path"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from slime.config.args import Args
 from slime.config.problems import Check, Rule, where
-from slime.utils.train_steps import decay_steps, warmup_steps
+from slime.utils.dp_schedule import decay_steps, warmup_steps
 
 _NEEDS_STEPS = (
     "needs the number of train steps, which does not follow from --num-epoch {num_epoch}: the data source has no "

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from slime.config.args import Args
 from slime.config.problems import Check, Rule, WithoutEffect, for_each, plain_option
-from slime.utils.train_steps import total_train_steps
+from slime.utils.dp_schedule import total_train_steps
 
 _ID = ("rollout_id",)
 _NORM = ("role", "rollout_id", "step_id")

@@ -69,7 +69,7 @@ def check_memory_saver(args: Args, environment: Mapping[str, str]) -> Iterable[s
     Args:
         environment: of this process, which the trainers get, too.
     """
-    from slime.utils import memory_saver
+    from slime.utils.accelerator import memory_saver
 
     if args.offload_train:
         try:

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from slime.algorithms.estimators import ESTIMATORS
+from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
 from slime.config.parser import default_of, option_name
 from slime.config.problems import Check, Effect, NoEffect, Problems, Rule, broken, check_effects, plain_option
 from slime.config.rules import batch, debug, devices, generation, losses
 from slime.config.rules.devices import no_engines_flag
-from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.names import Table
 from slime.weights.transports import TRANSPORTS
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
 from slime.config.problems import Rule
-from slime.utils.checkpoint_paths import classify_checkpoint
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed

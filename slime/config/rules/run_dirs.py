@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoints.paths import latest_iteration
 from slime.config.args import Args
 from slime.config.resume import AUTO
 from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import critic_save_dir
-from slime.utils.checkpoint_paths import latest_iteration
+from slime.processes.directories import METRICS_FILE, claim, earlier_run, is_claimed, place_aside, sign
+from slime.processes.sweeper import live_output_dirs
 from slime.utils.errors import UsageError
-from slime.utils.run_dir import METRICS_FILE, claim, earlier_run, is_claimed, place_aside, sign
-from slime.utils.sweeper import live_output_dirs
 
 logger = logging.getLogger(__name__)
 # Values that may name a place in an earlier run's directory because the new run will write there.

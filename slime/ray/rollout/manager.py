@@ -17,8 +17,10 @@ import ray
 
 from slime.config.args import Args
 from slime.observability import logging_utils
-from slime.observability.eval_samples import EvalSample, pick_eval_samples
 from slime.observability.rollout_metrics import compute_eval_metrics
+from slime.observability.trackers import EvalSample, pick_eval_samples
+from slime.processes import stacks
+from slime.processes.progress_counts import counts_under_way
 from slime.ray import stalls
 from slime.ray.placement import Slot
 from slime.ray.rollout.engine_control import EngineControl
@@ -26,15 +28,13 @@ from slime.ray.rollout.shares import Generated, call_log_hook, dump_samples, mak
 from slime.ray.utils import redirect_output
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.fully_async_rollout import save_data_source, settle_worker, stop_worker
-from slime.rollout.hook_errors import blame_hook, hook_name
-from slime.rollout.hook_returns import check_data_source
-from slime.rollout.weight_versions import SyncSchedule, WeightClock
-from slime.utils import stacks
-from slime.utils.api_keys import use_keys
-from slime.utils.full_disk import line_of_full_disk
+from slime.rollout.hooks.errors import blame_hook, hook_name
+from slime.rollout.hooks.returns import check_data_source
+from slime.rollout.sampling.weight_versions import SyncSchedule, WeightClock
+from slime.utils.errors import line_of_full_disk
+from slime.utils.http.api_keys import use_keys
 from slime.utils.misc import Box, hook_args, load_function, needed, spare_garbage_collector
 from slime.utils.processing_utils import load_processor, load_tokenizer
-from slime.utils.progress_counts import counts_under_way
 
 logger = logging.getLogger(__name__)
 

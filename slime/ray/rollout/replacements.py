@@ -1,8 +1,8 @@
 """Engines that were lost, and others in their place (--use-fault-tolerance).
 
 A lost engine is taken from behind its router and ended at once; the others go on, and its requests are sent again.
-Where there is no other, requests to its router wait (`slime.utils.outages`) until one serves. When the driver says
-that there is room, another is started in its place, but only so many in an hour: an engine that is lost again and
+Where there is no other, requests to its router wait (`slime.utils.http.outages`) until one serves. When the driver
+says that there is room, another is started in its place, but only so many in an hour: an engine that is lost again and
 again would cost more than it gives. An external engine is not ours to end or to start: it is taken back when it
 answers again. Whoever is new has other weights than the trainer's: an engine of the trained model is put behind the
 router only when the trainer has sent it its own. Whoever holds handles of engines asks `count` whether they are still
@@ -25,14 +25,14 @@ from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.external import ExternalEngine
 from slime.backends.sglang_utils.server_control import Probe, Worker
 from slime.config.args import Args
+from slime.processes.wait import WaitTimeout, wait
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
 from slime.ray.rollout.servers import ModelServers, RolloutServers
 from slime.ray.rollout.watches import EngineWatch, LastHour
 from slime.ray.utils import ActorFailure, get
-from slime.utils.api_keys import protect_engine
 from slime.utils.errors import HttpError, UsageError
-from slime.utils.outages import OUTAGES
-from slime.utils.wait import WaitTimeout, wait
+from slime.utils.http.api_keys import protect_engine
+from slime.utils.http.outages import OUTAGES
 
 logger = logging.getLogger(__name__)
 

@@ -1,28 +1,36 @@
-"""The router in front of the engines: a child process of whoever starts it, or one that runs already.
+"""The router in front of the engines: a child process of whoever starts it, or one that runs already. And ports for
+engines and routers, found so that no two processes of one node choose the same.
 
 It does not start engines, and does not choose which requests are sent.
+
+An engine needs several ports for many seconds before it binds the first of them. So ports are handed out in blocks,
+and a block belongs to whoever has bound its first port (without listening, which leaves the server free to bind and
+listen there itself: both sides set SO_REUSEADDR). The holder keeps the reservation until its server listens. Blocks
+lie below the range from which the kernel takes ports for outgoing connections.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.config.args import Args
-from slime.ray.rollout.ports import PortBlock, is_free, reserve_block
-from slime.utils.api_keys import protect_router
+from slime.processes.directories import write_private
+from slime.processes.registry import exit_text, log_tail, registry
+from slime.processes.wait import WaitTimeout, wait
 from slime.utils.errors import UsageError
+from slime.utils.http.api_keys import protect_router
 from slime.utils.misc import needed, url_host
-from slime.utils.private_files import write_private
-from slime.utils.processes import exit_text, log_tail, registry
-from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +38,9 @@ ROUTER_DEADLINE_S = 120.0
 ANSWER_TIMEOUT_S = 30.0
 BREAK_S = 10  # an engine that failed ten times running gets no request for so long; shorter than the client retries
 MAX_STARTS = 3
+FIRST_PORT = 15000
+LAST_PORT = 32000
+BLOCK = 64
 
 
 class RouterStartError(RuntimeError):
@@ -208,3 +219,76 @@ def _answers(url: str) -> bool:
     except server_control.HttpError:
         return False
     return True
+
+
+class NoFreePort(RuntimeError):
+    """Every block is taken."""
+
+
+@dataclass
+class PortBlock:
+    """`BLOCK` consecutive ports from `first` on, reserved until `release`."""
+
+    first: int
+    _holder: socket.socket = field(repr=False)
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < BLOCK:
+            raise IndexError(f"a block has {BLOCK} ports, there is no {index}")
+        return self.first + index
+
+    def release(self) -> None:
+        """Give the block back (a server that listens in it goes on listening)."""
+        self._holder.close()
+
+
+def reserve_block(host: str, *, needed: Iterable[int] = (0,), avoid: Iterable[int] = ()) -> PortBlock:
+    """Reserve a block whose `needed` ports are all free.
+
+    Args:
+        host: address that will be bound.
+        needed: offsets in the block that will be used.
+        avoid: first ports of blocks not to take again (one of their ports turned out to be taken).
+
+    Raises:
+        NoFreePort: there is no such block.
+    """
+    firsts = range(FIRST_PORT, LAST_PORT - BLOCK, BLOCK)
+    start, avoided, offsets = secrets.randbelow(len(firsts)), set(avoid), list(needed)
+    for step in range(len(firsts)):
+        first = firsts[(start + step) % len(firsts)]
+        if first in avoided:
+            continue
+        holder = _hold(host, first)
+        if holder is None:
+            continue
+        if all(is_free(host, first + offset) for offset in offsets if offset):
+            return PortBlock(first, holder)
+        holder.close()
+    raise NoFreePort(f"no block of {BLOCK} free ports on {host} between {FIRST_PORT} and {LAST_PORT}")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a socket can be bound there now."""
+    with socket.socket(_family(host)) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def _hold(host: str, port: int) -> socket.socket | None:
+    """Bind exclusively first, so that two holders never succeed; then allow the server to bind there, too."""
+    holder = socket.socket(_family(host))
+    try:
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        return None
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -22,12 +22,12 @@ from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, bui
 from slime.backends.sglang_utils.server_control import Worker
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
 from slime.config.args import Args
+from slime.processes.registry import registry
 from slime.ray.placement import ENGINE_SHARE, Slot
-from slime.ray.rollout.ports import PortBlock, reserve_block
+from slime.ray.rollout.router import PortBlock, reserve_block
 from slime.ray.utils import actor_env, check_network, get, in_bundle, node_address, slot_options
-from slime.utils.api_keys import use_keys
 from slime.utils.errors import UsageError
-from slime.utils.processes import registry
+from slime.utils.http.api_keys import use_keys
 
 logger = logging.getLogger(__name__)
 

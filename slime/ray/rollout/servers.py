@@ -27,14 +27,14 @@ from slime.backends.sglang_utils.server_args import EngineSpec
 from slime.backends.sglang_utils.server_control import Worker
 from slime.config.args import Args, publish_runtime
 from slime.config.sglang.topology import EngineGroupPlan, ModelPlan, releases_memory
+from slime.processes.wait import WaitTimeout
 from slime.ray.placement import Slot
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, nodes_of_engine, threads_per_engine
 from slime.ray.utils import ActorFailure, get, node_address
-from slime.utils.api_keys import protect_engine
 from slime.utils.errors import HttpError, UsageError
+from slime.utils.http.api_keys import protect_engine
 from slime.utils.misc import url_host
-from slime.utils.wait import WaitTimeout
 
 logger = logging.getLogger(__name__)
 

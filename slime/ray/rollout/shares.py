@@ -16,21 +16,19 @@ from typing import Any
 
 import ray
 
+from slime.checkpoints.dumps import load_samples, save_dump, subsample
 from slime.config.args import Args
 from slime.observability import logging_utils
 from slime.observability.rollout_metrics import compute_rollout_metrics
 from slime.rollout.base_types import call_rollout_fn, flatten
-from slime.rollout.hook_errors import blame_hook, hook_name
-from slime.rollout.hook_returns import check_train_data, check_trainable
-from slime.rollout.policy_filtration import filter_train_data
-from slime.rollout.rewards import post_process_rewards
-from slime.rollout.sample_errors import check_distinct
-from slime.rollout.train_data import samples_to_train_data
-from slime.rollout.weight_versions import WeightClock, staleness, staleness_metrics
-from slime.utils.columns import FlatColumn, flatten_columns
+from slime.rollout.hooks.errors import blame_hook, hook_name
+from slime.rollout.hooks.returns import check_train_data, check_trainable
+from slime.rollout.hooks.sample_errors import check_distinct
+from slime.rollout.sampling.weight_versions import WeightClock, staleness, staleness_metrics
+from slime.rollout.train_data import filter_train_data, post_process_rewards, samples_to_train_data
 from slime.utils.dp_schedule import build_dp_schedule
-from slime.utils.dumps import load_samples, save_dump, subsample
 from slime.utils.misc import Box, hook_args, load_function
+from slime.utils.train_data import FlatColumn, flatten_columns
 from slime.utils.types import Sample
 
 # Flags of the hooks that are called between the rollout function and the trainer.

@@ -20,11 +20,11 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.server_control import Probe
+from slime.processes.wait import Watch
 from slime.ray.rollout.servers import ModelServers
 from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import HttpError
-from slime.utils.outages import OUTAGES
-from slime.utils.threads import Watch
+from slime.utils.http.outages import OUTAGES
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from slime.rollout.rm_hub.math_utils import extract_boxed_answer
-from slime.rollout.rm_hub.stop_tokens import without_stop_tokens
+from slime.rollout.rm_hub.math_utils import extract_boxed_answer, without_stop_tokens
 
 TAIL_CHARS = 300
 BOX_TAIL_CHARS = 100

@@ -1,14 +1,29 @@
 """Grading of a boxed maths answer against a label: normalised strings first, computer algebra last.
 
-Pure but for the bounded sympy check. The second half turns LaTeX into one spelling of it, and into an expression.
+The middle turns LaTeX into one spelling of it, and into an expression. The end asks sympy whether two expressions are
+equal, with a time limit, in a child process (`sympy_worker.py`): a thread could not be stopped and a signal handler
+works in the main thread only; a child can be ended wherever sympy is.
+
+Rollouts ask engines for the stop token (`no_stop_trim`, `skip_special_tokens` off), because the trainer needs its
+log-prob. Graders compare answers, so they read the response without it (`without_stop_tokens`).
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import logging
+import os
+import queue
 import re
+import select
+import subprocess
+import sys
+import time
 from decimal import Decimal
+from pathlib import Path
 
-from slime.rollout.rm_hub.bounded_sympy import is_symbolically_equal
+logger = logging.getLogger(__name__)
 
 BOXED = r"\boxed{"
 BRACE = re.compile("[{}]")
@@ -17,6 +32,13 @@ INTEGER = re.compile(r"-?\d+")
 DECIMAL = re.compile(r"-?(?:\d+|\d*\.\d+)")
 HARD_FOR_SYMPY = re.compile(r"\^\{|\^\(|\^\d\d")
 MAX_UNKNOWN_LETTERS = 2
+CHECK_LIMIT_S = 2.0
+MAX_WORKERS = 2
+END_S = 10.0
+START_S = 60.0  # Until a child has imported sympy: a second or two, on a busy machine with cold files many more
+# On top of a check's limit, which the kernel holds the child to: a child that is later than this was stopped
+ANSWER_MARGIN_S = 10.0
+TURN_S = 3600.0  # For a free child: each check has its limit, but thousands may wait
 
 
 def extract_boxed_answer(text: str) -> str | None:
@@ -261,3 +283,158 @@ def _plain_roots(text: str) -> str:
     text = re.sub(r"\\sqrt\s*\[(\d+)\]\s*\{([^{}]*)\}", r"((\2)^(1/\1))", text)
     text = re.sub(r"\\sqrt\s*([^{\s\[])", r"sqrt(\1)", text)
     return text.replace(r"\sqrt", "sqrt")
+
+
+# Names of end-of-turn and end-of-text tokens, and of the roles whose turn would follow. No other special token: a tag
+# such as <|end_of_box|> may belong to the answer.
+_NAMES = (
+    "im_end|endoftext|end_of_text|eot_id|eom_id|eot|eos|end|end_of_turn|end_of_sentence|return|call"
+    "|im_start|user|assistant|observation|system"
+)
+_STOP_TOKENS = re.compile(rf"(?:(?:<\|(?:{_NAMES})\|>|<｜[\w▁]{{1,40}}｜>|</s>|<eos>|<end_of_turn>|\[e~\[)\s*)+\Z")
+_WINDOW_CHARS = 256  # longer than any such token: the search does not walk through the whole response
+
+
+def without_stop_tokens(response: str) -> str:
+    """Return the response without the end-of-turn tokens at its end, and without the blanks after them.
+
+    Example:
+        >>> without_stop_tokens("Answer: 42<|im_end|>\\n<|endoftext|>")
+        'Answer: 42'
+        >>> without_stop_tokens("<|im_start|>Answer: 42 \\n")
+        '<|im_start|>Answer: 42 \\n'
+    """
+    end = len(response)
+    while run := _STOP_TOKENS.search(response, max(0, end - _WINDOW_CHARS), end):
+        end = run.start()
+    return response[:end]
+
+
+class _Late(Exception):
+    """The child did nothing until the deadline."""
+
+
+class _Worker:
+    """One child; started on first use and again after a check that it did not survive."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def is_equal(self, a: str, b: str, limit_s: float) -> bool | None:
+        """The child's verdict, or None when it died on the check, or was stopped and then ended."""
+        child, request = self._running(), json.dumps({"a": a, "b": b, "limit_s": limit_s}) + "\n"
+        allowed_s = limit_s + ANSWER_MARGIN_S
+        try:
+            answer = _answer_of(child, request.encode(), allowed_s)
+        except BrokenPipeError:
+            answer = ""
+        except _Late:
+            logger.error("the sympy child %d did not answer within %.0f s and was ended", child.pid, allowed_s)
+            answer = ""
+        if not answer:
+            self.end()
+            return None
+        return answer == "1"
+
+    def end(self) -> None:
+        """Kill the child."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(END_S)  # it was killed
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    stream.close()
+            self._process = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = _start()
+            try:
+                said = _answer_of(self._process, b"", START_S)
+            except _Late:
+                self.end()
+                raise RuntimeError(f"the sympy child was not ready within {START_S:.0f} s and was ended") from None
+            if said != "ready":
+                self.end()
+                raise RuntimeError("the sympy child did not start; is sympy installed? (pip install sympy)")
+        return self._process
+
+
+def _start() -> subprocess.Popen[bytes]:
+    script = Path(__file__).with_name("sympy_worker.py")
+    # -P: the script's directory must not come first on the path, its module names are no top-level names
+    command = [sys.executable, "-P", str(script)]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+    )
+    for stream in (child.stdin, child.stdout):
+        assert stream is not None
+        os.set_blocking(stream.fileno(), False)
+    return child
+
+
+def _answer_of(child: subprocess.Popen[bytes], request: bytes, limit_s: float) -> str:
+    """Write a request, which a stopped child would not take either, and read the line that answers it.
+
+    Returns:
+        the line, or nothing when the child ended before.
+
+    Raises:
+        _Late: neither came within `limit_s`.
+        BrokenPipeError: the child ended before it took the request.
+    """
+    assert child.stdin is not None and child.stdout is not None
+    end, source, sink = time.monotonic() + limit_s, child.stdout.fileno(), child.stdin.fileno()
+    while request:
+        _wait_for(sink, select.POLLOUT, end)
+        request = request[os.write(sink, request) :]
+    answer = b""
+    while not answer.endswith(b"\n"):
+        _wait_for(source, select.POLLIN, end)
+        if not (more := os.read(source, 4096)):
+            return ""
+        answer += more
+    return answer.decode().strip()
+
+
+def _wait_for(descriptor: int, event: int, end: float) -> None:
+    poll = select.poll()  # not select.select, which takes no descriptor above 1023
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+        raise _Late
+
+
+class _Pool:
+    """The children of this process; each serves one thread at a time."""
+
+    def __init__(self) -> None:
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_Worker() for _ in range(MAX_WORKERS)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        atexit.register(self.end)
+
+    def is_equal(self, a: str, b: str, limit_s: float) -> bool | None:
+        worker = self._idle.get(timeout=TURN_S)
+        try:
+            return worker.is_equal(a, b, limit_s)
+        finally:
+            self._idle.put(worker)
+
+    def end(self) -> None:
+        for worker in self._workers:
+            worker.end()
+
+
+_pool = _Pool()
+
+
+def is_symbolically_equal(a: str, b: str, *, limit_s: float = CHECK_LIMIT_S) -> bool:
+    """Whether `a - b` simplifies to zero within `limit_s`; a check that takes longer counts as False and is logged.
+
+    Blocks the calling thread for up to the limit (plus about 2 s for the first check of a process).
+    """
+    verdict = _pool.is_equal(a, b, limit_s)
+    if verdict is None:
+        logger.warning("sympy check stopped after %.1f s, counted as wrong: %.80r against %.80r", limit_s, a, b)
+    return bool(verdict)

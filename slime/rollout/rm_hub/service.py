@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from slime.config.args import Args
-from slime.rollout.engine_request import required_model_url
-from slime.utils.api_keys import headers_for
+from slime.rollout.sampling.engine_request import required_model_url
 from slime.utils.errors import HttpError
+from slime.utils.http.api_keys import headers_for
 from slime.utils.misc import SingletonMeta, needed
 from slime.utils.processing_utils import encode_text, load_tokenizer, render_chat
 from slime.utils.types import Sample

@@ -31,12 +31,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.utils.env_flags import env_flag
-from slime.utils.errors import UsageError
+from slime.processes.registry import registry
+from slime.processes.wait import wait
+from slime.utils.errors import UsageError, env_flag
 from slime.utils.misc import exec_command
 from slime.utils.names import nearest
-from slime.utils.processes import registry
-from slime.utils.wait import wait
 
 MODEL_ARGS_S = 60.0
 

@@ -27,8 +27,8 @@ import time
 import uuid
 from typing import Any
 
-from slime.utils.api_keys import protect, protect_service
 from slime.utils.async_utils import cancel_all, gather_or_cancel, is_cancellation
+from slime.utils.http.api_keys import protect, protect_service
 from slime.utils.http_utils import HttpError, close_http_client, get, post
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.protocol import Prompt, Record, StartRollout

@@ -16,7 +16,7 @@ from slime.algorithms.baselines import BASELINES
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.losses import LOSSES
 from slime.algorithms.returns import RETURNS, chunked_discounted_returns, whiten
-from slime.rollout.rewards import post_process_rewards
+from slime.rollout.train_data import post_process_rewards
 from slime.utils.types import Sample
 from tests.unit.argument_lines import Check, check, command_line, has
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout.policy_filtration import filter_train_data, filtration_weights
+from slime.rollout.train_data import filter_train_data, filtration_weights
 from slime.utils.types import Sample
 from tests.unit.argument_lines import Check, check, command_line, has
 

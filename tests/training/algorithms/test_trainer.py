@@ -108,7 +108,7 @@ def test_further_passes_over_a_rollout_train_on_it_again(hf_path: Path, tmp_path
 
 
 def test_the_schedule_is_as_long_as_all_passes(hf_path: Path):
-    from slime.utils.train_steps import total_train_steps
+    from slime.utils.dp_schedule import total_train_steps
 
     args = trainer_args(hf_path, ppo_epochs=3, num_rollout=5, rollout_batch_size=4, n_samples_per_prompt=2)
     args.global_batch_size = 4

@@ -18,18 +18,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from slime.checkpoints.manifest import FILE as MANIFEST_FILE
+from slime.checkpoints.manifest import entries_of, to_disk, write_manifest
 from slime.config.args import Args
 from slime.conversion.reader import config_dtype
 from slime.conversion.writer import SHARD_BYTES, copy_assets
 from slime.training.collective_writing import DiskFull
 from slime.utils.distributed_utils import barrier, gathered
-from slime.utils.errors import UsageError
-from slime.utils.full_disk import is_of_full_disk
-from slime.utils.hf_text_config import is_of_other_part, text_config
-from slime.utils.manifest import FILE as MANIFEST_FILE
-from slime.utils.manifest import entries_of, to_disk, write_manifest
+from slime.utils.errors import UsageError, is_of_full_disk
 from slime.weights.formats import BLOCK_SUFFIX, TENSOR_SUFFIX
 from slime.weights.fp8 import E4M3
+from slime.weights.names import is_of_other_part, text_config
 from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 _SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor

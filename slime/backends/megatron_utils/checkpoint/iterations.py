@@ -2,9 +2,9 @@
 
 What a checkpoint holds besides weights is chosen when it is saved (--checkpoint-contents); loading takes what is there
 and starts the rest fresh. A checkpoint appears under its name only when it is complete, with a manifest of its files
-(`slime.utils.manifest`; `slime.ray.checkpoints` looks at it before a load), and the tracker file is written last, so
-that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other parallel layout
-can load it. It knows nothing about HF directories, rollouts or data sources, nor which checkpoints are too old
+(`slime.checkpoints.manifest`; `slime.ray.checkpoints` looks at it before a load), and the tracker file is written
+last, so that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other parallel
+layout can load it. It knows nothing about HF directories, rollouts or data sources, nor which checkpoints are too old
 (slime.training.pruning).
 """
 
@@ -38,13 +38,13 @@ from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loadi
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
+from slime.checkpoints import manifest
+from slime.checkpoints.manifest import Entry, entries_of, to_disk, write_manifest
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
 from slime.conversion.writer import put_in_place
 from slime.training.backend import CheckpointSource
 from slime.training.collective_writing import gives_way_to_a_full_disk, together
-from slime.utils import manifest
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
 from slime.utils.distributed_utils import gathered, get_gloo_group
-from slime.utils.manifest import Entry, entries_of, to_disk, write_manifest
 
 logger = logging.getLogger(__name__)
 WRITE_DEADLINE_S = 3600.0

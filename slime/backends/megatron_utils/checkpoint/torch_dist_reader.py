@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from slime.checkpoints.metadata import read_metadata
 from slime.conversion.reader import TensorInfo
-from slime.utils.checkpoint_metadata import read_metadata
 from slime.utils.errors import UsageError
 
 # The norms have the names of TransformerEngine's fused layers, so that models with and without it share checkpoints.

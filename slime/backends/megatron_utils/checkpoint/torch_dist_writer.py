@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from slime.backends.megatron_utils.checkpoint.iterations import give_name
 from slime.backends.megatron_utils.model.model_weights import iter_weights, named_tensors
+from slime.checkpoints import manifest
+from slime.checkpoints.manifest import entries_of, to_disk, write_manifest
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, iteration_dir
 from slime.conversion.writer import check_room, growing, progress, run_in_threads
-from slime.utils import manifest
-from slime.utils.checkpoint_paths import MODEL_SHAPE_FILE, iteration_dir
 from slime.utils.errors import UsageError
-from slime.utils.manifest import entries_of, to_disk, write_manifest
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

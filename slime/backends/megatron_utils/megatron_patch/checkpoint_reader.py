@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from slime.utils.checkpoint_metadata import check_names, read_metadata
-from slime.utils.dumps import reason_of
+from slime.checkpoints.dumps import reason_of
+from slime.checkpoints.metadata import check_names, read_metadata
 from slime.utils.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slime.utils.fusion import triton_works
+from slime.utils.accelerator.fusion import triton_works
 
 
 def apply() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.cp_utils import zigzag_positions
-from slime.utils.fusion import kernel_on_cuda
+from slime.utils.accelerator.fusion import kernel_on_cuda
 
 _last: tuple[Any, ...] = ()
 """What cosines and sines were last asked for, and they. In most models every layer asks for the same; with latent

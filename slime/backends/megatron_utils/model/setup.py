@@ -28,8 +28,8 @@ from slime.config.args import Args
 from slime.config.megatron.fp8_forward_plan import Fp8Choice
 from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.utils import accelerator
+from slime.utils.dp_schedule import decay_steps, total_train_steps, warmup_steps
 from slime.utils.errors import UsageError
-from slime.utils.train_steps import decay_steps, total_train_steps, warmup_steps
 
 
 class _Float16Model(Float16Module):

@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.layers.varlen_attention import LatentAttentio
 from slime.config.args import Args
 from slime.models.hf_config import moe_layer_pattern
 from slime.utils import accelerator
-from slime.utils.fusion import kernel_on_cuda
+from slime.utils.accelerator.fusion import kernel_on_cuda
 from slime.utils.misc import hook_args, load_function
 
 OF_VARIANT = {

@@ -158,6 +158,7 @@ def parse_server_args(argv: Sequence[str] | None, world_size: int) -> ServerArgs
     Raises:
         UsageError: flags that disagree with each other, with the HF config or with what is at their paths.
     """
+    from slime.checkpoints.paths import classify_checkpoint
     from slime.config.megatron.arguments import (
         kernel_problems,
         megatron_problems,
@@ -166,7 +167,6 @@ def parse_server_args(argv: Sequence[str] | None, world_size: int) -> ServerArgs
         set_default_megatron_args,
     )
     from slime.utils import accelerator
-    from slime.utils.checkpoint_paths import classify_checkpoint
 
     args = make_parser().parse_args(argv, namespace=ServerArgs())
     vars(args).update(TRAINER_DEFAULTS, actor_num_gpus_per_node=world_size)

@@ -35,10 +35,10 @@ from fastapi.responses import JSONResponse
 from slime.backends.megatron_utils.server.flags import ServerArgs, parse_server_args
 from slime.backends.megatron_utils.server.protocol import GenerateBody, UpdateBody, answer_of, request_of
 from slime.backends.megatron_utils.server.request_queue import Job, ModelLoop, QueueFull, RequestQueue
-from slime.utils.api_keys import SERVICE_ENV, headers_for, is_refused, protect_service
+from slime.processes.wait import WaitTimeout, wait
 from slime.utils.errors import UsageError
+from slime.utils.http.api_keys import SERVICE_ENV, headers_for, is_refused, protect_service
 from slime.utils.misc import listen_anywhere
-from slime.utils.wait import WaitTimeout, wait
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from slime.backends.megatron_utils.model.setup import build_model
 from slime.backends.megatron_utils.passes.forward import run_model
 from slime.backends.megatron_utils.server.flags import ServerArgs
 from slime.backends.megatron_utils.server.protocol import Alternatives, Score, ScoreRequest
+from slime.checkpoints.paths import classify_checkpoint
 from slime.config.megatron.arguments import model_differences
 from slime.utils import accelerator
-from slime.utils.checkpoint_paths import classify_checkpoint
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import UsageError
-from slime.utils.tensor_backper import TensorBackuper
 
 _BEFORE = "before the update"
 

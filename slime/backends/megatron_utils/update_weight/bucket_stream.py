@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from slime.backends.megatron_utils.update_weight.engines import Calls, EngineFleet, WeightSyncError, contact_of
-from slime.utils.progress_counts import went_on
+from slime.processes.progress_counts import went_on
 
 Bucket = list[tuple[str, torch.Tensor]]
 """(HF name, full tensor); views of live parameters as a rule."""

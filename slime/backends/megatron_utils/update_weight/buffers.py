@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from slime.backends.sglang_utils.weight_transfer import Place, view_as
-from slime.utils.memory_saver import outside_saver
+from slime.utils.accelerator.memory_saver import outside_saver
 
 BLOCK = 256
 """Bytes: where a tensor begins at a multiple of it, the device copies at full speed."""

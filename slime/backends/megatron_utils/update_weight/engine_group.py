@@ -28,8 +28,8 @@ from slime.backends.megatron_utils.update_weight.engines import (
 )
 from slime.backends.sglang_utils.weight_transfer import init_process_group
 from slime.utils import accelerator
+from slime.utils.accelerator.memory_saver import outside_saver
 from slime.utils.distributed_utils import store_at
-from slime.utils.memory_saver import outside_saver
 from slime.utils.misc import get_current_node_ip, listen_anywhere
 
 GROUP_NAME = "slime-pp_"

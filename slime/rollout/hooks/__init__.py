@@ -1,0 +1,1 @@
+"""Calls of user functions: whether their signatures fit, what they may return, and errors that name them."""

@@ -1,0 +1,445 @@
+"""From one prompt to scored samples: one engine call (or a custom generate function), sample hooks, reward.
+
+Shared by the training rollout (slime.rollout.sglang_rollout) and by evaluation (slime.rollout.eval), which decide what
+is generated and when; this module does not. User code imports these names from slime.rollout.sglang_rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from slime.algorithms.baselines import GREEDY_REWARD
+from slime.algorithms.estimators import ESTIMATORS
+from slime.config.args import Args
+from slime.observability.trace_utils import (
+    bind_trace,
+    build_sglang_meta_trace_attrs,
+    is_traced,
+    span_if_traced,
+    trace_next_attempt,
+)
+from slime.processes.progress_counts import went_on
+from slime.processes.wait import DaemonThreads
+from slime.rollout.base_types import flatten
+from slime.rollout.hooks.sample_errors import (
+    blame,
+    check_completed,
+    check_distinct,
+    check_sample,
+    describe,
+    generate_name,
+    hook_name,
+)
+from slime.rollout.hooks.signatures import is_batch_generate
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.rollout.sampling.engine_request import (
+    append_engine_output,
+    call_budget,
+    engine_headers,
+    engine_payload,
+    router_url,
+)
+from slime.rollout.sampling.scoring import score_each, score_fan_out, score_group, share_rollout_id
+from slime.rollout.sampling.weight_versions import WeightClock, note_begin
+from slime.utils.async_utils import gather_or_cancel, is_cancellation
+from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
+from slime.utils.misc import SingletonMeta, load_function, stable_hash
+from slime.utils.processing_utils import build_processor_kwargs, encode_text, load_processor, load_tokenizer
+from slime.utils.types import Sample
+
+__all__ = [
+    "GenerateState",
+    "append_engine_output",
+    "fresh_copy",
+    "gather_or_cancel",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "is_unfinished",
+    "sampling_seed",
+]
+logger = logging.getLogger(__name__)
+Group = list[Sample]
+Status = Sample.Status
+_FINISHED = (Status.COMPLETED, Status.TRUNCATED)
+_processor_threads = DaemonThreads("processor", 8)
+START = "start_rollout_id"
+
+
+class GenerateState(metaclass=SingletonMeta):
+    """What the rollouts of one process share: tokenizer, sampling parameters, the semaphore and the tasks in flight.
+
+    `remaining_batch_size` counts the groups that are accepted or in flight. `pendings` holds each task in flight with
+    its prompt as it was, `finished` receives the task when it is done. `aborted` tells generate functions of several
+    turns to stop. `scorings` holds what waits for rewards of a training rollout.
+    """
+
+    def __init__(self, args: Args) -> None:
+        self.args = args
+        self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * get_rollout_num_engines(args))
+        self.sampling_params: dict[str, Any] = {
+            "temperature": args.rollout_temperature,
+            "top_p": args.rollout_top_p,
+            "top_k": args.rollout_top_k,
+            "max_new_tokens": args.rollout_max_response_len,
+            "min_new_tokens": args.rollout_min_new_tokens,
+            "stop": args.rollout_stop,
+            "stop_token_ids": args.rollout_stop_token_ids,
+            "ignore_eos": args.rollout_ignore_eos,
+            "skip_special_tokens": args.rollout_skip_special_tokens,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        }
+        self.encode = functools.lru_cache(maxsize=4096)(self._encode)
+        self.group_sampling_seeds: list[int] | None = None
+        if args.sglang_enable_deterministic_inference:
+            self.group_sampling_seeds = [args.rollout_seed + j for j in range(args.n_samples_per_prompt)]
+        self._dp_counts = [0] * (args.sglang_dp_size or 1)
+        init_http_client(args)
+        self.reset()
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """The checkpoint's processor, loaded at first use; None when it has none."""
+        return load_processor(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
+
+    @contextmanager
+    def dp_rank_context(self) -> Iterator[int]:
+        """The data-parallel rank of an engine that has the fewest calls in flight, counted while inside."""
+        rank = self._dp_counts.index(min(self._dp_counts))
+        self._dp_counts[rank] += 1
+        try:
+            yield rank
+        finally:
+            self._dp_counts[rank] -= 1
+
+    def _encode(self, prompt: str) -> tuple[int, ...]:
+        return tuple(encode_text(self.tokenizer, prompt))
+
+    def reset(self) -> None:
+        """Forget the last rollout."""
+        self.aborted = False
+        self.remaining_batch_size = 0
+        self.pendings: dict[asyncio.Task[Group], Group] = {}
+        self.finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
+        self.scorings: set[asyncio.Task[None]] = set()
+
+    async def score_until_aborted(self, scoring: Coroutine[Any, Any, None]) -> None:
+        """Wait for rewards; when the rollout ends first, return without: they are asked for again in a later one."""
+        if self.aborted:
+            scoring.close()
+            return
+        task = asyncio.create_task(scoring)
+        self.scorings.add(task)
+        try:
+            await task
+        except asyncio.CancelledError as error:
+            if is_cancellation(error) or not self.aborted:
+                raise
+        finally:
+            self.scorings.discard(task)
+
+    def stop_scoring(self) -> None:
+        """End what `score_until_aborted` waits for."""
+        for task in self.scorings:
+            task.cancel()
+
+    def submit_generate_tasks(self, groups: list[Group]) -> None:
+        """Start one task per group; each group is kept as it was, to be returned if its result is not used."""
+        for group in groups:
+            untouched = [sample.snapshot() for sample in group]
+            task = asyncio.create_task(generate_and_rm_group(self.args, group, dict(self.sampling_params)))
+            self.pendings[task] = untouched
+            task.add_done_callback(self.finished.put_nowait)
+        self.remaining_batch_size += len(groups)
+
+
+def fresh_copy(sample: Sample) -> Sample:
+    """The sample's prompt, place and metadata, with nothing generated."""
+    return Sample(
+        group_index=sample.group_index,
+        index=sample.index,
+        prompt=sample.prompt,
+        multimodal_inputs=sample.multimodal_inputs,
+        apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
+        label=sample.label,
+        metadata=dict(sample.metadata),
+        generate_function_path=sample.generate_function_path,
+        custom_rm_path=sample.custom_rm_path,
+        train_metadata=sample.train_metadata,
+    )
+
+
+def restarted(sample: Sample) -> Sample:
+    """The sample with nothing generated, and without what a rollout noted about an earlier attempt."""
+    fresh = fresh_copy(sample)
+    for key in (START, GREEDY_REWARD):
+        fresh.metadata.pop(key, None)
+    return fresh
+
+
+def sampling_seed(*parts: int | str) -> int:
+    """A request's 31-bit seed, from what identifies it: the same in every run."""
+    return stable_hash("sampling", *parts)
+
+
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """The default generate function: one call to the router's /generate, answer appended to the sample.
+
+    With --rollout-fire-temperature the first token of a new response is a call of its own, at that temperature. It is
+    masked: it was not the policy that chose it, so the policy must not be trained on it.
+
+    Args:
+        args: router address, `rollout_max_context_len`, `eval_max_context_len`, `rollout_fire_temperature`.
+        sample: its prompt is text; tokens that it already has are continued.
+        sampling_params: SGLang's, with `max_new_tokens`; it and `min_new_tokens` count what the response already has.
+        evaluation: the limit of the context is that of evaluations.
+
+    Raises:
+        HttpError: the engine refused the request or could not be reached.
+        ValueError: the prompt is a message list, or no response length is set.
+    """
+    state = GenerateState(args)
+    if not sample.tokens:
+        await tokenize_prompt(state, sample)
+    limit = args.eval_max_context_len if evaluation else args.rollout_max_context_len
+    is_new = sample.response_length == 0
+    params = call_budget(sample, sampling_params, max_context_len=limit)
+    if params is not None and is_new and not evaluation and _is_fire(args, params):
+        if not await _generate_hot_token(state, sample, params):
+            return sample
+        params, is_new = call_budget(sample, sampling_params, max_context_len=limit), False
+    if params is None:
+        sample.status = Status.TRUNCATED
+        return sample
+    await _call_engine(args, sample, params)
+    if not is_new:  # a character may be split between two calls
+        skip = sampling_params.get("skip_special_tokens", False)
+        ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+        sample.response = state.tokenizer.decode(ids, skip_special_tokens=skip)
+    return sample
+
+
+async def tokenize_prompt(state: GenerateState, sample: Sample) -> None:
+    """Set the tokens of a sample that has none to those of its prompt."""
+    if not isinstance(sample.prompt, str):
+        raise ValueError("the prompt is a message list; --apply-chat-template turns it into text")
+    if not any((sample.multimodal_inputs or {}).values()):
+        sample.tokens = list(state.encode(sample.prompt))
+        return
+    keywords = build_processor_kwargs(sample.multimodal_inputs)
+    outputs = await _processor_threads.run(functools.partial(state.processor, text=sample.prompt, **keywords))
+    sample.tokens = [int(token) for token in outputs["input_ids"][0]]
+    rest = {key: value for key, value in outputs.items() if key not in ("input_ids", "attention_mask")}
+    sample.multimodal_train_inputs = rest or None
+
+
+async def _call_engine(args: Args, sample: Sample, params: dict[str, Any], *, trainable: bool = True) -> None:
+    url = f"{router_url(args)}/generate"
+    with span_if_traced(sample, "engine call") as span:
+        payload = engine_payload(sample, params, with_routed_experts=args.use_rollout_routing_replay)
+        output = await post(url, payload, headers=engine_headers(args, sample))
+        try:
+            append_engine_output(args, sample, output, trainable=trainable)
+        except RuntimeError as error:
+            raise RuntimeError(f"{url}: {error}") from None
+        if span.is_recorded:
+            span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
+
+
+def _is_fire(args: Args, params: dict[str, Any]) -> bool:
+    return args.rollout_fire_temperature is not None and params.get("temperature") != 0
+
+
+async def _generate_hot_token(state: GenerateState, sample: Sample, params: dict[str, Any]) -> bool:
+    """Append the hot first token, masked; returns whether the response goes on."""
+    hot = {**params, "temperature": state.args.rollout_fire_temperature, "max_new_tokens": 1}
+    if hot.get("min_new_tokens"):
+        hot["min_new_tokens"] = 1
+    await _call_engine(state.args, sample, hot, trainable=False)
+    if sample.status is not Status.TRUNCATED:
+        return False
+    sample.status = Status.ABORTED if state.aborted else Status.PENDING
+    return not state.aborted
+
+
+async def generate_and_rm(
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Complete one sample, run the sample hooks, score it.
+
+    A sample that is already finished is only scored. With --group-rm (training) scoring is left to the group. Samples
+    that were aborted or already have a reward are not scored. A rollout that ends meanwhile leaves a finished sample
+    without a reward.
+
+    Returns:
+        The sample, or the list that a custom generate function made of it (they share a rollout_id).
+
+    Raises:
+        SampleError: the generate function, a hook or the reward failed, or returned what cannot be used.
+    """
+    state = GenerateState(args)
+    if sample.response_length:  # of an earlier rollout, perhaps of an earlier run
+        check_sample(args, f"--data-source-path {hook_name(args.data_source_path)}", sample, evaluation=evaluation)
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
+        sample.loss_mask = [0] * sample.response_length  # older weights wrote it
+    if sample.status in _FINISHED:
+        completed: Sample | list[Sample] = sample
+    else:
+        async with state.semaphore:
+            if state.aborted and not evaluation:
+                sample.status = Status.ABORTED
+                return sample
+            begun = WeightClock().version  # the engine names a version when it answers, after a sync perhaps
+            completed = await _call_generate(args, sample, sampling_params, evaluation)
+            note_begin(flatten(completed), begun)
+    completed = await apply_rollout_sample_hooks(args, completed, evaluation=evaluation)
+    samples = flatten(completed)
+    if isinstance(completed, list):
+        share_rollout_id(sample, samples)
+    score = score_fan_out if isinstance(completed, list) else score_each
+    if evaluation:
+        await score(args, samples, evaluation=True)
+    elif not args.group_rm:
+        await state.score_until_aborted(score(args, samples, evaluation=False))
+    went_on("samples", len(samples))
+    return samples if isinstance(completed, list) else completed
+
+
+async def _call_generate(
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Sample]:
+    name, before = generate_name(args, sample), sample.snapshot()
+    if args.save_debug_rollout_data is not None:
+        bind_trace(sample)  # the dump is where traces are read
+    if sample.status is Status.ABORTED:
+        sample.status = Status.PENDING  # of an earlier rollout
+        if is_traced(sample):
+            trace_next_attempt(sample)
+    path = sample.generate_function_path or args.custom_generate_function_path
+    with blame(name, before), span_if_traced(sample, "generate"):
+        if path:
+            fn = load_function(path)
+            extra = {"evaluation": evaluation} if _has_parameter(fn, "evaluation") else {}
+            is_batch = is_batch_generate(fn)
+            result = fn(args, [sample], **extra) if is_batch else fn(args, sample, sampling_params, **extra)
+            if not inspect.isawaitable(result):
+                raise TypeError(f"it is not async, it returned a {type(result).__name__}; write it as `async def`")
+            completed: Sample | list[Sample] = await result
+            if is_batch:
+                completed = _of_batch(args, completed)
+        else:
+            completed = await generate(args, sample, sampling_params, evaluation)
+    check_completed(args, name, before, completed, evaluation=evaluation)
+    return completed
+
+
+def _of_batch(args: Args, completed: Any) -> Any:
+    """What a function that takes lists made of a list of one sample; text without tokens gets them.
+
+    Such a function may write only `response`. Then the prompt, a conversation with all turns before the last among
+    them, and the response are tokenised, and every token of the response is trained. An aborted text is begun anew.
+
+    Raises:
+        TypeError: it is no list.
+        ValueError: a sample has a response and tokens, but no response_length.
+    """
+    if not isinstance(completed, list):
+        raise TypeError(f"it got a list of samples and returned a {type(completed).__name__}; return a list")
+    for sample in completed:
+        if sample.status is Status.PENDING:
+            sample.status = Status.COMPLETED
+        if sample.response_length:
+            continue
+        if sample.status is Status.ABORTED:
+            sample.response = ""
+        elif not sample.tokens:
+            _tokenise(sample, GenerateState(args).tokenizer)
+        elif sample.response:
+            raise ValueError(f"{describe(sample)} has a response and tokens, but a response_length of 0; set it")
+    return completed[0] if len(completed) == 1 else completed
+
+
+def _tokenise(sample: Sample, tokenizer: Any) -> None:
+    """Set a sample's tokens from its prompt and its response."""
+    prompt = sample.prompt
+    if not isinstance(prompt, str):
+        # as such functions render it: what else they gave the template is not known here
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    response = encode_text(tokenizer, sample.response)
+    sample.tokens, sample.response_length = [*encode_text(tokenizer, prompt), *response], len(response)
+
+
+@functools.cache
+def _has_parameter(fn: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(fn).parameters
+
+
+async def generate_and_rm_group(
+    args: Args, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Group:
+    """Complete and score the samples of one prompt; fan-out lists are flattened into the group.
+
+    With deterministic inference each sample gets a sampling seed of its own. With --group-rm the reward function sees
+    the whole group at once, unless a sample was aborted. With --advantage-estimator remax one more response is
+    generated greedily; its reward becomes metadata["greedy_reward"] of every sample, and it is not trained on.
+
+    Raises:
+        SampleError: as `generate_and_rm`; the rest of the group is cancelled.
+    """
+    state = GenerateState(args)
+    if state.aborted and not evaluation:
+        for sample in group:
+            if sample.status not in _FINISHED:
+                sample.status = Status.ABORTED
+        return group
+    calls: list[Any] = []
+    for sample in group:
+        sample.session_id = sample.session_id or uuid.uuid4().hex
+        params = dict(sampling_params)
+        if args.sglang_enable_deterministic_inference:
+            params["sampling_seed"] = sampling_seed(args.rollout_seed, str(sample.index))
+        calls.append(generate_and_rm(args, sample, params, evaluation))
+    needs_baseline = not evaluation and _lacks_baseline(args, group)
+    if needs_baseline:
+        calls.append(_greedy_reward(args, group[0], dict(sampling_params)))
+    results = await gather_or_cancel(calls)
+    baseline = results.pop() if needs_baseline else None
+    completed = flatten(results)
+    check_distinct(generate_name(args, group[0]), completed)
+    if baseline is not None:
+        for sample in completed:
+            sample.metadata[GREEDY_REWARD] = baseline
+    if args.group_rm and not evaluation and not any(s.status is Status.ABORTED for s in completed):
+        await state.score_until_aborted(score_group(args, completed))
+    return completed
+
+
+def is_unfinished(args: Args, group: Group) -> bool:
+    """Whether something of a group was aborted: one of its samples, or its greedy baseline."""
+    return any(sample.status is Status.ABORTED for sample in group) or _lacks_baseline(args, group)
+
+
+def _lacks_baseline(args: Args, group: Group) -> bool:
+    is_greedy = ESTIMATORS[args.advantage_estimator].baseline == "greedy"
+    return is_greedy and any(GREEDY_REWARD not in sample.metadata for sample in group)
+
+
+async def _greedy_reward(args: Args, sample: Sample, params: dict[str, Any]) -> float | None:
+    """The reward of the prompt's greedy response; None when the rollout ended first."""
+    twin = fresh_copy(sample)
+    twin.session_id = uuid.uuid4().hex
+    completed = flatten(await generate_and_rm(args, twin, {**params, "temperature": 0.0}))
+    if completed[-1].status is Status.ABORTED:
+        return None
+    if args.group_rm:
+        await GenerateState(args).score_until_aborted(score_group(args, completed[-1:]))
+    return None if completed[-1].reward is None else float(completed[-1].get_reward_value(args))

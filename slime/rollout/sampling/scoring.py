@@ -1,0 +1,130 @@
+"""Scoring finished samples, and checking what the reward function returned; fan-out siblings are one execution.
+
+Which reward function it is, slime.rollout.rm_hub decides. It does not know when a sample is finished.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.config.args import Args
+from slime.observability.trace_utils import span_if_traced
+from slime.rollout.hooks.sample_errors import (
+    SampleValueError,
+    blame,
+    check_reward,
+    describe,
+    generate_name,
+    reward_name,
+)
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.utils.async_utils import gather_or_cancel
+from slime.utils.types import Sample
+
+
+async def score_each(args: Args, samples: list[Sample], *, evaluation: bool) -> None:
+    """Score every sample that has no reward yet and was not aborted.
+
+    Raises:
+        SampleError: the reward function failed, or returned no finite number.
+    """
+    _check_given(args, samples, evaluation=evaluation)
+    unscored = _unscored(samples)
+    rewards = await gather_or_cancel(_score(args, sample, evaluation) for sample in unscored)
+    for sample, reward in zip(unscored, rewards, strict=True):
+        sample.reward = reward
+
+
+async def _score(args: Args, sample: Sample, evaluation: bool) -> Any:
+    name = reward_name(args, sample)
+    with (
+        blame(name, sample, about_label=_why_no_label(args, [sample], evaluation=evaluation)),
+        span_if_traced(sample, "reward"),
+    ):
+        reward = await async_rm(args, sample)
+    check_reward(args, name, sample, reward, evaluation=evaluation)
+    return reward
+
+
+async def score_fan_out(args: Args, siblings: list[Sample], *, evaluation: bool) -> None:
+    """Score the samples that a generate function made of one: as a list, with one call of --custom-rm-path.
+
+    Only the samples that `score_each` would score are in the list. A sample with a `custom_rm_path` of its own is
+    scored by that, and without --custom-rm-path each sample is scored by itself.
+
+    Raises:
+        SampleError: the reward function failed, or returned another number of rewards than samples.
+    """
+    if args.custom_rm_path:
+        together = [sample for sample in _unscored(siblings) if not sample.custom_rm_path]
+        await _score_together(args, together, "the list that a generate function returned", evaluation=evaluation)
+    await score_each(args, siblings, evaluation=evaluation)
+
+
+async def score_group(args: Args, group: list[Sample]) -> None:
+    """Score a group with one call that sees all of it (--group-rm); rewards that are there are kept.
+
+    Raises:
+        SampleError: the reward function failed, or returned another number of rewards than samples.
+    """
+    _check_given(args, group, evaluation=False)
+    if any(sample.reward is None for sample in group):
+        await _score_together(args, group, "--group-rm", evaluation=False)
+
+
+async def _score_together(args: Args, samples: list[Sample], why: str, *, evaluation: bool) -> None:
+    if not samples:
+        return
+    name = reward_name(args, samples[0])
+    with (
+        blame(
+            name if why == "--group-rm" else f"{name} ({why})",
+            samples[0],
+            about_label=_why_no_label(args, samples, evaluation=evaluation),
+        ),
+        span_if_traced(samples, "reward"),
+    ):
+        rewards = await batched_async_rm(args, samples)
+    if len(rewards) != len(samples):
+        raise SampleValueError(
+            f"{name} returned {len(rewards)} rewards for the {len(samples)} samples of {describe(samples[0])} ({why})"
+        )
+    for sample, reward in zip(samples, rewards, strict=True):
+        if sample.reward is None:
+            check_reward(args, name, sample, reward, evaluation=evaluation)
+            sample.reward = reward
+
+
+def _unscored(samples: list[Sample]) -> list[Sample]:
+    return [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
+
+
+def _check_given(args: Args, samples: list[Sample], *, evaluation: bool) -> None:
+    """Check the rewards that samples came with: such a sample is not scored again."""
+    by_hook = " or a --rollout-sample-hook-path" if args.rollout_sample_hook_path else ""
+    for sample in samples:
+        if sample.reward is not None and sample.status is not Sample.Status.ABORTED:
+            check_reward(args, generate_name(args, sample) + by_hook, sample, sample.reward, evaluation=evaluation)
+
+
+def _why_no_label(args: Args, samples: list[Sample], *, evaluation: bool) -> str:
+    """Why samples have no label, where none has one; a reward that fails may have read it."""
+    if any(sample.label is not None for sample in samples):
+        return ""
+    if evaluation:
+        return "the sample has no label, whose field --eval-label-key or label_key of the data set names"
+    return "the sample has no label: --label-key was not given" if args.label_key is None else ""
+
+
+def share_rollout_id(origin: Sample, siblings: list[Sample]) -> None:
+    """Make fan-out siblings one execution, members of the origin's group."""
+    given = {sibling.rollout_id for sibling in siblings if sibling.rollout_id is not None}
+    if len(given) > 1:
+        raise SampleValueError(f"the siblings made of {describe(origin)} have different rollout_ids: {sorted(given)}")
+    rollout_id = given.pop() if given else origin.index
+    for sibling in siblings:
+        sibling.rollout_id = rollout_id
+        if sibling.group_index is None:
+            sibling.group_index = origin.group_index
+        if sibling.index is None:
+            sibling.index = origin.index

@@ -1,0 +1,1 @@
+"""HTTP between the processes of a run, below `slime.utils.http_utils`."""
