@@ -63,6 +63,7 @@ def prepare(launch: dict[str, Any]) -> None:
     if launch["accelerator"] == "cpu":
         _prepare_cpu(launch["server_args"])
     from slime.backends.sglang_utils import bucket_load, disk_weights, engine_patches, weight_samples
+    from slime.models.families import family_of_config
 
     is_cpu, config = launch["accelerator"] == "cpu", _config(Path(launch["server_args"]["model_path"]))
     if not is_cpu:
@@ -76,7 +77,8 @@ def prepare(launch: dict[str, Any]) -> None:
         engine_patches.return_routed_experts()
     if is_cpu and config.get("kv_lora_rank"):
         cpu_standins.install_latent_attention()
-    if is_cpu and config.get("model_type") == "minimax_m2":
+    family = family_of_config(config)
+    if is_cpu and family and family.norms_all_heads:
         cpu_standins.install_all_heads_norm()
     if install_layers := _quantized_layers(config):
         install_layers(launch["accelerator"])
