@@ -33,8 +33,6 @@ LIMITS = {
 PUBLIC_PATHS = (
     "slime.backends.megatron_utils.arguments",
     "slime.backends.sglang_utils.sglang_config",
-    "slime.utils.arguments",
-    "slime.utils.ppo_utils",
     "slime.utils.seqlen_balancing",
 )
 LEAST_DOCUMENTED = 0.92

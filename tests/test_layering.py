@@ -42,8 +42,8 @@ COMPOSITION_ROOT_MAY_IMPORT = (
 CONFIG_MAY_IMPORT = {
     "slime.config.sglang": ("slime.backends.sglang_utils.external", "slime.backends.sglang_utils.cpu_standins"),
 }
-# The public path of something that moved: it only imports its names.
-PUBLIC_PATHS = {"slime.utils.arguments": "slime.config.parse", "slime.utils.ppo_utils": "slime.algorithms"}
+# The public path of something that moved: names and thin adapters.
+PUBLIC_PATHS = {"slime.utils.arguments": "slime.config", "slime.utils.ppo_utils": "slime.algorithms"}
 ARGS = ROOT / "slime" / "config" / "args.py"
 TRANSFER_GATE = "slime.backends.sglang_utils.weight_transfer"
 OWNERS = {

@@ -261,9 +261,9 @@ def build_parser(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] 
     with ThreadPoolExecutor(1) as asking:
         # The first time, another process imports SGLang to ask for its options, and this one meanwhile Megatron.
         tables = asking.submit(sglang_tables)
-        if add_custom_arguments is not None:
-            add_custom_arguments(parser)
         add_megatron_arguments(parser)
+        if add_custom_arguments is not None:
+            add_custom_arguments(parser)  # it may change defaults of Megatron's
     for group, flags_class in zip(groups, classes, strict=True):
         add_flags(group, flags_class)
     add_sglang_arguments(parser, tables.result())

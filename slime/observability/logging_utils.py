@@ -333,8 +333,12 @@ def take_pending() -> list[MetricRecord]:
     return of_users + taken  # the console ends a line with the rollout's own record
 
 
-def finish_tracking() -> None:
-    """Close every sink and draw `<output_dir>/curves.png`; does nothing in a process that only collects."""
+def finish_tracking(args: Args | None = None) -> None:
+    """Close every sink and draw `<output_dir>/curves.png`; does nothing in a process that only collects.
+
+    Args:
+        args: unused, because `init_tracking` kept them; part of the public signature.
+    """
     args, sinks = _tracking.args, _tracking.sinks
     _tracking.args, _tracking.sinks, _tracking.console = None, None, None
     if args is None or sinks is None:
@@ -365,8 +369,6 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _number(name: str, value: Any) -> float:
     if hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        if isinstance(value, bool):
-            return int(value)
+    if not isinstance(value, int | float):
         raise ValueError(f"metric {name!r} is no number: {value!r}")
-    return value
+    return int(value) if isinstance(value, bool) else value

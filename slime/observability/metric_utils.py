@@ -1,7 +1,4 @@
-"""Small reducers from lists of numbers or a text to metrics.
-
-Pure functions: they know neither samples nor flags.
-"""
+"""Small reducers from lists of numbers or a text to metrics, and the step at which they are logged. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ REPETITION_MIN_CHARS = 10_000
 REPETITION_RATIO = 10.0
 
 
-def dict_add_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+def dict_add_prefix(d: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Put `prefix` before every name.
 
     Example:
         >>> dict_add_prefix({"mean": 1.0}, "response_len/")
         {'response_len/mean': 1.0}
     """
-    return {f"{prefix}{name}": value for name, value in metrics.items()}
+    return {f"{prefix}{name}": value for name, value in d.items()}
 
 
 def compute_statistics(values: Sequence[float]) -> dict[str, float]:
@@ -71,6 +68,16 @@ def compute_pass_rate(
     ]
     powers = [2**exponent for exponent in range(int(math.log2(group_size)) + 1)]
     return {f"pass@{k}": statistics.fmean(estimate_pass_at_k(group_size, c, k) for c in correct) for k in powers}
+
+
+def compute_rollout_step(args: object, rollout_id: int) -> int:
+    """The step of a rollout's metrics: its id. With --wandb-always-use-train-step the W&B sink adds the train step.
+
+    Args:
+        args: unused; part of the public signature.
+        rollout_id: which.
+    """
+    return rollout_id
 
 
 def has_repetition(text: str) -> bool:

@@ -1,7 +1,7 @@
 """From finished samples to the metrics of a rollout or of an evaluation, under the names of the contract.
 
-It reads samples and a few flags and returns plain dicts; it neither logs nor knows the trainer's metrics
-(`rollout/raw_reward`, `rollout/log_probs` and the like are the trainer's columns).
+It reads samples and a few flags. `rollout/raw_reward`, `rollout/log_probs` and the like are columns of the trainer,
+which logs them itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any
 
 from slime.algorithms.baselines import overlong_metrics, overlong_penalties
 from slime.config.args import Args
-from slime.observability.metric_utils import compute_pass_rate, compute_statistics, dict_add_prefix, has_repetition
+from slime.observability import logging_utils
+from slime.observability.metric_utils import (
+    compute_pass_rate,
+    compute_rollout_step,
+    compute_statistics,
+    dict_add_prefix,
+    has_repetition,
+)
 from slime.utils.misc import is_finite_number
 from slime.utils.types import Sample
 
@@ -25,31 +32,83 @@ ENGINE_SAYS = {
 }
 
 
-def compute_rollout_metrics(args: Args, samples: Sequence[Sample], rollout_time_s: float) -> dict[str, float]:
+def log_rollout_data(
+    rollout_id: int,
+    args: Args,
+    samples: Sequence[Sample],
+    rollout_extra_metrics: Mapping[str, float] | None,
+    rollout_time: float,
+) -> None:
+    """Log the metrics of a rollout, as --custom-rollout-log-function-path is called; no hook is called here.
+
+    Args:
+        rollout_id: which.
+        args: see `compute_rollout_metrics`.
+        samples: every sample of the batch, flat.
+        rollout_extra_metrics: logged, too; of two equal names these win.
+        rollout_time: wall-clock seconds that the generation took.
+    """
+    step = {"rollout/step": compute_rollout_step(args, rollout_id)}
+    metrics = compute_rollout_metrics(args, samples, rollout_time)
+    logging_utils.log(args, {**metrics, **(rollout_extra_metrics or {}), **step}, "rollout/step")
+
+
+def log_eval_rollout_data(
+    rollout_id: int,
+    args: Args,
+    data: Mapping[str, Mapping[str, Any]],
+    extra_metrics: Mapping[str, float] | None = None,
+) -> None:
+    """Log the metrics of an evaluation, as --custom-eval-rollout-log-function-path is called; no hook is called here.
+
+    Args:
+        rollout_id: value of "eval/step".
+        args: see `compute_eval_metrics`.
+        data: likewise.
+        extra_metrics: logged, too; of two equal names these win.
+    """
+    step = {"eval/step": compute_rollout_step(args, rollout_id)}
+    logging_utils.log(args, {**compute_eval_metrics(args, data), **(extra_metrics or {}), **step}, "eval/step")
+
+
+def compute_rollout_metrics(args: Args, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
     """Metrics of one generated batch: families `rollout/`, `perf/`, and `passrate/` and `multi_turn/` where asked.
 
     Args:
         args: reads `reward_key`, `rollout_num_gpus`, `n_samples_per_prompt`, `log_passrate`, `log_multi_turn`,
             `log_reward_category`, `log_correct_samples`, `overlong_buffer_len` and what goes with it.
         samples: every sample of the batch, flat.
-        rollout_time_s: wall-clock seconds that the generation took.
+        rollout_time: wall-clock seconds that the generation took.
 
     Raises:
         ValueError: a reward has no such key as `log_reward_category`.
     """
-    metrics = dict_add_prefix(sample_metrics(samples), "rollout/")
-    metrics |= dict_add_prefix(zero_std_counts(args, samples), "rollout/")
-    metrics |= dict_add_prefix(perf_metrics(samples, rollout_time_s, num_gpus=args.rollout_num_gpus), "perf/")
-    if args.overlong_buffer_len is not None:
-        metrics |= dict_add_prefix(overlong_metrics(overlong_penalties(args, samples)), "rollout/")
+    metrics = dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
+    metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
     if args.log_passrate:
         metrics |= dict_add_prefix(pass_rate(_rewards(args, samples), samples, args.n_samples_per_prompt), "passrate/")
     if args.log_multi_turn:
         metrics |= dict_add_prefix(multi_turn_metrics(samples), "multi_turn/")
+    return metrics
+
+
+def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
+    """What is logged as `rollout/`, without the prefix: of samples and their rewards, but not of time.
+
+    Args:
+        args: reads `reward_key`, `log_reward_category`, `log_correct_samples`, `overlong_buffer_len` and its kin.
+        samples: every sample of a batch, flat.
+
+    Raises:
+        ValueError: a reward has no such key as `log_reward_category`.
+    """
+    metrics = sample_metrics(samples) | zero_std_counts(args, samples)
+    if args.overlong_buffer_len is not None:
+        metrics |= overlong_metrics(overlong_penalties(args, samples))
     if args.log_reward_category:
-        metrics |= dict_add_prefix(reward_categories(samples, args.log_reward_category), "rollout/error_cat/")
+        metrics |= dict_add_prefix(reward_categories(samples, args.log_reward_category), "error_cat/")
     if args.log_correct_samples:
-        metrics |= dict_add_prefix(correct_metrics(_rewards(args, samples), samples), "rollout/correct_")
+        metrics |= dict_add_prefix(correct_metrics(_rewards(args, samples), samples), "correct_")
     return metrics
 
 
@@ -87,13 +146,17 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if not samples:
         return {}
     metrics = dict_add_prefix(compute_statistics([s.effective_response_length for s in samples]), "response_len/")
-    metrics["truncated_ratio"] = _mean([s.status == Sample.Status.TRUNCATED for s in samples])
-    metrics["repetition_frac"] = _mean([has_repetition(s.response) for s in samples])
+    metrics |= {
+        "truncated_ratio": _mean([s.status == Sample.Status.TRUNCATED for s in samples]),
+        "repetition_frac": _mean([has_repetition(s.response) for s in samples]),
+    }
     prompt_tokens = sum(s.prefix_cache_info.total_prompt_tokens for s in samples)
     if prompt_tokens:
         cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
-        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
-        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+        metrics |= {
+            "prefix_cache_hit_rate": cached / prompt_tokens,
+            "avg_cached_tokens_per_sample": cached / len(samples),
+        }
     return metrics
 
 
@@ -113,8 +176,10 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
     if with_tools := [s.metadata for s in samples if "tool_calls" in s.metadata]:
         calls = sum(metadata["tool_calls"] for metadata in with_tools)
-        metrics["tool_call_rate"] = _mean([metadata["tool_calls"] > 0 for metadata in with_tools])
-        metrics["tool_error_rate"] = sum(metadata["tool_errors"] for metadata in with_tools) / max(calls, 1)
+        metrics |= {
+            "tool_call_rate": _mean([metadata["tool_calls"] > 0 for metadata in with_tools]),
+            "tool_error_rate": sum(metadata["tool_errors"] for metadata in with_tools) / max(calls, 1),
+        }
     if drifts := [s.metadata["template_drift"] for s in samples if "template_drift" in s.metadata]:
         metrics["template_drift"] = sum(drifts) / len(drifts)
     return metrics
@@ -156,28 +221,37 @@ def zero_std_counts(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     return {f"zero_std/count_{reward:g}": float(count) for reward, count in sorted(counts.items())}
 
 
-def perf_metrics(samples: Sequence[Sample], rollout_time_s: float, *, num_gpus: int) -> dict[str, float]:
-    """Seconds and token rates of the generation; "effective" counts trained tokens only."""
-    metrics = {"rollout_time": rollout_time_s}
-    if not samples or rollout_time_s <= 0:
+def compute_perf_metrics_from_samples(args: Args, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
+    """What is logged as `perf/`, without the prefix: seconds and token rates; "effective" counts trained tokens only.
+
+    Args:
+        args: reads `rollout_num_gpus`.
+        samples: every sample of a batch, flat.
+        rollout_time: wall-clock seconds that the generation took.
+    """
+    metrics = {"rollout_time": rollout_time}
+    if not samples or rollout_time <= 0:
         return metrics
     lengths = [s.response_length for s in samples]
     effective = [s.effective_response_length for s in samples]
-    gpus = max(num_gpus, 1)
-    metrics["tokens_per_gpu_per_sec"] = sum(lengths) / rollout_time_s / gpus
-    metrics["effective_tokens_per_gpu_per_sec"] = sum(effective) / rollout_time_s / gpus
-    metrics["longest_sample_tokens_per_sec"] = max(lengths) / rollout_time_s
-    metrics["longest_effective_sample_tokens_per_sec"] = max(effective) / rollout_time_s
-    metrics |= request_metrics(samples)
+    gpus = max(args.rollout_num_gpus, 1)
+    metrics |= {
+        "tokens_per_gpu_per_sec": sum(lengths) / rollout_time / gpus,
+        "effective_tokens_per_gpu_per_sec": sum(effective) / rollout_time / gpus,
+        "longest_sample_tokens_per_sec": max(lengths) / rollout_time,
+        "longest_effective_sample_tokens_per_sec": max(effective) / rollout_time,
+        **request_metrics(samples),
+    }
     waits = [s.non_generation_time for s in samples]
     if any(waits):
         metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
         for name, of_kind in (("", lengths), ("effective_", effective)):
             longest = of_kind.index(max(of_kind))
-            metrics[f"longest_{name}sample_non_generation_time"] = waits[longest]
-            generating_s = max(rollout_time_s - waits[longest], 1e-9)
-            rate = of_kind[longest] / generating_s
-            metrics[f"longest_{name}sample_tokens_per_sec_without_non_generation"] = rate
+            rate = of_kind[longest] / max(rollout_time - waits[longest], 1e-9)
+            metrics |= {
+                f"longest_{name}sample_non_generation_time": waits[longest],
+                f"longest_{name}sample_tokens_per_sec_without_non_generation": rate,
+            }
     return metrics
 
 

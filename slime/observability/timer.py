@@ -17,7 +17,9 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
+
+from slime.utils.misc import SingletonMeta
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,7 +70,7 @@ class CudaClock:
         return float(start.elapsed_time(end)) / 1000  # milliseconds
 
 
-class Timer:
+class Timer(metaclass=SingletonMeta):
     """The one table of timers of a process: `Timer()` always returns the same object.
 
     Timers of different names may contain each other. One that is started again adds to its sum.
@@ -81,18 +83,13 @@ class Timer:
         ['train']
     """
 
-    _instance: ClassVar[Timer | None] = None
-    _clock: Clock
-    _seconds: dict[str, float]
-    _started: dict[str, tuple[Clock, Any]]
-    _ended: list[tuple[str, Clock, Any, Any]]  # Name, clock, start and end of what is not yet in the sums.
-
-    def __new__(cls) -> Self:
-        if cls._instance is None:
-            made = super().__new__(cls)
-            made._clock, made._seconds, made._started, made._ended = HostClock(), {}, {}, []
-            cls._instance = made
-        return cls._instance  # type: ignore[return-value]
+    def __init__(self) -> None:
+        self._clock: Clock = HostClock()
+        self._seconds: dict[str, float] = {}
+        self._started: dict[str, tuple[Clock, Any]] = {}
+        self._ended: list[
+            tuple[str, Clock, Any, Any]
+        ] = []  # Name, clock, start and end of what is not in the sums yet
 
     def use(self, clock: Clock) -> None:
         """Read `clock` from now on; timers that run go on with the one they were started with."""
@@ -111,9 +108,9 @@ class Timer:
         clock, start = self._started.pop(name)
         self._ended.append((name, clock, start, clock.mark()))
 
-    def add(self, name: str, elapsed_s: float) -> None:
-        """Add a duration that was measured elsewhere."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
+    def add(self, name: str, elapsed_time: float) -> None:
+        """Add seconds that were measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_time
 
     def is_running(self, name: str) -> bool:
         """Whether `name` was started and not ended."""
@@ -174,8 +171,8 @@ def inverse_timer(name: str) -> Iterator[None]:
         Timer().start(name)
 
 
-def with_defer(deferred: Callable[[], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: call `deferred()` after the function returned or raised."""
+def with_defer(deferred_func: Callable[[], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: call `deferred_func()` after the function returned or raised."""
 
     def decorate(func: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(func)
@@ -183,7 +180,7 @@ def with_defer(deferred: Callable[[], None]) -> Callable[[Callable[P, R]], Calla
             try:
                 return func(*args, **kwargs)
             finally:
-                deferred()
+                deferred_func()
 
         return wrapped
 

@@ -30,7 +30,8 @@ from typing import Any, ClassVar, TypeVar
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
-VERSION = 1
+TraceHandle = dict[str, Any]  # The trace itself; it may stand for its sample wherever something is recorded
+TRACE_VERSION = 1
 MAX_EVENTS = 10_000  # Events that one sample keeps; later ones are counted in `trace["dropped_events"]`
 MAX_TEXT = 500  # Characters of an error's message, or of a value that is no plain data
 
@@ -38,7 +39,7 @@ MAX_TEXT = 500  # Characters of an error's message, or of a value that is no pla
 _running: ContextVar[Mapping[str, str]] = ContextVar("slime_running_spans")
 _NOTHING_RUNS: Mapping[str, str] = {}
 
-_META_KEYS = (
+SGLANG_TRACE_META_KEYS = (
     "id",
     "prompt_tokens",
     "completion_tokens",
@@ -81,14 +82,16 @@ class _never_fails:  # noqa: N801 (used like a function)
         return isinstance(error, Exception)
 
 
-def bind_trace(sample: Any) -> dict[str, Any] | None:
+def bind_trace(sample: Any) -> TraceHandle | None:
     """The sample's trace; made if it has none. None when nothing can be attached to the object."""
+    if isinstance(sample, dict):  # a handle
+        return sample
     with _never_fails("bind_trace"):
         attributes = vars(sample)
         trace = attributes.get("trace")
         if trace is None:
             trace = {
-                "version": VERSION,
+                "version": TRACE_VERSION,
                 "trace_id": uuid.uuid4().hex,
                 "sample_id": attributes.get("index"),
                 "group_id": attributes.get("group_index"),
@@ -100,18 +103,25 @@ def bind_trace(sample: Any) -> dict[str, Any] | None:
     return None
 
 
-def trace_next_attempt(target: Any) -> None:
-    """The next try at the same samples begins (a retry, or the rest of a partial response); its events say so."""
+def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> None:
+    """The next try at the same samples begins (a retry, or the rest of a partial response); its events say so.
+
+    Args:
+        target: as for `trace_event`.
+        attrs: plain values that say more, kept in an event "next_attempt"; None records none.
+    """
     with _never_fails("trace_next_attempt"):
         for trace in _traces(target):
             trace["attempt"] += 1
+        if attrs is not None:
+            trace_event(target, "next_attempt", attrs=attrs)
 
 
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
     """Record a moment.
 
     Args:
-        target: a sample, or a (nested) list of them; None records nothing.
+        target: a sample or its handle, or a (nested) list of them; None records nothing.
         name: what happened.
         attrs: plain values that say more.
     """
@@ -274,10 +284,13 @@ def trace_function(
     return decorate
 
 
-def export_trace(sample: Any) -> dict[str, Any] | None:
-    """The sample's trace as plain data for another process, with the span that runs now; None when it has no trace."""
+def export_trace(handle: Any) -> dict[str, Any] | None:
+    """The trace of a handle, or of a sample, as plain data for another process, with the span that runs now.
+
+    None when there is no trace.
+    """
     with _never_fails("export_trace"):
-        trace = vars(sample).get("trace")
+        trace = handle if isinstance(handle, dict) else vars(handle).get("trace")
         if trace is None:
             return None
         exported = copy.deepcopy(trace)
@@ -312,7 +325,7 @@ def build_sglang_meta_trace_attrs(meta: Mapping[str, Any] | None) -> dict[str, A
     with _never_fails("build_sglang_meta_trace_attrs"):
         if not meta:
             return {}
-        attrs = {f"sglang_{key}": meta[key] for key in _META_KEYS if meta.get(key) is not None}
+        attrs = {f"sglang_{key}": meta[key] for key in SGLANG_TRACE_META_KEYS if meta.get(key) is not None}
         reason = meta.get("finish_reason")
         if reason:
             attrs["sglang_finish_reason"] = reason.get("type") if isinstance(reason, Mapping) else str(reason)
@@ -321,7 +334,7 @@ def build_sglang_meta_trace_attrs(meta: Mapping[str, Any] | None) -> dict[str, A
 
 
 def _traces(target: Any) -> Iterable[dict[str, Any]]:
-    """The traces of a sample or of a nested list of them, each once."""
+    """The traces of a sample, of a handle or of a nested list of them, each once."""
     if target is None:
         return []
     if not isinstance(target, list | tuple):

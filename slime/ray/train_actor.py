@@ -31,7 +31,7 @@ from slime.ray.utils import RayActor, check_network, redirect_output
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import use_keys
-from slime.utils.http.network import HOST_IP, out_of_reach
+from slime.utils.http.network import SLIME_HOST_IP_ENV, out_of_reach
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class TrainRayActor(RayActor):
             raise UsageError(
                 f"{self._name} cannot reach rank 0: {refusal}. Let the hosts reach each other on all ports; where "
                 f"{master_addr} is the wrong address of its host, start Ray there with --node-ip-address, or with "
-                f"{HOST_IP} in its environment."
+                f"{SLIME_HOST_IP_ENV} in its environment."
             )
         from slime.backends.megatron_utils.actor import MegatronCriticActor, MegatronTrainActor
 

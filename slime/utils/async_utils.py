@@ -21,7 +21,7 @@ T = TypeVar("T")
 CANCEL_S = 60.0  # Until a task that was told to end has done so; what it awaits in its `finally` takes time.
 
 
-class AsyncLoop(metaclass=SingletonMeta):
+class AsyncLoopThread(metaclass=SingletonMeta):
     """The process's background event loop; started at first use, a daemon thread ends with the process."""
 
     def __init__(self) -> None:
@@ -82,9 +82,9 @@ def _name(coro: Coroutine[Any, Any, Any]) -> str:
     return getattr(coro, "__name__", repr(coro))
 
 
-def get_async_loop() -> AsyncLoop:
+def get_async_loop() -> AsyncLoopThread:
     """The one background loop of this process."""
-    return AsyncLoop()
+    return AsyncLoopThread()
 
 
 def run(coro: Coroutine[Any, Any, T]) -> T:

@@ -252,14 +252,14 @@ class Dataset:
             apply_chat_template_kwargs=dict(self._template_kwargs),
         )
 
-    def shuffle(self, epoch_id: int) -> None:
+    def shuffle(self, new_epoch_id: int) -> None:
         """Put the prompts into the order of this epoch: a permutation of the file's order seeded by seed + epoch."""
-        if epoch_id == self.epoch_id:
+        if new_epoch_id == self.epoch_id:
             return
         order = array("Q", range(len(self.origin_samples)))
-        random.Random(self.seed + epoch_id).shuffle(order)
+        random.Random(self.seed + new_epoch_id).shuffle(order)
         self.samples = _Reordered(self.origin_samples, order)
-        self.epoch_id = epoch_id
+        self.epoch_id = new_epoch_id
 
     def __getitem__(self, index: int) -> Sample:
         return self.samples[index]
@@ -317,9 +317,11 @@ class _Reordered(_Samples):
         return self._samples[self._order[index]]
 
 
-def filter_long_prompt(samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None) -> list[Sample]:
+def filter_long_prompt(
+    origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
+) -> list[Sample]:
     """The samples whose prompt has at most `max_length` tokens (None: all), in order; message lists are rendered."""
-    return fit_prompts(samples, tokenizer, max_length)
+    return fit_prompts(origin_samples, tokenizer, max_length)
 
 
 def get_source(sample: Sample) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from slime.processes.wait import WaitTimeout
 
@@ -41,6 +42,33 @@ def store_at(listener: socket.socket, world_size: int, timeout: timedelta) -> di
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def init_process_group(
+    backend: str,
+    init_method: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    world_size: int = -1,
+    rank: int = -1,
+    store: dist.Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+) -> dist.ProcessGroup:
+    """Join a process group next to the default one, as SGLang's servers do with the same name.
+
+    Args:
+        group_name: names the group's keys in the store.
+        backend, init_method, timeout, world_size, rank, store, pg_options: as torch.distributed.init_process_group
+            has them; of `init_method` and `store` one is given.
+    """
+    if store is None:
+        store, rank, world_size = next(c10d.rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+    prefixed = dist.PrefixStore(group_name, store)
+    how = {"group_name": group_name, "backend_options": pg_options, "timeout": timeout}
+    group, _ = c10d._new_process_group_helper(world_size, rank, [], dist.Backend(backend), prefixed, **how)
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
 
 
 def get_gloo_group() -> dist.ProcessGroup:

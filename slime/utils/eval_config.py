@@ -6,7 +6,7 @@ knows nothing of rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
@@ -42,8 +42,22 @@ _FROM_ARGS: dict[str, tuple[str, ...]] = {
 }
 
 
+@dataclass(kw_only=True)
+class HookSettings:
+    """Settings of a data set that only hooks read."""
+
+    app_service: Any = None
+    eval_task_timeout: Any = None
+    min_eval_samples: int | None = None
+    eval_early_stop_remaining: Any = None
+    eval_early_stop_idle_timeout: Any = None
+    message_processor: Any = None
+    reward_model: Any = None
+    remote_environment: Any = None
+
+
 @dataclass
-class EvalDatasetConfig:
+class EvalDatasetConfig(HookSettings):
     """One evaluation data set; None means that nothing supplied a value."""
 
     name: str
@@ -94,27 +108,16 @@ class EvalDatasetConfig:
         kinds = tuple(sorted((self.multimodal_keys or {}).items()))
         return (self.name, self.path, *keys, kinds, self.apply_chat_template, template)
 
-    def inject_metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
+    def inject_metadata(self, sample_metadata: dict[str, Any]) -> dict[str, Any]:
         """A row's metadata with `rm_type` and `metadata_overrides` merged in."""
         rm_type = {"rm_type": self.rm_type} if self.rm_type else {}
-        return {**metadata, **rm_type, **self.metadata_overrides}
+        return {**sample_metadata, **rm_type, **self.metadata_overrides}
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-# Settings that upstream accepts and ignores; a warning names them here.
-_IGNORED: dict[str, Any] = {
-    "app_service": Any,
-    "eval_task_timeout": Any,
-    "min_eval_samples": Annotated[int, Field(ge=1)],
-    "eval_early_stop_remaining": Any,
-    "eval_early_stop_idle_timeout": Any,
-    "message_processor": Any,
-    "reward_model": Any,
-    "remote_environment": Any,
-}
 # What a file may say of a field where its type allows more.
 _NARROWER: dict[str, Any] = {
     "n_samples_per_eval_prompt": Annotated[int, Field(ge=1)],
@@ -125,6 +128,7 @@ _NARROWER: dict[str, Any] = {
     "stop": Annotated[list[str] | None, BeforeValidator(_as_list)],
     "min_new_tokens": Annotated[int, Field(ge=0)],
     "repetition_penalty": Annotated[float, Field(gt=0, le=2)],
+    "min_eval_samples": Annotated[int, Field(ge=1)],
 }
 _TEXT = Annotated[str, Field(min_length=1)]
 
@@ -137,7 +141,7 @@ def _model(name: str, kinds: Mapping[str, Any], /, **required: Any) -> type[Base
 
 
 _KINDS = {name: hint for name, hint in get_type_hints(EvalDatasetConfig).items() if name not in ("name", "path")}
-_SETTINGS = _KINDS | _NARROWER | _IGNORED
+_SETTINGS = _KINDS | _NARROWER
 """What `defaults` and every data set of a file may have."""
 _Defaults = _model("_Defaults", _SETTINGS)
 _Dataset = _model("_Dataset", _SETTINGS | {"name": _TEXT}, path=_TEXT)  # its name is its key, unless it says otherwise
@@ -154,7 +158,7 @@ class EvalConfig(NamedTuple):
     Attributes:
         datasets: one mapping per data set with `name`, `path` and what else it sets.
         defaults: settings for all of them.
-        ignored: place and name of settings that change nothing; they are left out of the others.
+        ignored: place and name of settings that change nothing, unless a hook reads them.
     """
 
     datasets: list[dict[str, Any]]
@@ -162,9 +166,9 @@ class EvalConfig(NamedTuple):
     ignored: list[str]
 
 
-def pick_from_args(args: Args, names: tuple[str, ...]) -> Any:
+def pick_from_args(args: Args, attrs: tuple[str, ...]) -> Any:
     """The value of the first of these flags that is not None; None when all are."""
-    return next((value for value in (getattr(args, name) for name in names) if value is not None), None)
+    return next((value for value in (getattr(args, name) for name in attrs) if value is not None), None)
 
 
 def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
@@ -184,22 +188,22 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 
 
 def build_eval_dataset_configs(
-    args: Args, raw: list[dict[str, Any]], defaults: Mapping[str, Any] | None = None
+    args: Args, raw_config: Iterable[dict[str, Any]], defaults: Mapping[str, Any] | None = None
 ) -> list[EvalDatasetConfig]:
     """Resolve every field of every data set.
 
     Args:
         args: the flags of `_FROM_ARGS`.
-        raw: one mapping per data set, with at least `name` and `path`.
+        raw_config: one mapping per data set, with at least `name` and `path`.
         defaults: settings for all data sets.
 
     Raises:
         UsageError: an unknown key (with the nearest known ones), a missing name or path, a value of the wrong type, a
             name used twice.
     """
-    if not raw:
+    if not (datasets := list(raw_config)):
         return []
-    given = LocatedYaml("", "evaluation data sets", {"datasets": list(raw), "defaults": dict(defaults or {})})
+    given = LocatedYaml("", "evaluation data sets", {"datasets": datasets, "defaults": dict(defaults or {})})
     checked = _checked(given, ())
     flags = {name: pick_from_args(args, sources) for name, sources in _FROM_ARGS.items()}
     from_flags = {name: value for name, value in flags.items() if value is not None}
@@ -240,8 +244,8 @@ def _checked(located: LocatedYaml, at: tuple[str, ...]) -> EvalConfig:
     ignored = [
         f"{located.where((*where, key))}: {key}"
         for where, settings in parts
-        for key in _IGNORED
-        if settings.pop(key, None) is not None
+        for key in get_type_hints(HookSettings)
+        if settings.get(key) is not None
     ]
     return EvalConfig(datasets, defaults, ignored)
 

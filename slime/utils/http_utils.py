@@ -39,6 +39,7 @@ from slime.processes.progress_counts import went_on
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import headers_for
 from slime.utils.http.connection import exchange
+from slime.utils.http.network import SLIME_HOST_IP_ENV
 from slime.utils.http.outages import OUTAGES, origin
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "SLIME_HOST_IP_ENV",
     "HttpError",
     "HttpLimits",
     "close_http_client",

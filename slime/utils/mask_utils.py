@@ -40,6 +40,11 @@ class TurnMarkers:
     tail: str
 
 
+def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:
+    """Per mask, the tokens from the first trained one to the end (0 when nothing is trained)."""
+    return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
+
+
 class MultiTurnLossMaskGenerator:
     """Token ids and loss mask of a conversation.
 
@@ -137,13 +142,11 @@ class MultiTurnLossMaskGenerator:
             trained[:-1] = [False] * (len(trained) - 1)
         return trained
 
-    def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
-        """Per mask, the tokens from the first trained one to the end (0 when nothing is trained)."""
-        return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
+    get_response_lengths = staticmethod(get_response_lengths)
 
-    def get_text_from_loss_mask(self, token_ids: list[int], loss_mask: list[int]) -> list[str]:
+    def get_text_from_loss_mask(self, token_ids: list[int], loss_masks: list[int]) -> list[str]:
         """The trained texts, one per contiguous span."""
-        pairs = groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: pair[1])
+        pairs = groupby(zip(token_ids, loss_masks, strict=True), key=lambda pair: pair[1])
         return [self.tokenizer.decode([token for token, _ in span]) for is_trained, span in pairs if is_trained]
 
     def _assistant_spans(self, text: str) -> list[tuple[int, int]]:

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime.utils.http.network import given_address
 
 if TYPE_CHECKING:
+    import torch
+
     from slime.config.args import Args
 
 
@@ -246,8 +248,8 @@ def chunk_named_params_by_size(
         yield chunk
 
 
-def decode_int32_meta_array(meta: dict[str, Any], keys: Iterable[str]) -> list[int] | None:
-    """The first of `keys` that the engine's `meta_info` has, as a flat list of ints; None when it has none.
+def decode_int32_meta_array(meta_info: dict[str, Any], keys: str | Iterable[str]) -> torch.Tensor | None:
+    """The first of `keys` (or the one) that the engine's `meta_info` has, as a flat int32 tensor; None without any.
 
     Engines send int32 arrays as base64 text, raw bytes, (nested) lists or arrays.
 
@@ -255,18 +257,19 @@ def decode_int32_meta_array(meta: dict[str, Any], keys: Iterable[str]) -> list[i
         ValueError: the value is none of them.
     """
     import numpy as np
+    import torch
 
-    for key in keys:
-        value = meta.get(key)
+    for key in [keys] if isinstance(keys, str) else keys:
+        value = meta_info.get(key)
         if value is None:
             continue
         try:
             if isinstance(value, str):
                 value = base64.b64decode(value, validate=True)
             if isinstance(value, bytes | bytearray):
-                return np.frombuffer(value, dtype=np.int32).tolist()
-            return np.asarray(value, dtype=np.int64).reshape(-1).tolist()
-        except (ValueError, TypeError) as error:
+                value = np.frombuffer(value, dtype=np.int32)
+            return torch.from_numpy(np.asarray(value, dtype=np.int32).reshape(-1).copy())  # it may be written to
+        except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"meta_info[{key!r}] is no int32 array: {error}") from error
     return None
 

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
     """Load the tokenizer of an HF checkpoint.
 
     Args:
-        name: a local HF directory, or a hub name.
+        name_or_path: a local HF directory, or a hub name.
         trust_remote_code: run Python code that the checkpoint ships (--trust-remote-code).
         kwargs: passed on to `AutoTokenizer.from_pretrained`.
 
@@ -37,17 +37,19 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)  # nosec B615
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)  # nosec B615
     except (OSError, ValueError) as error:
-        kind = "directory" if Path(name).is_dir() else "path"
-        raise UsageError(f"no tokenizer could be loaded from the {kind} {name} (--hf-checkpoint): {error}") from error
+        kind = "directory" if Path(name_or_path).is_dir() else "path"
+        raise UsageError(
+            f"no tokenizer could be loaded from the {kind} {name_or_path} (--hf-checkpoint): {error}"
+        ) from error
 
 
-def load_processor(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+def load_processor(name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
     """The processor of an HF checkpoint (it expands images into placeholder tokens and pixels); None if it has none.
 
     Args:
-        name: a local HF directory, or a hub name.
+        name_or_path: a local HF directory, or a hub name.
         trust_remote_code: run Python code that the checkpoint ships (--trust-remote-code).
         kwargs: passed on to `AutoProcessor.from_pretrained`.
 
@@ -56,12 +58,14 @@ def load_processor(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
     """
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-    if Path(name).is_dir() and not has_processor(name):
+    if Path(name_or_path).is_dir() and not has_processor(name_or_path):
         return None
     try:
-        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)  # nosec B615
+        processor = AutoProcessor.from_pretrained(  # nosec B615
+            name_or_path, trust_remote_code=trust_remote_code, **kwargs
+        )
     except (OSError, ValueError, ImportError) as error:
-        raise UsageError(f"the processor of --hf-checkpoint {name} could not be loaded: {error}") from error
+        raise UsageError(f"the processor of --hf-checkpoint {name_or_path} could not be loaded: {error}") from error
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
@@ -76,17 +80,17 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str
     return {**given, "return_tensors": "pt"}
 
 
-def process_vision_info(messages: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
+def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
     """The images and videos of a conversation, in order.
 
     Args:
-        messages: contents are texts, or lists of parts such as {"type": "image", "image": ...}.
+        prompt: messages; their contents are texts, or lists of parts such as {"type": "image", "image": ...}.
         processor: unused by images; part of the public signature.
 
     Returns:
         {"images": list of PIL images or None, "videos": list as given or None}.
     """
-    parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
+    parts = [part for m in prompt if isinstance(m["content"], list) for part in m["content"]]
     images = [open_image(part["image"]) for part in parts if part.get("type") == "image"]
     videos = [part["video"] for part in parts if part.get("type") == "video"]
     return {"images": images or None, "videos": videos or None}

@@ -261,23 +261,23 @@ def _flat(samples: list[Any], dtype: type[np.generic]) -> FlatColumn:
     return FlatColumn(np.concatenate(arrays), [len(array) for array in arrays])
 
 
-def process_rollout_data(args: Args, refs: list[Any], dp_rank: int, dp_size: int) -> RolloutBatch:
+def process_rollout_data(args: Args, rollout_data_ref: list[Any], dp_rank: int, dp_size: int) -> RolloutBatch:
     """Fetch this DP rank's share of a rollout out of Ray's object store.
 
     Args:
         args: unused by the object-store transport; part of the public signature.
-        refs: one `Box` of an object reference per DP rank.
+        rollout_data_ref: one `Box` of an object reference per DP rank.
         dp_rank: whose share.
-        dp_size: must equal the number of refs.
+        dp_size: must equal the number of references.
 
     Returns:
         a RolloutBatch; its columns of one value per token (`PER_TOKEN`) are lists of read-only arrays.
     """
     import ray  # the one lazy import that the layering rule grants this module
 
-    if len(refs) != dp_size:
-        raise ValueError(f"the rollout was split into {len(refs)} shares, but there are {dp_size} data-parallel ranks")
-    return cast(RolloutBatch, restore_columns(ray.get(refs[dp_rank].inner, timeout=FETCH_DEADLINE_S)))
+    if (shares := len(rollout_data_ref)) != dp_size:
+        raise ValueError(f"the rollout was split into {shares} shares, but there are {dp_size} data-parallel ranks")
+    return cast(RolloutBatch, restore_columns(ray.get(rollout_data_ref[dp_rank].inner, timeout=FETCH_DEADLINE_S)))
 
 
 def mask_sums(rollout_ids: Sequence[int], loss_masks: Sequence[Sequence[int]]) -> list[int]:

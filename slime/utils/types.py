@@ -317,8 +317,7 @@ class Sample:
 
     def _top_p_spans(self, num_new: int, meta_info: dict[str, Any]) -> tuple[list[int], list[int]] | None:
         """(ids, where those of each token end) of `num_new` tokens to append; None where no token ever had any."""
-        ids = decode_int32_meta_array(meta_info, _TOP_P_ID_KEYS)
-        offsets = decode_int32_meta_array(meta_info, _TOP_P_OFFSET_KEYS)
+        ids, offsets = (_ints(meta_info, keys) for keys in (_TOP_P_ID_KEYS, _TOP_P_OFFSET_KEYS))
         if (ids is None) != (offsets is None):
             raise ValueError("meta_info has only one of top_p_token_ids and top_p_token_offsets; both are needed")
         if ids is None or offsets is None:
@@ -333,7 +332,7 @@ class Sample:
 
     def _routed_experts(self, args: Args | None, meta_info: dict[str, Any], *, num_tokens: int) -> Any:
         """[rows, num_layers, topk] of all tokens so far; None where the engine says nothing of experts."""
-        flat = decode_int32_meta_array(meta_info, ("routed_experts",))
+        flat = decode_int32_meta_array(meta_info, "routed_experts")
         if flat is None:
             return None
         if args is None:
@@ -346,7 +345,7 @@ class Sample:
                 f"{len(flat)} routed_experts are no whole number of tokens with num_layers {args.num_layers} x "
                 f"moe_router_topk {args.moe_router_topk}"
             )
-        rows = np.asarray(flat, dtype=np.int32).reshape(-1, args.num_layers, args.moe_router_topk)
+        rows = flat.numpy().reshape(-1, args.num_layers, args.moe_router_topk)
         start = int(meta_info.get("routed_experts_start_len") or 0)
         num_old = 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
         if start > num_old:
@@ -371,6 +370,11 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     memo[id(value)] = value.copy()
     return memo[id(value)]
+
+
+def _ints(meta_info: dict[str, Any], keys: Iterable[str]) -> list[int] | None:
+    found = decode_int32_meta_array(meta_info, keys)
+    return None if found is None else found.tolist()
 
 
 def _extended(values: Any, new: Iterable[Any]) -> list[Any]:

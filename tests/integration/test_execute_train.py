@@ -46,7 +46,7 @@ def test_a_run_has_a_ray_of_its_own_that_ends_with_it(tmp_path: Path, monkeypatc
     said = json.loads(out.read_text())
     assert said["argv"][:2] == ["--num-layers", "28"], "scripts/models/qwen3-0.6B.sh comes first"
     assert said["argv"][-5:-1] == ["--text", "two words", "--dollar", "$HOME"]
-    assert said["slots"] == 3 and said["cwd"] == str(U.ROOT)
+    assert said["slots"] == 3 and said["cwd"] == str(U.repo_base_dir)
     assert (said["env"]["COLOR"], said["env"]["SHAPE"]) == ("red", "a square")
     left = [p for p in psutil.process_iter(["environ"]) if said["env"]["RAY_ADDRESS"] in str(p.info["environ"])]
     assert not left, "its Ray is gone"

@@ -17,7 +17,7 @@ from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.sampling.scoring import score_each
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils
-from slime.utils.async_utils import AsyncLoop
+from slime.utils.async_utils import AsyncLoopThread
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import rollout_args
@@ -192,8 +192,8 @@ def test_an_interrupt_of_the_thread_that_waits_is_its_own_and_cancels_the_work(r
 
 def test_whoever_waits_hears_at_once_that_the_loop_has_ended(monkeypatch):
     """The selector's failure stands for one of the operating system, such as a descriptor that user code closed."""
-    loop = AsyncLoop.__new__(AsyncLoop)
-    AsyncLoop.__init__(loop)
+    loop = AsyncLoopThread.__new__(AsyncLoopThread)
+    AsyncLoopThread.__init__(loop)
 
     def fails(timeout):
         raise OSError("bad file descriptor")

@@ -131,7 +131,7 @@ def test_fp8_is_cast_to_bf16_by_its_tool_unless_the_result_is_there(tmp_path: Pa
     monkeypatch.setattr(U, "exec_command", commands.append)
     U.fp8_cast_bf16("a", str(tmp_path))
     assert [c.split(" ", 1)[1] for c in commands] == [
-        f"{U.ROOT / 'tools/fp8_cast_bf16.py'} --input-fp8-hf-path a --output-bf16-hf-path {tmp_path}"
+        f"{U.repo_base_dir / 'tools/fp8_cast_bf16.py'} --input-fp8-hf-path a --output-bf16-hf-path {tmp_path}"
     ]
     (tmp_path / "model.safetensors").write_text("")
     U.fp8_cast_bf16("a", str(tmp_path))
@@ -172,7 +172,9 @@ def test_a_temporary_file_lives_as_long_as_the_process():
         "path = save('a: 1', 'yaml')\n"
         "print(path, open(path).read())"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=U.ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=U.repo_base_dir, capture_output=True, text=True, check=True
+    )
     path, text = done.stdout.split(maxsplit=1)
     assert path.endswith(".yaml") and text.strip() == "a: 1" and not os.path.exists(path)
 

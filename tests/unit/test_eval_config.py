@@ -141,11 +141,11 @@ def test_every_problem_of_a_file_is_reported_with_its_line(tmp_path):
     ]
 
 
-def test_settings_that_change_nothing_are_told_apart_and_left_out(tmp_path):
+def test_settings_that_only_hooks_read_are_told_apart_and_kept_for_them(tmp_path):
     path = tmp_path / "eval.yaml"
     path.write_text("defaults: {message_processor: x}\ndatasets:\n  a: {path: p, min_eval_samples: 3}\n")
     datasets, defaults, ignored = load_eval_config(str(path))
-    assert (datasets, defaults) == ([{"name": "a", "path": "p"}], {})
+    assert (datasets, defaults) == ([{"name": "a", "path": "p", "min_eval_samples": 3}], {"message_processor": "x"})
     assert ignored == [f"--eval-config {path}:1: message_processor", f"--eval-config {path}:3: min_eval_samples"]
 
 

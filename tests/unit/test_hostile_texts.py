@@ -24,7 +24,7 @@ from slime.rollout.multi_turn import final_answer, next_turn_tokens
 from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.rollout.rm_hub.code_sandbox import extract_code, same_output
 from slime.rollout.rm_hub.ifbench import CHECKERS, follows
-from slime.rollout.rm_hub.math_utils import normalize_latex, split_tuple, to_expression
+from slime.rollout.rm_hub.math_utils import bracketed_parts, normalize_latex, to_expression
 from slime.rollout.tool_calls import parse_tool_calls
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, find_sublist
 from slime.utils.types import Sample
@@ -136,7 +136,7 @@ READERS: dict[str, Reader] = {
     "grade a decimal": lambda text: math_utils.grade_answer(text, "0.25"),
     "normalize_latex": normalize_latex,
     "to_expression": to_expression,
-    "split_tuple": lambda text: split_tuple(f"({text})"),
+    "bracketed_parts": lambda text: bracketed_parts(f"({text})"),
     "extract_code": extract_code,
     "same_output": lambda text: same_output(text, text + "x"),
     "parse_tool_calls": parse_tool_calls,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.rm_hub.ifbench import CHECKERS, follows, ifbench_reward
+from slime.rollout.rm_hub.ifbench import CHECKERS, compute_ifbench_reward, follows
 from slime.rollout.rm_hub.ifbench.text import sentences
 
 QUESTION = "Question {n}: {stem}\n" + "\n".join(f"{letter}) x" for letter in "ABCDE")
@@ -189,14 +189,14 @@ def test_all_instructions_must_be_followed() -> None:
         "prompt_text": "p",
         "record_id": 1,
     }
-    assert ifbench_reward("two words", metadata) == 1.0
-    assert ifbench_reward("one", metadata) == 0.0
-    assert ifbench_reward("two, words", metadata) == 0.0
+    assert compute_ifbench_reward("two words", None, metadata) == 1.0
+    assert compute_ifbench_reward("one", None, metadata) == 0.0
+    assert compute_ifbench_reward("two, words", None, metadata) == 0.0
 
 
 @pytest.mark.parametrize("blank", ["", "  \n", None])
 def test_a_blank_response_follows_nothing(blank: str | None) -> None:
-    assert ifbench_reward(blank, {"instruction_id_list": ["punctuation:no_comma"]}) == 0.0
+    assert compute_ifbench_reward(blank, None, {"instruction_id_list": ["punctuation:no_comma"]}) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_blank_response_follows_nothing(blank: str | None) -> None:
 )
 def test_a_mistake_in_the_data_is_named_whatever_the_response(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ifbench_reward("some response", metadata)
+        compute_ifbench_reward("some response", None, metadata)
 
 
 def test_the_language_is_asked_of_a_detector(monkeypatch: pytest.MonkeyPatch) -> None:

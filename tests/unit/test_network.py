@@ -142,7 +142,7 @@ def test_addresses_that_only_ray_understands_are_left_to_it(address: str, monkey
 def test_the_address_that_the_environment_gives_is_where_others_meet_this_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(network.HOST_IP, "127.0.0.9")
+    monkeypatch.setenv(network.SLIME_HOST_IP_ENV, "127.0.0.9")
     monkeypatch.setattr(utils.ray.util, "get_node_ip_address", lambda: pytest.fail("Ray was asked"))
     assert misc.get_current_node_ip() == utils.RayActor().node_address() == "127.0.0.9"
     engine: Any = FakeEngine(tmp_path / "log", None)
@@ -151,9 +151,9 @@ def test_the_address_that_the_environment_gives_is_where_others_meet_this_host(
 
 
 def test_an_address_that_the_host_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, interfaces: None) -> None:
-    assert network.given_address({network.HOST_IP: "10.0.0.2"}) == "10.0.0.2"
+    assert network.given_address({network.SLIME_HOST_IP_ENV: "10.0.0.2"}) == "10.0.0.2"
     with pytest.raises(UsageError, match="SLIME_HOST_IP=10.9.9.9 is no address of .*; set it in the environment of"):
-        network.given_address({network.HOST_IP: "10.9.9.9"})
+        network.given_address({network.SLIME_HOST_IP_ENV: "10.9.9.9"})
 
 
 def test_an_ipv6_address_is_preferred_where_one_is_asked_for_and_others_can_know_it(
@@ -167,7 +167,7 @@ def test_an_ipv6_address_is_preferred_where_one_is_asked_for_and_others_can_know
     of("02:fc:00:00:00:01", "::1", "fe80::1%eth0", "10.0.0.2", "fd00::2", "fd00::3")
     assert network.given_address(prefer) == "fd00::2"
     assert network.given_address({network.PREFER_IPV6: "0"}) is None is network.given_address({})
-    assert network.given_address({**prefer, network.HOST_IP: "10.0.0.2"}) == "10.0.0.2"
+    assert network.given_address({**prefer, network.SLIME_HOST_IP_ENV: "10.0.0.2"}) == "10.0.0.2"
     of("::1", "fe80::1%eth0", "10.0.0.2")
     assert network.given_address(prefer) is None
     with pytest.raises(UsageError, match="SLIME_PREFER_IPV6=maybe: write true or 1, false or 0"):

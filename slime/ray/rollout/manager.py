@@ -17,7 +17,7 @@ import ray
 
 from slime.config.args import Args
 from slime.observability import logging_utils
-from slime.observability.rollout_metrics import compute_eval_metrics
+from slime.observability.rollout_metrics import log_eval_rollout_data
 from slime.observability.trackers import EvalSample, pick_eval_samples
 from slime.processes import stacks
 from slime.processes.progress_counts import counts_under_way
@@ -164,8 +164,7 @@ class RolloutManager(EngineControl):
         given = (rollout_id, hook_args(self.args), output.data, extra)
         own = call_log_hook(self.args, "custom_eval_rollout_log_function_path", *given)
         if own is not None:
-            metrics = compute_eval_metrics(self.args, output.data) | extra | own
-            logging_utils.log(self.args, {**metrics, "eval/step": step}, "eval/step")
+            log_eval_rollout_data(step, self.args, output.data, extra | own)
         return logging_utils.take_pending(), pick_eval_samples(output.data, self.args.log_eval_samples)
 
     def save(self, rollout_id: int) -> str | None:

@@ -19,7 +19,7 @@ import ray
 from slime.checkpoints.dumps import load_samples, save_dump, subsample
 from slime.config.args import Args
 from slime.observability import logging_utils
-from slime.observability.rollout_metrics import compute_rollout_metrics
+from slime.observability.rollout_metrics import log_rollout_data
 from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import check_train_data, check_trainable
@@ -148,9 +148,8 @@ def _log_rollout(args: Args, rollout: Generated, server_metrics: Mapping[str, fl
     own = call_log_hook(args, hook, number, hook_args(args), samples, extra, rollout.seconds)
     if own is None:
         return
-    metrics = compute_rollout_metrics(args, samples, rollout.seconds) | extra | own
-    metrics |= staleness_metrics(samples, WeightClock().trained_at(number)) | dict(server_metrics)
-    logging_utils.log(args, {**metrics, "rollout/step": number}, "rollout/step")
+    extra |= own | staleness_metrics(samples, WeightClock().trained_at(number)) | dict(server_metrics)
+    log_rollout_data(number, args, samples, extra, rollout.seconds)
 
 
 def _convert(args: Args, samples: list[Sample]) -> dict[str, Any]:

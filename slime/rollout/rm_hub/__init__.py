@@ -20,7 +20,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.processes.wait import DaemonThreads
 from slime.rollout.rm_hub.code_sandbox import code_reward
-from slime.rollout.rm_hub.ifbench import ifbench_reward
+from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer, grade_answer_verl, without_stop_tokens
 from slime.rollout.rm_hub.service import RewardError, classify_reward, remote_rm, take_reward_failures
@@ -51,7 +51,7 @@ BOXED_PREFIX = "boxed_"
 END_OF_REASONING = "</think>"
 START_OF_RESPONSE = "###Response"
 CLOSED_ANSWERS = ("yes", "no", "noanswer")
-DEFAULT_LETTERS = tuple(string.ascii_uppercase[:10])
+DEFAULT_VALID_LETTERS = tuple(string.ascii_uppercase[:10])
 STATEMENTS = (
     # each run of blanks can be matched in one way only: a run of 10 kB is looked at once
     r"(?i:final\s+answer)\s*(?:(?i:is)\s*)?(?::\s*)?\(?([A-Za-z])\b",
@@ -76,7 +76,7 @@ _PLAIN: dict[str, Grader] = {
     "dapo": lambda args, response, sample: compute_score_dapo(response, sample.label),
     "f1": lambda args, response, sample: f1_score(response, sample.label)[0],
     "gpqa": lambda args, response, sample: compute_gpqa_reward(response, sample.label, sample.metadata),
-    "ifbench": lambda args, response, sample: ifbench_reward(response, sample.metadata),
+    "ifbench": lambda args, response, sample: compute_ifbench_reward(response, sample.label, sample.metadata),
     "code": lambda args, response, sample: code_reward(args, response, sample),
     "classify": lambda args, response, sample: classify_reward(args, response, sample),
     "random": lambda args, response, sample: random.randint(0, 1),
@@ -171,9 +171,9 @@ def get_deepscaler_rule_based_reward(response: str, label: object) -> int:
     return int(grade_answer(given, truth))
 
 
-def normalize_answer(text: str) -> str:
+def normalize_answer(s: str) -> str:
     """Lower case, no punctuation, no articles, single spaces."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    text = "".join(c for c in s.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())
 
 
@@ -211,7 +211,7 @@ def compute_gpqa_reward(response: str | None, label: object, metadata: Mapping[s
         return 0.0
     facts = dict(metadata or {})
     choices = _choices_by_letter(facts.get("choices"))
-    letters = tuple(str(x).upper() for x in facts.get("valid_letters") or choices or DEFAULT_LETTERS)
+    letters = tuple(str(x).upper() for x in facts.get("valid_letters") or choices or DEFAULT_VALID_LETTERS)
     text = response.rpartition(END_OF_REASONING)[2]
     correct = _correct_letter(label, facts, letters, choices)
     chosen = extract_letter(text, letters)

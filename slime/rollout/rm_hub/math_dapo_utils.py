@@ -37,14 +37,14 @@ IGNORED_MARKUP = (
 WRAPPERS = re.compile(r"\\(?:text|textbf|mbox|mathrm|overline|boxed)\{(.*)\}")
 
 
-def normalize_final_answer(answer: str) -> str:
+def normalize_final_answer(final_answer: str) -> str:
     """The Minerva normal form of an answer.
 
     Example:
         >>> normalize_final_answer("x = 1,234 units"), normalize_final_answer("$42$")
         ('1234', '42')
     """
-    text = answer.rpartition("=")[2]
+    text = final_answer.rpartition("=")[2]
     text = IGNORED_WORDS.sub("", text)
     for markup in IGNORED_MARKUP:
         text = text.replace(markup, "")

@@ -41,21 +41,21 @@ ANSWER_MARGIN_S = 10.0
 TURN_S = 3600.0  # For a free child: each check has its limit, but thousands may wait
 
 
-def extract_boxed_answer(text: str) -> str | None:
+def extract_boxed_answer(solution: str) -> str | None:
     r"""The content of the last `\boxed{...}` with balanced braces; None without one.
 
     Example:
         >>> extract_boxed_answer(r"so \boxed{1} and \boxed{\frac{1}{2}}")
         '\\frac{1}{2}'
     """
-    start = text.rfind(BOXED)
+    start = solution.rfind(BOXED)
     if start < 0:
         return None
     depth = 0
-    for brace in BRACE.finditer(text, start + len(BOXED) - 1):
+    for brace in BRACE.finditer(solution, start + len(BOXED) - 1):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start + len(BOXED) : brace.start()]
+            return solution[start + len(BOXED) : brace.start()]
     return None
 
 
@@ -64,23 +64,23 @@ def extract_answer(passage: str) -> str | None:
     return extract_boxed_answer(passage)
 
 
-def grade_answer_mathd(given: str, truth: str) -> bool:
+def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
     """Whether the two are equal in LaTeX normal form."""
-    return normalize_latex(given) == normalize_latex(truth)
+    return normalize_latex(given_answer) == normalize_latex(ground_truth)
 
 
-def grade_answer_sympy(given: str, truth: str) -> bool:
+def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
     """Whether the two are equal in algebra form, element by element, with sympy where strings differ.
 
     A fraction must be reduced as the label is, and an integer is only equal to an integer.
     """
-    given_form, truth_form = to_expression(given), to_expression(truth)
+    given_form, truth_form = to_expression(given_answer), to_expression(ground_truth)
     if not given_form or not truth_form:
         return False
     if given_form == truth_form:
         return True
-    given_open, given_parts, given_close = split_tuple(given_form)
-    truth_open, truth_parts, truth_close = split_tuple(truth_form)
+    given_open, given_parts, given_close = bracketed_parts(given_form)
+    truth_open, truth_parts, truth_close = bracketed_parts(truth_form)
     if (given_open, given_close, len(given_parts)) != (truth_open, truth_close, len(truth_parts)):
         return False
     return all(_is_same_element(g, t) for g, t in zip(given_parts, truth_parts, strict=True))
@@ -91,14 +91,14 @@ def grade_answer(given: str, truth: str) -> bool:
     return grade_answer_mathd(given, truth) or grade_answer_sympy(given, truth)
 
 
-def grade_answer_verl(solution: str, ground_truth: object) -> bool:
-    r"""Whether the boxed answer of `solution` is right; a label inside `\boxed{}` is unwrapped.
+def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
+    r"""Whether the boxed answer of `solution_str` is right; a label inside `\boxed{}` is unwrapped.
 
     A label of None or "" is never matched; the integer 0 is a label like any other.
     """
     if ground_truth is None or ground_truth == "":
         return False
-    given, truth = extract_boxed_answer(solution), str(ground_truth)
+    given, truth = extract_boxed_answer(solution_str), str(ground_truth)
     if given is None:
         return False
     if r"\boxed" in truth:
@@ -203,11 +203,11 @@ def to_expression(answer: str) -> str:
     return text[1:-1] if re.fullmatch(r"\((-?\d+)\)", text) else text
 
 
-def split_tuple(expression: str) -> tuple[str, list[str], str]:
+def bracketed_parts(expression: str) -> tuple[str, list[str], str]:
     """Opening bracket, elements, closing bracket; no brackets and one element when it is no tuple or interval.
 
     Example:
-        >>> split_tuple("(1,f(2,3)]")
+        >>> bracketed_parts("(1,f(2,3)]")
         ('(', ['1', 'f(2,3)'], ']')
     """
     if len(expression) < 3 or expression[0] not in "([" or expression[-1] not in ")]":

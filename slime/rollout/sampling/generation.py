@@ -152,14 +152,14 @@ class GenerateState(metaclass=SingletonMeta):
         for task in self.scorings:
             task.cancel()
 
-    def submit_generate_tasks(self, groups: list[Group]) -> None:
+    def submit_generate_tasks(self, samples: list[Group]) -> None:
         """Start one task per group; each group is kept as it was, to be returned if its result is not used."""
-        for group in groups:
+        for group in samples:
             untouched = [sample.snapshot() for sample in group]
             task = asyncio.create_task(generate_and_rm_group(self.args, group, dict(self.sampling_params)))
             self.pendings[task] = untouched
             task.add_done_callback(self.finished.put_nowait)
-        self.remaining_batch_size += len(groups)
+        self.remaining_batch_size += len(samples)
 
 
 def fresh_copy(sample: Sample) -> Sample:

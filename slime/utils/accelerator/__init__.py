@@ -23,6 +23,37 @@ if TYPE_CHECKING:
 
 Kind = Literal["cpu", "cuda"]
 
+# Names of this module that are torch's own: of `torch.cuda`; on the CPU first of `torch.cpu` and `torch`
+_FROM_TORCH = {
+    "current_stream",
+    "default_stream",
+    "device_count",
+    "get_device_properties",
+    "get_rng_state",
+    "initial_seed",
+    "ipc_collect",
+    "manual_seed",
+    "manual_seed_all",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "set_rng_state",
+    "stream",
+}
+
+
+def _from_torch(name: str) -> Any:
+    if name not in _FROM_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
+
+    places = (torch.cuda,) if kind() == "cuda" else (torch.cpu, torch, torch.cuda)
+    return next(getattr(place, name) for place in places if hasattr(place, name))
+
+
+if not TYPE_CHECKING:  # so that a wrong name in our own code is still an error of types
+    __getattr__ = _from_torch
+
 
 class _Active:
     """The one owner of this process's device; None until `activate` was called."""
@@ -97,6 +128,9 @@ def kind() -> Kind:
     return _ACTIVE.kind or resolve("auto")
 
 
+device_type = kind
+
+
 def current_device() -> torch.device:
     """The device on which this process puts its tensors."""
     import torch
@@ -120,12 +154,12 @@ def set_device(index: int) -> None:
         torch.cuda.set_device(index)
 
 
-def synchronize() -> None:
-    """Wait until the device has done what was queued (at once on the CPU)."""
+def synchronize(device_arg: int | str | torch.device | None = None) -> None:
+    """Wait until the device (None: the current one) has done what was queued; at once on the CPU."""
     if kind() == "cuda":
         import torch
 
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device_arg)
 
 
 def empty_cache() -> None:

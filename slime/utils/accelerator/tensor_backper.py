@@ -27,13 +27,13 @@ class TensorBackuper:
         [5.0, 5.0]
 
     Args:
-        named_tensors: yields (name, live tensor); the same names at every call.
+        source_getter: yields (name, live tensor); the same names at every call.
     """
 
     _SWAPPED_OUT = "the tensors that `swapped` put aside"
 
-    def __init__(self, named_tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        self._named_tensors = named_tensors
+    def __init__(self, source_getter: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        self._named_tensors = source_getter
         self._copies: dict[str, dict[str, torch.Tensor]] = {}
 
     @property

@@ -13,7 +13,6 @@ It knows no flag's meaning, except that --accelerator says what num_gpus_per_nod
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -54,7 +53,7 @@ __all__ = [
 ]
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[3]
+repo_base_dir = Path(__file__).resolve().parents[3]
 RAY_START_S = 240.0
 """Seconds for a Ray head to start; the functions of scripts/common.sh give up by themselves before."""
 ONLY_ASKS = ("-h", "--help", "--dry-run", "--explain", "--list-unsupported", "--completion")
@@ -117,7 +116,7 @@ def execute_train(
     config = config or ExecuteTrainConfig()
     flags = shlex.split(train_args) if isinstance(train_args, str) else [str(part) for part in train_args]
     flags = [*_model_args(megatron_model_type), *flags, *(["--dry-run"] if config.dry_run else [])]
-    script = ROOT / train_script  # an absolute path stays one
+    script = repo_base_dir / train_script  # an absolute path stays one
     if not script.is_file():
         raise UsageError(f"train_script={train_script!r}: there is no file {script}")
     if config.num_nodes > 1 and not config.ray_address:
@@ -127,7 +126,7 @@ def execute_train(
     command = [sys.executable, str(script), *flags]
     added = {**(extra_env_vars or {}), **_parse_env_vars(config.extra_env_vars)}
     environment = {**os.environ, **added, "SLIME_PYTHON": sys.executable}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(repo_base_dir), environment.get("PYTHONPATH")]))
     logger.info("execute_train: %s", shlex.join(command))
     if any(flag.split("=")[0] in ONLY_ASKS for flag in flags):
         _finish(_start(command, environment), command)
@@ -162,7 +161,7 @@ def _run_on_own_ray(
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return registry().start(command, name="execute_train", log_path=None, env=environment, cwd=ROOT)
+    return registry().start(command, name="execute_train", log_path=None, env=environment, cwd=repo_base_dir)
 
 
 def _finish(process: subprocess.Popen[bytes], command: list[str]) -> None:
@@ -192,7 +191,7 @@ def _model_args(model_type: str | None) -> list[str]:
     """MODEL_ARGS of scripts/models/<model_type>.sh."""
     if model_type is None:
         return []
-    path = ROOT / "scripts/models" / f"{model_type}.sh"
+    path = repo_base_dir / "scripts/models" / f"{model_type}.sh"
     if not path.is_file():
         known = sorted(file.stem for file in path.parent.glob("*.sh"))
         near = nearest(model_type, known) or known
@@ -252,9 +251,9 @@ def convert_checkpoint(
         return str(target)
     if not source.is_dir():
         raise UsageError(f"hf_checkpoint={source}: there is no such directory")
-    command = [sys.executable, str(ROOT / "tools/convert_hf_to_torch_dist.py"), *_model_args(megatron_model_type)]
-    command += ["--hf-checkpoint", str(source), "--save", str(target), "--max-workers", str(num_gpus_per_node)]
-    command += shlex.split(extra_args)
+    tool = str(repo_base_dir / "tools/convert_hf_to_torch_dist.py")
+    places = ["--hf-checkpoint", str(source), "--save", str(target), "--max-workers", str(num_gpus_per_node)]
+    command = [sys.executable, tool, *_model_args(megatron_model_type), *places, *shlex.split(extra_args)]
     exec_command(shlex.join(command))
     return str(target)
 
@@ -299,9 +298,10 @@ def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
     if any(Path(path_dst, file).exists() for file in ("model.safetensors.index.json", "model.safetensors")):
         logger.info("%s is there already; nothing to convert", path_dst)
         return
-    tool = str(ROOT / "tools/fp8_cast_bf16.py")
-    command = [sys.executable, tool, "--input-fp8-hf-path", path_src, "--output-bf16-hf-path", path_dst]
-    exec_command(shlex.join(command))
+    tool = str(repo_base_dir / "tools/fp8_cast_bf16.py")
+    exec_command(
+        shlex.join([sys.executable, tool, "--input-fp8-hf-path", path_src, "--output-bf16-hf-path", path_dst])
+    )
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
@@ -334,13 +334,8 @@ def save_to_temp_file(text: str, ext: str) -> str:
     descriptor, path = tempfile.mkstemp(suffix=f".{ext.lstrip('.')}", prefix="slime-")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
-    atexit.register(_remove, path)
+    atexit.register(Path(path).unlink, missing_ok=True)
     return path
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def dataclass_cli(func: Callable[[Any], Any], env_var_prefix: str = "SLIME_SCRIPT_") -> Callable[..., Any]:

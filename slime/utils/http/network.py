@@ -13,7 +13,7 @@ import psutil
 
 from slime.utils.errors import UsageError, env_flag
 
-HOST_IP = "SLIME_HOST_IP"  # Environment variable: the address at which other hosts reach this one.
+SLIME_HOST_IP_ENV = "SLIME_HOST_IP"  # Environment variable: the address at which other hosts reach this one.
 # Environment variable: "1" where this host is reached at its IPv6 address, if it has one.
 PREFER_IPV6 = "SLIME_PREFER_IPV6"
 CONNECT_TIMEOUT_S = 10.0
@@ -27,12 +27,12 @@ def given_address(environment: Mapping[str, str]) -> str | None:
     Raises:
         UsageError: no interface of this host has SLIME_HOST_IP, or SLIME_PREFER_IPV6 says neither yes nor no.
     """
-    if address := environment.get(HOST_IP):
+    if address := environment.get(SLIME_HOST_IP_ENV):
         # the kernel takes all of 127.0.0.0/8 for the loopback
         if address not in _own_addresses() and not address.startswith("127."):
             raise UsageError(
-                f"{HOST_IP}={address} is no address of {socket.gethostname()}; set it {REMEDY}, to an address of that "
-                "host which the others reach, or leave it out."
+                f"{SLIME_HOST_IP_ENV}={address} is no address of {socket.gethostname()}; set it {REMEDY}, to an "
+                "address of that host which the others reach, or leave it out."
             )
         return address
     return next(filter(_is_ipv6_of_others, _own_addresses()), None) if env_flag(environment, PREFER_IPV6) else None

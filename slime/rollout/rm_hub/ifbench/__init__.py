@@ -20,24 +20,28 @@ from slime.rollout.rm_hub.ifbench import formats, text
 from slime.rollout.rm_hub.ifbench.text import compares, sentences, words
 from slime.utils.names import nearest
 
-__all__ = ["CHECKERS", "follows", "ifbench_reward"]
+__all__ = ["CHECKERS", "compute_ifbench_reward", "follows"]
 
 CONSTRAINED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 JSON_FENCE = re.compile(r"^```(?:json)?|```$", re.IGNORECASE)
 
 
-def ifbench_reward(response: str | None, metadata: Mapping[str, Any]) -> float:
+def compute_ifbench_reward(
+    response: str | None, label: object = None, metadata: Mapping[str, Any] | None = None
+) -> float:
     """1.0 when a response that is not blank follows every instruction, else 0.0.
 
     Args:
         response: as the model gave it.
+        label: unused; graders have one.
         metadata: `instruction_id_list` (names in `CHECKERS`) and `kwargs` (a dict or None for each).
 
     Raises:
         ValueError: no instructions, an unknown one, or arguments that it does not have.
     """
-    ids, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
+    facts = metadata or {}
+    ids, arguments = facts.get("instruction_id_list"), facts.get("kwargs")
     if not isinstance(ids, list) or not ids:
         raise ValueError(f"the ifbench reward needs metadata['instruction_id_list'], a list of names, got {ids!r}")
     arguments = [None] * len(ids) if arguments is None else arguments
