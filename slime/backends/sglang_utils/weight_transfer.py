@@ -1,4 +1,4 @@
-"""SGLang's side of a weight sync, for the sender: engines to call, buckets, handles and process groups.
+"""SGLang's side of a weight sync, for the sender: engines to call, buckets and handles.
 
 Run as a script it is the process that `opened_elsewhere` starts.
 
@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
@@ -25,7 +24,6 @@ __all__ = [
     "DirectEngine",
     "EngineContact",
     "agrees",
-    "init_process_group",
     "metadata_of",
     "on_host",
     "open_flat",
@@ -39,7 +37,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 NUM_BYTES = 2 * 1024**2
 EXPECTED = 7
@@ -120,37 +117,6 @@ def open_flat(handle: str) -> torch.Tensor:
 
     data: torch.Tensor = MultiprocessingSerializer.deserialize(handle)["flattened_tensor"]
     return data
-
-
-def init_process_group(
-    backend: str, meeting: str | dist.Store, world_size: int, rank: int, group_name: str, timeout_s: float = 600.0
-) -> dist.ProcessGroup:
-    """Join a process group beside the default one, as SGLang's servers do with the same name.
-
-    Args:
-        backend: "gloo" or "nccl".
-        meeting: `tcp://host:port` of rank 0; on rank 0 its store may be given, which listens there already.
-        world_size: trainer ranks plus engine ranks.
-        rank: of this process.
-        group_name: names the group's keys in the store.
-        timeout_s: for forming the group and for its collectives.
-    """
-    _prepare()
-    import torch.distributed as dist
-    from sglang.srt.utils.common import init_custom_process_group
-
-    if isinstance(meeting, str):
-        where: dict[str, Any] = {"init_method": meeting}
-    else:
-        where = {"store": dist.PrefixStore(group_name, meeting)}  # the keys that the others look for
-    return init_custom_process_group(
-        backend=backend,
-        timeout=timedelta(seconds=timeout_s),
-        world_size=world_size,
-        rank=rank,
-        group_name=group_name,
-        **where,
-    )
 
 
 def preload() -> None:

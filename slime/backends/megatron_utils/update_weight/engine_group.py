@@ -26,10 +26,9 @@ from slime.backends.megatron_utils.update_weight.engines import (
     name_of,
     one_line,
 )
-from slime.backends.sglang_utils.weight_transfer import init_process_group
 from slime.utils import accelerator
 from slime.utils.accelerator.memory_saver import outside_saver
-from slime.utils.distributed_utils import store_at
+from slime.utils.distributed_utils import init_process_group, store_at
 from slime.utils.misc import get_current_node_ip, listen_anywhere
 
 GROUP_NAME = "slime-pp_"
@@ -70,11 +69,11 @@ def form_group(
     def join() -> dist.ProcessGroup:
         return init_process_group(
             backend=backend,
-            meeting=store,
+            store=store,
             world_size=world_size,
             rank=0,
             group_name=name,
-            timeout_s=deadline_s,
+            timeout=timedelta(seconds=deadline_s),
         )
 
     joining = fleet.start_each(
