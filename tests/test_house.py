@@ -19,21 +19,24 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (33_100, 25_000),
-    "files": (356, 270),
-    "lines of the longest file": (460, 450),
-    "lines of the longest function": (70, 50),
-    "loose files of the fullest package": (54, 16),
+    "statements": (32_900, 25_000),
+    "files": (325, 270),
+    "lines of the longest file": (452, 450),
+    "lines of the longest function": (52, 50),
+    "loose files of the fullest package": (19, 16),
     "import circles": (0, 0),
-    "modules with one importer": (95, 70),
+    "modules with one importer": (76, 70),
     "file names twice in a layer": (1, 0),
-    "broad excepts": (49, 25),
+    "broad excepts": (45, 25),
 }
 # The public path of something that moved: it only imports its names, and is no file of ours.
 PUBLIC_PATHS = (
     "slime.backends.megatron_utils.arguments",
     "slime.backends.sglang_utils.sglang_config",
+    "slime.rollout.rm_hub.f1",
+    "slime.rollout.rm_hub.gpqa",
     "slime.utils.seqlen_balancing",
+    "slime.utils.tensor_backper",
 )
 LEAST_DOCUMENTED = 0.92
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -27,7 +27,7 @@ import transformers
 from slime.config.args import Args
 from slime.config.parse import CommandLine, build_parser
 from slime.observability import logging_utils, metric_utils, rollout_metrics, timer, trace_utils
-from slime.rollout.rm_hub import ifbench, math_dapo_utils, math_utils
+from slime.rollout.rm_hub import f1, gpqa, ifbench, math_dapo_utils, math_utils
 from slime.rollout.sampling import generation
 from slime.utils import (
     accelerator,
@@ -173,6 +173,11 @@ def check_graders() -> None:
     metadata = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}
     assert ifbench.compute_ifbench_reward("no comma", "unused", metadata=metadata) == 1.0
     assert ifbench.compute_ifbench_reward("one, comma", "unused", metadata=metadata) == 0.0
+
+
+def check_texts() -> None:
+    assert f1.normalize_answer(s="The  Fox!") == "fox"
+    assert "".join(gpqa.DEFAULT_VALID_LETTERS) == "ABCDEFGHIJ"
 
 
 def check_dapo() -> None:
@@ -362,6 +367,8 @@ CHECKS: dict[str, Callable[..., None]] = {
     "slime.observability.rollout_metrics.log_": check_logged_rollout,
     "slime.observability.timer.": check_timer,
     "slime.observability.trace_utils.": check_traces,
+    "slime.rollout.rm_hub.f1.": check_texts,
+    "slime.rollout.rm_hub.gpqa.": check_texts,
     "slime.rollout.rm_hub.ifbench.": check_graders,
     "slime.rollout.rm_hub.math_dapo_utils.": check_dapo,
     "slime.rollout.rm_hub.math_utils.": check_math,
