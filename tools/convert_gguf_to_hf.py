@@ -96,8 +96,7 @@ def read_config(gguf_path: Path) -> Any:
     from slime.models.families import FAMILIES
     from slime.utils.errors import UsageError
 
-    # The experts of MiniMax are called otherwise.
-    known = [name for name in FAMILIES if name != "minimax_m2"]
+    known = [name for name, family in FAMILIES.items() if family.gguf_type is not None]
     try:
         config = AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)  # nosec B615
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -187,6 +186,7 @@ def weight_jobs(gguf_path: Path, file: GgufFile, config: Any, dtype: torch.dtype
 
     from slime.conversion.reader import TensorInfo
     from slime.conversion.writer import Job
+    from slime.models.families import FAMILIES
     from slime.utils.errors import UsageError
     from slime.weights.names import is_fused, single_names
 
@@ -199,7 +199,7 @@ def weight_jobs(gguf_path: Path, file: GgufFile, config: Any, dtype: torch.dtype
     wanted = {
         one for name, shape in shapes.items() for one in (single_names(name, shape[0]) if is_fused(name) else [name])
     }
-    kind = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    kind = FAMILIES[config.model_type].gguf_type or config.model_type
     processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
 

@@ -17,7 +17,7 @@ import json
 import os
 import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +68,13 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
 
 
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
-MIMO_CONFIG = """from transformers import Qwen2Config
+OWN_CONFIG = """from transformers import {theirs}Config
 
 
-class MiMoConfig(Qwen2Config):
-    model_type = "mimo"
+class {own}Config({theirs}Config):
+    model_type = "{family}"
 """
-"""What transformers, which does not know MiMo, loads with --trust-remote-code."""
+"""The config's class of a family that transformers does not know, which it loads with --trust-remote-code."""
 
 
 def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
@@ -130,23 +130,25 @@ def make_tiny_model(args: argparse.Namespace) -> int:
         model.save_pretrained(args.output)
     if name != args.family:
         rename_family(args.output, args.family)
-    if args.family == "qwen3_next":
-        add_to_config(args.output, {"full_attention_interval": 2})
+    if family.tiny_adds:
+        add_to_config(args.output, family.tiny_adds)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def add_to_config(model: Path, values: dict[str, Any]) -> None:
+def add_to_config(model: Path, values: Mapping[str, Any]) -> None:
     """Let the config.json of a saved model say more: what transformers drops, and SGLang reads."""
-    config = json.loads((model / "config.json").read_text()) | values
+    config = {**json.loads((model / "config.json").read_text()), **values}
     (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def rename_family(model: Path, family: str) -> None:
     """Let the config.json of a saved model say `family`, for which transformers has no class of its own."""
     config = json.loads((model / "config.json").read_text()) | {"model_type": family}
-    if family == "mimo":
-        config |= {"architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
-        (model / "configuration_mimo.py").write_text(MIMO_CONFIG)
+    if own := FAMILIES[family].own_class:
+        config["architectures"] = [f"{own}ForCausalLM"]
+        config["auto_map"] = {"AutoConfig": f"configuration_{family}.{own}Config"}
+        code = OWN_CONFIG.format(own=own, theirs=FAMILIES[family].hf_class, family=family)
+        (model / f"configuration_{family}.py").write_text(code)
     (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

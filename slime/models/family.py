@@ -129,6 +129,10 @@ class Family:
         tiny: as of a `Part`.
         sglang_needs: fields that SGLang reads and transformers does not know -> the value of the published models.
         sglang_has_own_head: SGLang gives it an output layer of its own, whatever tie_word_embeddings says.
+        norms_all_heads: its norms of queries and keys go over all heads, those of other ranks included.
+        gguf_type: what GGUF calls it, "" for model_type; None where tools/convert_gguf_to_hf.py cannot read it.
+        own_class: how the names of classes begin that its checkpoints bring along, because transformers has none.
+        tiny_adds: fields of a tiny model's config that transformers drops and SGLang reads.
     """
 
     model_type: str
@@ -144,6 +148,10 @@ class Family:
     tiny: Config = field(default_factory=dict)
     sglang_needs: Config = field(default_factory=dict)
     sglang_has_own_head: bool = False
+    norms_all_heads: bool = False
+    gguf_type: str | None = ""
+    own_class: str | None = None
+    tiny_adds: Config = field(default_factory=dict)
 
     @property
     def has_experts(self) -> bool:

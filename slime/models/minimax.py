@@ -66,4 +66,6 @@ MINIMAX = family_of_parts(
         "rotary_dim": lambda sizes: (sizes.head_dim or sizes.hidden_size // sizes.heads) // 2,
     },
     sglang_needs=_SGLANG_NEEDS,
+    norms_all_heads=True,
+    gguf_type=None,
 )

@@ -183,6 +183,7 @@ QWEN = (
         takes=("attention_bias",),  # it says what Qwen2 is
         hf_class="Qwen2",
         hf_type="qwen2",
+        own_class="MiMo",
     ),
     family_of_parts("qwen3", *DENSE, QK_NORM, defaults={"num_key_value_heads": 32, "head_dim": 128}, hf_class="Qwen3"),
     family_of_parts(
@@ -204,6 +205,7 @@ QWEN = (
         hf_class="Qwen2Moe",
         tiny={"shared_expert_intermediate_size": lambda sizes: 2 * sizes.expert_ffn_size},
         sglang_has_own_head=True,
+        gguf_type="qwen2moe",
     ),
     family_of_parts(
         "qwen3_moe",
@@ -221,6 +223,7 @@ QWEN = (
         hf_class="Qwen3Moe",
         tiny={"norm_topk_prob": True},
         sglang_has_own_head=True,
+        gguf_type="qwen3moe",
     ),
     family_of_parts(
         "qwen3_next",
@@ -237,6 +240,7 @@ QWEN = (
         },
         takes=("partial_rotary_factor",),
         hf_class="Qwen3Next",
+        tiny_adds={"full_attention_interval": 2},
     ),
     family_of_parts("qwen3_5", *_DENSE_3_5, sees_images=True, hf_class="Qwen3_5", **_FACTS_3_5),
     family_of_parts("qwen3_5_text", *_DENSE_3_5, **_FACTS_3_5),

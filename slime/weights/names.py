@@ -171,6 +171,15 @@ OF_OTHER_PARTS = ("model.visual.", "mtp.")
 further tokens of families for which there are no rules."""
 
 
+def read_config(checkpoint: str | Path) -> dict[str, Any]:
+    """Return the config.json of an HF directory; empty where none can be read, which the command line refuses."""
+    try:
+        config = json.loads(Path(checkpoint, "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of the language model under the names of a plain config.json; the model_type stays."""
     inner = config.get("text_config")

@@ -7,7 +7,6 @@ does not start or end a server.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from slime.config.args import Args
 from slime.processes.wait import WaitTimeout
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http.api_keys import protect, protect_engine
+from slime.weights.names import read_config
 from slime.weights.transports import transport_of
 
 logger = logging.getLogger(__name__)
@@ -191,8 +191,7 @@ def _misfits(args: Args, info: ExternalEngineInfo, expected: tuple[str, ...], ex
 
 
 def _architectures(model: Path) -> tuple[str, ...]:
-    config = model / "config.json"
-    return tuple(json.loads(config.read_text()).get("architectures") or ()) if config.is_file() else ()
+    return tuple(read_config(model).get("architectures") or ())
 
 
 class ExternalEngine(EngineClient):

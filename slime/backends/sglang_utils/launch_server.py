@@ -63,8 +63,10 @@ def prepare(launch: dict[str, Any]) -> None:
     if launch["accelerator"] == "cpu":
         _prepare_cpu(launch["server_args"])
     from slime.backends.sglang_utils import bucket_load, disk_weights, engine_patches, weight_samples
+    from slime.models.families import family_of_config
+    from slime.weights.names import read_config
 
-    is_cpu, config = launch["accelerator"] == "cpu", _config(Path(launch["server_args"]["model_path"]))
+    is_cpu, config = launch["accelerator"] == "cpu", read_config(launch["server_args"]["model_path"])
     if not is_cpu:
         engine_patches.write_numa_script_privately()
     engine_patches.serve_store_at_its_address()
@@ -76,7 +78,8 @@ def prepare(launch: dict[str, Any]) -> None:
         engine_patches.return_routed_experts()
     if is_cpu and config.get("kv_lora_rank"):
         cpu_standins.install_latent_attention()
-    if is_cpu and config.get("model_type") == "minimax_m2":
+    family = family_of_config(config)
+    if is_cpu and family and family.norms_all_heads:
         cpu_standins.install_all_heads_norm()
     if install_layers := _quantized_layers(config):
         install_layers(launch["accelerator"])
@@ -94,11 +97,6 @@ def _quantized_layers(config: dict[str, Any]) -> Callable[[str], None] | None:
     from slime.backends.sglang_utils import quantized_layers
 
     return quantized_layers.install_fp8 if method == "fp8" else quantized_layers.install_int4
-
-
-def _config(model_path: Path) -> dict[str, Any]:
-    file = model_path / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _prepare_cpu(server_args: dict[str, Any]) -> None:

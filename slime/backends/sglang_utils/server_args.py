@@ -8,7 +8,6 @@ server starts.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 from slime.backends.sglang_utils.cpu_standins import CPU_ATTENTION_BACKEND
 from slime.config.args import Args
 from slime.utils.misc import url_host
+from slime.weights.names import read_config
 
 # Chosen with 512 requests of 8 + 6 tokens to a model of 0.8 M parameters on two cores: 2.0 s of CPU time with
 # SGLang's own values and attention, 1.0 s with these and `install_attention`.
@@ -163,8 +163,7 @@ def device_defaults(accelerator: str, model_path: Path) -> dict[str, Any]:
     """What an engine runs with unless a flag says otherwise; on CPU the batch depends on the model's vocabulary."""
     if accelerator != "cpu":
         return dict(CUDA_DEFAULTS)
-    config = model_path / "config.json"
-    vocab_size = json.loads(config.read_text()).get("vocab_size", 1) if config.is_file() else 1
+    vocab_size = read_config(model_path).get("vocab_size", 1)
     requests = max(1, min(MAX_RUNNING_REQUESTS, MAX_SAMPLED_LOGITS // vocab_size))
     return {"device": "cpu", "max_running_requests": requests, **CPU_DEFAULTS}
 

@@ -6,17 +6,15 @@ Nothing here judges a value, and torch is not needed; a directory's config.json 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
 from slime.config.derive import first
 from slime.plan.pipeline_layout import stages_of_text, text_problem
-from slime.weights.names import text_config
+from slime.weights.names import read_config, text_config
 
 LARGEST = 16_384
 """No larger size of a layout is proposed."""
@@ -218,13 +216,7 @@ def model_sizes(args: Args) -> dict[str, Any]:
 
 def vocab_size_of(hf_checkpoint: str | None) -> int | None:
     """The vocabulary of an HF directory; None where there is no readable config.json."""
-    config = Path(hf_checkpoint or "") / "config.json"
-    if not hf_checkpoint or not config.is_file():
-        return None
-    try:
-        size = text_config(json.loads(config.read_text())).get("vocab_size")
-    except (ValueError, AttributeError):
-        return None
+    size = text_config(read_config(hf_checkpoint)).get("vocab_size") if hf_checkpoint else None
     return size if isinstance(size, int) else None
 
 

@@ -20,33 +20,31 @@ from slime.config.megatron.megatron_flags import (
 )
 from slime.config.megatron.parser_flags import add_parser_flags
 
-# Values of options that are used: option -> {value: reason or topic}
-REFUSED_VALUES: dict[str, dict[Any, tuple[str, str | None]]] = {
-    "--normalization": {"LayerNorm": ("no family of docs/model_families.md has it; use RMSNorm", None)},
+# Values of options that are used: option -> {value: reason}
+REFUSED_VALUES: dict[str, dict[Any, str]] = {
+    "--normalization": {"LayerNorm": "no family of docs/model_families.md has it; use RMSNorm"},
     "--position-embedding-type": {
-        "mrope": ("on text it is the same as rope, and images are not trained on; use rope", None),
+        "mrope": "on text it is the same as rope, and images are not trained on; use rope",
         **dict.fromkeys(
-            ("learned_absolute", "relative", "none"), ("no family of docs/model_families.md has it; use rope", None)
+            ("learned_absolute", "relative", "none"), "no family of docs/model_families.md has it; use rope"
         ),
     },
     "--optimizer": {
-        "sgd": (f"{NO_SGD}; use adam", None),
+        "sgd": f"{NO_SGD}; use adam",
         **dict.fromkeys(
             ("muon", "dist_muon"),
-            ("it requires the library emerging_optimizers, which slime does not install; use adam", None),
+            "it requires the library emerging_optimizers, which slime does not install; use adam",
         ),
     },
-    "--attention-backend": {
-        "local": ("it does not know packed samples; use unfused or auto", None),
-    },
-    "--transformer-impl": {"inference_optimized": ("slime trains the model; use local", None)},
+    "--attention-backend": {"local": "it does not know packed samples; use unfused or auto"},
+    "--transformer-impl": {"inference_optimized": "slime trains the model; use local"},
     "--exp-avg-dtype": dict.fromkeys(
-        ("fp16", "fp8"), ("only TransformerEngine scales moments of so small a range; use bf16 or fp32", None)
+        ("fp16", "fp8"), "only TransformerEngine scales moments of so small a range; use bf16 or fp32"
     ),
     "--ckpt-format": dict.fromkeys(
-        ("torch", "zarr", "torch_dcp", "fsdp_dtensor"), ("slime's checkpoints are torch_dist", None)
+        ("torch", "zarr", "torch_dcp", "fsdp_dtensor"), "slime's checkpoints are torch_dist"
     ),
-    "--dist-ckpt-format": {"zarr": ("slime's checkpoints are torch_dist", None)},
+    "--dist-ckpt-format": {"zarr": "slime's checkpoints are torch_dist"},
 }
 # Values that say the same as leaving a refused option out.
 SAME_AS_DEFAULT: dict[str, tuple[Any, ...]] = {
@@ -98,15 +96,8 @@ def megatron_flag_class(option: str) -> tuple[Kind, str] | None:
 
 
 def later_megatron_flags() -> dict[str, str]:
-    """option, or "option value" -> topic of the work that brings it, in the order of the table."""
-    options = {option: group.later for option, group in groups_by_option().items() if group.later}
-    values = {
-        f"{option} {value}": topic
-        for option, refused in REFUSED_VALUES.items()
-        for value, (_, topic) in refused.items()
-        if topic
-    }
-    return options | values
+    """option -> topic of the work that brings it, in the order of the table."""
+    return {option: group.later for option, group in groups_by_option().items() if group.later}
 
 
 def megatron_warnings(args: Args, explicit: Collection[str]) -> list[str]:
@@ -146,7 +137,7 @@ def refused_flags(args: Args, derived: Collection[str] = (), *, kind: Kind = "re
         if group.kind == kind and value not in SAME_AS_DEFAULT.get(option, ()):
             found.setdefault((group.reason, group.later), []).append(_shown(option, value))
         elif kind == "refused" and not isinstance(value, list) and value in REFUSED_VALUES.get(option, {}):
-            found.setdefault(REFUSED_VALUES[option][value], []).append(_shown(option, value))
+            found.setdefault((REFUSED_VALUES[option][value], None), []).append(_shown(option, value))
     return [_refusal(options, reason, later) for (reason, later), options in found.items()]
 
 

@@ -316,16 +316,8 @@ TRAINING: tuple[Check, ...] = (
     ),
 )
 ON_CPU: tuple[Check, ...] = (
-    Rule(
-        bool,
-        "--bf16: the trainer computes in fp32 on --accelerator cpu; leave it out.",
-        given="bf16",
-    ),
-    Rule(
-        lambda a: a.fp16,
-        "--fp16: the trainer computes in fp32 on --accelerator cpu; leave it out.",
-        given="fp16",
-    ),
+    Rule(bool, "--bf16: the trainer computes in fp32 on --accelerator cpu; leave it out.", given="bf16"),
+    Rule(lambda a: a.fp16, "--fp16: the trainer computes in fp32 on --accelerator cpu; leave it out.", given="fp16"),
     Rule(
         lambda a: a.grad_reduce_in_bf16,
         "--grad-reduce-in-bf16: the trainer computes in fp32 on --accelerator cpu; leave it out.",

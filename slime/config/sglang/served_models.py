@@ -17,7 +17,7 @@ from slime.config.problems import Problems
 from slime.models.families import family_of_config
 from slime.utils.errors import UsageError
 from slime.weights.formats import PROBES, Int4Format, WeightFormat, format_of_checkpoint
-from slime.weights.names import is_fused
+from slime.weights.names import is_fused, read_config, text_config
 
 if TYPE_CHECKING:
     from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
@@ -29,21 +29,11 @@ def shape_problems(models: Sequence[ModelPlan]) -> list[str]:
     """A sentence for each kind of engine whose ranks cannot divide its model; a model that is not here has none."""
     found: list[str] = []
     for model in models:
-        config = read_text_config(Path(model.model_path or "") / "config.json")
+        config = text_config(read_config(model.model_path or ""))
         for group in model.groups if config else ():
             if group.worker_type != "placeholder":
                 found += _problems_of(model, group, config)
     return list(dict.fromkeys(found))
-
-
-def read_text_config(path: Path) -> dict[str, Any]:
-    """The language model's part of a config.json; empty where there is none that can be read."""
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}  # said elsewhere
-    text = config.get("text_config") if isinstance(config, dict) else None
-    return text if isinstance(text, dict) else config if isinstance(config, dict) else {}
 
 
 def _problems_of(model: ModelPlan, group: EngineGroupPlan, config: Mapping[str, Any]) -> Iterator[str]:
@@ -172,7 +162,7 @@ def quantization_problems(args: Args, models: Sequence[ModelPlan]) -> Problems:
     """
     problems = Problems()
     for model in models:
-        config = read_text_config(Path(model.model_path or "") / "config.json")
+        config = text_config(read_config(model.model_path or ""))
         try:
             fmt = format_of_checkpoint(model.model_path)
         except (UsageError, OSError, ValueError):

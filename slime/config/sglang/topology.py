@@ -11,15 +11,15 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
 from slime.config.problems import Problems
-from slime.config.sglang.served_models import quantization_problems, read_text_config, shape_problems
+from slime.config.sglang.served_models import quantization_problems, shape_problems
 from slime.config.sglang.sglang_config import SglangConfig, WorkerType, read_topology
 from slime.models.families import family_of_config
 from slime.plan.layout import slot_layout
+from slime.weights.names import read_config
 from slime.weights.transports import transport_of
 
 DEFAULT_MODEL = "default"
@@ -211,7 +211,8 @@ def _cpu_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
                 f"model {model.name}: encoder engines process images on GPUs, which --accelerator cpu cannot do; use "
                 "regular engines there."
             )
-        family = family_of_config(read_text_config(Path(model.model_path or "") / "config.json"))
+        config = read_config(model.model_path or "")
+        family = family_of_config(config.get("text_config") or config)
         if model.groups and family and family.needs_gpu:
             yield (
                 f"model {model.name}: --accelerator cpu cannot serve {model.model_path} (model_type "
