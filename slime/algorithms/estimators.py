@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.utils.misc import try_to_load
 from slime.utils.names import Table
 
 _FUNCTIONS: dict[str, tuple[str | None, ...]] = {
@@ -106,4 +107,13 @@ _OWN = {
     "remax": Estimator("arXiv 2310.10505: A = r - reward of the greedy response", baseline="greedy"),
     "opo": Estimator("arXiv 2505.23585: A = r - length-weighted mean of the group", baseline="length_weighted"),
 }
-ESTIMATORS: Table[Estimator] = Table("slime.estimators", Estimator, _OWN)
+
+
+def _path_problem(name: str, row: Estimator) -> str | None:
+    paths = {field: str(getattr(row, field)) for field in _FUNCTIONS}
+    problems = {field: try_to_load(path)[1] for field, path in paths.items() if ":" in path}
+    field = next((field for field, problem in problems.items() if problem), None)
+    return None if field is None else f"has a {field} that cannot be used{problems[field]}"
+
+
+ESTIMATORS: Table[Estimator] = Table("slime.estimators", Estimator, _OWN, check=_path_problem)

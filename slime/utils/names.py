@@ -134,5 +134,11 @@ def function_of(functions: Mapping[str, Any], name: str) -> Any:
     return load_function(name) if ":" in name else functions[name]
 
 
-TRACKERS: Table[Callable[[Any], Any]] = Table("slime.trackers", Callable, {})
+OWN_TRACKERS = ("jsonl", "wandb", "tensorboard")
+TRACKERS: Table[Callable[[Any], Any]] = Table(
+    "slime.trackers",
+    Callable,
+    {},
+    check=lambda name, _: "has the name of a tracker of slime; name it otherwise" if name in OWN_TRACKERS else None,
+)
 """Name -> fn(args) -> a `slime.observability.logging_utils.Sink`; slime's own have switches (--use-wandb)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.utils.misc import try_to_load
 from slime.utils.names import Table
 
 _UPDATERS = "slime.backends.megatron_utils.update_weight"
@@ -43,7 +44,15 @@ FILES = WeightTransport(f"{_UPDATERS}.from_disk.DiskWeightUpdater", is_over_file
 REFUSED = WeightTransport("", sends_changes=True)
 """A rule of flags says that only files can hold changed bytes."""
 
-TRANSPORTS: Table[WeightTransport] = Table("slime.transports", WeightTransport, {"nccl": COLLECTIVE, "disk": FILES})
+
+def _updater_problem(name: str, row: WeightTransport) -> str | None:
+    problem = try_to_load(row.updater)[1]
+    return f"has an updater that cannot be used{problem}" if problem else None
+
+
+TRANSPORTS: Table[WeightTransport] = Table(
+    "slime.transports", WeightTransport, {"nccl": COLLECTIVE, "disk": FILES}, check=_updater_problem
+)
 """--update-weight-transport -> the way of whole versions."""
 
 

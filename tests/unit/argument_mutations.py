@@ -48,7 +48,8 @@ def write_files(directory: Path) -> None:
     (hf / "model.safetensors").write_bytes(b"")
     (directory / "data.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{"input": "2+2=", "label": "4"}\n')
     (directory / "hooks.py").write_text(
-        "NUMBER = 3\nasync def reward(args, sample, **kwargs):\n    return 1.0\ndef one(args):\n    return None\n"
+        "NUMBER, NOTHING = 3, None\n"
+        "async def reward(args, sample, **kwargs):\n    return 1.0\ndef one(args):\n    return None\n"
     )
     (directory / "two.py").write_text("async def a(args, sample):\n    pass\nasync def b(args, sample):\n    pass\n")
     (directory / "eval.yaml").write_text("eval:\n  datasets:\n    - {name: add, path: data.jsonl, label_key: label}\n")

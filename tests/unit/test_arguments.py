@@ -278,6 +278,7 @@ WRONG = {
     "--custom-rm-path hooks.py:absent": "no attribute 'absent'",
     "--custom-rm-path nowhere.mod.fn": "no module 'nowhere'",
     "--custom-rm-path hooks.py:NUMBER": "it is a int, not a function",
+    "--custom-rm-path hooks.py:NOTHING": "hooks.py:NOTHING does not fit: it is a NoneType, not a function",
     "--custom-rm-path hooks.py:one": "--custom-rm-path hooks.py:one does not fit: it is called as (args, sample)",
     "--rollout-sample-hook-path hooks.py:absent": "--rollout-sample-hook-path: cannot load",
     "--custom-generate-function-path broken.py:fn": "loading it raised ValueError: at import",

@@ -75,14 +75,14 @@ def test_the_names_of_groups_are_those_that_megatron_looks_up() -> None:
     ("text", "sentence"),
     [
         (
-            "tp: {cga_cluster_size: 2, max_ctas: 8, min_ctas: 1}\ndp: {net_name: IB, is_high_priority_stream: yes}",
+            "tp: {cga_cluster_size: 2, max_ctas: 8}\ndp: {net_name: SOCKET, is_high_priority_stream: yes}",
             None,
         ),
         ("tp: {}\nxy: {max_ctas: 8}", ":2: xy: unknown key; known are cp, dp, "),
         ("tp: {max_cats: 8}", ":1: tp.max_cats: unknown key; did you mean max_ctas"),
         ("tp: {max_ctas: many}", "tp.max_ctas: 'many' is not a whole number."),
         ("tp: {max_ctas: true}", "tp.max_ctas: true is not a whole number."),
-        ("tp: {net_name: wifi}", "tp.net_name: 'wifi' is none of 'IB', 'ib', 'Socket', 'socket'."),
+        ("tp: {net_name: wifi}", "tp.net_name: 'wifi' is none of 'ib', 'socket'."),
         ("tp: 8", "tp: 8 is not a mapping"),
         ("- tp", "is no mapping; it needs keys of cp, dp, "),
         ("tp: {", "is no valid YAML"),

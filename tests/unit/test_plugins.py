@@ -104,6 +104,11 @@ def test_without_packages_there_is_nothing_but_slimes_own():
             "from slime.algorithms.estimators import Estimator\nX = Estimator('', returns='twice')",
             r"Estimator.returns is 'twice', not one of broadcast, discounted, minus_kl, gae or the path of a function",
         ),
+        (
+            {"x": "broken_rows:X"},
+            "from slime.algorithms.estimators import Estimator\nX = Estimator('', returns='nowhere:f')",
+            r"broken_rows:X has a returns that cannot be used: cannot load 'nowhere:f'",
+        ),
         ({"grpo": "broken_rows:X"}, "X = 1", r"grpo is the name of 2 rows, of slime and more"),
     ],
 )
@@ -132,6 +137,19 @@ def test_rewards_and_families_are_checked_for_what_they_are_called_with_and_as(s
         RM_TYPES["x"]
     with pytest.raises(UsageError, match="LLAMA has the model_type 'llama', which must be its name"):
         FAMILIES["x"]
+
+
+def test_the_class_of_a_transport_and_the_name_of_a_tracker_are_checked(site: Path):
+    groups = {"slime.transports": {"x": "broken_rows:WAY"}, "slime.trackers": {"wandb": "broken_rows:sink"}}
+    install(site, "more", groups)
+    (site / "broken_rows.py").write_text(
+        "from slime.weights.transports import WeightTransport\n\n"
+        "WAY = WeightTransport('nowhere:Updater')\n\n\ndef sink(args):\n    return None\n"
+    )
+    with pytest.raises(UsageError, match="WAY has an updater that cannot be used: cannot load 'nowhere:Updater'"):
+        TRANSPORTS["x"]
+    with pytest.raises(UsageError, match="sink has the name of a tracker of slime; name it otherwise"):
+        TRACKERS["wandb"]
 
 
 def test_a_table_is_of_one_kind():

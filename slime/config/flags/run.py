@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slime.config.parser import flag
 from slime.plan.devices import DEFAULT_GPU, DEVICE_CHOICES
-from slime.utils.names import TRACKERS
+from slime.utils.names import OWN_TRACKERS, TRACKERS
 
 _LATER_TRACKERS = ("mlflow", "swanlab", "trackio")
 
@@ -123,7 +123,7 @@ class ObservabilityFlags:
     tracker: list[str] = flag(
         [],
         "where metrics go besides metrics.jsonl (repeatable); wandb = --use-wandb, tensorboard = --use-tensorboard",
-        choices=tuple(dict.fromkeys(("jsonl", "wandb", "tensorboard", *_LATER_TRACKERS, *TRACKERS))),
+        choices=tuple(dict.fromkeys((*OWN_TRACKERS, *_LATER_TRACKERS, *TRACKERS))),
         repeatable=True,
         later_choices={name: "trackers" for name in _LATER_TRACKERS if name not in TRACKERS},
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes.util
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model
 
 from slime.config.args import Args
 from slime.config.megatron.derived import Layout, divisors, nearest_divisor
@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "cga_cluster_size": int,
     "max_ctas": int,
     "min_ctas": int,
-    "net_name": Literal["IB", "ib", "Socket", "socket"],
+    "net_name": Annotated[Literal["ib", "socket"], BeforeValidator(lambda name: str(name).lower())],  # as Megatron
     "is_high_priority_stream": bool,
 }
 """What Megatron reads of a group, and its type."""

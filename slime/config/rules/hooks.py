@@ -40,7 +40,7 @@ def check_hooks(
 def check_hook(option: str, path: str, protocol: type, signature_problem: SignatureProblem) -> Iterator[str]:
     """Check one hook path; `option` names where it was given."""
     function, problem = try_to_load(path)
-    if function is None:
+    if problem:
         yield f"{option}{problem}."
     elif problem := signature_problem(function, protocol):
         yield f"{option} {path} does not fit: {problem}."

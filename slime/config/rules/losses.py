@@ -181,7 +181,7 @@ LOSS_CHECKS: tuple[Check, ...] = (
     ),
     for_each(  # what an estimator is defined by is given, as REINFORCE++'s whitened advantages (V8)
         lambda a: ESTIMATORS[a.advantage_estimator].needs,
-        lambda a, name: not vars(a)[name],
+        lambda a, name: not vars(a).get(name),
         lambda a, name: f"--advantage-estimator {a.advantage_estimator} needs {plain_option(name)}.",
     ),
     # corrections between trainer and engine have both log-probs, and bounds in order (V9)

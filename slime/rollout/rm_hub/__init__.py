@@ -86,6 +86,8 @@ _PLAIN: dict[str, Grader] = {
 def _call_problem(name: str, grade: Grader) -> str | None:
     try:
         inspect.signature(grade).bind(None, None, None)
+    except ValueError:  # a function of C may say nothing of itself
+        return None
     except TypeError as error:
         return f"is called with (args, response, sample): {error}"
     return None
@@ -126,11 +128,13 @@ async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
         raise NotImplementedError(
             "Rule-based RM type is not specified. Give --rm-type, --custom-rm-path, or rm_type in the metadata."
         )
-    if rm_type not in RM_TYPES:
+    try:
+        grade = RM_TYPES[rm_type]
+    except KeyError:
         raise NotImplementedError(
             f"Rule-based RM for {rm_type} is not implemented. Built in are: {', '.join(sorted(RM_TYPES))}."
-        )
-    return await _call(RM_TYPES[rm_type], args, without_stop_tokens(sample.response), sample)
+        ) from None
+    return await _call(grade, args, without_stop_tokens(sample.response), sample)
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
