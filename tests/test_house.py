@@ -33,8 +33,13 @@ LIMITS = {
 PUBLIC_PATHS = (
     "slime.backends.megatron_utils.arguments",
     "slime.backends.sglang_utils.sglang_config",
+    "slime.observability.profile_utils",
+    "slime.observability.rollout_data_utils",
+    "slime.observability.train_data_utils",
+    "slime.observability.train_metric_utils",
     "slime.rollout.rm_hub.f1",
     "slime.rollout.rm_hub.gpqa",
+    "slime.utils.reloadable_process_group",
     "slime.utils.seqlen_balancing",
     "slime.utils.tensor_backper",
 )

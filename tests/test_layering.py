@@ -43,7 +43,12 @@ CONFIG_MAY_IMPORT = {
     "slime.config.sglang": ("slime.backends.sglang_utils.external", "slime.backends.sglang_utils.cpu_standins"),
 }
 # The public path of something that moved: names and thin adapters.
-PUBLIC_PATHS = {"slime.utils.arguments": "slime.config", "slime.utils.ppo_utils": "slime.algorithms"}
+PUBLIC_PATHS = {
+    "slime.observability.train_data_utils": "slime.training",
+    "slime.observability.train_metric_utils": "slime.training",
+    "slime.utils.arguments": "slime.config",
+    "slime.utils.ppo_utils": "slime.algorithms",
+}
 ARGS = ROOT / "slime" / "config" / "args.py"
 TRANSFER_GATE = "slime.backends.sglang_utils.weight_transfer"
 OWNERS = {

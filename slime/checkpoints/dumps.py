@@ -1,8 +1,8 @@
 """Files of a run that are written to be looked at or replayed later: writing, reading and saying what is wrong.
 
 A dump is a dict that torch.save wrote. It is written under another name first, so that a run that is killed leaves no
-half of one. What stands in a dump, its writer knows (slime.ray.rollout.manager, slime.backends.megatron_utils.
-train_dump); samples of a rollout are read here, for a dump of another kind is the mistake to be expected.
+half of one. What stands in a dump, its writer knows (slime.ray.rollout.manager, slime.training.reports); samples of a
+rollout are read here, for a dump of another kind is the mistake to be expected.
 """
 
 from __future__ import annotations

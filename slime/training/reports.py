@@ -155,7 +155,7 @@ def save_train_data(template: str, rollout_id: int, micro_batches: MicroBatches,
         template: path with {rollout_id} and perhaps {rank}, which is the writer's.
         rollout_id: which.
         micro_batches: this rank's share, with every column that was computed.
-        layout: this rank's place (`Backend.parallel_config`).
+        layout: this rank's place (`Layout.sizes`).
     """
     # The ranks of one copy of the model hold the same columns: its first one speaks for it.
     is_first = not any(layout[place] for place in ("tp_rank", "pp_rank", "cp_rank"))

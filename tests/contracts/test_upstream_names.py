@@ -175,6 +175,11 @@ def check_graders() -> None:
     assert ifbench.compute_ifbench_reward("one, comma", "unused", metadata=metadata) == 0.0
 
 
+def check_modules() -> None:
+    for name in ("profile_utils", "rollout_data_utils", "train_data_utils", "train_metric_utils"):
+        assert find(f"slime.observability.{name}").__all__  # what they give is compared in test_python_api
+
+
 def check_texts() -> None:
     assert f1.normalize_answer(s="The  Fox!") == "fox"
     assert "".join(gpqa.DEFAULT_VALID_LETTERS) == "ABCDEFGHIJ"
@@ -352,6 +357,9 @@ def check_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = accelerator.no_such_name
     assert accelerator.device_type() in ("cpu", "cuda")
+    assert accelerator.supports(cap="ipc_collect") and not accelerator.supports(cap="no_such_name")
+    with pytest.raises(UsageError, match=r"register_accelerator: .* --accelerator"):
+        accelerator.register_accelerator("npu", object)
 
 
 def check_places() -> None:
@@ -363,10 +371,13 @@ def check_places() -> None:
 CHECKS: dict[str, Callable[..., None]] = {
     "slime.observability.logging_utils.": check_finish_tracking,
     "slime.observability.metric_utils.": check_compute_rollout_step,
+    "slime.observability.profile_utils": check_modules,
+    "slime.observability.rollout_data_utils": check_modules,
     "slime.observability.rollout_metrics.compute_": check_rollout_metrics,
     "slime.observability.rollout_metrics.log_": check_logged_rollout,
     "slime.observability.timer.": check_timer,
     "slime.observability.trace_utils.": check_traces,
+    "slime.observability.train_": check_modules,
     "slime.rollout.rm_hub.f1.": check_texts,
     "slime.rollout.rm_hub.gpqa.": check_texts,
     "slime.rollout.rm_hub.ifbench.": check_graders,

@@ -1,6 +1,6 @@
 """Upstream's names in backends, ray and plug-ins: docs/migration.md judges each, and the given ones are called here.
 
-upstream_names_backends.txt lists them. A call has upstream's keywords and shapes, where these are known.
+upstream_names.txt lists them. A call has upstream's keywords and shapes, where these are known.
 """
 
 from __future__ import annotations
@@ -9,24 +9,16 @@ import inspect
 import math
 import re
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
 
 from slime.utils.errors import UsageError
 from tests.contracts.test_python_api import find
+from tests.contracts.test_upstream_names import ALL, PAGE, expanded
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
-NAMES = Path(__file__).with_name("upstream_names_backends.txt").read_text().split()
 HERE = ("slime.backends.", "slime.ray.", "slime_plugins.")
-
-
-def expanded(cell: str) -> list[str]:
-    """The dotted names of a cell: `a.b`, or `a.{b, c}`."""
-    [text] = re.findall(r"`([^`]+)`", cell)
-    stem, brace, rest = text.partition("{")
-    return [f"{stem}{name}" for name in rest.rstrip("}").split(", ")] if brace else [text]
+NAMES = [name for name in ALL if name.startswith(HERE)]
 
 
 ROWS = [

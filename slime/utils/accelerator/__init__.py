@@ -146,6 +146,22 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(0) if cuda_is_available() else None
 
 
+def supports(cap: str) -> bool:
+    """Whether torch's module of this process's device has what is named so ("ipc_collect", "mem_get_info", ...)."""
+    import torch
+
+    return hasattr(torch.cuda if kind() == "cuda" else torch.cpu, cap)
+
+
+def register_accelerator(*_: object, **__: object) -> None:
+    """Refuse another kind of device, as upstream lets one be registered.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError("register_accelerator: slime computes on cuda (CUDA and ROCm) and on cpu, see --accelerator.")
+
+
 def set_device(index: int) -> None:
     """Choose the GPU `index` of this host; the CPU has no index and ignores it."""
     if kind() == "cuda":

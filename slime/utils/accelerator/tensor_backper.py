@@ -65,10 +65,6 @@ class TensorBackuper:
             live.copy_(copies[name], non_blocking=live.is_cuda)
         _wait_for_copies()
 
-    def live(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name -> live tensor."""
-        yield from self._named_tensors()
-
     def copies(self, tag: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Name -> the copy itself under `tag`, in host memory."""
         yield from self._copies[tag].items()
