@@ -78,12 +78,12 @@ def main() -> None:
 
 
 def best(case: str, args: Any, n: int, tries: int) -> tuple[Figures, Figures]:
-    """Return the figures at n and at 2n; measure both again where the CPU time has grown too much.
+    """Return the figures at n and at 2n; measure both again, at most three times, where the CPU time grew too much.
 
     Other processes only ever add to a CPU time (they take the caches), so the lesser of two is nearer to the truth.
     """
     found: list[Figures] = []
-    for _ in range(2):
+    for _ in range(4):
         now = [measure(case, args, size, tries) for size in (n, 2 * n)]
         found = [(min(a[0], b[0]), max(a[1], b[1])) for a, b in zip(found or now, now, strict=True)]
         if (growth(found[0][0], found[1][0], QUICK_S) or 0) <= MOST_TIMES:

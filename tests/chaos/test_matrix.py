@@ -1,4 +1,4 @@
-"""Rows of the chaos matrix (`matrix`): four by default, all under `slow`.
+"""Rows of the chaos matrix (`matrix`): three by default, all under `slow`.
 
 SLIME_CHAOS_DIR=/somewhere python -m pytest -m slow tests/chaos/test_matrix.py      goes on where a call was cut
 """
@@ -18,7 +18,6 @@ BY_DEFAULT = {
     Row("manager", "generate", "SIGKILL"): "recovered",
     Row("lone-engine", "generate", "SIGKILL"): "recovered",
     Row("scheduler", "sync", "SIGSTOP"): "recovered",
-    Row("driver", "save", "SIGKILL"): "resumed",
 }
 """Row -> its outcome. While rollouts are made and trained on, one of two engines, the router and a trainer die in
 tests/integration/test_fault_tolerance.py."""
