@@ -77,7 +77,7 @@ BASELINES: dict[str, Baseline] = {
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor: float) -> float:
-    """What is added to the reward of a response that comes close to the length limit.
+    """Return what is added to the reward of a response near the length limit, which is never positive.
 
     DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), with L = `length`, M = `max_length`, C = `buffer_length`::
 
@@ -102,7 +102,7 @@ def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor
 
 
 def overlong_penalties(args: Args, samples: Sequence[Sample]) -> list[float]:
-    """What each reward loses for a response near --rollout-max-response-len; all 0 without --overlong-buffer-len."""
+    """Return what is added to each reward (`overlong_penalty`); zeros without --overlong-buffer-len."""
     if args.overlong_buffer_len is None:
         return [0.0] * len(samples)
     return [

@@ -52,6 +52,11 @@ class DriverRun(TrainingRun):
     def async_train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> list[Any]:
         """Train actor and critic on the shares, once: the second of the two models asks for what is done.
 
+        Args:
+            rollout_id: which.
+            rollout_data_ref: what `generate` gave.
+            external_data: not read; upstream's drivers hand the critic's values over here, the run does it itself.
+
         Raises:
             ValueError: no rollout of this id was begun.
         """
@@ -78,17 +83,25 @@ class DriverRun(TrainingRun):
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
         """Write the checkpoint of actor, critic and data source, once.
 
+        Args:
+            rollout_id: which.
+            force_sync: with --async-save, return when it is complete.
+
         Raises:
             UsageError: there is no --save, nor --save-hf.
         """
         if not (self.args.save or self.args.save_hf):
             raise UsageError("save_model: give --save, or --save-hf, which say where to")
         if rollout_id == self._saved:
+            if force_sync:
+                self._checkpoints.finish(self._parts.groups, self.turns)
             return
         if self.args.save and not self._save_is_due(rollout_id):  # where the flags say so, it was kept in `begin`
             self._checkpoints.keep_state(rollout_id, self._manager.save.remote(rollout_id))
         self._save(rollout_id)
         self._saved = rollout_id
+        if force_sync:
+            self._checkpoints.finish(self._parts.groups, self.turns)
 
     def offload(self) -> None:
         """Nothing: the run moves trainers out of the engines' way itself."""

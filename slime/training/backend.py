@@ -71,7 +71,7 @@ class UnfinishedSave(Protocol):
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` has nothing to wait for on this rank."""
+        """Whether all files of this rank are written, so that `finish` returns without waiting."""
 
     def finish(self) -> Path:
         """Wait until all is written and give the checkpoint its name (collective); returns its directory.

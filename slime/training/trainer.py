@@ -277,7 +277,7 @@ class Trainer:
             self.backend.export_hf(directory / HF_PART)
 
     def save_is_written(self) -> bool:
-        """Whether `finish_save` has nothing to wait for on this rank."""
+        """Whether all files of this rank are written, so that `finish_save` returns without waiting."""
         return self._saving is None or self._saving[1].is_written
 
     def finish_save(self) -> None:

@@ -85,8 +85,8 @@ def test_it_needs_cuda_and_layers_that_megatron_has(check: Check) -> None:
 def test_what_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: set[str] = set()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
-    loads: list[str | None] = [None]
-    monkeypatch.setattr(kernel_checks, "_load_problem", lambda _: loads[0])
+    problems: list[str] = []
+    monkeypatch.setattr(kernel_checks, "_load_problems", lambda _: problems)
 
     def said(attention: str = "auto") -> list[str]:
         return list(kernel_checks.MISSING_TRANSFORMER_ENGINE(Args.of({"attention_backend": attention})))
@@ -105,7 +105,7 @@ def test_what_is_not_installed_is_named_with_the_command(monkeypatch: pytest.Mon
     assert flash.endswith("needs the package flash-attn, which is not installed; use auto or fused.")
     installed.add("flash_attn")
     assert said("flash") == []
-    loads[0] = "OSError: libcudnn.so.9: cannot open shared object file"
+    problems.append("OSError: libcudnn.so.9: cannot open shared object file")
     (broken,) = said()
     assert "does not load: OSError: libcudnn.so.9" in broken
 

@@ -6,7 +6,7 @@ from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpda
 
 
 class NotedFiles(DiskWeightUpdater):
-    """As `disk`; the rank that writes appends each version to `versions.txt` in --output-dir."""
+    """Send weights as `disk` does, and append each version to `versions.txt` in --output-dir (the writing rank)."""
 
     def update(self):
         """Send the next version; returns metrics."""

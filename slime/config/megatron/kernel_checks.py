@@ -105,12 +105,10 @@ MISSING_TRANSFORMER_ENGINE = first_of(
         lambda a: is_missing("transformer_engine"),
         f"{TRANSFORMER_ENGINE} needs TransformerEngine, which is not installed; {_INSTALL_TE}.",
     ),
-    Rule(
-        lambda a: _load_problem("transformer_engine.pytorch"),
-        lambda a: (
-            f"{TRANSFORMER_ENGINE} needs TransformerEngine, which does not load: "
-            f"{_load_problem('transformer_engine.pytorch')}; {_INSTALL_TE}."
-        ),
+    for_each(
+        lambda a: _load_problems("transformer_engine.pytorch"),
+        lambda a, why: True,
+        lambda a, why: f"{TRANSFORMER_ENGINE} needs TransformerEngine, which does not load: {why}; {_INSTALL_TE}.",
     ),
     Rule(
         lambda a: not _FIRST <= (_version_of("transformer-engine") or _FIRST) < _END,
@@ -179,12 +177,10 @@ MISSING_FLASHQLA = first_of(
             f"machine has (it has them for {', '.join(f'{n}.{m}' for n, m in FLASHQLA_CAPABILITIES)}); leave it out."
         ),
     ),
-    Rule(
-        lambda a: _gpu() and _load_problem("flash_qla"),
-        lambda a: (
-            f"{FLASHQLA} needs the package flash-qla, which does not load: {_load_problem('flash_qla')}; "
-            f"{_INSTALL_QLA}."
-        ),
+    for_each(
+        lambda a: _load_problems("flash_qla") if _gpu() else (),
+        lambda a, why: True,
+        lambda a, why: f"{FLASHQLA} needs the package flash-qla, which does not load: {why}; {_INSTALL_QLA}.",
     ),
 )
 
@@ -227,21 +223,21 @@ MISSING_DEEP_GEMM = first_of(
             "two), which are not built; leave the flag out."
         ),
     ),
-    Rule(
-        lambda a: _gpu() and _load_problem("deep_gemm"),
-        lambda a: (
-            f"{' '.join(given_flags(a))} {_NEEDS_GEMM} does not load: {_load_problem('deep_gemm')} (it is built for "
-            f"one version of torch); {_INSTALL_GEMM}"
+    for_each(
+        lambda a: _load_problems("deep_gemm") if _gpu() else (),
+        lambda a, why: True,
+        lambda a, why: (
+            f"{' '.join(given_flags(a))} {_NEEDS_GEMM} does not load: {why} (it is built for one version of torch); "
+            f"{_INSTALL_GEMM}"
         ),
     ),
 )
 
 
-def _load_problem(module: str) -> str | None:
-    """Why a package that is installed cannot be imported."""
+def _load_problems(module: str) -> Iterator[str]:
+    """Yield why a package that is installed cannot be imported, where it cannot."""
     try:
         importlib.import_module(module)
     except Exception as error:  # what loading another's library may raise
         cause = error.__cause__ or error
-        return f"{type(cause).__name__}: {cause}"
-    return None
+        yield f"{type(cause).__name__}: {cause}"

@@ -270,9 +270,9 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
         "TENSORBOARD_DIR.",
     ),
     for_each(
-        lambda a: [name for name in TRACKERS if name in a.tracker],
-        lambda a, name: TRACKERS.problems(name),
-        lambda a, name: " ".join(TRACKERS.problems(name)),
+        lambda a: [problem for name in TRACKERS if name in a.tracker for problem in TRACKERS.problems(name)],
+        lambda a, problem: True,
+        lambda a, problem: problem,
     ),
     *each(
         "rm_url code_sandbox_url http_proxy",

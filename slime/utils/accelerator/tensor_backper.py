@@ -1,7 +1,6 @@
 """Copies of a set of tensors in host memory, by tag, to swap one set of weights for another in place.
 
-It knows nothing about models: it is given a function that names the live tensors. (The file's spelling is the public
-import path.)
+A function that it is given names the live tensors. The spelling of the file is that of the public path.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from slime.checkpoints.manifest import Entry, entries_of
 
 
 class BackgroundSave:
-    """What is being written.
+    """A checkpoint whose files are written in the background.
 
     Args:
         request: of `dist_checkpointing.save(..., async_sharded_save=True)`.

@@ -4,8 +4,7 @@ What a checkpoint holds besides weights is chosen when it is saved (--checkpoint
 and starts the rest fresh. A checkpoint appears under its name only when it is complete, with a manifest of its files
 (`slime.checkpoints.manifest`; `slime.ray.checkpoints` looks at it before a load), and the tracker file is written
 last, so that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other parallel
-layout can load it. It knows nothing about HF directories, rollouts or data sources, nor which checkpoints are too old
-(slime.training.pruning).
+layout can load it. slime.training.pruning deletes checkpoints that are too old.
 """
 
 from __future__ import annotations

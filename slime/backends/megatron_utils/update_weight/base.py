@@ -297,7 +297,7 @@ class WeightUpdater(ABC):
 
 @dataclass
 class Sent:
-    """What went through one attempt of a sync, on one rank or on several.
+    """The tensors that one attempt of a sync has sent, from one rank or from several.
 
     Attributes:
         names: of tensors.

@@ -226,7 +226,7 @@ class DeltaWeightUpdater(DiskWeightUpdater):
         self._held: dict[str, Bytes] = {}
 
     def connect(self, engines: Sequence[Any], *, engine_sizes: Sequence[int]) -> None:
-        """As of `WeightUpdater`; these engines may be on other hosts, so that they get a whole version first."""
+        """Connect as `WeightUpdater` does, and send a whole version first: these engines may be on other hosts."""
         self._base = None
         super().connect(engines, engine_sizes=engine_sizes)
 
