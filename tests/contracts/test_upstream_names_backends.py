@@ -120,6 +120,14 @@ def test_starred_functions_have_the_parameters_that_the_page_shows(name: str, ar
     assert list(inspect.signature(find(name)).parameters) == arguments
 
 
+def test_the_spec_of_glm4_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block itself is built in tests/training/parallel, from the same function; here it is only handed on."""
+    from slime_plugins.models import glm4
+
+    monkeypatch.setattr(glm4, "assemble_block", lambda *given: given)
+    assert glm4.get_glm_spec(args="args", config="config", vp_stage=1) == ("args", "config", 1)
+
+
 def test_a_buffer_server_is_an_application_of_its_module() -> None:
     from fastapi.testclient import TestClient
 
