@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.observability.phases import seconds
 
@@ -229,6 +230,10 @@ class ConsoleSink:
 
     def write_eval_samples(self, shown: object, step: int) -> None:
         """Answers are not shown."""
+
+    def write_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """Write what is wrong."""
+        self._write(f"(!) {alarm['what']}")
 
     def finish(self) -> None:
         """Nothing is left to write."""

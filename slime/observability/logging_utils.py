@@ -79,6 +79,7 @@ logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
 CURVES_FILE, EVAL_SAMPLES_FILE = "curves.png", "eval_samples.jsonl"
+ALARM_KEY = "alarm"
 
 
 def configure_logger(prefix: str = "") -> None:
@@ -129,6 +130,9 @@ class Sink(Protocol):
     def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
         """Take the answers of one evaluation; `step` is its "eval/step"."""
 
+    def write_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """Take one alarm, as plain values."""
+
     def finish(self) -> None:
         """Flush and close."""
 
@@ -144,7 +148,7 @@ class AppendedLines:
         self._num_lost = 0
 
     def write(self, line: str) -> None:
-        """Append a line; its end is added.
+        """Append a line, or several that belong together; the last end of line is added.
 
         Raises:
             OSError: it cannot be written, and not for want of room.
@@ -156,7 +160,7 @@ class AppendedLines:
                 raise
             if self._num_lost == 0:
                 logger.error("%s cannot be written (%s); the run goes on without its lines", self._path, problem)
-            self._num_lost += 1
+            self._num_lost += 1 + line.count("\n")
             return
         self._say_what_is_lost("it is written again")
 
@@ -183,10 +187,11 @@ class AppendedLines:
 
 
 class JsonlSink:
-    """One JSON object a line: records in `<output_dir>/metrics.jsonl`, answers in `eval_samples.jsonl` beside it.
+    """One JSON object a line: records in `<output_dir>/metrics.jsonl`, answers in `eval_samples.jsonl` next to it.
 
-    Records have "step_key" and "time" added, answers their "eval/step". It appends, so a resumed run goes on in its
-    files; a full disk costs lines, not the run. A value that is not finite becomes null: JSON has no NaN.
+    Records have "step_key" and "time" added, answers their "eval/step". An alarm is a line of metrics.jsonl whose
+    "step_key" is "alarm"; its values are under "alarm". The sink appends, so a resumed run goes on in its files; a
+    full disk costs lines, not the run. A value that is not finite becomes null: JSON has no NaN.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -202,8 +207,13 @@ class JsonlSink:
 
     def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
         """Append the answers."""
-        for sample in shown:
-            self._answers.write(json.dumps({"eval/step": step, **sample}, ensure_ascii=False, default=str))
+        rows = [json.dumps({"eval/step": step, **sample}, ensure_ascii=False, default=str) for sample in shown]
+        self._answers.write("\n".join(rows))
+
+    def write_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """Append the alarm."""
+        line = {"step_key": ALARM_KEY, "time": time.time(), ALARM_KEY: dict(alarm)}
+        self._records.write(json.dumps(line, ensure_ascii=False, default=str))
 
     def finish(self) -> None:
         """Say how many lines are lost, if any are."""
@@ -322,6 +332,17 @@ def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
     if shown:
         for sink in _tracking.sinks or ():
             sink.write_eval_samples(shown, step)
+
+
+def log_alarm(alarm: Mapping[str, Any]) -> None:
+    """Write an alarm, in the process that writes.
+
+    Args:
+        alarm: plain values; `alarm["what"]` says what is wrong in one sentence.
+    """
+    with _tracking.writing:
+        for sink in _tracking.sinks or ():
+            sink.write_alarm(alarm)
 
 
 def take_pending() -> list[MetricRecord]:

@@ -64,6 +64,9 @@ class _TensorboardAdapter:
 
         self._unless_full(write)
 
+    def write_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """TensorBoard has no alarms."""
+
     def finish(self) -> None:
         """Close the event file."""
         self._unless_full(lambda writer: writer.close())

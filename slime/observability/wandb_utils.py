@@ -109,6 +109,11 @@ class WandbAdapter:
             tables[name].add_data(*row, sample["reward"], sample["truncated"])
         self.run.log({**tables, "eval/step": step})
 
+    def write_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """Send an alert, which W&B shows on the run's page and sends on as its user has set it."""
+        text = "\n".join(f"{name}: {value}" for name, value in alarm.items())
+        self.run.alert(title=str(alarm["what"]), text=text)
+
     def finish(self) -> None:
         """Upload what is left and end the run, within a deadline; what is not uploaded then is said, and kept."""
         problems: list[str] = []

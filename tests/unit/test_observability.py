@@ -610,3 +610,14 @@ def test_warnings_of_a_block_are_collected_for_another_process() -> None:
         logging.getLogger("megatron").warning("not ours")
     logger.warning("after")
     assert collected == ["out/iter_0000003 holds no optimizer state"]
+
+
+def test_an_alarm_is_a_line_of_the_metrics_and_of_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    init_tracking(make_args(tmp_path))
+    alarm = {"what": "half of the groups have no gradient", "since": 3, "flags": ["--n-samples-per-prompt"]}
+    logging_utils.log_alarm(alarm)
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line["step_key"] == "alarm" and line["alarm"] == alarm
+    assert "(!) half of the groups have no gradient" in capsys.readouterr().out
+    finish_tracking()
+    assert console.read_series(tmp_path / "metrics.jsonl") == {}, "it is not a metric"

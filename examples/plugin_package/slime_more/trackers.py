@@ -18,6 +18,9 @@ class CsvTracker:
     def write_eval_samples(self, shown, step):
         """Take the answers of one evaluation (--log-eval-samples)."""
 
+    def write_alarm(self, alarm):
+        """Take one alarm."""
+
     def finish(self):
         """Close the file: the run is over."""
         self._file.close()
