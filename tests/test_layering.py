@@ -1,4 +1,4 @@
-"""One way: ray, megatron_utils | rollout, training, sglang_utils, observability, config, and the pure packages.
+"""One way: ray, agent, megatron_utils | rollout, training, sglang_utils, observability, config, and the pure packages.
 
 Those are models | plan | conversion over weights | algorithms | checkpoints over utils over processes.
 """
@@ -28,7 +28,8 @@ LAYERS = {
     "slime.training": 7,
     "slime.backends.megatron_utils": 8,
     "slime.rollout": 8,
-    "slime.ray": 9,
+    "slime.agent": 9,
+    "slime.ray": 10,
 }
 # The composition root of the command line may reach the hook Protocols and names; nothing else may.
 COMPOSITION_ROOT = "slime.config.parse"
@@ -54,7 +55,7 @@ TRANSFER_GATE = "slime.backends.sglang_utils.weight_transfer"
 OWNERS = {
     "ray": ("slime.ray", "slime.utils.train_data", "slime.backends.megatron_utils.update_weight"),
     "megatron": ("slime.backends.megatron_utils", "slime.config.megatron"),
-    "sglang": ("slime.backends.sglang_utils", "slime.config.sglang"),
+    "sglang": ("slime.backends.sglang_utils", "slime.config.sglang", "slime.agent.parsing"),
     "sglang_router": ("slime.backends.sglang_utils", "slime.config.sglang", "slime.utils.http_utils"),
 }
 
@@ -132,6 +133,7 @@ def test_every_module_imports_only_layers_below_it():
     [
         ("slime.utils.misc", "slime.rollout.base_types"),
         ("slime.rollout.eval", "slime.backends.megatron_utils.actor"),
+        ("slime.rollout.eval", "slime.agent.trajectory"),
         ("slime.rollout.eval", "ray"),
         ("slime.ray.run", "sglang"),
         ("slime.training.passes", "megatron"),
@@ -153,6 +155,7 @@ def test_utils_rollout_and_observability_import_without_ray_sglang_or_megatron()
         "slime.plan",
         "slime.training",
         "slime.rollout",
+        "slime.agent",
         "slime.observability",
     )
     light = [n for n in modules() if in_package(n, packages)]

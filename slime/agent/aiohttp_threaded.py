@@ -1,0 +1,111 @@
+"""An aiohttp application in a thread and an event loop of its own, inside a process that does something else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+
+_SLOW_S = 120.0
+_CLEANUP_S = 10.0
+_JOIN_S = 5.0
+
+
+class FilteredAccessLogger(AbstractAccessLogger):
+    """Logs only requests that failed or were slow, and no HEAD: an agent makes thousands of others."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        """Log one request that took `time` seconds."""
+        if request.method != "HEAD" and (response.status != 200 or time > _SLOW_S):
+            self.logger.info("%s %s: %d in %.1f s", request.method, request.path, response.status, time)
+
+
+@dataclass
+class AppHandle:
+    """A server that runs."""
+
+    host: str
+    port: int
+    """The real one, also where 0 was asked for."""
+    thread: threading.Thread
+    loop: asyncio.AbstractEventLoop
+    runner: web.AppRunner
+
+    def stop(self) -> None:
+        """End the server and its thread; what still runs after 10 s is cancelled with the loop."""
+        if self.thread.is_alive():
+            cleanup = asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop)
+            with contextlib.suppress(TimeoutError):
+                cleanup.result(timeout=_CLEANUP_S)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(timeout=_JOIN_S)
+
+
+def run_app_in_thread(
+    app: web.Application,
+    *,
+    host: str = "0.0.0.0",  # nosec B104: sandboxes on other hosts call it; docs/agents.md says how to bind it closer
+    port: int = 0,
+    thread_name: str = "aiohttp-app",
+    start_timeout_sec: float = 15.0,
+    runner_kwargs: dict[str, Any] | None = None,
+) -> AppHandle:
+    """Serve an application from a daemon thread; return when it listens.
+
+    Args:
+        app: not used by another loop.
+        host: address to bind.
+        port: 0 takes a free one.
+        thread_name: shown by debuggers.
+        start_timeout_sec: longest time until it listens.
+        runner_kwargs: of `web.AppRunner`: `handler_cancellation=True` cancels the handler of a client that hangs up,
+            `access_log_class=FilteredAccessLogger` keeps the log short.
+
+    Raises:
+        OSError: the port is taken, or the address is not of this host.
+        TimeoutError: it does not listen in time.
+    """
+    started: Future[AppHandle] = Future()
+
+    def serve() -> None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        runner = web.AppRunner(app, **(runner_kwargs or {}))
+        listening = loop.create_task(_listen(runner, host, port))
+        loop.run_until_complete(asyncio.wait([listening]))
+        if (error := listening.exception()) is not None:
+            started.set_exception(error)
+        else:
+            started.set_result(AppHandle(host, listening.result(), threading.current_thread(), loop, runner))
+            loop.run_forever()
+        _end(loop)
+
+    threading.Thread(target=serve, name=thread_name, daemon=True).start()
+    return started.result(timeout=start_timeout_sec)
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> int:
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    return int(runner.addresses[0][1])
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what still runs on a stopped loop, and close it."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    with contextlib.suppress(RuntimeError):  # a task may have closed the loop
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
