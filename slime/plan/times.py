@@ -229,6 +229,7 @@ def outputs(args: Args, shape: ModelShape | None, fmt: WeightFormat | None = Non
         Output("metrics", f"{args.output_dir}/metrics.jsonl", None, often),
         Output("logs", f"{args.output_dir}/logs/", None, "as they come"),
         Output("answers", args.log_eval_samples and f"{args.output_dir}/eval_samples.jsonl", None, "every evaluation"),
+        Output("samples", _records(args), None, f"every rollout; kept: {args.keep_rollouts}"),
         Output("checkpoint", args.save and f"{args.save}/iter_<rollout id>/", saved, when),
         Output("data position", args.save and f"{args.save}/rollout/", None, when),
         Output("HF export", args.save_hf, export, when),
@@ -245,6 +246,10 @@ def outputs(args: Args, shape: ModelShape | None, fmt: WeightFormat | None = Non
         ),
     ]
     return [replace(output, where=str(output.where)) for output in found if output.where]
+
+
+def _records(args: Args) -> str | None:
+    return None if args.keep_rollouts == "none" else f"{args.output_dir}/rollouts/<rollout id>.parquet"
 
 
 def checkpoint_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None = None) -> int:

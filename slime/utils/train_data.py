@@ -80,6 +80,8 @@ class TrainData(TypedDict):
     weight_version: NotRequired[int]
     """Of the engines when the rollout was begun, written by the rollout manager; read by --keep-old-actor. Absent
     where no engine takes the trainer's weights."""
+    recorded_indices: NotRequired[frozenset[int]]
+    """`sample_indices` of the samples that are recorded, where not all are (--rollout-record-fraction)."""
     total_lengths: NotRequired[list[int]]
     """[S] prompt + R; written by the split, read by the schedule and by packing."""
 
@@ -151,7 +153,8 @@ class RolloutBatch(TokenColumns, total=False):
     partition: list[int]
     """[S] positions of this rank's samples in TrainData."""
     weight_version: int
-    """As in TrainData."""
+    recorded_indices: frozenset[int]
+    """These two as in TrainData."""
     rollout_routed_experts: list[Any]
     """As in TrainData; taken out once the layers have it."""
     micro_batch_indices: list[list[int]]

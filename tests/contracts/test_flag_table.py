@@ -50,6 +50,8 @@ OURS = {
     "--explain": "a question",
     "--filter-prompts-workers": "parallel length filter",
     "--fresh-output": "an earlier run is moved aside",
+    "--keep-rollouts": "samples of rollouts, kept to be looked at",
+    "--rollout-record-fraction": "samples of rollouts, kept to be looked at",
     "--keep-checkpoints": "old checkpoints are deleted",
     "--kl-ctrl": "adaptive KL",
     "--kl-horizon": "adaptive KL",

@@ -15,6 +15,8 @@ import pytest
 from slime.backends.sglang_utils.server_control import Probe
 from slime.checkpoints.dumps import load_dump
 from slime.observability import logging_utils
+from slime.observability.rollout_records import RolloutRecords
+from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.ray.rollout import manager as manager_module
 from slime.ray.rollout import shares
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, _draws_prompts
@@ -128,7 +130,11 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         n_samples_per_prompt=2,
         n_samples_per_eval_prompt=1,
         wandb_always_use_train_step=False,
+        output_dir=str(tmp_path),
+        keep_rollouts="all",
+        rollout_record_fraction=1.0,
     )
+    bare._recorder = SampleRecorder(bare.args)
     bare._data_source = bare._generated = bare._replacements = bare._router_watch = None
     bare._parallel_config = {"dp_size": 2, "cp_size": 1}
     bare._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(
@@ -145,6 +151,23 @@ def whole(manager: RolloutManager, rollout_id: int) -> tuple[list[Any], list[Any
     """A rollout from its samples to the trainer's shares and the metrics, as the driver asks for it."""
     manager.generate(rollout_id)
     return manager.train_data()
+
+
+def test_samples_of_rollouts_and_evaluations_are_recorded(manager, tmp_path):
+    whole(manager, 3)
+    manager.eval(3, 4)
+    manager._recorder.finish(60)
+    records = RolloutRecords(tmp_path)
+    assert records.open(3).table(["index"])["index"].to_pylist() == [0, 1, 2, 3]
+    assert records.open(4, evaluation=True).table(["dataset"])["dataset"].to_pylist() == ["digits"] * 2
+
+
+def test_shares_say_which_samples_are_recorded_where_not_all_are(manager):
+    assert not any("recorded_indices" in box.inner for box in whole(manager, 0)[0])
+    manager.args.rollout_record_fraction = 0.5
+    manager._recorder = SampleRecorder(manager.args)
+    recorded = [box.inner["recorded_indices"] for box in whole(manager, 1)[0]]
+    assert recorded[0] == recorded[1] and len(recorded[0]) == 2  # one of two groups
 
 
 def as_lists(share: dict[str, Any]) -> dict[str, Any]:

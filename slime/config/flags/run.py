@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.checkpoints.rollout_files import DEFAULT_KEEP
 from slime.config.parser import flag
 from slime.plan.devices import DEFAULT_GPU, DEVICE_CHOICES
 from slime.utils.names import OWN_TRACKERS, TRACKERS
@@ -140,6 +141,14 @@ class ObservabilityFlags:
         "prompts of each evaluation set whose responses are written to eval_samples.jsonl and shown by trackers",
         needs="eval_interval",
         at_least=0,
+    )
+    keep_rollouts: str = flag(
+        DEFAULT_KEEP,
+        "which rollouts keep their samples in <output-dir>/rollouts/*.parquet: all, none, or a list of last:N (the "
+        "newest), every:N (and each whose id is a multiple of N) and max-gb:X (of all of them)",
+    )
+    rollout_record_fraction: float = flag(
+        1.0, "share of a rollout's groups whose samples are recorded there", at_least=0, at_most=1
     )
     use_wandb: bool = flag(False, "log to Weights & Biases")
     wandb_mode: str | None = flag(

@@ -6,6 +6,7 @@ import importlib.util
 import string
 from collections.abc import Iterable
 
+from slime.checkpoints.rollout_files import DEFAULT_KEEP, KeepRule
 from slime.config.args import Args
 from slime.config.problems import Check, Rule, WithoutEffect, for_each, plain_option
 from slime.utils.dp_schedule import total_train_steps
@@ -41,7 +42,30 @@ def _dumps(args: Args) -> tuple[str | None, str | None]:
     return args.save_debug_rollout_data, args.save_debug_train_data
 
 
+def _keep_problem(text: str) -> bool:
+    try:
+        KeepRule.parse(text)
+    except ValueError:
+        return True
+    return False
+
+
 CHECKS: tuple[Check, ...] = (
+    # what is recorded of rollouts
+    Rule(
+        lambda a: _keep_problem(a.keep_rollouts),
+        "--keep-rollouts {keep_rollouts}: write all, none, or a list of last:N, every:N and max-gb:X, each above 0, "
+        f"such as {DEFAULT_KEEP}.",
+    ),
+    Rule(
+        lambda a: a.rollout_record_fraction == 0,
+        "--rollout-record-fraction 0 records nothing; give a share above 0, or --keep-rollouts none.",
+    ),
+    WithoutEffect(
+        lambda a: a.keep_rollouts == "none" and a.rollout_record_fraction != 1,
+        "--rollout-record-fraction {rollout_record_fraction}",
+        "with --keep-rollouts none",
+    ),
     # dumps overwrite neither each other nor what is replayed (V12)
     Rule(
         lambda a: a.save_debug_rollout_data is not None and a.save_debug_rollout_data == a.save_debug_train_data,

@@ -18,6 +18,7 @@ import ray
 from slime.config.args import Args
 from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_eval_rollout_data
+from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.observability.trackers import EvalSample, pick_eval_samples
 from slime.processes import stacks
 from slime.processes.progress_counts import counts_under_way
@@ -39,6 +40,7 @@ from slime.utils.processing_utils import load_processor, load_tokenizer
 logger = logging.getLogger(__name__)
 
 LOAD_DEADLINE_S = 1800.0  # prompts and user code; the driver waits as long for the start
+RECORDS_DEADLINE_S = 20.0  # the driver waits a minute for `dispose`
 CONCURRENCY_GROUPS = {"evaluation": 1, "control": 1, "memory": 1, "settling": 1, "state": 1}
 MetricRecord = tuple[dict[str, float], str]
 
@@ -67,6 +69,7 @@ class RolloutManager(EngineControl):
         self._data_source: Any = None
         self._parallel_config: dict[str, int] = {}
         self._generated: Generated | None = None
+        self._recorder = SampleRecorder(args)
 
     def start(self) -> None:
         """Start the engines and their router (if the run has any); meanwhile open the data source and the hooks."""
@@ -143,7 +146,7 @@ class RolloutManager(EngineControl):
         rollout, self._generated = self._generated, None
         if rollout is None:
             return [], []
-        boxes = make_shares(self.args, rollout, self._parallel_config, self._engine_metrics())
+        boxes = make_shares(self.args, rollout, self._parallel_config, self._engine_metrics(), self._recorder)
         return boxes, logging_utils.take_pending()
 
     @ray.method(concurrency_group="evaluation")
@@ -160,6 +163,7 @@ class RolloutManager(EngineControl):
         output = call_rollout_fn(self._evaluate, hook_args(self.args), rollout_id, self._data_source, evaluation=True)
         samples = [sample for result in output.data.values() for sample in result.get("samples") or []]
         dump_samples(self.args, samples, f"eval_{step}")
+        self._recorder.evaluation(step, {name: result.get("samples") or [] for name, result in output.data.items()})
         extra = dict(output.metrics or {})
         given = (rollout_id, hook_args(self.args), output.data, extra)
         own = call_log_hook(self.args, "custom_eval_rollout_log_function_path", *given)
@@ -208,6 +212,7 @@ class RolloutManager(EngineControl):
         """End the engines and the router; after a failure next to a rollout that will not end any more."""
         stop_worker()
         self._end_engines()
+        self._recorder.finish(RECORDS_DEADLINE_S)
 
     def _save_tokenizer(self) -> None:
         """Beside the dumps of --dump-details: what turns their tokens into text again."""

@@ -20,6 +20,7 @@ from slime.checkpoints.dumps import load_samples, save_dump, subsample
 from slime.config.args import Args
 from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_rollout_data
+from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import check_train_data, check_trainable
@@ -71,15 +72,20 @@ def make_samples(args: Args, rollout_id: int, generate: Callable[..., Any], data
 
 
 def make_shares(
-    args: Args, rollout: Generated, parallel_config: Mapping[str, int], server_metrics: Mapping[str, float]
+    args: Args,
+    rollout: Generated,
+    parallel_config: Mapping[str, int],
+    server_metrics: Mapping[str, float],
+    recorder: SampleRecorder,
 ) -> list[Box]:
-    """Dump, check and log the samples of a rollout, and make each data-parallel rank's share of them.
+    """Dump, check, log and record the samples of a rollout, and make each data-parallel rank's share of them.
 
     Args:
         args: the run's flags.
         rollout: with its samples.
         parallel_config: see `split_train_data`.
         server_metrics: of engines and routers, which are logged with the rollout's.
+        recorder: keeps the samples for readers.
 
     Returns:
         one Box with an object reference per data-parallel rank; none without trainers.
@@ -91,11 +97,14 @@ def make_shares(
         check_trainable(args, _source_name(args, rollout.rollout_id), rollout.samples)
     _check_staleness(args, rollout)
     _log_rollout(args, rollout, server_metrics)
+    recorded = recorder.rollout(rollout.rollout_id, rollout.samples)
     if args.debug_rollout_only:
         return []
     data = _convert(args, rollout.samples)
     if rollout.weight_version is not None:
         data["weight_version"] = rollout.weight_version
+    if recorded is not None:
+        data["recorded_indices"] = recorded
     return [put_share(share, args.rollout_data_transport) for share in split_train_data(args, data, parallel_config)]
 
 

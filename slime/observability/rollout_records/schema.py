@@ -1,0 +1,256 @@
+"""Columns of a rollout's files, and their values from samples.
+
+A text beyond a bound is cut, and its whole length stays in `prompt_chars` or `response_chars`. What a sample holds in
+another form than slime's own code leaves it (a list of another length, an object in a dict) becomes null or its text:
+a record must not refuse what the run accepts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from slime.checkpoints.rollout_files import ROWS_PER_GROUP
+from slime.utils.data import get_source
+from slime.utils.types import Sample
+
+MAX_TEXT = 200_000
+"""Characters of a prompt, a response or a conversation that are kept."""
+MAX_JSON = 8_000
+"""Characters of metadata, reward parts and labels that are kept."""
+PREVIEW = 80
+"""Characters from each end of a text in its preview."""
+MAX_SPANS = 200
+Placed = tuple[int, Sample, str | None]
+TEXT_COLUMNS = ("prompt", "response", "messages", "metadata", "times")
+TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_log_probs")
+_INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
+SAMPLES = pa.schema(
+    [
+        ("sample_id", pa.int64()),  # place in the rollout's order of samples
+        ("group_index", pa.int64()),
+        ("index", pa.int64()),
+        ("rollout_id", pa.int64()),  # the execution, as Sample.rollout_id
+        ("dataset", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("messages", pa.string()),  # JSON: {"messages": [...], "tools": [...] or null}; null: the prompt is plain text
+        ("tokens", _INTS),
+        ("response_length", pa.int32()),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("rollout_log_probs", _FLOATS),
+        ("reward", pa.float32()),
+        ("reward_parts", pa.string()),
+        ("status", pa.string()),
+        ("weight_versions", pa.list_(pa.string())),
+        ("num_turns", pa.int32()),
+        ("times", pa.string()),  # JSON, see `times_of`
+        ("label", pa.string()),
+        ("metadata", pa.string()),
+        ("removed", pa.bool_()),
+        ("images", pa.int32()),
+        ("prompt_chars", pa.int64()),
+        ("response_chars", pa.int64()),
+        ("prompt_preview", pa.string()),
+        ("response_preview", pa.string()),
+        ("prompt_length", pa.int32()),  # tokens before the response
+    ]
+)
+PLAIN = ("sample_id", "index", *TEXT_COLUMNS, "tokens", "rollout_log_probs", "prompt_preview", "response_preview")
+"""Columns whose values rarely repeat."""
+PER_TOKEN = ("log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns", "values", "entropy")
+TRAINER = pa.schema(
+    [
+        (
+            "sample_id",
+            pa.int64(),
+        ),  # place in what the trainer got, which is the rollout's order unless a hook changed it
+        ("index", pa.int64()),  # Sample.index, or the place where that is None
+        ("rank", pa.int32()),
+        *((name, _FLOATS) for name in PER_TOKEN),
+    ]
+)
+PLAIN_TRAINER = ("log_probs", "ref_log_probs", "teacher_log_probs", "values", "entropy")
+
+
+def sample_tables(samples: Sequence[Placed], *, reward_key: str | None) -> Iterator[pa.Table]:
+    """Yield the rows of some samples, a part at a time.
+
+    Args:
+        samples: (place in the rollout, sample, data set; None: where its prompt says it comes from).
+        reward_key: --reward-key, which names the number in a reward that is a dict.
+    """
+    for start in range(0, len(samples), ROWS_PER_GROUP):
+        part = samples[start : start + ROWS_PER_GROUP]
+        yield table_of(SAMPLES, [_row(place, sample, dataset, reward_key) for place, sample, dataset in part])
+
+
+def table_of(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return rows as a table; lists of numbers are arrays, and None is null."""
+    columns = []
+    for field in schema:
+        values = [row[field.name] for row in rows]
+        is_array = pa.types.is_list(field.type) and not pa.types.is_string(field.type.value_type)
+        columns.append(ragged(values, field.type.value_type) if is_array else pa.array(values, field.type))
+    return pa.table(columns, schema=schema)
+
+
+def ragged(values: Sequence[np.ndarray | None], dtype: pa.DataType) -> pa.ListArray:
+    """Return one list per entry, without a Python object per number; None is null."""
+    lengths = [0 if value is None else len(value) for value in values]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    given = [value for value in values if value is not None]
+    flat = np.concatenate(given) if given else np.zeros(0)
+    is_null = pa.array([value is None for value in values], pa.bool_())
+    return pa.ListArray.from_arrays(offsets, pa.array(flat.astype(dtype.to_pandas_dtype()), dtype), mask=is_null)
+
+
+def _row(place: int, sample: Sample, dataset: str | None, reward_key: str | None) -> dict[str, Any]:
+    source = get_source(sample)
+    prompt, messages = _texts_of(sample)
+    response, length = _valid(sample.response), sample.response_length
+    mask = _array(sample.loss_mask, np.int8, length) if sample.loss_mask is not None else np.ones(length, np.int8)
+    tokens = _array(sample.tokens, np.int32, None)
+    parts = sample.reward if isinstance(sample.reward, Mapping) else None
+    return {
+        "sample_id": place,
+        "group_index": sample.group_index,
+        "index": sample.index,
+        "rollout_id": sample.rollout_id,
+        "dataset": dataset if dataset is not None else (None if source == "unknown" else source),
+        "prompt": prompt[:MAX_TEXT],
+        "response": response[:MAX_TEXT],
+        "messages": messages,
+        "tokens": tokens,
+        "response_length": length,
+        "loss_mask": mask,
+        "rollout_log_probs": _array(sample.rollout_log_probs, np.float32, length),
+        "reward": _number(parts.get(reward_key or "") if parts is not None else sample.reward),
+        "reward_parts": None if parts is None else bounded_json(parts),
+        "status": sample.status.value,
+        "weight_versions": [str(version) for version in sample.weight_versions],
+        "num_turns": _turns(sample, mask),
+        "times": json.dumps(times_of(sample)),
+        "label": _label(sample.label),
+        "metadata": bounded_json({key: value for key, value in sample.metadata.items() if key != "messages"}),
+        "removed": bool(sample.remove_sample),
+        "images": len((sample.multimodal_inputs or {}).get("images") or ()),
+        "prompt_chars": len(prompt),
+        "response_chars": len(response),
+        "prompt_preview": preview(prompt),
+        "response_preview": preview(response),
+        "prompt_length": max(0, (0 if tokens is None else len(tokens)) - length),
+    }
+
+
+def _texts_of(sample: Sample) -> tuple[str, str | None]:
+    """(the prompt as text, the conversation as JSON; None where the prompt is plain text)."""
+    prompt = sample.prompt if isinstance(sample.prompt, str) else _dumps(sample.prompt)
+    conversation = sample.metadata.get("messages")  # of a multi-turn function: all turns
+    if conversation is None and not isinstance(sample.prompt, str):
+        conversation = sample.prompt
+    if conversation is None:
+        return _valid(prompt), None
+    text = _dumps({"messages": conversation, "tools": sample.metadata.get("tools")})
+    return _valid(prompt), text if len(text) <= MAX_TEXT else _dumps({"messages": None, "tools": None})
+
+
+def preview(text: str) -> str:
+    """Return both ends of a text, for a list.
+
+    Example:
+        >>> preview("short")
+        'short'
+        >>> len(preview("x" * 1000))
+        163
+    """
+    return text if len(text) <= 2 * PREVIEW else f"{text[:PREVIEW]} … {text[-PREVIEW:]}"
+
+
+def bounded_json(values: Mapping[str, Any]) -> str:
+    """Return a dict as JSON of at most about `MAX_JSON` characters: what is too long is replaced by its size."""
+    text = _dumps(values)
+    if len(text) <= MAX_JSON:
+        return text
+    bound = MAX_JSON // max(1, min(len(values), 40)) - 40
+    short = {}
+    for key, value in itertools.islice(values.items(), 40):
+        entry = _dumps(value)
+        short[str(key)[:80]] = value if len(entry) <= bound else f"({len(entry)} characters, left out)"
+    if len(values) > len(short):
+        short["..."] = f"{len(values) - len(short)} more entries"
+    return _dumps(short)
+
+
+def times_of(sample: Sample) -> dict[str, Any]:
+    """Return when what happened to a sample, in seconds since 1970 and, with `_s`, seconds.
+
+    Returns:
+        "begin" and "end" of generation and reward, "generation_s", "reward_s" (as far as they were noted),
+        "tool_s" (outside of engines), and "spans" [[name, begin, end], ...] of its trace, if it has one.
+    """
+    noted: Mapping[str, Any] = vars(sample).get("times") or {}
+    times: dict[str, Any] = {key: value for key, value in noted.items() if isinstance(value, int | float)}
+    if sample.non_generation_time:
+        times["tool_s"] = float(sample.non_generation_time)
+    trace = vars(sample).get("trace")
+    if isinstance(trace, Mapping):
+        spans = times["spans"] = _spans(trace.get("events") or ())
+        if spans:
+            times = {"begin": spans[0][1], "end": max(end for _, _, end in spans)} | times
+    return times
+
+
+def _spans(events: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
+    begun: dict[Any, Mapping[str, Any]] = {}
+    spans: list[list[Any]] = []
+    for event in events:
+        if event.get("type") == "span_start":
+            begun[event.get("span_id")] = event
+        elif event.get("type") == "span_end" and (start := begun.pop(event.get("span_id"), None)):
+            spans.append([start["name"], start["ts"], event["ts"]])
+    return sorted(spans, key=lambda span: span[1])[:MAX_SPANS]
+
+
+def _turns(sample: Sample, mask: np.ndarray | None) -> int:
+    """What a multi-turn function has counted, else the runs of tokens that are trained: at least 1 of a response."""
+    counted = sample.metadata.get("round_number")
+    if isinstance(counted, int):
+        return counted
+    if mask is None or not sample.response_length:
+        return int(bool(sample.response_length))
+    return max(1, int(np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1)))
+
+
+def _array(values: Any, dtype: type[np.generic], length: int | None) -> np.ndarray | None:
+    """Numbers as an array; None where there are none, or not as many as there must be."""
+    if values is None or (length is not None and len(values) != length):
+        return None
+    found = np.asarray(values, dtype)
+    return found if found.ndim == 1 else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not math.isinf(value) else None
+
+
+def _label(label: Any) -> str | None:
+    if label is None:
+        return None
+    return _valid((label if isinstance(label, str) else _dumps(label))[:MAX_JSON])
+
+
+def _dumps(value: Any) -> str:
+    """JSON; what is no plain data becomes its text, of which the beginning is kept."""
+    return _valid(json.dumps(value, ensure_ascii=False, default=lambda entry: str(entry)[:200], skipkeys=True))
+
+
+def _valid(text: str) -> str:
+    """Text that can be written as UTF-8: lone surrogates, which byte tokens may leave, are replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")
