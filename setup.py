@@ -28,6 +28,7 @@ BASE = [
     "rich",
     "safetensors",
     "shtab",
+    "starlette",
     "sympy",
     "torch",
     "tqdm",
@@ -61,7 +62,8 @@ setup(
     # The root itself is the source folder, so that an editable install also finds tools and examples by dotted path.
     package_dir={"": "."},
     packages=find_packages(include=["slime", "slime.*", "slime_plugins", "slime_plugins.*"]),
-    package_data={"slime": ["py.typed"]},
+    package_data={"slime": ["py.typed"], "slime.dashboard": ["static/*", "static/*/*", "static/*/*/*"]},
+    entry_points={"console_scripts": ["slime = slime.cli:main"]},
     install_requires=BASE,
     extras_require={
         "gpu": read_requirements("requirements.txt"),

@@ -24,6 +24,7 @@ LAYERS = {
     "slime.conversion": 3,
     "slime.config": 4,
     "slime.observability": 5,
+    "slime.dashboard": 6,
     "slime.backends.sglang_utils": 6,
     "slime.training": 7,
     "slime.backends.megatron_utils": 8,

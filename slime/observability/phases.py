@@ -56,10 +56,15 @@ class Phases:
 
     Args:
         clock: seconds, from anywhere.
+        on_change: called with "begin" or "end" and the phase's name.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[str, str], None] = lambda change, name: None,
+    ) -> None:
+        self._clock, self._on_change = clock, on_change
         self._stack: list[tuple[str, float]] = []
         self._last_progress = clock()
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
@@ -71,10 +76,12 @@ class Phases:
         begin = self._clock()
         self._stack.append((name, begin))
         self.went_on()
+        self._on_change("begin", name)
         try:
             yield
         finally:
             self._stack.pop()
+            self._on_change("end", name)
             self.went_on()
             seconds = self._clock() - begin
             if seconds >= NOTHING_S:

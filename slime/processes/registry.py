@@ -61,6 +61,7 @@ class ProcessRegistry:
         log_path: str | Path | None,
         env: dict[str, str] | None = None,
         cwd: str | Path | None = None,
+        pass_fds: tuple[int, ...] = (),
     ) -> subprocess.Popen[bytes]:
         """Start a command in a session of its own, its output going to the end of `log_path`.
 
@@ -70,6 +71,7 @@ class ProcessRegistry:
             log_path: file for stdout and stderr; its directory is made. None: they go where this process's go.
             env: the whole environment of the child; None passes on this process's.
             cwd: its working directory; None is this process's.
+            pass_fds: open files of this process that the child gets.
         """
         if log_path is not None:
             Path(log_path).parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +87,7 @@ class ProcessRegistry:
                     env=env,
                     cwd=cwd,
                     start_new_session=True,
+                    pass_fds=pass_fds,
                 )
 
             process = self._spawner.call(spawn)

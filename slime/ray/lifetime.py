@@ -10,6 +10,8 @@ import functools
 import json
 import logging
 import os
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,12 +24,15 @@ import ray
 
 from slime.checkpoints.paths import latest_iteration
 from slime.config.args import Args
+from slime.config.resume import line_to_go_on
 from slime.config.roles import Role
 from slime.config.rules.losses import check_critic_only_steps
 from slime.config.rules.run_dirs import claim_run_dirs, move_earlier_runs
+from slime.dashboard.address import start_beside_run
 from slime.observability import logging_utils
 from slime.observability.phases import START, Phases, RunStatus, phase
 from slime.observability.profiler import nothing_recorded
+from slime.observability.run_events import RunEvents
 from slime.observability.timer import StepTimes
 from slime.processes.progress_counts import Count
 from slime.ray import stalls
@@ -41,6 +46,7 @@ from slime.ray.schedule import Attempt, ExitRequest, attempts
 from slime.ray.utils import get
 from slime.rollout.sampling.weight_versions import SyncSchedule
 from slime.utils.errors import UsageError
+from slime.utils.http.api_keys import command_line_without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +94,8 @@ class RunLifetime:
         self._copies = PeerCopies(args.peer_checkpoint_interval)
         self._guard: RunGuard | None = None
         self._claimed: list[int] = []
-        self.phases = Phases()
+        self._events: RunEvents | None = None
+        self.phases = Phases(on_change=lambda change, name: self._tell(change, phase=name, rollout=self._rollout_id))
         self._status = RunStatus(self.phases, self._counts, logger.info)
         self._upkeep = EngineUpkeep(self._parts, self.phases, is_on=args.use_fault_tolerance and self._has_engines)
         self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
@@ -110,6 +117,9 @@ class RunLifetime:
         """Finish; raise what caused the error, if that is something else."""
         cause = self._guard.cause(error) if error is not None and self._guard is not None else error
         self.finish(failed=error is not None)
+        is_stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        status = "finished" if error is None else "stopped" if is_stopped else "failed"
+        self._tell("finish", status=status, error="" if is_stopped or cause is None else str(cause))
         if cause is not None and cause is not error:
             raise cause from error
 
@@ -130,6 +140,8 @@ class RunLifetime:
         directory = Path(args.output_dir).resolve()
         self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
         logger.info("logs of every process: %s", directory / "logs")
+        self._begin_events(directory)
+        start_beside_run(directory, args.dashboard_host, args.dashboard_port)
         self._status.announce("connecting to Ray")
         self._guard.watch_ray(parts.connect())
         self._status.announce("placing trainers and engines")
@@ -141,6 +153,18 @@ class RunLifetime:
         self._connect(parts.start())
         self._exit.listen()
         logger.info("everything is running after %.1f s", time.monotonic() - start)
+
+    def _begin_events(self, directory: Path) -> None:
+        self._events = RunEvents(directory)
+        flags, words = vars(self.args), sys.orig_argv
+        resume = shlex.join(command_line_without_secrets(line_to_go_on(words), flags)) if self.args.save else None
+        self._events.start(shlex.join(command_line_without_secrets(words, flags)), resume, flags)
+        self._tell("begin", phase=START)
+
+    def _tell(self, event: str, **values: Any) -> None:
+        """Write down what pages show (run_events.jsonl), once the run has begun."""
+        if self._events is not None:
+            self._events.write(event, **values)
 
     @phase(START)
     def _start_again(self) -> None:
@@ -195,6 +219,7 @@ class RunLifetime:
             first = int(started["start_rollout_id"] if given is None else given)
         num_rollout = self.args.num_rollout
         self.plan = RunPlan(first, self.args.num_epoch * per_epoch if num_rollout is None else num_rollout, per_epoch)
+        self._tell("plan", first=first, num_rollout=self.plan.num_rollout)
         if resumed_from >= 0 and not self.args.eval_only:
             left = f"going on at {first}" if first < self.plan.num_rollout else "it was the last: no rollout is left"
             logger.info("resumed from rollout %d; %s", resumed_from, left)

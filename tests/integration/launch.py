@@ -72,6 +72,8 @@ def grpo_flags(model: Path, prompts: Path) -> list[Any]:
 def train(output_dir: Path, *flags: Any, script: str = "train.py", check: bool = True, **env: str) -> Run:
     """Run a driver to its end; with `check` a failing run is an assertion with the end of what it printed."""
     command = [sys.executable, str(ROOT / script), "--output-dir", str(output_dir), *map(str, flags)]
+    if "--dashboard-port" not in command:
+        command += ["--dashboard-port", "-1"]  # nobody looks, and it would only take time
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | env
     done = subprocess.run(
         command,

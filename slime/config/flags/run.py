@@ -121,6 +121,13 @@ class ObservabilityFlags:
     output_dir: str | None = flag(
         None, "directory of metrics.jsonl, logs/ and curves.png (default: --save, else outputs/<time>)"
     )
+    dashboard_port: int = flag(
+        0,
+        "port of the pages over the run (docs/dashboard.md), whose URL is logged at the start; 0 = a free one, "
+        "-1 = no pages",
+        at_least=-1,
+    )
+    dashboard_host: str = flag("127.0.0.1", "address that the pages are served at; the URL holds a token")
     tracker: list[str] = flag(
         [],
         "where metrics go besides metrics.jsonl (repeatable); wandb = --use-wandb, tensorboard = --use-tensorboard",
@@ -174,7 +181,6 @@ class ObservabilityFlags:
     tb_experiment_name: str | None = flag(
         None, "name of the run in TensorBoard (default: the time)", needs="use_tensorboard"
     )
-    dashboard_port: int | None = flag(None, "port of a live page of the run", later="dashboard")
 
 
 PROFILE_TARGETS = ("train_overall", "train_actor", "train_log_probs")

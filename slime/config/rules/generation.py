@@ -269,6 +269,15 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
         "--use-tensorboard (--tracker tensorboard) needs --tb-project-name, or the environment variable "
         "TENSORBOARD_DIR.",
     ),
+    WithoutEffect(
+        lambda a: a.dashboard_port == -1 and a.dashboard_host != "127.0.0.1",
+        "--dashboard-host {dashboard_host}",
+        "with --dashboard-port -1, which starts no pages",
+    ),
+    Rule(
+        lambda a: a.dashboard_port > 65535,
+        "--dashboard-port {dashboard_port} is no port; give 0 (a free one), 1 to 65535, or -1 (no pages).",
+    ),
     for_each(
         lambda a: [problem for name in TRACKERS if name in a.tracker for problem in TRACKERS.problems(name)],
         lambda a, problem: True,
