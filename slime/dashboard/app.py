@@ -51,6 +51,7 @@ class Api:
             "": lambda _, run: pages.run_page(run),
             "/metrics": lambda _, run: pages.metric_names(run),
             "/series": series_of,
+            "/rollouts": lambda _, run: pages.rollout_list(run.rollouts.files.values()),
         }
         routes = [Route(f"/runs/{{run}}{path}", self._of_run(page)) for path, page in of_runs.items()]
         return [Route("/runs", self._runs), Route("/events", self._events), *routes]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from slime.dashboard.files import is_inside, read_object, read_text, tail
+from slime.dashboard.records import RolloutFile
 from slime.dashboard.runs import Run
 from slime.dashboard.series import AXES, finite
 
@@ -190,3 +191,11 @@ def metric_names(run: Run) -> dict[str, Any]:
     }
     axes = AXES if run.samples_per_rollout and "rollout/response_len/mean" in metrics else AXES[:2]
     return {"metrics": metrics, "axes": axes, "alarms": run.series.alarms[-200:]}
+
+
+def rollout_list(files: Iterable[RolloutFile]) -> list[dict[str, Any]]:
+    """The files of samples, newest first."""
+    newest = sorted(files, key=lambda file: (file.rollout_id, file.is_eval), reverse=True)
+    return [
+        {"name": file.name, "rollout": file.rollout_id, "is_eval": file.is_eval, "bytes": file.size} for file in newest
+    ]
