@@ -103,6 +103,16 @@ def bind_trace(sample: Any) -> TraceHandle | None:
     return None
 
 
+def note_times(samples: Iterable[Any], name: str, begin: float) -> None:
+    """Add to `sample.times`, which every sample has: when its work began first and ended last, in seconds since 1970,
+    and under `name` the seconds of this part, which began at `begin` and ends now."""
+    end = time.time()
+    for sample in samples:
+        times = vars(sample).setdefault("times", {"begin": begin})
+        times[name] = times.get(name, 0.0) + end - begin
+        times["end"] = end
+
+
 def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> None:
     """The next try at the same samples begins (a retry, or the rest of a partial response); its events say so.
 

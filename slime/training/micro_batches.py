@@ -107,6 +107,7 @@ class MicroBatches:
         self.global_batch_sizes: list[int] = rollout_data["global_batch_sizes"]
         self._packing = packing
         self._packed = [packing.micro_batch(rollout_data, samples) for samples in self.indices]
+        self._first_pass: list[dict[str, torch.Tensor]] = [{} for _ in self.indices]
 
     @property
     def num_steps(self) -> int:
@@ -142,6 +143,15 @@ class MicroBatches:
         """One of `columns`: an entry for each sample, in the order of the share."""
         return cast(dict[str, Any], self.rollout_data)[name]
 
+    def first_pass_column(self, name: str) -> list[torch.Tensor] | None:
+        """What the loss's first pass gave each sample's response tokens ("log_probs", "entropy"), in the order of the
+        share; None where some micro-batch has not been through it, or a loss of the user's own does not say."""
+        lengths = self.rollout_data["response_lengths"]
+        if not self._first_pass or not all(name in found for found in self._first_pass):
+            return None
+        sizes = [[lengths[i] for i in samples] for samples in self.indices]
+        return self.scatter([found[name].split(size) for found, size in zip(self._first_pass, sizes, strict=True)])
+
     def repacked(self, max_tokens: int, *, as_many_over: dist.ProcessGroup | None = None) -> MicroBatches:
         """The same samples in micro-batches of at most `max_tokens` tokens (one sample may be longer), for a pass
         without gradients, which has no train steps: all of the rollout's samples are packed together.
@@ -175,6 +185,7 @@ class MicroBatches:
     def _micro_batch(self, index: int) -> MicroBatch:
         went_on("micro-batches")
         samples = self.indices[index]
-        columns = {name: [self.column(name)[i] for i in samples] for name in self.columns()}
+        columns: dict[str, Any] = {name: [self.column(name)[i] for i in samples] for name in self.columns()}
         columns["unconcat_tokens"] = columns.pop("tokens")
+        columns["first_pass"] = self._first_pass[index]
         return cast(MicroBatch, columns | self._packed[index])

@@ -10,19 +10,29 @@ The file (--save-debug-train-data) is what each rank trained on and computed; to
 
 `samples` and `raw_reward` are in the order of the rollout, `rollout_position` is the place in it. Columns are named as
 everywhere (slime.utils.train_data), so `log_probs` are the trainer's before the update.
+
+The record (--keep-rollouts), such as 00012.train.rank0.parquet, is written by each data-parallel rank for its own
+share, so no rank waits for another; readers join the files by sample. A column that no pass of the rollout has made is
+null: nothing is computed for the record alone. The loss's first pass gives log-probs and entropy where no pass does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from slime.algorithms.aggregation import token_weights, weighted_sum
 from slime.checkpoints.dumps import save_dump
+from slime.checkpoints.rollout_files import DIRECTORY, KeepRule, trainer_path, write_tables
 from slime.config.args import Args
+from slime.observability.rollout_records.recorder import RecordWriter
+from slime.observability.rollout_records.schema import PER_TOKEN, PLAIN_TRAINER, TRAINER, table_of
 from slime.training.micro_batches import SCHEDULE_KEYS, MicroBatches
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops
@@ -216,3 +226,82 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_cpu(entry) for key, entry in value.items()}
     return [_to_cpu(entry) for entry in value] if isinstance(value, list) else value
+
+
+# ---- the record next to the rollout's samples
+
+RECORDS_DEADLINE_S = 20.0  # the driver waits half a minute for the ranks to leave
+
+
+class TrainerRecorder:
+    """Writes the file of one rank (--keep-rollouts).
+
+    Args:
+        args: reads `output_dir`, `keep_rollouts` and `actor_num_gpus_per_node`.
+        rank: among all trainer ranks.
+    """
+
+    def __init__(self, args: Args, rank: int) -> None:
+        rule = KeepRule.parse(args.keep_rollouts)
+        self._rank, self._writer = rank, None
+        if rule.records:
+            is_first_of_host = rank % args.actor_num_gpus_per_node == 0
+            self._writer = RecordWriter(Path(args.output_dir) / DIRECTORY, rule, prunes=is_first_of_host)
+
+    def record(self, rollout_id: int, micro_batches: MicroBatches, layout: Mapping[str, int]) -> None:
+        """Copy this rank's columns to the host and have them written.
+
+        Args:
+            rollout_id: which.
+            micro_batches: this rank's share, with every column that was computed.
+            layout: this rank's place (`Layout.sizes`).
+        """
+        # The ranks of one copy of the model hold the same columns; only the last stage has those of the loss.
+        is_last_stage = layout["pp_rank"] == layout["pp_size"] - 1
+        if self._writer is None or layout["tp_rank"] or layout["cp_rank"] or not is_last_stage:
+            return
+        columns = {name: found for name in PER_TOKEN if (found := host_column(micro_batches, name)) is not None}
+        data = micro_batches.rollout_data
+        keys = [(place, int(index)) for place, index in zip(data["partition"], data["sample_indices"], strict=True)]
+        path = trainer_path(self._writer.directory, rollout_id, self._rank)
+        write = partial(_write_record, path, keys, columns, rank=self._rank, recorded=data.get("recorded_indices"))
+        self._writer.submit("rollout", f"training on rollout {rollout_id}", write)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        if self._writer is not None:
+            self._writer.finish(RECORDS_DEADLINE_S)
+
+
+def host_column(micro_batches: MicroBatches, name: str) -> list[np.ndarray] | None:
+    """Return a column of one number per response token: an array [R] of each sample; None where it does not exist.
+
+    Its values are those before the update. Without a pass of their own those of the loss's first pass are taken.
+    """
+    lengths = micro_batches.rollout_data["response_lengths"]
+    if name in micro_batches.columns():
+        column = micro_batches.column(name)
+    else:
+        column = micro_batches.first_pass_column(name) or ()
+    is_tensors = len(column) > 0 and all(isinstance(value, torch.Tensor) for value in column)
+    if not is_tensors or [tuple(value.shape) for value in column] != [(length,) for length in lengths]:
+        return None
+    flat = torch.cat(list(column)).detach().float().cpu().numpy()  # one copy for the whole column
+    return np.split(flat, np.cumsum(lengths)[:-1])
+
+
+def _write_record(
+    path: Path,
+    keys: list[tuple[int, int]],
+    columns: Mapping[str, list[np.ndarray]],
+    *,
+    rank: int,
+    recorded: frozenset[int] | None,
+) -> None:
+    rows = [
+        {"sample_id": place, "index": index, "rank": rank}
+        | {name: columns[name][i] if name in columns else None for name in PER_TOKEN}
+        for i, (place, index) in enumerate(keys)
+        if recorded is None or index in recorded
+    ]
+    write_tables(path, TRAINER, [table_of(TRAINER, rows)], plain=PLAIN_TRAINER)

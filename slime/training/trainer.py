@@ -39,7 +39,7 @@ from slime.training.passes import (
     swapped_old_actor,
 )
 from slime.training.pruning import prune_after_save
-from slime.training.reports import column_means, perf_metrics, save_train_data
+from slime.training.reports import TrainerRecorder, column_means, perf_metrics, save_train_data
 from slime.training.resume import (
     load_moved_reference,
     note_state_of_data_source,
@@ -78,6 +78,7 @@ class Trainer:
         """Why the last save's HF export was not written."""
         self.columns_for_critic: Columns = {}
         """What the critic trains on, of the last rollout; with a critic only."""
+        self._records = TrainerRecorder(args, rank) if self.role == "actor" else None
         self._memory = recorder_of(args, rank, role=self.role)
         self._kl_controller = KlController(args.kl_coef)
         if args.kl_ctrl == "adaptive":
@@ -185,6 +186,8 @@ class Trainer:
                 records += self._update(rollout_id, micro_batches)
         if args.save_debug_train_data is not None:
             save_train_data(args.save_debug_train_data, rollout_id, micro_batches, self.parallel_config())
+        if self._records is not None:
+            self._records.record(rollout_id, micro_batches, self.parallel_config())
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             with timer("ref_model_update"):
                 self._weights.backup(REFERENCE)
@@ -349,6 +352,8 @@ class Trainer:
         if self._memory is not None:
             self._memory.finish()
         self.backend.shutdown()
+        if self._records is not None:
+            self._records.finish()
 
 
 class CriticTrainer(Trainer):

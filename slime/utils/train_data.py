@@ -210,6 +210,8 @@ class MicroBatch(TokenColumns, total=False):
     prediction_places: list[torch.Tensor]
     prediction_targets: list[torch.Tensor]
     """Per prediction layer as `response_rows`, `response_places` and `response_tokens`."""
+    first_pass: dict[str, torch.Tensor]
+    """[sum of R] `log_probs` and `entropy` of the loss's first pass; written by slime's losses, read by records."""
     predictions: list[Any]
     """Per prediction layer its logits (DeferredLogits); written when the model has run."""
 

@@ -36,6 +36,7 @@ def trainer_args(hf_path: Path, flags: str = "", *, dp_size: int = 1, **override
         "update_weights_in_flight": False,
         "eps_clip_high": 0.28,
         "finetune": True,
+        "keep_rollouts": "none",
         "global_batch_size": NUM_ROLLOUTS,
         "load": str(hf_path),
         "log_probs_chunk_size": 7,

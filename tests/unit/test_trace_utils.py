@@ -15,6 +15,7 @@ from slime.observability.trace_utils import (
     build_sglang_meta_trace_attrs,
     export_trace,
     import_trace,
+    note_times,
     span_if_traced,
     trace_event,
     trace_function,
@@ -225,3 +226,13 @@ def test_an_engine_s_answer_becomes_attributes():
         **{"sglang_weight_version": "4", "sglang_queue_time": 0.5, "sglang_finish_reason": "stop"},
     }
     assert build_sglang_meta_trace_attrs(None) == {}
+
+
+def test_times_add_up_over_the_parts_of_a_sample(monkeypatch):
+    sample = Sample()
+    monkeypatch.setattr("slime.observability.trace_utils.time.time", lambda: 12.0)
+    note_times([sample], "generation_s", 10.0)
+    monkeypatch.setattr("slime.observability.trace_utils.time.time", lambda: 20.0)
+    note_times([sample], "generation_s", 15.0)  # resumed
+    note_times([sample], "reward_s", 19.0)
+    assert sample.times == {"begin": 10.0, "end": 20.0, "generation_s": 2.0 + 5.0, "reward_s": 1.0}

@@ -101,7 +101,7 @@ class SampleRecorder:
     def __init__(self, args: Args) -> None:
         rule = KeepRule.parse(args.keep_rollouts)
         self._fraction, self._reward_key = args.rollout_record_fraction, args.reward_key
-        self._writer = RecordWriter(Path(args.output_dir or "") / DIRECTORY, rule) if rule.records else None
+        self._writer = RecordWriter(Path(args.output_dir) / DIRECTORY, rule) if rule.records else None
 
     def rollout(self, rollout_id: int, samples: Sequence[Sample]) -> frozenset[int] | None:
         """Record a training rollout.

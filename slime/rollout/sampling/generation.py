@@ -10,6 +10,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from slime.observability.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
     is_traced,
+    note_times,
     span_if_traced,
     trace_next_attempt,
 )
@@ -299,17 +301,21 @@ async def generate_and_rm(
                 sample.status = Status.ABORTED
                 return sample
             begun = WeightClock().version  # the engine names a version when it answers, after a sync perhaps
+            begin = time.time()
             completed = await _call_generate(args, sample, sampling_params, evaluation)
             note_begin(flatten(completed), begun)
+            note_times(flatten(completed), "generation_s", begin)
     completed = await apply_rollout_sample_hooks(args, completed, evaluation=evaluation)
     samples = flatten(completed)
     if isinstance(completed, list):
         share_rollout_id(sample, samples)
     score = score_fan_out if isinstance(completed, list) else score_each
+    begin = time.time()
     if evaluation:
         await score(args, samples, evaluation=True)
     elif not args.group_rm:
         await state.score_until_aborted(score(args, samples, evaluation=False))
+    note_times(samples, "reward_s", begin)
     went_on("samples", len(samples))
     return samples if isinstance(completed, list) else completed
 

@@ -9,7 +9,7 @@ ranks), and the public functions that take `args`, which hooks call, too. A loss
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ def policy_loss_function(
     policy_loss = PolicyLoss.of(args)
     trains_entropy = policy_loss.entropy_coef != 0
     columns = get_token_columns(Sampling.of(args), batch, logits, with_entropy=True, with_entropy_grad=trains_entropy)
+    _note_first_pass(batch, columns)
     return policy_loss(batch, columns, sum_of_sample_mean)
 
 
@@ -102,8 +103,16 @@ def sft_loss_function(
     """Minus the log-probability of each trained token: loss and metrics of one micro-batch, both summed by
     `sum_of_sample_mean` (logits [1, T, V/tp])."""
     log_probs, _ = get_log_probs_and_entropy(args, batch, logits)
+    _note_first_pass(batch, {"log_probs": log_probs})
     loss = -sum_of_sample_mean(log_probs)
     return loss, {"loss": loss}
+
+
+def _note_first_pass(batch: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
+    """Keep what the policy gives each token before its first update with this micro-batch, for records of rollouts."""
+    noted = batch.get("first_pass")
+    if noted is not None and "log_probs" not in noted:
+        noted.update({name: columns[name].detach() for name in ("log_probs", "entropy") if name in columns})
 
 
 def value_loss_function(
