@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh --cpu --dev
 export PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv" PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline MPLBACKEND=Agg
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import slime; each would compile it anew
 
 echo "== lint"
 ruff check .
@@ -21,10 +22,10 @@ if [ "${1:-}" = --fast ]; then
     exec python -m pytest -n 2 --no-loadscope-reorder -m "not gpu and not slow" --durations=30 "${with_ray[@]/#/--ignore=}" \
         tests/unit tests/contracts "${losses[@]}" "$@" </dev/null
 fi
-echo "== types"
+echo "== types and security"
+bandit --quiet --severity-level medium --recursive slime slime_plugins tools train.py train_async.py &
 mypy
-echo "== security"
-bandit --quiet --severity-level medium --recursive slime slime_plugins tools train.py train_async.py
+wait $!
 python tools/audit_packages.py requirements-cpu.txt requirements-dev.txt
 echo "== tests"
 exec python -m pytest -n 2 --no-loadscope-reorder -m "not gpu and not slow" --durations=30 "$@" </dev/null

@@ -529,7 +529,7 @@ def test_random_flags_end_in_args_or_in_sentences(base: dict[str, list[str]]) ->
     names = sorted(name for name, action in options.items() if action.dest != "help")
     random = Random(0)
     values = ("0", "-1", "2", "x", "", "{}", "a.b", "data.jsonl", "hf")
-    for _ in range(60):
+    for _ in range(30):
         chosen = random.sample(names, k=random.randint(1, 4))
         tail = [t for n in chosen for t in ([n] if options[n].nargs == 0 else [n, random.choice(values)])]
         try:

@@ -42,9 +42,24 @@ def partial_in(root: Path, way: str) -> Path:
     return root / "out" / ".release.partial" if WAYS[way].inside else root / "out.partial"
 
 
-@pytest.mark.parametrize("when", ["the weights", "the rest", "the name"])
-@pytest.mark.parametrize("ends", [no_room, killed], ids=["full", "killed"])
-@pytest.mark.parametrize("way", WAYS)
+ENDS = [pytest.param(no_room, id="full"), pytest.param(killed, id="killed")]
+MOMENTS = ("the weights", "the rest", "the name")
+IN_EVERY_MOMENT = ("hf to torch_dist", "int4")
+"""A writer of checkpoints, and one of HF files, through which all other ways write."""
+
+
+def each_end() -> list[Any]:
+    """(way, end, moment): two ways end in every moment, each other one is killed and meets a full disk once."""
+    cases = [(way, ends, when) for way in WAYS for ends in ENDS for when in MOMENTS]
+    once = [(0, "the weights"), (1, "the name")]
+    return [
+        pytest.param(way, *ends.values, when, id=f"{way}-{ends.id}-{when}")
+        for way, ends, when in cases
+        if way in IN_EVERY_MOMENT or (ENDS.index(ends), when) in once
+    ]
+
+
+@pytest.mark.parametrize(("way", "ends", "when"), each_end())
 def test_nothing_half_written_has_the_final_name(tmp_path, capfd, inputs, whole, way, ends, when):
     one, final = WAYS[way], tmp_path / "out" / WAYS[way].inside
     before, partial = contents(inputs), partial_in(tmp_path, way)
@@ -69,7 +84,7 @@ def test_nothing_half_written_has_the_final_name(tmp_path, capfd, inputs, whole,
 
 
 @pytest.mark.parametrize("renamed", [0, 1], ids=["before", "between"])
-@pytest.mark.parametrize("ends", [no_room, killed], ids=["full", "killed"])
+@pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("way", [way for way, one in WAYS.items() if one.replaces])
 def test_what_is_replaced_is_kept_until_the_new_one_is_complete(tmp_path, inputs, whole, way, ends, renamed):
     one = WAYS[way]

@@ -113,7 +113,7 @@ def rows_of(places: list[tuple[int, int]], tokens: list[list[int]]) -> list[int]
 
 @each_case
 def test_what_masked_tokens_hold_changes_no_gradient_and_no_metric(case):
-    @settings(max_examples=5)
+    @settings(max_examples=3)
     @given(some_args(case), numbers_for(MASKED, ANYTHING), st.sampled_from([1.0, 1e3]))
     def check(args, values, scale):
         logits, columns, tokens = world_of(values, MASKED, is_shift=False)
@@ -132,7 +132,7 @@ def test_what_masked_tokens_hold_changes_no_gradient_and_no_metric(case):
 
 @each_case
 def test_a_trained_token_far_from_the_policy_has_a_finite_gradient(case):
-    @settings(max_examples=5)
+    @settings(max_examples=3)
     @given(some_args(case), numbers_for(TRAINED, FAR))
     def check(args, values):
         gradient, metrics, _ = run(args, *world_of(values, TRAINED, is_shift=True))

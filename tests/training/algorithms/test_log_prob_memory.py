@@ -1,4 +1,4 @@
-"""Memory of log-probs and entropy above the given logits, in bytes of the allocator, vocabulary 150,000."""
+"""Memory of log-probs and entropy above the given logits, in bytes of the allocator, vocabulary 30,000."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.log_prob_memory import above_the_logits, make_inputs, naive, our
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from tests.training.algorithms.loss_world import make_args
 
-VOCAB, TOKENS, RESPONSES, CHUNK = 150_000, 48, 40, 4
+VOCAB, TOKENS, RESPONSES, CHUNK = 30_000, 48, 40, 4
 CHUNK_BYTES = CHUNK * VOCAB * 4
 
 

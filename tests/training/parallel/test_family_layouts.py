@@ -110,16 +110,14 @@ ONLY = {
 }
 """Model -> its layouts, where they are not all."""
 ALWAYS = {
-    "qwen2_moe": ("TP 2, EP 2",),
     "qwen3_moe": ("TP 2 DP 2, EP 2, ETP 2",),
-    "qwen3_next": ("TP 2 PP 2, EP 2", "CP 2"),
+    "qwen3_next": ("TP 2, EP 2", "CP 2"),
     "minimax_m2": ("TP 2, EP 2",),
-    "glm4_moe_lite": ("TP 2, EP 2",),
     "glm_moe_dsa": ("CP 2, EP 2, passes of other sizes",),
     "deepseek_v3": ("PP 2 VPP 2 DP 2, EP 2, recomputed", "TP 2 CP 2, EP 4"),
     "qwen3_moe, R2": ("CP 2, EP 2, passes of other sizes",),
     "deepseek_v3, R3": ("TP 2 PP 2, EP 2",),
-    "qwen3_moe, balanced": ("TP 2, EP 2", "TP 2 CP 2, EP 4"),
+    "qwen3_moe, balanced": ("TP 2, EP 2",),
 }
 
 

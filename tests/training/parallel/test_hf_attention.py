@@ -26,12 +26,12 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 CORE = "--recompute-granularity selective --recompute-modules core_attn"
 
 ALWAYS = {
-    "TP 2": Case(TP2),
     "TP 2, sequence parallel": Case(f"{TP2} --sequence-parallel"),
     "CP 2, recomputed": Case(f"{CP2} {CORE}"),
-    "TP 2 CP 2": Case(f"{TP2} --sequence-parallel {CP2}"),
 }
 SLOW = {
+    "TP 2": Case(TP2),
+    "TP 2 CP 2": Case(f"{TP2} --sequence-parallel {CP2}"),
     "one rank": Case(),
     "one rank, small packs": Case(changes={"max_tokens_per_gpu": 24}),
     "one rank, recomputed": Case(FULL),
