@@ -1,8 +1,8 @@
-"""How the suite is spread over two workers (pytest -n 2): the tests that start runs all go to one.
+"""How the suite is spread over two workers (pytest -n 2).
 
-Two runs at a time would starve each other of two cores; beside the one that runs, the other worker does the tests that
-are alone in their process, or start one engine. In the order of the files the runs come first, and both workers end at
-about the same time.
+Whole runs all go to one worker: two at a time would starve each other of two cores. Tests of the engine that
+tests/integration shares go to one worker, too, since each worker would start its own. Every other file is by itself.
+Runs come first in the order of the files, and a worker that has nothing left takes the next file.
 
 Property tests see the same examples in each run, without a time limit for each: what fails for one change fails for
 all. `--hypothesis-profile explore` looks at others.
@@ -10,6 +10,7 @@ all. `--hypothesis-profile explore` looks at others.
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -19,6 +20,20 @@ settings.register_profile("explore", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.load_profile("same")
 LAUNCHING = ("tests/chaos/", "tests/integration/")
+WITH_THE_SHARED_ENGINE = {
+    f"test_{name}.py"
+    for name in (
+        *("disk_sync", "distributed_sync", "engine", "lost_bucket"),
+        *("partial_rollout", "profile_rollout", "teacher_log_probs", "weight_check"),
+    )
+}
+WITHOUT_A_RUN = {
+    f"test_{name}.py"
+    for name in (
+        *("bad_http", "fp8_engine", "in_flight_sync", "int4_engine", "plugins", "teacher_server"),
+        *("train_step_parity", "trainer", "trainer_memory", "trainer_profile"),
+    )
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -27,7 +42,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OneRunAtATime(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            """What stays together on a worker: a file, whose fixtures are made once; everything that starts runs."""
-            return "launches" if nodeid.startswith(LAUNCHING) else nodeid.partition("::")[0]
+            """Return what keeps this test on one worker with others: their file, or a group of files."""
+            path = nodeid.partition("::")[0]
+            name = PurePosixPath(path).name
+            if not path.startswith(LAUNCHING) or name in WITHOUT_A_RUN:
+                return path
+            return "shared engine" if name in WITH_THE_SHARED_ENGINE else "runs"
 
     return OneRunAtATime(config, log)

@@ -1,4 +1,4 @@
-"""Rows of the chaos matrix (`matrix`): three by default, all under `slow`.
+"""Rows of the chaos matrix (`matrix`): two by default, all under `slow`.
 
 SLIME_CHAOS_DIR=/somewhere python -m pytest -m slow tests/chaos/test_matrix.py      goes on where a call was cut
 """
@@ -17,10 +17,9 @@ pytestmark = pytest.mark.timeout(900)
 BY_DEFAULT = {
     Row("manager", "generate", "SIGKILL"): "recovered",
     Row("lone-engine", "generate", "SIGKILL"): "recovered",
-    Row("scheduler", "sync", "SIGSTOP"): "recovered",
 }
 """Row -> its outcome. While rollouts are made and trained on, one of two engines, the router and a trainer die in
-tests/integration/test_fault_tolerance.py."""
+tests/integration/test_fault_tolerance.py. An engine that hangs in a sync: tests/unit/test_engine_upkeep.py."""
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """However a run ends, ten seconds later no process, port, shared memory or Ray session of it is left.
 
 Each row starts train.py, waits for a phase, and ends the driver, or kills one of its children, as a machine that is
-out of memory does. (SIGTERM while it trains is in the default tests: tests/integration/test_train_e2e.py.)
+out of memory does. (SIGTERM while it trains is in the default tests: tests/integration/test_agreement_and_sync.py.)
 """
 
 from __future__ import annotations

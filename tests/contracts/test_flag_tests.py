@@ -15,8 +15,6 @@ import functools
 import re
 from pathlib import Path
 
-import pytest
-
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import option_name
 from slime.config.sglang.engine_flags import SglangFlags
@@ -65,18 +63,35 @@ def speaks_of(text: str, option: str) -> bool:
     return any(re.search(rf"(?<![\w-]){name}(?![\w-])", text) for name in names)
 
 
-@pytest.mark.parametrize("option", ACCEPTED)
-def test_an_accepted_flag_has_a_test_of_its_effect(option: str) -> None:
-    assert option in {flag for flag, _ in ROWS}, "write a test that fails when the flag is ignored, and name it here"
-
-
-@pytest.mark.parametrize(("option", "test"), ROWS)
-def test_a_named_test_exists_and_speaks_of_its_flag(option: str, test: str) -> None:
-    assert option in FIELDS, "there is no such flag"
-    assert not FIELDS[option].metadata["later"], "it is not built: what would the test show?"
+def problem_of(option: str, test: str) -> str | None:
+    """Return what is wrong with a row, None where nothing is."""
     file, _, name = test.partition("::")
-    assert name.startswith("test_") and name in definitions(TESTS / file), "there is no such test"
-    assert speaks_of(text_of(TESTS / file, name), option)
+    if option not in FIELDS:
+        return "there is no such flag"
+    if FIELDS[option].metadata["later"]:
+        return "the flag is not built: what would the test show?"
+    if not name.startswith("test_") or name not in definitions(TESTS / file):
+        return "there is no such test"
+    return None if speaks_of(text_of(TESTS / file, name), option) else "the test does not speak of its flag"
+
+
+def test_every_accepted_flag_has_a_test_of_its_effect() -> None:
+    missing = set(ACCEPTED) - {flag for flag, _ in ROWS}
+    assert not missing, "write a test that fails when the flag is ignored, and name it in flag_tests.tsv"
+
+
+def test_every_named_test_exists_and_speaks_of_its_flag() -> None:
+    problems = {row: problem for row in ROWS if (problem := problem_of(*row))}
+    assert not problems
+
+
+def test_a_row_with_a_wrong_name_is_a_problem() -> None:
+    option, test = ROWS[0]
+    assert problem_of("--no-such-flag", test) == "there is no such flag"
+    assert problem_of(option, f"{test}_gone") == "there is no such test"
+    assert problem_of(option, "contracts/test_flag_tests.py::test_no_row_is_there_twice") == (
+        "the test does not speak of its flag"
+    )
 
 
 def test_no_row_is_there_twice() -> None:

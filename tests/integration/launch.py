@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tools.make_tiny_model import build_parser, make_tiny_model
 
@@ -71,14 +72,10 @@ def grpo_flags(model: Path, prompts: Path) -> list[Any]:
 
 def train(output_dir: Path, *flags: Any, script: str = "train.py", check: bool = True, **env: str) -> Run:
     """Run a driver to its end; with `check` a failing run is an assertion with the end of what it printed."""
-    command = [sys.executable, str(ROOT / script), "--output-dir", str(output_dir), *map(str, flags)]
-    if "--dashboard-port" not in command:
-        command += ["--dashboard-port", "-1"]  # nobody looks, and it would only take time
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | env
     done = subprocess.run(
-        command,
+        command_of(output_dir, *flags, script=script),
         cwd=ROOT,
-        env=environment,
+        env=environment() | env,
         timeout=DEADLINE_S,
         text=True,
         stdout=subprocess.PIPE,
@@ -87,6 +84,24 @@ def train(output_dir: Path, *flags: Any, script: str = "train.py", check: bool =
     if check:
         assert done.returncode == 0, done.stdout[-4000:] + log_tails(output_dir)
     return Run(output_dir, done.returncode, done.stdout)
+
+
+def command_of(output_dir: Path, *flags: Any, script: str = "train.py") -> list[str]:
+    """The command line of a driver."""
+    command = [sys.executable, str(ROOT / script), "--output-dir", str(output_dir), *map(str, flags)]
+    if "--dashboard-port" not in command:
+        command += ["--dashboard-port", "-1"]  # nobody looks, and it would only take time
+    return command
+
+
+def environment() -> dict[str, str]:
+    """This process's environment without a Ray that a run could connect to."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory's safetensors files."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def log_tails(output_dir: Path) -> str:

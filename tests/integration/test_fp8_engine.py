@@ -37,8 +37,11 @@ def unquantized_twin(quantized: Path) -> Any:
 
 @pytest.mark.parametrize(
     "flags",
-    [("qwen3", "--block-size", "16"), ("qwen3", "--strategy", "tensor"), ("minimax_m2", "--block-size", "16")],
-    ids=["block", "tensor", "minimax"],
+    [
+        pytest.param(("qwen3", "--block-size", "16"), id="block", marks=pytest.mark.slow),
+        pytest.param(("qwen3", "--strategy", "tensor"), id="tensor"),
+        pytest.param(("minimax_m2", "--block-size", "16"), id="minimax"),
+    ],
 )
 def test_an_engine_answers_with_the_weights_that_fp8_stands_for(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

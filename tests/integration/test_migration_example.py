@@ -12,7 +12,8 @@ import pytest
 
 from tests.integration.launch import ROOT, make_model, train
 
-pytestmark = pytest.mark.timeout(600)
+# By default tests/contracts/test_migration_page.py checks that the line starts.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SIZES = {
     "--rollout-batch-size": "4",
     "--n-samples-per-prompt": "4",

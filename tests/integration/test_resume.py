@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.checkpoints.dumps import load_dump
-from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
+from tests.integration.launch import ROOT, Run, grpo_flags, make_model, tensors_in, train, write_prompts
 from tests.integration.test_agreement_and_sync import assert_answers_are_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -175,15 +175,65 @@ def test_a_trainer_alone_repeats_the_losses_from_the_dumped_samples(
     assert gap < 1e-4, "the engine had these weights"
 
 
-def test_an_engine_alone_generates_what_it_does_beside_a_trainer(
-    runs: tuple[Run, Run], flags: list[Any], tmp_path: Path
-):
-    alone = train(
-        tmp_path / "out", *flags, "--num-rollout", 1, "--debug-rollout-only", "--dump-details", tmp_path / "details"
-    )
+@pytest.fixture(scope="module")
+def alone(flags: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two rollouts of an engine without a trainer; it is lost in the second."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    return train(
+        out, *flags, "--num-rollout", 2, "--debug-rollout-only", "--dump-details", out.parent / "details",
+        "--custom-rm-path", f"{ROOT}/tests/integration/user_code.py:end_the_only_engine_in_rollout_1", check=False,
+    )  # fmt: skip
+
+
+def test_an_engine_alone_generates_what_it_does_with_a_trainer(runs: tuple[Run, Run], alone: Run):
+    details = alone.output_dir.parent / "details"
     assert not list((alone.output_dir / "logs").glob("trainer*")), "no trainer was started"
-    assert not (tmp_path / "details" / "train_data").exists()
-    assert (tmp_path / "details" / "tokenizer" / "tokenizer_config.json").is_file()
-    generated = load_dump(tmp_path / "details" / "rollout_data" / "0.pt")["samples"]
+    assert not (details / "train_data").exists()
+    assert (details / "tokenizer" / "tokenizer_config.json").is_file()
+    generated = load_dump(details / "rollout_data" / "0.pt")["samples"]
     for name in ("index", "tokens", "reward"):
         assert [sample[name] for sample in generated] == [sample[name] for sample in samples(runs[0], 0)], name
+
+
+def test_the_last_error_of_the_only_engine_is_that_of_the_run(alone: Run):
+    (error,) = [line for line in alone.printed.splitlines() if line.startswith("error: ")]
+    why = "engine 0 has ended (killed by SIGKILL): torch.AcceleratorError: CUDA error: an illegal memory access"
+    assert alone.status == 1 and why in error and "No available workers" not in error, alone.printed[-3000:]
+
+
+RELEASES = 2
+SEPARATE = pytest.param(["--rollout-num-gpus", 1], id="separate", marks=pytest.mark.slow)
+PLACEMENTS = [pytest.param(["--colocate"], id="colocate"), SEPARATE]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_trainers_that_end_between_steps_train_as_those_that_stay(
+    runs: tuple[Run, Run], flags: list[Any], placement: list[Any], tmp_path: Path
+):
+    """Their weights reach the engine as files, those of the run that stays in shared memory."""
+    stay, sync = runs[0], tmp_path / "sync"
+    others = [flag for flag in flags if flag != "--colocate"]
+    end = train(
+        tmp_path / "end", *others, *placement, "--num-rollout", RELEASES, "--release-train",
+        "--save", tmp_path / "end", "--save-interval", 1, "--save-hf", tmp_path / "end" / "hf-{rollout_id}",
+        "--update-weight-transport", "disk", "--update-weight-disk-dir", sync, "--update-weight-disk-keep-files",
+        "--update-weight-buffer-size", 100_000,
+    )  # fmt: skip
+    for name in (*EXACT_COLUMNS, "train/train_rollout_logprob_abs_diff"):
+        assert end.column(name) == stay.column(name)[:RELEASES], name
+    assert (
+        end.column("rollout/raw_reward", "rollout/step")
+        == stay.column("rollout/raw_reward", "rollout/step")[:RELEASES]
+    )
+    assert (end.output_dir / "logs/trainer_0.log").read_text().count("imported everything") > RELEASES
+    assert max(end.column("train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert sorted(path.name for path in sync.glob("weight_*")) == [f"weight_v{i + 1:06d}" for i in range(RELEASES + 1)]
+    for rollout_id in range(RELEASES):
+        exported = load_file(end.output_dir / f"hf-{rollout_id}" / "model.safetensors")
+        written = tensors_in(sync / f"weight_v{rollout_id + 2:06d}")  # the first are the initial weights
+        assert written.keys() == exported.keys() - {"lm_head.weight"}
+        assert all(torch.equal(tensor, exported[name]) for name, tensor in written.items())
+    (num_bytes,) = set(end.column("perf/update_weights_wire_bytes", "rollout/step"))
+    assert num_bytes == sum(tensor.nbytes for tensor in written.values())
+    same = load_file(stay.output_dir / f"hf-{RELEASES - 1}" / "model.safetensors")
+    assert all(torch.equal(tensor, same[name]) for name, tensor in exported.items())

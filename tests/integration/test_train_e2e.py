@@ -1,19 +1,13 @@
-"""train_async.py from start to end, and what is left of a run that is told to stop. Both without --colocate."""
+"""train_async.py from start to end, without --colocate."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import ROOT, Run, grpo_flags, log_tails, make_model, train, write_prompts
-from tests.integration.leftovers import MARK, Holdings
+from tests.integration.launch import Run, grpo_flags, make_model, train, write_prompts
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -100,31 +94,3 @@ def test_colocated_engines_are_refused_before_anything_starts(inputs: list[objec
     assert run.status == 2
     assert "error: --colocate" in run.printed
     assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_nothing_is_left_running_after_sigterm(inputs: list[object], tmp_path: Path):
-    mark = f"{os.getpid()}-{time.time_ns()}"
-    environment = {**os.environ, MARK: mark}
-    environment.pop("RAY_ADDRESS", None)
-    flags = [*inputs, "--rollout-num-gpus", 1, "--num-rollout", 100_000, "--output-dir", tmp_path]
-    printed = (tmp_path / "printed").open("w")
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *map(str, flags)], cwd=ROOT, env=environment, stdout=printed, stderr=printed
-    )
-    metrics = tmp_path / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text() or process.poll() is not None, 300)
-    assert process.poll() is None, (tmp_path / "printed").read_text()[-3000:] + log_tails(tmp_path)
-    holdings = Holdings(mark)
-    holdings.look()
-    assert len(holdings.processes) > 5, "Ray, the trainer, the manager, the engine and the router carry the mark"
-    assert len(holdings.ports) > 5 and len(holdings.sessions) == 1 and holdings.memory
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(90) == 143, (tmp_path / "printed").read_text()[-3000:]
-    assert holdings.wait_until_gone() == []
-
-
-def wait_until(condition, deadline_s: float) -> None:
-    """Poll; the assertion that follows tells what did not happen."""
-    end = time.monotonic() + deadline_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.2)

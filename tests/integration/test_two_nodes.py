@@ -187,7 +187,9 @@ IPV6 = given_address({PREFER_IPV6: "1"})
 NEEDS_IPV6 = pytest.mark.skipif(IPV6 is None, reason="this machine has no IPv6 address that others could know")
 
 
-@pytest.mark.parametrize("prefers_ipv6", [False, pytest.param(True, marks=NEEDS_IPV6)], ids=["IPv4", "IPv6"])
+@pytest.mark.parametrize(
+    "prefers_ipv6", [False, pytest.param(True, marks=[NEEDS_IPV6, pytest.mark.slow])], ids=["IPv4", "IPv6"]
+)
 def test_a_run_trains_on_one_node_and_generates_on_the_other(
     prefers_ipv6: bool, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,8 +160,10 @@ async def show_to_a_stranger(args: Any, sample: Any, **_: Any) -> float:
     return await share_of_digits(args, sample)
 
 
-async def end_the_only_engine(args: Any, sample: Any, **_: Any) -> float:
-    """Lose the engine while others of its requests are under way: its scheduler has written an error, then is gone."""
+async def end_the_only_engine_in_rollout_1(args: Any, sample: Any, **_: Any) -> float:
+    """Lose the engine while others of its requests are in flight: its scheduler logs an error, then is killed."""
+    if sample.index < args.rollout_batch_size * args.n_samples_per_prompt:
+        return await share_of_digits(args, sample)
     logs = Path(args.output_dir).absolute() / "logs"
     if processes := _processes_of_engine(logs, 0):
         with (logs / "engine_0.log").open("a") as log:

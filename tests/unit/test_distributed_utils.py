@@ -40,6 +40,7 @@ def test_one_value_becomes_zero_and_none_is_an_error():
 
 
 def whiten_share(rank: int, store_path: str) -> None:
+    torch.set_num_threads(1)  # the fork has no thread pool
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=2)
     assert init_gloo_group() is get_gloo_group()
     mine = slice(0, 2) if rank == 0 else slice(2, 6)
@@ -53,7 +54,7 @@ def whiten_share(rank: int, store_path: str) -> None:
 
 
 def test_two_ranks_pool_their_values_and_a_barrier_names_the_rank_that_does_not_come(tmp_path):
-    mp.spawn(whiten_share, args=(str(tmp_path / "store"),), nprocs=2)
+    mp.start_processes(whiten_share, args=(str(tmp_path / "store"),), nprocs=2, start_method="fork")
 
 
 def test_two_starts_at_once_get_different_ports_and_nobody_else_gets_them_before_they_are_used():

@@ -108,7 +108,7 @@ def test_rows_picked_inside_give_what_rows_gathered_before_give(chunk_size: int,
 
 
 def split_vocabulary(rank: int, world_size: int, store_path: str) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the fork has no thread pool
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size)
     for vocab_size in (VOCAB, 10, 6):  # 6: the second of two ranks holds padding only
         logits, tokens = make_inputs()
@@ -125,7 +125,7 @@ def split_vocabulary(rank: int, world_size: int, store_path: str) -> None:
 
 
 def test_a_vocabulary_split_over_two_ranks_gives_the_same(tmp_path):
-    mp.spawn(split_vocabulary, args=(2, str(tmp_path / "store")), nprocs=2)
+    mp.start_processes(split_vocabulary, args=(2, str(tmp_path / "store")), nprocs=2, start_method="fork")
 
 
 # ---- a cut distribution
@@ -214,7 +214,7 @@ def test_a_mask_and_a_nucleus_exclude_each_other():
 
 
 def split_nucleus(rank: int, world_size: int, store_path: str) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the fork has no thread pool
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size)
     width = VOCAB // world_size
     columns = slice(rank * width, (rank + 1) * width)
@@ -236,4 +236,4 @@ def split_nucleus(rank: int, world_size: int, store_path: str) -> None:
 
 
 def test_a_nucleus_over_a_split_vocabulary_is_the_same(tmp_path):
-    mp.spawn(split_nucleus, args=(2, str(tmp_path / "store")), nprocs=2)
+    mp.start_processes(split_nucleus, args=(2, str(tmp_path / "store")), nprocs=2, start_method="fork")

@@ -98,6 +98,7 @@ def test_without_install_nothing_is_destroyed():
 
 
 def keep_when_alone(rank: int, store_path: str) -> None:
+    torch.set_num_threads(1)  # the fork has no thread pool
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=1, timeout=TIMEOUT)
     groups.install(backend="gloo", timeout=TIMEOUT)
     pair = dist.new_group([0], timeout=TIMEOUT)
@@ -109,4 +110,4 @@ def keep_when_alone(rank: int, store_path: str) -> None:
 
 
 def test_a_world_of_one_rank_keeps_its_groups(tmp_path: object) -> None:
-    mp.spawn(keep_when_alone, args=(f"{tmp_path}/store",), nprocs=1)
+    mp.start_processes(keep_when_alone, args=(f"{tmp_path}/store",), nprocs=1, start_method="fork")
