@@ -51,6 +51,15 @@ CPU = [
     "wandb",
 ]
 
+# Where metrics go (docs/trackers.md): `pip install slime[mlflow]`.
+TRACKERS = {
+    "wandb": ["wandb"],
+    "tensorboard": ["tensorboard"],
+    "mlflow": ["mlflow-skinny"],
+    "swanlab": ["swanlab"],
+    "trackio": ["trackio"],
+}
+
 setup(
     name="slime",
     version="0.1.0",
@@ -68,6 +77,7 @@ setup(
     extras_require={
         "gpu": read_requirements("requirements.txt"),
         "cpu": CPU,
+        **TRACKERS,
         "dev": read_requirements("requirements-dev.txt"),
     },
 )

@@ -32,7 +32,6 @@ def flag(
     at_most: float | None = None,
     needs: str | Sequence[str] = (),
     later: str | None = None,
-    later_choices: Mapping[Any, str] = types.MappingProxyType({}),
 ) -> Any:
     """One flag, as a dataclass field.
 
@@ -48,7 +47,6 @@ def flag(
         needs: attributes of which one must be set for this flag to have an effect; "attribute=value": must be that;
             "attribute.fact": its value must name a row of a table of which that is true.
         later: topic of the work that will build what the flag asks for. Until then only its default is accepted.
-        later_choices: the same for some of the values: value -> topic.
     """
     metadata = {
         "help": help,
@@ -61,7 +59,6 @@ def flag(
         "at_most": at_most,
         "needs": (needs,) if isinstance(needs, str) else tuple(needs),
         "later": later,
-        "later_choices": dict(later_choices),
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -1,6 +1,6 @@
-"""Where metric records go: the console, metrics.jsonl, TensorBoard, W&B; and the format of log lines.
+"""Where metric records go: the console and metrics.jsonl; and the format of log lines.
 
-Answers of evaluations go to eval_samples.jsonl and to those of them that can show text.
+Answers of evaluations go to eval_samples.jsonl. Trackers read both files in a process of their own (`trackers`).
 
 One process writes (the driver: `init_tracking(args)`); in every other process `log` only collects, and the records
 travel to the driver with the results (`take_pending`). `log_of_user` is what users call as `slime.log`.
@@ -22,12 +22,10 @@ from typing import Any, Protocol, TextIO
 
 from slime.config.args import Args
 from slime.observability.console import ConsoleSink, write_curves
-from slime.observability.tensorboard_utils import _TensorboardAdapter
-from slime.observability.trackers import EvalSample, tracker_runs
-from slime.observability.wandb_utils import WandbAdapter
+from slime.observability.trackers import ALARM_KEY, EVAL_SAMPLES_FILE, EvalSample, trackers_of
+from slime.observability.trackers.client import TrackerWriter
 from slime.processes.directories import METRICS_FILE
 from slime.utils.errors import is_of_full_disk, line_of_full_disk
-from slime.utils.names import TRACKERS
 
 STEP_KEY = "rollout/step"
 RESERVED = ("step_key", "time", STEP_KEY)  # Names that a line of metrics.jsonl has anyway
@@ -78,8 +76,7 @@ def check_record(metrics: object, step: object) -> None:
 logger = logging.getLogger(__name__)
 
 MetricRecord = tuple[dict[str, float], str]
-CURVES_FILE, EVAL_SAMPLES_FILE = "curves.png", "eval_samples.jsonl"
-ALARM_KEY = "alarm"
+CURVES_FILE = "curves.png"
 
 
 def configure_logger(prefix: str = "") -> None:
@@ -228,6 +225,7 @@ class _Tracking:
         self.args: Args | None = None
         self.sinks: list[Sink] | None = None
         self.console: ConsoleSink | None = None
+        self.writer: TrackerWriter | None = None
         self.pending: list[MetricRecord] = []
         self.is_collected = False  # whether another process takes what is pending
         self.of_users = UserMetrics()
@@ -253,15 +251,10 @@ def init_tracking(args: Args, primary: bool = True) -> None:
     _tracking.is_collected = not primary
     if not primary:
         return
-    trackers: list[Sink] = []
-    runs = tracker_runs(args)  # one for both: each writes the file with what it knows
-    if args.use_tensorboard:
-        trackers.append(_TensorboardAdapter(args, runs))
-    if args.use_wandb:
-        trackers.append(WandbAdapter(args, runs))
-    trackers += [TRACKERS[name](args) for name in args.tracker if name in TRACKERS]
-    _tracking.args, _tracking.console = args, ConsoleSink()
-    _tracking.sinks = [_tracking.console, JsonlSink(Path(args.output_dir)), *trackers]
+    console, lines = ConsoleSink(), JsonlSink(Path(args.output_dir))
+    names = trackers_of(args)
+    _tracking.writer = TrackerWriter(args, names) if names else None
+    _tracking.args, _tracking.console, _tracking.sinks = args, console, [console, lines]
 
 
 def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
@@ -354,18 +347,21 @@ def take_pending() -> list[MetricRecord]:
     return of_users + taken  # the console ends a line with the rollout's own record
 
 
-def finish_tracking(args: Args | None = None) -> None:
+def finish_tracking(args: Args | None = None, *, failed: bool = False) -> None:
     """Close every sink and draw `<output_dir>/curves.png`; does nothing in a process that only collects.
 
     Args:
         args: unused, because `init_tracking` kept them; part of the public signature.
+        failed: what trackers say of the run.
     """
-    args, sinks = _tracking.args, _tracking.sinks
-    _tracking.args, _tracking.sinks, _tracking.console = None, None, None
+    args, sinks, writer = _tracking.args, _tracking.sinks, _tracking.writer
+    _tracking.args = _tracking.sinks = _tracking.console = _tracking.writer = None
     if args is None or sinks is None:
         return
     for sink in sinks:
         sink.finish()
+    if writer is not None:
+        writer.finish(failed=failed)
     directory = Path(args.output_dir)
     try:
         if write_curves(directory / METRICS_FILE, directory / CURVES_FILE):

@@ -271,7 +271,7 @@ class RunLifetime:
                 if self._guard.lost_ray is None:
                     self._end_parts(graceful=not failed)
                 self._guard.shut_ray_down()
-        try_to_end("the trackers", logging_utils.finish_tracking)
+        try_to_end("the trackers", functools.partial(logging_utils.finish_tracking, failed=failed))
         if self._guard is not None:
             self._guard.end(failed=failed)
             self._guard = None

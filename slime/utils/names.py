@@ -134,11 +134,24 @@ def function_of(functions: Mapping[str, Any], name: str) -> Any:
     return load_function(name) if ":" in name else functions[name]
 
 
-OWN_TRACKERS = ("jsonl", "wandb", "tensorboard")
+TRACKER_PACKAGES = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
+OWN_TRACKERS = ("jsonl", *TRACKER_PACKAGES)
+TRACKER_METHODS = ("open", "log", "log_samples", "log_alarm", "finish")
+
+
+def problem_of_tracker(row: Any) -> str | None:
+    """Return why an object cannot make trackers, in words that follow its name; None where nothing is seen."""
+    if isinstance(row, type) and (lacks := [name for name in TRACKER_METHODS if not hasattr(row, name)]):
+        return f"has no method {lacks[0]!r}: see slime.observability.trackers.Tracker"
+    return None if callable(row) else "cannot be called with args: see slime.observability.trackers.Tracker"
+
+
 TRACKERS: Table[Callable[[Any], Any]] = Table(
     "slime.trackers",
     Callable,
     {},
-    check=lambda name, _: "has the name of a tracker of slime; name it otherwise" if name in OWN_TRACKERS else None,
+    check=lambda name, row: (
+        "has the name of a tracker of slime; name it otherwise" if name in OWN_TRACKERS else problem_of_tracker(row)
+    ),
 )
-"""Name -> fn(args) -> a `slime.observability.logging_utils.Sink`; slime's own have switches (--use-wandb)."""
+"""Name -> fn(args) -> a `slime.observability.trackers.Tracker`; slime's own are in `trackers.CLASSES`."""

@@ -20,7 +20,6 @@ TOPICS = {
     "fault tolerance",
     "LoRA",
     "dashboard",
-    "trackers",
 }
 
 

@@ -53,7 +53,6 @@ def test_a_flag_is_explained_with_its_value_on_this_line(command_line: CommandLi
 
 def test_an_explanation_says_what_is_not_built_and_what_a_flag_was_called(command_line: CommandLine) -> None:
     assert "status: not supported yet (LoRA)" in answer(command_line, "--explain lora-rank")
-    assert "mlflow: trackers" in answer(command_line, "--explain tracker")
     assert answer(command_line, "--explain prompt-key").startswith("--input-key")
 
 

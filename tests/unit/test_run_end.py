@@ -17,7 +17,7 @@ def test_trackers_upload_when_nothing_of_the_run_holds_a_gpu_any_more(
 ) -> None:
     order: list[str] = []
 
-    def upload() -> None:
+    def upload(*, failed: bool) -> None:
         order.append("trackers")
         if tracker_fails:
             raise RuntimeError("no network")

@@ -82,9 +82,14 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ): "of its parent, which ends it in time",
     (
         "slime/observability/wandb_utils.py",
-        "WandbAdapter.finish.end",
+        "WandbAdapter.finish",
         "self.run.finish",
-    ): "in a thread with a deadline",
+    ): "in a thread with a deadline, and W&B has its own",
+    (
+        "slime/observability/trackers/writer.py",
+        "_listen",
+        "sys.stdin.readline",
+    ): "in a thread of its own; the file ends with the driver",
     ("slime/rollout/rm_hub/service.py", "_Client.session", "aiohttp.ClientTimeout"): "each request has its own",
     ("slime/rollout/sglang_rollout.py", "_abort_engines", "asyncio.gather"): "of requests with ABORT_TIMEOUT_S",
     ("slime/rollout/collector.py", "Collector.take", "task.result"): FINISHED,

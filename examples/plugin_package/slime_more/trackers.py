@@ -8,19 +8,25 @@ class CsvTracker:
     """Appends (step key, step, name, value) to `metrics.csv` in --output-dir."""
 
     def __init__(self, args):
-        self._file = (Path(args.output_dir) / "metrics.csv").open("a", newline="")
+        self._path = Path(args.output_dir) / "metrics.csv"
+
+    def open(self, config, run):
+        """Begin, or go on; say where the numbers are seen."""
+        self._file = self._path.open("a", newline="")
         self._rows = csv.writer(self._file)
+        return str(self._path)
 
-    def write(self, metrics, step_key):
-        """Take one record; `metrics[step_key]` is its step."""
-        self._rows.writerows((step_key, metrics[step_key], name, value) for name, value in metrics.items())
+    def log(self, metrics, step):
+        """Take one record; `metrics[step.key]` is its step."""
+        self._rows.writerows((step.key, step.number, name, value) for name, value in metrics.items())
+        self._file.flush()
 
-    def write_eval_samples(self, shown, step):
+    def log_samples(self, samples, step):
         """Take the answers of one evaluation (--log-eval-samples)."""
 
-    def write_alarm(self, alarm):
-        """Take one alarm."""
+    def log_alarm(self, alarm, step):
+        """Take an alarm."""
 
-    def finish(self):
+    def finish(self, summary):
         """Close the file: the run is over."""
         self._file.close()

@@ -9,8 +9,6 @@ from slime.config.parser import flag
 from slime.plan.devices import DEFAULT_GPU, DEVICE_CHOICES
 from slime.utils.names import OWN_TRACKERS, TRACKERS
 
-_LATER_TRACKERS = ("mlflow", "swanlab", "trackio")
-
 MOST_GPUS = 1_000_000
 """A typing error, not a cluster."""
 
@@ -130,10 +128,10 @@ class ObservabilityFlags:
     dashboard_host: str = flag("127.0.0.1", "address that the pages are served at; the URL holds a token")
     tracker: list[str] = flag(
         [],
-        "where metrics go besides metrics.jsonl (repeatable); wandb = --use-wandb, tensorboard = --use-tensorboard",
-        choices=tuple(dict.fromkeys((*OWN_TRACKERS, *_LATER_TRACKERS, *TRACKERS))),
+        "where metrics go besides metrics.jsonl (repeatable): "
+        f"{', '.join(dict.fromkeys((*OWN_TRACKERS, *TRACKERS)))}, or your own by its path module:Class; wandb = "
+        "--use-wandb, tensorboard = --use-tensorboard",
         repeatable=True,
-        later_choices={name: "trackers" for name in _LATER_TRACKERS if name not in TRACKERS},
     )
     log_passrate: bool = flag(False, "also log pass@k")
     log_multi_turn: bool = flag(False, "also log turns, and response lengths with and without what tools wrote")

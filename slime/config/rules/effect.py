@@ -234,33 +234,24 @@ def without_effect(args: Args, explicit: Iterable[str]) -> Iterable[str]:
 
 
 def unsupported_flags(flags_classes: Iterable[type]) -> Iterator[tuple[str, str]]:
-    """(flag or "flag value", topic) of everything that is declared but not built, in the order of `--help`."""
+    """(flag, topic) of everything that is declared but not built, in the order of `--help`."""
     for field in (field for flags_class in flags_classes for field in dataclasses.fields(flags_class)):
         if field.metadata["later"]:
             yield option_name(field), field.metadata["later"]
-        for value, topic in field.metadata["later_choices"].items():
-            yield f"{option_name(field)} {value}", topic
 
 
 def topic_of(field: dataclasses.Field[Any]) -> str | None:
-    """The work that will build a flag, or some of its values; None where all of it works."""
-    by_choice = field.metadata["later_choices"]
-    return ", ".join(f"{value}: {topic}" for value, topic in by_choice.items()) or field.metadata["later"]
+    """The work that will build a flag; None where it works."""
+    topic: str | None = field.metadata["later"]
+    return topic
 
 
 def unsupported_uses(args: Args, explicit: set[str], fields: Fields) -> Iterator[str]:
     """One sentence for each flag that was given a value which is not built yet."""
     for field in fields:
-        value, later, by_choice = vars(args)[field.name], field.metadata["later"], field.metadata["later_choices"]
-        if field.name not in explicit or value == default_of(field):
-            continue
-        if later:
+        later = field.metadata["later"]
+        if later and field.name in explicit and vars(args)[field.name] != default_of(field):
             yield f"{option_name(field)} is not supported yet ({later}); leave it out."
-        rest = [str(choice) for choice in field.metadata["choices"] or () if choice not in by_choice]
-        remedy = f"use {' or '.join(rest)}" if rest else "leave it out"
-        for given in value if isinstance(value, list) else [value]:
-            if by_choice and given in by_choice:
-                yield f"{option_name(field)} {given} is not supported yet ({by_choice[given]}); {remedy}."
 
 
 CHECKS: tuple[Check, ...] = (

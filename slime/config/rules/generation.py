@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -11,7 +12,8 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.derive import FULLY_ASYNC_ROLLOUT
 from slime.config.problems import Check, NoEffect, Rule, WithoutEffect, each, first_of, for_each, plain_option, where
-from slime.utils.names import TRACKERS, Table, did_you_mean
+from slime.utils.misc import try_to_load
+from slime.utils.names import OWN_TRACKERS, TRACKER_PACKAGES, TRACKERS, Table, did_you_mean, problem_of_tracker
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
 from slime.utils.types import MultimodalTypes
 
@@ -149,6 +151,24 @@ def check_generation_files(args: Args) -> Iterable[str]:
         )
 
 
+def tracker_problems(args: Args) -> Iterator[str]:
+    """Say which trackers cannot be used: unknown, not installed, not loadable, or without a method."""
+    switched = [name for name in ("wandb", "tensorboard") if vars(args)[f"use_{name}"]]
+    for name in dict.fromkeys([*switched, *args.tracker]):
+        if name in TRACKER_PACKAGES:
+            if importlib.util.find_spec(name) is None:
+                yield f"--tracker {name} needs the package {name}, which is not installed: pip install 'slime[{name}]'"
+        elif name in TRACKERS:
+            yield from TRACKERS.problems(name)
+        elif ":" in name:
+            row, problem = try_to_load(name)
+            if problem or (problem := problem_of_tracker(row)):
+                yield f"--tracker {name}{problem if problem[0] == ':' else f' {problem}'}."
+        elif name not in OWN_TRACKERS:
+            known = [*OWN_TRACKERS, *TRACKERS]
+            yield f"--tracker {name} is no tracker, and no path module:Class: {did_you_mean(name, known)}"
+
+
 ROLLOUT_CHECKS: tuple[Check, ...] = (
     # evaluation has data when it is asked for (V1, V6)
     first_of(
@@ -278,11 +298,7 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
         lambda a: a.dashboard_port > 65535,
         "--dashboard-port {dashboard_port} is no port; give 0 (a free one), 1 to 65535, or -1 (no pages).",
     ),
-    for_each(
-        lambda a: [problem for name in TRACKERS if name in a.tracker for problem in TRACKERS.problems(name)],
-        lambda a, problem: True,
-        lambda a, problem: problem,
-    ),
+    for_each(lambda a: tracker_problems(a), lambda a, problem: True, lambda a, problem: problem),
     *each(
         "rm_url code_sandbox_url http_proxy",
         lambda url: url is not None and not re.match(r"https?://[^/\s]", url),

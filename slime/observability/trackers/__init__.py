@@ -1,0 +1,221 @@
+"""What the trackers share: their Protocol, which run of a service a run logs to, a few answers of each evaluation.
+
+The driver writes metrics.jsonl and eval_samples.jsonl, and nothing else (`client` starts the writer process). The
+writer (`writer`) reads these files and hands their lines to the trackers; no tracker runs in the driver.
+
+A run that goes on from its own checkpoint goes on in them; one that begins, or goes on from another run's checkpoint,
+gets its own. The answers are those of the same prompts at every evaluation, so they can be followed through a run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypedDict
+
+from slime.checkpoints.paths import latest_iteration
+from slime.config.args import Args
+from slime.utils.misc import load_function
+from slime.utils.names import TRACKERS
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+FILE = "trackers.json"
+EVAL_SAMPLES_FILE = "eval_samples.jsonl"
+ALARM_KEY = "alarm"
+
+
+class TrackerRuns:
+    """Those of one run.
+
+    Args:
+        save: directory of --save, None where nothing is kept.
+        goes_on: the run goes on from a checkpoint there.
+    """
+
+    def __init__(self, save: str | None, *, goes_on: bool) -> None:
+        self._path = None if save is None else Path(save) / FILE
+        self._lock = threading.Lock()  # each tracker has a thread of its own
+        self._known: dict[str, str] = _read(self._path) if goes_on and self._path is not None else {}
+
+    def known(self, name: str) -> str | None:
+        """What the run before has logged to; None where it has not, or this one begins."""
+        return self._known.get(name)
+
+    def keep(self, name: str, value: str) -> None:
+        """Say what this run logs to."""
+        with self._lock:
+            if self._path is None or self._known.get(name) == value:
+                return
+            self._known[name] = value
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_name(f".{FILE}.partial")
+            partial.write_text(json.dumps(self._known, indent=2) + "\n")
+            os.replace(partial, self._path)
+
+
+def goes_on(args: Args) -> bool:
+    """Whether the run of these flags goes on from its own checkpoint (reads `save`, `load`, `finetune`)."""
+    is_own = args.save is not None and args.load == args.save and not args.finetune
+    return is_own and latest_iteration(args.load) is not None
+
+
+def tracker_runs(args: Args) -> TrackerRuns:
+    """Those of the run of these flags."""
+    return TrackerRuns(args.save, goes_on=goes_on(args))
+
+
+class Step(NamedTuple):
+    """When a record was made.
+
+    Attributes:
+        key: what is counted: "train/step", "rollout/step" or "eval/step".
+        number: of the step.
+        time_s: seconds since the epoch.
+    """
+
+    key: str
+    number: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker sees it.
+
+    Attributes:
+        directory: --output-dir.
+        known: what `keep` was given before, by this run or the one that it goes on from; None where it begins.
+        keep: notes the service's name of this run, so that the tracker finds it again.
+        command_line: of the driver, secrets hidden.
+    """
+
+    directory: Path
+    known: str | None = None
+    keep: Callable[[str], None] = lambda value: None
+    command_line: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the output directory."""
+        return self.directory.resolve().name
+
+
+class Tracker(Protocol):
+    """A service that shows metrics, made by `Class(args)` in the writer process, and used by one thread at a time.
+
+    A call that raises or takes too long is made again later, from a new object: what it did must do no harm twice. A
+    TypeError, ValueError, LookupError or AttributeError means that this record will never do; it is left out.
+    """
+
+    def open(self, config: Mapping[str, Any], run: TrackedRun) -> str | None:
+        """Begin the run, or go on with it; return where it is seen (an address or a directory), if there is a place.
+
+        Args:
+            config: every flag, secrets hidden.
+            run: which run it is.
+        """
+
+    def log(self, metrics: Mapping[str, float], step: Step) -> None:
+        """Take a record; `metrics[step.key]` is its step."""
+
+    def log_samples(self, samples: Sequence[EvalSample], step: Step) -> None:
+        """Take answers of one evaluation (--log-eval-samples)."""
+
+    def log_alarm(self, alarm: Mapping[str, Any], step: Step) -> None:
+        """Take an alarm; `alarm["what"]` says what is wrong, and the step is that of the record before it."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """End; `summary["status"]` is "finished", "failed", or "crashed" where the driver is gone."""
+
+
+CLASSES = {
+    "wandb": "slime.observability.wandb_utils:WandbAdapter",
+    "tensorboard": "slime.observability.tensorboard_utils:_TensorboardAdapter",
+    "mlflow": "slime.observability.trackers.mlflow_tracker:MlflowTracker",
+    "swanlab": "slime.observability.trackers.swanlab_tracker:SwanlabTracker",
+    "trackio": "slime.observability.trackers.trackio_tracker:TrackioTracker",
+}
+
+
+def trackers_of(args: Args) -> list[str]:
+    """Names of the trackers that the flags ask for."""
+    asked = [name for name in ("wandb", "tensorboard") if vars(args)[f"use_{name}"]]
+    return list(dict.fromkeys([*asked, *(name for name in args.tracker if name != "jsonl")]))
+
+
+def make_tracker(name: str, args: Args) -> Tracker:
+    """Make one by its name, that of a row of an installed package, or its path "module:Class"."""
+    if name in CLASSES:
+        make = load_function(CLASSES[name])
+    else:
+        make = TRACKERS[name] if name in TRACKERS else load_function(name)
+    tracker: Tracker = make(args)
+    return tracker
+
+
+def _read(path: Path) -> dict[str, str]:
+    """What is kept; a file that cannot be read costs a new run of the tracker, not this run."""
+    try:
+        found = json.loads(path.read_text())
+        return {str(name): str(value) for name, value in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s): metrics go to new runs of the trackers", path, error)
+        return {}
+
+
+class EvalSample(TypedDict):
+    """One answer, as plain values."""
+
+    data_set: str
+    prompt: str | list[dict[str, Any]]
+    response: str
+    label: Any
+    reward: float
+    truncated: bool
+
+
+def pick_eval_samples(data: Mapping[str, Mapping[str, Any]], num_prompts: int) -> list[EvalSample]:
+    """The first answer to each of the first `num_prompts` prompts of every data set.
+
+    Args:
+        data: per data set `{"rewards": list[float], "samples": list[Sample]}`; one without samples has none to show.
+        num_prompts: prompts of each data set.
+    """
+    shown: list[EvalSample] = []
+    for name, result in data.items():
+        first: dict[int, EvalSample] = {}
+        for position, sample in enumerate(result.get("samples") or []):
+            prompt_id = position if sample.group_index is None else sample.group_index
+            if prompt_id not in first and len(first) < num_prompts:
+                first[prompt_id] = _plain(name, sample, float(result["rewards"][position]))
+        shown += first.values()
+    return shown
+
+
+def _plain(name: str, sample: Sample, reward: float) -> EvalSample:
+    return {
+        "data_set": name,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": reward,
+        "truncated": sample.status is Sample.Status.TRUNCATED,
+    }
+
+
+def text_of(prompt: str | list[dict[str, Any]]) -> str:
+    """A prompt as one text: message lists as JSON."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+
+
+def alarm_text(alarm: Mapping[str, Any]) -> str:
+    """An alarm as lines of "name: value"."""
+    return "\n".join(f"{name}: {value}" for name, value in alarm.items())

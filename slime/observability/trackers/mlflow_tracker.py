@@ -1,0 +1,105 @@
+"""MLflow as a tracker (mlflow-skinny is enough); the server and its login are set by MLflow's own variables.
+
+MLFLOW_TRACKING_URI names the server, MLFLOW_EXPERIMENT_NAME the experiment (default: slime) and MLFLOW_RUN_NAME the
+run (default: the output directory's name). Without a server the run is in `<output_dir>/mlruns`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.config.args import Args
+from slime.observability.trackers import EvalSample, Step, TrackedRun, alarm_text
+
+BATCH = 1000  # metrics in a request, as the server allows
+PARAMS = 100
+LONGEST_PARAM = 6000
+REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+_NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
+# The writer tries again by itself, and must get the thread back: MLflow's own are 120 s and 7 tries.
+LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+
+
+class MlflowTracker:
+    """One MLflow run."""
+
+    def __init__(self, args: Args) -> None:
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, config: Mapping[str, Any], run: TrackedRun) -> str | None:
+        """Begin the run, or set the one that goes on to running.
+
+        Raises:
+            ImportError: mlflow is not installed.
+            MlflowException: the server does not answer, or refuses.
+        """
+        for name, value in LIMITS.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # a database, which it wants instead, needs SQLAlchemy
+            uri = (run.directory / "mlruns").resolve().as_uri()
+        client = MlflowClient(tracking_uri=uri)
+        if run.known is not None:
+            client.update_run(run.known, status="RUNNING")
+            self._client, self._run_id = client, run.known
+            return f"{uri}, run {run.known}"
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "slime")
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
+        run_name = os.environ.get("MLFLOW_RUN_NAME", run.name)
+        made = client.create_run(experiment_id, run_name=run_name)
+        self._client, self._run_id = client, made.info.run_id
+        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in config.items()]
+        for start in range(0, len(params), PARAMS):
+            client.log_batch(self._run_id, params=params[start : start + PARAMS])
+        run.keep(self._run_id)
+        return f"{uri}, run {self._run_id}"
+
+    def log(self, metrics: Mapping[str, float], step: Step) -> None:
+        """Write the values of a record.
+
+        Raises:
+            ValueError: the server does not take them.
+        """
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+
+        time_ms = int(step.time_s * 1000)
+        values = [Metric(self._name(key), float(value), time_ms, step.number) for key, value in metrics.items()]
+        try:
+            for start in range(0, len(values), BATCH):
+                self._client.log_batch(self._run_id, metrics=values[start : start + BATCH])
+        except MlflowException as error:
+            if error.error_code in REFUSED:
+                raise ValueError(str(error)) from error
+            raise
+
+    def log_samples(self, samples: Sequence[EvalSample], step: Step) -> None:
+        """Write the answers as a JSON artifact of their evaluation."""
+        self._client.log_dict(self._run_id, {"samples": list(samples)}, f"eval_samples/{step.number:07d}.json")
+
+    def log_alarm(self, alarm: Mapping[str, Any], step: Step) -> None:
+        """Write an alarm as a text artifact, and what is wrong as the tag "alarm"."""
+        self._client.set_tag(self._run_id, "alarm", str(alarm["what"]))
+        name = _NOT_IN_NAMES.sub("_", str(alarm.get("name", "alarm"))).replace("/", "_")
+        self._client.log_text(self._run_id, alarm_text(alarm), f"alarms/{step.number:07d}-{name}.txt")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Say how the run ended."""
+        for name, value in summary.items():
+            self._client.set_tag(self._run_id, f"slime.{name}", str(value))
+        status = "FINISHED" if summary["status"] == "finished" else "FAILED"
+        self._client.set_terminated(self._run_id, status)
+
+    @staticmethod
+    def _name(metric: str) -> str:
+        """A metric's name in MLflow, which knows no @ (eval/gsm8k-pass@4)."""
+        return _NOT_IN_NAMES.sub("_", metric)
