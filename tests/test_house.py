@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (36_381, 25_000),
-    "files": (356, 270),
+    "statements": (37_144, 25_000),
+    "files": (363, 270),
     "lines of the longest file": (452, 450),
     "lines of the longest function": (52, 50),
     "loose files of the fullest package": (19, 16),

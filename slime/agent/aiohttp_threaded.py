@@ -12,6 +12,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
+from slime.utils.async_utils import cancel_all
+from slime.utils.http_utils import close_http_client
+
 _SLOW_S = 120.0
 _CLEANUP_S = 10.0
 _JOIN_S = 5.0
@@ -78,34 +81,34 @@ def run_app_in_thread(
         asyncio.set_event_loop(loop)
         runner = web.AppRunner(app, **(runner_kwargs or {}))
         listening = loop.create_task(_listen(runner, host, port))
-        loop.run_until_complete(asyncio.wait([listening]))
-        if (error := listening.exception()) is not None:
+        loop.run_until_complete(asyncio.wait([listening], timeout=start_timeout_sec))
+        if not listening.done():
+            started.set_exception(TimeoutError(f"{host}:{port} did not listen within {start_timeout_sec:g} s"))
+        elif (error := listening.exception()) is not None:
             started.set_exception(error)
         else:
-            started.set_result(AppHandle(host, listening.result(), threading.current_thread(), loop, runner))
+            bound = int(runner.addresses[0][1])
+            started.set_result(AppHandle(host, bound, threading.current_thread(), loop, runner))
             loop.run_forever()
         _end(loop)
 
     threading.Thread(target=serve, name=thread_name, daemon=True).start()
-    return started.result(timeout=start_timeout_sec)
+    return started.result(timeout=start_timeout_sec + _CLEANUP_S)
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> int:
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError:
         await runner.cleanup()
         raise
-    return int(runner.addresses[0][1])
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
     """Cancel what still runs on a stopped loop, and close it."""
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
     with contextlib.suppress(RuntimeError):  # a task may have closed the loop
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(cancel_all(asyncio.all_tasks(loop)))
+        loop.run_until_complete(close_http_client())
         loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()

@@ -225,7 +225,7 @@ class TrajectoryManager:
             Samples in the order of the leaves; none for an unknown session, and none that has no trained token. In
             `metadata["agent"]` of each: "turns" in it; "breaks", 1 where its first prompt did not go on from the
             tokens of its own history; "forks", 1 where it begins a further branch; "masked_tokens", generated tokens
-            that are lost for training.
+            that are lost for training; "template_drift", which the last turn's node was given, else 0.
         """
         root = self._trees.get(sid)
         self.drop_session(sid)
@@ -351,7 +351,12 @@ class _Builder:
             "truncated": self._last_turn.finish_reason == "length",
             "use_tool": any((node.message or {}).get("tool_calls") for node in self.nodes),
             "ill_formed": any(node.turn.ill_formed for node in self.nodes if node.turn),
-            "agent": {"turns": len(self.nodes), **counts, "masked_tokens": self.masked_tokens},
+            "agent": {
+                "turns": len(self.nodes),
+                **counts,
+                "masked_tokens": self.masked_tokens,
+                "template_drift": self.nodes[-1].metadata.get("template_drift", 0),
+            },
         }
 
 

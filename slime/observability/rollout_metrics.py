@@ -72,7 +72,8 @@ def log_eval_rollout_data(
 
 
 def compute_rollout_metrics(args: Args, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
-    """Metrics of one generated batch: families `rollout/`, `perf/`, and `passrate/` and `multi_turn/` where asked.
+    """Metrics of one generated batch: families `rollout/`, `perf/`, `passrate/` and `multi_turn/` where asked,
+    and `agent/` where slime.agent made the samples.
 
     Args:
         args: reads `reward_key`, `rollout_num_gpus`, `n_samples_per_prompt`, `log_passrate`, `log_multi_turn`,
@@ -89,7 +90,7 @@ def compute_rollout_metrics(args: Args, samples: Sequence[Sample], rollout_time:
         metrics |= dict_add_prefix(pass_rate(_rewards(args, samples), samples, args.n_samples_per_prompt), "passrate/")
     if args.log_multi_turn:
         metrics |= dict_add_prefix(multi_turn_metrics(samples), "multi_turn/")
-    return metrics
+    return metrics | dict_add_prefix(agent_metrics(samples), "agent/")
 
 
 def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
@@ -183,6 +184,18 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if drifts := [s.metadata["template_drift"] for s in samples if "template_drift" in s.metadata]:
         metrics["template_drift"] = sum(drifts) / len(drifts)
     return metrics
+
+
+def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Sums of what slime.agent counted: samples that begin anew because tokens differ (breaks) or because the history
+    does (forks), generated tokens that are not trained; and means: turns, tokens of template drift, malformed calls.
+    """
+    made = [sample.metadata for sample in samples if isinstance(sample.metadata.get("agent"), dict)]
+    if not made:
+        return {}
+    sums = {name: sum(m["agent"][name] for m in made) for name in ("breaks", "forks", "masked_tokens")}
+    means = {name: _mean([m["agent"][name] for m in made]) for name in ("turns", "template_drift")}
+    return {**sums, **means, "ill_formed": _mean([bool(m.get("ill_formed")) for m in made])}
 
 
 def reward_categories(samples: Sequence[Sample], key: str) -> dict[str, float]:

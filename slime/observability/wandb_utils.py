@@ -29,6 +29,7 @@ STEP_METRICS = {
     "rollout": "rollout/step",
     "perf": "rollout/step",
     "multi_turn": "rollout/step",
+    "agent": "rollout/step",
     "passrate": "rollout/step",
     "eval": "eval/step",
 }

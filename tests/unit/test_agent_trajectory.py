@@ -57,7 +57,7 @@ def test_two_turns_of_a_tool_conversation_are_one_chain_and_one_sample():
     assert sample.rollout_log_probs == [-0.1, -0.2, 0.0, 0.0, -0.3], "own log-probs, 0.0 on what the tool says"
     assert (sample.index, sample.group_index, sample.prompt, sample.label, sample.rollout_id) == (7, 3, "p", "l", 7)
     assert (sample.reward, sample.status, sample.response) == (0.5, Sample.Status.COMPLETED, "")
-    agent = {"turns": 2, "breaks": 0, "forks": 0, "masked_tokens": 0}
+    agent = {"turns": 2, "breaks": 0, "forks": 0, "masked_tokens": 0, "template_drift": 0}
     expected = {"exit": 0, "truncated": False, "use_tool": False, "ill_formed": False, "agent": agent}
     assert sample.metadata == expected
     assert not manager.has_session("s") and samples_of(manager) == []

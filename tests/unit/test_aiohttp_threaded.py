@@ -99,3 +99,13 @@ def test_only_failed_and_slow_requests_are_logged(caplog):
         "POST /v1/messages: 200 in 121.0 s",
         "POST /v1/messages: 503 in 0.1 s",
     ]
+
+
+def test_a_server_that_does_not_come_up_in_time_is_an_error_of_the_caller():
+    async def hang(_app):
+        await asyncio.sleep(60)
+
+    app = app_of(thread_name)
+    app.on_startup.append(hang)
+    with pytest.raises(TimeoutError, match=r"did not listen within 0\.2 s"):
+        run_app_in_thread(app, host="127.0.0.1", start_timeout_sec=0.2)

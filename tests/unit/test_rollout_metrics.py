@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 from slime.observability.metric_utils import compute_pass_rate, compute_statistics, has_repetition
-from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
+from slime.observability.rollout_metrics import agent_metrics, compute_eval_metrics, compute_rollout_metrics
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.types import Sample
@@ -170,3 +170,14 @@ def test_only_a_long_text_that_repeats_counts_as_repetition():
     assert has_repetition("ab" * 6000)
     assert not has_repetition("ab" * 100)
     assert not has_repetition("".join(chr(letters.randrange(33, 126)) for _ in range(12000)))
+
+
+def test_what_agents_lose_is_summed_and_what_they_do_is_averaged():
+    def sample(turns, **counts):
+        agent = {"turns": turns, "breaks": 0, "forks": 0, "masked_tokens": 0, "template_drift": 0} | counts
+        return Sample(metadata={"agent": agent, "ill_formed": turns == 3})
+
+    made = [sample(1, breaks=1, masked_tokens=5), sample(3, forks=1, masked_tokens=2, template_drift=8), Sample()]
+    sums = {"breaks": 1, "forks": 1, "masked_tokens": 7}
+    assert agent_metrics(made) == {**sums, "turns": 2.0, "template_drift": 4.0, "ill_formed": 0.5}
+    assert agent_metrics([Sample()]) == {}

@@ -97,7 +97,7 @@ def append_engine_output(args: Args, sample: Sample, output: Any, *, trainable: 
         RuntimeError: the answer is none of /generate, or does not hold a token and a log-prob for each new token.
     """
     meta_info = _meta_info_of(output)
-    token_ids, log_probs = _tokens_of(meta_info)
+    token_ids, log_probs = tokens_of(meta_info)
     went_on("tokens", len(token_ids))
     sample.append_response_tokens(
         args,
@@ -119,8 +119,12 @@ def _meta_info_of(output: Any) -> dict[str, Any]:
     return meta_info
 
 
-def _tokens_of(meta_info: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """(ids of the new tokens, their log-probs)."""
+def tokens_of(meta_info: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Read (ids of the new tokens, their log-probs) from the `meta_info` of a /generate answer.
+
+    Raises:
+        RuntimeError: it does not hold a token and a log-prob for each new token.
+    """
     pairs, count = meta_info.get("output_token_logprobs"), meta_info.get("completion_tokens")
     if pairs is None and count:
         raise RuntimeError("/generate returned no output_token_logprobs although return_logprob was asked for")

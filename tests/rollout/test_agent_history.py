@@ -1,0 +1,225 @@
+"""Append-only sessions on real chat templates: whatever a client replays, a conversation is one sequence of tokens.
+
+The scripted engine writes what a model of the family would, so the ids that the adapter sends it are compared with the
+ids that it saw and wrote before: a prompt that was rendered anew would differ as soon as a template drops a thought.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import anthropic
+import openai
+import pytest
+
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
+from slime.agent.history import History, render
+from slime.agent.trajectory import TurnRecord
+from slime.utils.processing_utils import render_chat
+from slime.utils.types import Sample
+from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
+from tests.unit.agent_fakes import ScriptedEngine, served
+
+TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "", "parameters": {"type": "object"}}}]
+ANTHROPIC_TOOLS = [{"name": "calculator", "input_schema": {"type": "object"}}]
+QUESTION = {"role": "user", "content": "What is 84*18?"}
+AGAIN = {"role": "user", "content": "And 12*12?"}
+THINKERS = ("qwen3", "qwen3_5", "deepseek_r1_distill_qwen")
+REASONING = {"qwen3": "qwen3", "qwen3_5": "qwen3", "deepseek_r1_distill_qwen": "deepseek-r1"}
+ENDS = {"deepseek_r1_distill_qwen": "<｜end▁of▁sentence｜>", "llama3": "<|eot_id|>", "glm4": "<|observation|>"}
+TURNS = 30
+
+
+def written(family, turn, last):
+    """What a model writes: a thought, then a call whose keys are in no alphabetical order, or the answer."""
+    opened = "" if family in ("qwen3_5", "deepseek_r1_distill_qwen") else "<think>\n"
+    thought = f"{opened}Let me think about {turn}.\n</think>\n\n" if family in THINKERS else ""
+    call = (
+        f'<tool_call>\n{{"name": "calculator", "arguments": {{"z": {turn}, "expression": "{turn}*2"}}}}\n</tool_call>'
+    )
+    return thought + ("The answer is 144." if last else call) + ENDS.get(family, "<|im_end|>")
+
+
+@contextlib.contextmanager
+def serving(kind, family, texts, **kwargs):
+    tokenizer = family_tokenizer(family)
+    engine = ScriptedEngine(tokenizer, texts)
+    parsers = {"tool_parser": "qwen25", "reasoning_parser": REASONING.get(family), **kwargs}
+    with served(engine.app) as engine_url:
+        adapter = kind(tokenizer=tokenizer, sglang_url=engine_url, **parsers)
+        with served(adapter.app) as url:
+            yield adapter, url, engine
+
+
+def finish(adapter):
+    return asyncio.run(adapter.finish_session("s", base_sample=Sample(index=0)))
+
+
+def openai_agent(url, turns, *, echoes=None):
+    """An agent: it calls its tool as often as it is told to, and replays what it got, without thoughts and ids."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="s", max_retries=0)
+    messages = [{"role": "system", "content": "be brief"}, QUESTION]
+    for turn in range(turns):
+        message = client.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices[0].message
+        if not message.tool_calls:
+            return message.content
+        echo = {"role": "assistant", "content": message.content or "", "tool_calls": []}
+        for call in message.tool_calls:
+            arguments = dict(sorted(json.loads(call.function.arguments).items()))
+            function = {"name": call.function.name, "arguments": json.dumps(arguments, indent=1)}
+            echo["tool_calls"].append({"id": f"mine_{turn}", "type": "function", "function": function})
+        echo = echoes(echo, message) if echoes else echo
+        messages += [echo, {"role": "tool", "tool_call_id": f"mine_{turn}", "content": f"{turn * 2}"}]
+        if turn == TURNS // 2:  # now templates drop every thought before it
+            messages.append(AGAIN)
+    return None
+
+
+def anthropic_agent(url, turns):
+    """The same over Messages; it drops thinking blocks, too."""
+    client = anthropic.Anthropic(base_url=url, auth_token="s", max_retries=0)
+    messages = [QUESTION]
+    for turn in range(turns):
+        answer = client.messages.create(model="m", max_tokens=999, messages=messages, tools=ANTHROPIC_TOOLS)
+        uses = [block for block in answer.content if block.type == "tool_use"]
+        if not uses:
+            return answer.content[-1].text
+        results = [{"type": "tool_result", "tool_use_id": use.id, "content": f"{turn * 2}"} for use in uses]
+        if turn == TURNS // 2:
+            results.append({"type": "text", "text": AGAIN["content"]})
+        kept = [block for block in answer.content if block.type != "thinking"]
+        messages += [{"role": "assistant", "content": kept}, {"role": "user", "content": results}]
+    return None
+
+
+def check_one_sequence(sample, engine):
+    """The sample is what the engine saw and wrote: prompts continue what was before, and every output is trained."""
+    held = []
+    for request, output in zip(engine.requests, engine.outputs, strict=True):
+        assert request["input_ids"][: len(held)] == held, "a prompt does not go on from the tokens before it"
+        held = [*request["input_ids"], *output]
+    assert sample.tokens == held
+    trained = [t for t, bit in zip(held[-sample.response_length :], sample.loss_mask, strict=True) if bit]
+    assert trained == [token for output in engine.outputs for token in output]
+    sampled = [-(i + 1) / 8 for output in engine.outputs for i in range(len(output))]
+    assert [p for p, bit in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if bit] == sampled
+
+
+@pytest.mark.parametrize("family", THINKERS)
+@pytest.mark.parametrize("kind", [OpenAIAdapter, AnthropicAdapter], ids=["openai", "anthropic"])
+def test_thirty_turns_under_a_template_that_drops_thoughts_are_one_sample_without_a_break(kind, family):
+    texts = [written(family, turn, turn == TURNS - 1) for turn in range(TURNS)]
+    with serving(kind, family, texts) as (adapter, url, engine):
+        agent = openai_agent if kind is OpenAIAdapter else anthropic_agent
+        assert agent(url, TURNS) == "The answer is 144."
+        [sample] = finish(adapter)
+    check_one_sequence(sample, engine)
+    counts = sample.metadata["agent"]
+    assert (counts["turns"], counts["breaks"], counts["forks"], counts["masked_tokens"]) == (TURNS, 0, 0, 0)
+    assert counts["template_drift"] > 0, "the template would have shown other tokens, and that is counted"
+    assert sample.metadata["use_tool"] and not sample.metadata["ill_formed"]
+
+
+@pytest.mark.parametrize("family", sorted(set(SPECIAL) - {"smollm2"}))
+def test_every_family_continues_its_own_tokens(family):
+    texts = [written(family, turn, turn == 2) for turn in range(3)]
+    with serving(OpenAIAdapter, family, texts) as (adapter, url, engine):
+        openai_agent(url, 3)
+        [sample] = finish(adapter)
+    check_one_sequence(sample, engine)
+
+
+def test_rendering_every_request_breaks_where_a_thought_is_dropped_and_counts_it():
+    texts = [written("qwen3", turn, turn == 3) for turn in range(4)]
+    with serving(OpenAIAdapter, "qwen3", texts, history="render", fork_threshold_tokens=0) as (adapter, url, engine):
+        openai_agent(url, 4)
+        samples = finish(adapter)
+    assert len(samples) == sum(s.metadata["agent"]["breaks"] for s in samples) + 1 > 1
+    trained = sum(sum(s.loss_mask) for s in samples)
+    lost = sum(s.metadata["agent"]["masked_tokens"] for s in samples)
+    assert trained + lost == sum(map(len, engine.outputs)), "no generated token is lost without a count"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda echo, message: {**echo, "content": f"\n{echo['content']}  "},
+        lambda echo, message: {**echo, "content": None},
+        lambda echo, message: {**echo, "reasoning_content": message.model_extra["reasoning_content"]},
+        lambda echo, message: {**echo, "content": f"<think>other</think>{echo['content']}"},
+    ],
+    ids=["whitespace", "null", "echoed thought", "rewritten thought"],
+)
+def test_what_clients_do_to_a_message_does_not_break_the_session(change):
+    texts = [written("qwen3", turn, turn == 2) for turn in range(3)]
+    with serving(OpenAIAdapter, "qwen3", texts) as (adapter, url, engine):
+        openai_agent(url, 3, echoes=change)
+        [sample] = finish(adapter)
+    check_one_sequence(sample, engine)
+
+
+def test_another_system_prompt_or_a_compaction_is_a_branch_and_shared_turns_are_trained_once():
+    texts = [written("qwen3", turn, True) for turn in range(3)]
+    with serving(OpenAIAdapter, "qwen3", texts) as (adapter, url, engine):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="s", max_retries=0)
+
+        def ask(*messages):
+            answer = client.chat.completions.create(model="m", messages=list(messages)).choices[0].message
+            return {"role": "assistant", "content": answer.content}
+
+        said = ask(QUESTION)
+        ask(QUESTION, said, {"role": "user", "content": "And 12*12?"})
+        ask({"role": "user", "content": "Summary: 84*18 was asked."})
+        samples = finish(adapter)
+    assert [s.metadata["agent"]["forks"] for s in samples] == [0, 1]
+    assert sum(sum(s.loss_mask) for s in samples) == sum(map(len, engine.outputs))
+
+
+def test_a_turn_that_was_cut_off_is_closed_before_the_next_message():
+    with serving(OpenAIAdapter, "qwen2_5", ["The answer", "is 144.<|im_end|>"]) as (adapter, url, engine):
+        engine.finish = "length"
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="s", max_retries=0)
+        said = client.chat.completions.create(model="m", messages=[QUESTION]).choices[0].message
+        messages = [QUESTION, {"role": "assistant", "content": said.content}, {"role": "user", "content": "Go on."}]
+        client.chat.completions.create(model="m", messages=messages)
+        [sample] = finish(adapter)
+    check_one_sequence(sample, engine)
+    text = family_tokenizer("qwen2_5").decode(engine.requests[1]["input_ids"])
+    assert text.endswith("The answer<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_only_what_is_new_is_tokenised(monkeypatch):
+    tokenizer, history = family_tokenizer("qwen3"), History()
+    messages = [QUESTION]
+    encoded = []
+    for turn in range(6):
+        prompt = history.prompt(tokenizer, messages, None, appends=True)
+        output = tokenizer.encode("It is 144." * (turn + 1) + "<|im_end|>", add_special_tokens=False)
+        answer = {"role": "assistant", "content": "It is 144." * (turn + 1)}
+        history.add(prompt.messages, None, answer, TurnRecord(prompt.ids, output, "stop"))
+        messages = [*messages, answer, QUESTION]
+        encoded.append(len(prompt.ids))
+    texts = []
+    monkeypatch.setattr("slime.rollout.multi_turn.encode_text", lambda _, text: texts.append(text) or [1])
+    history.prompt(tokenizer, messages, None, appends=True)
+    assert sum(map(len, texts)) < 200 < encoded[-1]
+
+
+def test_other_tools_are_another_conversation():
+    tokenizer, history = family_tokenizer("qwen3"), History()
+    answer = {"role": "assistant", "content": "144"}
+    history.add([QUESTION], TOOLS, answer, TurnRecord([1, 2], [3], "stop"))
+    messages = [QUESTION, answer, QUESTION]
+    assert history.prompt(tokenizer, messages, TOOLS, appends=True).ids[:3] == [1, 2, 3]
+    assert history.prompt(tokenizer, messages, None, appends=True).ids == render(tokenizer, messages, None)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_the_fixtures_of_qwen3_show_calls_and_separate_thoughts(family):
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "84*18"}}}
+    said = {"role": "assistant", "content": "Sure.", "reasoning_content": "hm", "tool_calls": [call, call]}
+    text = render_chat(family_tokenizer(family), [QUESTION, said], tools=TOOLS, add_generation_prompt=False)
+    shown = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "84*18"}}\n</tool_call>'
+    assert text.endswith(f"<think>\nhm\n</think>\n\nSure.\n{shown}\n{shown}<|im_end|>\n")

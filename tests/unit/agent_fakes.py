@@ -1,0 +1,76 @@
+"""A scripted engine and a tokenizer without a template, for tests of slime.agent.adapters.
+
+The engine is a real HTTP server that speaks SGLang's /generate: it "samples" the ids of the next text of its script,
+and keeps what it was asked. So a test compares the ids of a sample with the ids that an engine saw and wrote, which no
+part of the adapter can make up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from aiohttp import web
+
+from slime.agent.aiohttp_threaded import run_app_in_thread
+
+
+class FakeTokenizer:
+    """One id per letter; like upstream's fake it has no `chat_template`, so every request is rendered."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages: Any, tools: Any, tokenize: bool, add_generation_prompt: bool) -> list[int]:
+        turns = [f"<{m['role']}>{m['content']}{m.get('tool_calls') or ''}" for m in messages]
+        return self.encode("".join(turns) + "<assistant>")
+
+
+class ScriptedEngine:
+    """Answers /generate with the ids of `texts`, one after the other; token i has log-prob -(i + 1) / 8."""
+
+    def __init__(self, tokenizer: Any, texts: list[str], *, finish: str = "stop", delay_s: float = 0.0) -> None:
+        self.tokenizer, self.texts, self.finish, self.delay_s = tokenizer, list(texts), finish, delay_s
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.outputs: list[list[int]] = []
+        self.aborted: list[str] = []
+        self.failures: list[tuple[int, str]] = []
+        self.app = web.Application(client_max_size=2**26)
+        self.app.router.add_post("/generate", self._generate)
+        self.app.router.add_post("/abort_request", self._abort)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        self.headers.append(request.headers)
+        await asyncio.sleep(self.delay_s)
+        if self.failures:
+            status, text = self.failures.pop(0)
+            return web.Response(status=status, text=text)
+        plain = isinstance(self.tokenizer, FakeTokenizer)
+        text = self.texts.pop(0)
+        ids = self.tokenizer.encode(text) if plain else self.tokenizer.encode(text, add_special_tokens=False)
+        self.outputs.append(ids)
+        pairs = [[-(i + 1) / 8, token, None] for i, token in enumerate(ids)]
+        return web.json_response(
+            {"meta_info": {"output_token_logprobs": pairs, "finish_reason": {"type": self.finish}}}
+        )
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.json_response({})
+
+
+@contextlib.contextmanager
+def served(app: web.Application, **runner_kwargs: Any) -> Iterator[str]:
+    """The address of an application that runs in a thread."""
+    handle = run_app_in_thread(app, host="127.0.0.1", runner_kwargs=runner_kwargs)
+    try:
+        yield f"http://127.0.0.1:{handle.port}"
+    finally:
+        handle.stop()
