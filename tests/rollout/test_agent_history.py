@@ -6,8 +6,6 @@ ids that it saw and wrote before: a prompt that was rendered anew would differ a
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 
 import anthropic
@@ -18,9 +16,9 @@ from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.history import History, render
 from slime.agent.trajectory import TurnRecord
 from slime.utils.processing_utils import render_chat
-from slime.utils.types import Sample
 from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
-from tests.unit.agent_fakes import ScriptedEngine, served
+from tests.unit import agent_fakes
+from tests.unit.agent_fakes import finish
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "", "parameters": {"type": "object"}}}]
 ANTHROPIC_TOOLS = [{"name": "calculator", "input_schema": {"type": "object"}}]
@@ -42,19 +40,9 @@ def written(family, turn, last):
     return thought + ("The answer is 144." if last else call) + ENDS.get(family, "<|im_end|>")
 
 
-@contextlib.contextmanager
 def serving(kind, family, texts, **kwargs):
-    tokenizer = family_tokenizer(family)
-    engine = ScriptedEngine(tokenizer, texts)
     parsers = {"tool_parser": "qwen25", "reasoning_parser": REASONING.get(family), **kwargs}
-    with served(engine.app) as engine_url:
-        adapter = kind(tokenizer=tokenizer, sglang_url=engine_url, **parsers)
-        with served(adapter.app) as url:
-            yield adapter, url, engine
-
-
-def finish(adapter):
-    return asyncio.run(adapter.finish_session("s", base_sample=Sample(index=0)))
+    return agent_fakes.serving(kind, texts, tokenizer=family_tokenizer(family), **parsers)
 
 
 def openai_agent(url, turns, *, echoes=None):

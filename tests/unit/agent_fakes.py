@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 from aiohttp import web
 
+from slime.agent.adapters import BaseAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.utils.types import Sample
 
 
 class FakeTokenizer:
@@ -74,3 +79,39 @@ def served(app: web.Application, **runner_kwargs: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{handle.port}"
     finally:
         handle.stop()
+
+
+@contextlib.contextmanager
+def serving(
+    kind: type[BaseAdapter],
+    texts: list[str],
+    *,
+    tokenizer: Any = None,
+    runner: dict[str, Any] | None = None,
+    finish: str = "stop",
+    delay_s: float = 0.0,
+    **kwargs: Any,
+) -> Iterator[tuple[BaseAdapter, str, ScriptedEngine]]:
+    """(adapter, its address, the engine that it asks)"""
+    tokenizer = tokenizer or FakeTokenizer()
+    engine = ScriptedEngine(tokenizer, texts, finish=finish, delay_s=delay_s)
+    with served(engine.app) as engine_url:
+        adapter = kind(tokenizer=tokenizer, sglang_url=engine_url + "/", **kwargs)
+        with served(adapter.app, **(runner or {})) as url:
+            yield adapter, url, engine
+
+
+def finish(adapter: BaseAdapter, sid: str = "s", **kwargs: Any) -> list[Sample]:
+    """Samples of a session; asked for from another event loop than the server's."""
+    return asyncio.run(adapter.finish_session(sid, base_sample=Sample(index=0), **kwargs))
+
+
+def raw(url: str, path: str, body: Any, **headers: str) -> tuple[int, str]:
+    """(status, text) of a POST without a client of its own."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()

@@ -8,7 +8,6 @@ import json
 import logging
 import socket
 import time
-import urllib.error
 import urllib.request
 
 import anthropic
@@ -23,7 +22,7 @@ from slime.agent.adapters.session import Session, sampling_params
 from slime.agent.adapters.wire import flatten_content, sid_from_body
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.types import Sample
-from tests.unit.agent_fakes import FakeTokenizer, ScriptedEngine, served
+from tests.unit.agent_fakes import FakeTokenizer, finish, raw, serving
 
 BASE = Sample(index=0)
 TOOLS = [
@@ -36,39 +35,12 @@ ASK = [{"role": "user", "content": "hi"}]
 KINDS = {"openai": OpenAIAdapter, "anthropic": AnthropicAdapter}
 
 
-@contextlib.contextmanager
-def serving(kind, texts, *, runner=None, finish="stop", delay_s=0.0, **kwargs):
-    """(adapter, its address, engine)"""
-    tokenizer = kwargs.pop("tokenizer", None) or FakeTokenizer()
-    engine = ScriptedEngine(tokenizer, texts, finish=finish, delay_s=delay_s)
-    with served(engine.app) as engine_url:
-        adapter = KINDS[kind](tokenizer=tokenizer, sglang_url=engine_url + "/", **kwargs)
-        with served(adapter.app, **(runner or {})) as url:
-            yield adapter, url, engine
-
-
 def openai_client(url, key="s"):
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
 def anthropic_client(url, key="s"):
     return anthropic.Anthropic(base_url=url, auth_token=key, max_retries=0)
-
-
-def raw(url, path, body, **headers):
-    """(status, text) of a POST without a client of its own."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json", **headers})
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def finish(adapter, sid="s", **kwargs):
-    """Samples of a session; asked for from another event loop than the server's."""
-    return asyncio.run(adapter.finish_session(sid, base_sample=BASE, **kwargs))
 
 
 def chat(client, messages=ASK, **kwargs):
@@ -196,7 +168,7 @@ def test_system_messages_in_the_middle_become_reminders():
 
 
 def test_a_plain_answer_is_what_both_protocols_say_and_its_tokens_are_the_engines():
-    with serving("openai", ["hello"]) as (adapter, url, engine):
+    with serving(OpenAIAdapter, ["hello"]) as (adapter, url, engine):
         adapter.open_session("s")
         status, text = raw(url, "/v1/chat/completions", {"messages": ASK, "max_tokens": 7}, Authorization="Bearer s")
         body = json.loads(text)
@@ -218,7 +190,7 @@ def test_a_plain_answer_is_what_both_protocols_say_and_its_tokens_are_the_engine
         assert (sample.loss_mask, sample.response, sample.reward) == ([1] * 5, "hello", 2.0)
         assert sample.rollout_log_probs == [-(i + 1) / 8 for i in range(5)]
         assert sample.metadata["exit"] == 0 and finish(adapter) == []
-    with serving("anthropic", ["hello"]) as (adapter, url, engine):
+    with serving(AnthropicAdapter, ["hello"]) as (adapter, url, engine):
         answer = anthropic_client(url).messages.create(model="m", max_tokens=4, messages=ASK)
         assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "hello"}]
         assert (answer.stop_reason, answer.stop_sequence, answer.usage.output_tokens) == ("end_turn", None, 5)
@@ -229,7 +201,7 @@ def test_a_plain_answer_is_what_both_protocols_say_and_its_tokens_are_the_engine
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_openai_client_makes_parallel_calls_and_goes_on_in_one_sample(stream):
-    with serving("openai", [f"Look.{CALL}\n{READ}", "done"]) as (adapter, url, engine):
+    with serving(OpenAIAdapter, [f"Look.{CALL}\n{READ}", "done"]) as (adapter, url, engine):
         client = openai_client(url)
         if stream:
             with client.chat.completions.stream(model="m", messages=ASK, tools=TOOLS) as events:
@@ -251,7 +223,7 @@ def test_an_openai_client_makes_parallel_calls_and_goes_on_in_one_sample(stream)
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_anthropic_client_makes_calls_and_goes_on_in_one_session(stream):
-    with serving("anthropic", [f"Look.\n{CALL}", "done"]) as (adapter, url, engine):
+    with serving(AnthropicAdapter, [f"Look.\n{CALL}", "done"]) as (adapter, url, engine):
         client = anthropic_client(url)
         arguments = {"model": "m", "max_tokens": 99, "tools": ANTHROPIC_TOOLS}
         if stream:
@@ -273,13 +245,13 @@ def test_an_anthropic_client_makes_calls_and_goes_on_in_one_session(stream):
 
 
 def test_streams_have_the_events_of_their_protocols():
-    with serving("openai", ["hello"]) as (_, url, _engine):
+    with serving(OpenAIAdapter, ["hello"]) as (_, url, _engine):
         _, text = raw(url, "/v1/chat/completions", {"messages": ASK, "stream": True})
         *chunks, done = [line.removeprefix("data: ") for line in text.strip().split("\n\n")]
         choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
         assert [c["delta"] for c in choices] == [{"role": "assistant"}, {"content": "hello"}, {}]
         assert (choices[-1]["finish_reason"], done) == ("stop", "[DONE]")
-    with serving("anthropic", ["hello"]) as (_, url, _engine):
+    with serving(AnthropicAdapter, ["hello"]) as (_, url, _engine):
         _, text = raw(url, "/v1/messages", {"messages": ASK, "max_tokens": 9}, Accept="text/event-stream")
         names, datas = zip(*(event.split("\n") for event in text.strip().split("\n\n")), strict=True)
         events = [json.loads(data.removeprefix("data: ")) for data in datas]
@@ -299,7 +271,7 @@ def test_the_runs_sampling_wins_and_what_is_ignored_is_said(caplog):
     assert (params["skip_special_tokens"], params["no_stop_trim"]) == (False, True)
     assert session.ignored == {"temperature": 1, "seed": 1}
     assert sampling_params(Session(), {"temperature": 0.2}, **keys)["temperature"] == 0.2
-    with serving("openai", ["a", "b"]) as (adapter, url, _), caplog.at_level(logging.WARNING):
+    with serving(OpenAIAdapter, ["a", "b"]) as (adapter, url, _), caplog.at_level(logging.WARNING):
         adapter.open_session("s", sampling_defaults={"temperature": 1.0})
         client = openai_client(url)
         chat(client, temperature=0.5)
@@ -309,7 +281,7 @@ def test_the_runs_sampling_wins_and_what_is_ignored_is_said(caplog):
 
 
 def test_a_full_context_ends_a_turn_without_a_call_of_the_engine():
-    with serving("openai", ["hello"]) as (adapter, url, engine):
+    with serving(OpenAIAdapter, ["hello"]) as (adapter, url, engine):
         prompt = len(FakeTokenizer().apply_chat_template(ASK, None, True, True))
         adapter.open_session("s", max_context_tokens=prompt + 3)
         chat(openai_client(url))
@@ -323,7 +295,7 @@ def test_a_full_context_ends_a_turn_without_a_call_of_the_engine():
 
 
 def test_the_turn_cap_is_429_and_counts_before_the_engine():
-    with serving("anthropic", ["a"], max_turns_per_sid=1) as (adapter, url, engine):
+    with serving(AnthropicAdapter, ["a"], max_turns_per_sid=1) as (adapter, url, engine):
         body = {"messages": ASK, "max_tokens": 4}
         assert raw(url, "/v1/messages", body)[0] == 200
         status, text = raw(url, "/v1/messages", body)
@@ -332,7 +304,7 @@ def test_the_turn_cap_is_429_and_counts_before_the_engine():
 
 
 def test_a_closed_session_is_503_until_it_is_opened_again():
-    with serving("openai", ["a", "b"]) as (adapter, url, _):
+    with serving(OpenAIAdapter, ["a", "b"]) as (adapter, url, _):
         adapter.open_session("s")
         with pytest.raises(ValueError, match="open already"):
             adapter.open_session("s")
@@ -353,7 +325,7 @@ def test_a_session_without_a_name_gets_a_key_that_nobody_guesses():
 
 
 def test_idle_sessions_that_nobody_opened_are_forgotten(monkeypatch):
-    with serving("openai", ["a", "b", "c"]) as (adapter, url, _):
+    with serving(OpenAIAdapter, ["a", "b", "c"]) as (adapter, url, _):
         adapter.open_session("kept")
         chat(openai_client(url, "kept"))
         chat(openai_client(url, "idle"))
@@ -384,14 +356,14 @@ def test_closed_keys_are_not_kept_for_ever(monkeypatch):
 @pytest.mark.parametrize("kind", ["openai", "anthropic"])
 def test_bad_bodies_are_400_and_say_why(kind, body, message):
     path = {"openai": "/v1/chat/completions", "anthropic": "/v1/messages"}[kind]
-    with serving(kind, ["a"]) as (_, url, engine):
+    with serving(KINDS[kind], ["a"]) as (_, url, engine):
         status, text = raw(url, path, body)
         assert status == 400 and message in json.loads(text)["error"]["message"]
         assert not engine.requests
 
 
 def test_a_refusal_of_the_engine_is_500_and_a_lost_one_is_tried_again():
-    with serving("openai", ["a", "b"]) as (adapter, url, engine):
+    with serving(OpenAIAdapter, ["a", "b"]) as (adapter, url, engine):
         engine.failures = [(400, "input too long")]
         with pytest.raises(openai.InternalServerError, match="input too long"):
             chat(openai_client(url))
@@ -402,14 +374,14 @@ def test_a_refusal_of_the_engine_is_500_and_a_lost_one_is_tried_again():
 
 
 def test_an_engine_that_is_late_is_aborted():
-    with serving("openai", ["a"], delay_s=2.0, engine_timeout_s=0.2) as (_, url, engine):
+    with serving(OpenAIAdapter, ["a"], delay_s=2.0, engine_timeout_s=0.2) as (_, url, engine):
         with pytest.raises(openai.InternalServerError, match=r"did not answer within 0\.2 s"):
             chat(openai_client(url))
         assert engine.aborted == [engine.requests[0]["rid"]]
 
 
 def test_a_client_that_hangs_up_aborts_its_turn_and_nothing_is_recorded():
-    with serving("openai", ["a"], delay_s=2.0, runner={"handler_cancellation": True}) as (adapter, url, engine):
+    with serving(OpenAIAdapter, ["a"], delay_s=2.0, runner={"handler_cancellation": True}) as (adapter, url, engine):
         port = int(url.rpartition(":")[2])
         body = json.dumps({"messages": ASK}).encode()
         with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
@@ -429,19 +401,19 @@ def until(condition):
 
 
 def test_a_stream_shows_signs_of_life_while_the_engine_works():
-    with serving("openai", ["a"], delay_s=0.4, ping_interval_s=0.1) as (_, url, _engine):
+    with serving(OpenAIAdapter, ["a"], delay_s=0.4, ping_interval_s=0.1) as (_, url, _engine):
         _, text = raw(url, "/v1/chat/completions", {"messages": ASK, "stream": True})
         assert text.startswith(": ping\n\n") and text.endswith("data: [DONE]\n\n")
         assert text.count(": ping") in (2, 3, 4)
     with (
-        serving("anthropic", ["hello"], delay_s=0.3, ping_interval_s=0.1) as (_, url, _engine),
+        serving(AnthropicAdapter, ["hello"], delay_s=0.3, ping_interval_s=0.1) as (_, url, _engine),
         anthropic_client(url).messages.stream(model="m", max_tokens=9, messages=ASK) as stream,
     ):
         assert stream.get_final_text() == "hello"
 
 
 def test_a_failure_after_a_ping_is_an_event_that_clients_raise():
-    with serving("openai", [], delay_s=0.3, ping_interval_s=0.1) as (_, url, engine):
+    with serving(OpenAIAdapter, [], delay_s=0.3, ping_interval_s=0.1) as (_, url, engine):
         engine.failures = [(400, "too long")]
         with pytest.raises(openai.APIError, match="too long"):
             list(chat(openai_client(url), stream=True))
@@ -460,15 +432,15 @@ def test_finishing_waits_for_a_running_turn_and_then_cancels_it():
             await running
         return samples
 
-    with serving("openai", ["a"], delay_s=0.5) as (adapter, url, engine):
+    with serving(OpenAIAdapter, ["a"], delay_s=0.5) as (adapter, url, engine):
         assert len(asyncio.run(finish_while_running(adapter, url, engine, 5.0))) == 1
-    with serving("openai", ["a"], delay_s=3.0) as (adapter, url, engine):
+    with serving(OpenAIAdapter, ["a"], delay_s=3.0) as (adapter, url, engine):
         assert asyncio.run(finish_while_running(adapter, url, engine, 0.1)) == []
         assert engine.aborted == [engine.requests[0]["rid"]]
 
 
 def test_tokens_are_counted_as_the_engine_would_get_them():
-    with serving("anthropic", ["a"]) as (_, url, engine):
+    with serving(AnthropicAdapter, ["a"]) as (_, url, engine):
         client = anthropic_client(url)
         counted = client.messages.count_tokens(model="m", messages=ASK, system="be brief").input_tokens
         assert not engine.requests
@@ -477,14 +449,14 @@ def test_tokens_are_counted_as_the_engine_would_get_them():
 
 
 def test_tool_choice_none_leaves_calls_in_the_text():
-    with serving("openai", [CALL]) as (_, url, _engine):
+    with serving(OpenAIAdapter, [CALL]) as (_, url, _engine):
         message = chat(openai_client(url), tools=TOOLS, tool_choice="none").choices[0].message
         assert (message.content, message.tool_calls) == (CALL, None)
 
 
 def test_a_malformed_call_reaches_client_and_sample():
     broken = "<tool_call><function=bash><parameter=cmd>ls"
-    with serving("openai", [broken]) as (adapter, url, _):
+    with serving(OpenAIAdapter, [broken]) as (adapter, url, _):
         assert chat(openai_client(url), tools=TOOLS).choices[0].message.content == broken
         assert finish(adapter)[0].metadata["ill_formed"]
 
@@ -500,7 +472,7 @@ def test_the_engine_call_can_be_replaced_and_the_callback_sees_each_turn(monkeyp
         raise KeyError("of the user")
 
     monkeypatch.setattr(common, "call_sglang_generate", scripted)
-    with serving("openai", [], debug_callback=callback) as (adapter, url, engine):
+    with serving(OpenAIAdapter, [], debug_callback=callback) as (adapter, url, engine):
         assert chat(openai_client(url)).choices[0].message.content == "Hi"
         until(lambda: seen)
         sid, messages, tools, answer, turn = seen[0]
@@ -510,7 +482,10 @@ def test_the_engine_call_can_be_replaced_and_the_callback_sees_each_turn(monkeyp
 
 
 def test_health_is_ok_and_an_unknown_history_is_refused():
-    with serving("openai", []) as (_, url, _engine), urllib.request.urlopen(url + "/healthz", timeout=5) as answer:
+    with (
+        serving(OpenAIAdapter, []) as (_, url, _engine),
+        urllib.request.urlopen(url + "/healthz", timeout=5) as answer,
+    ):
         assert json.loads(answer.read())["ok"] is True
     with pytest.raises(UsageError, match="history 'both' is unknown; it is one of append, render"):
         OpenAIAdapter(tokenizer=FakeTokenizer(), sglang_url="http://x", history="both")

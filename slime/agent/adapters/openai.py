@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: POST /v1/chat/completions."""
+"""OpenAI's Chat Completions and Responses: POST /v1/chat/completions and /v1/responses."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from slime.agent.trajectory import Message
 
 _PLAIN_ROLES = {"developer": "system", "system": "system", "user": "user", "tool": "tool"}
 DEFAULT_MODEL = "slime-actor"
+_STATEFUL_KEYS = ("previous_response_id", "conversation", "background")
 
 
 def _request_session_id(request: Any, body: dict[str, Any]) -> str:
@@ -85,7 +86,7 @@ def _tools_to_chat_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 class OpenAIAdapter(BaseAdapter):
-    """Sessions of clients that speak Chat Completions; the bearer token is the session's key."""
+    """Sessions of clients that speak Chat Completions or Responses; the bearer token is the session's key."""
 
     logger = logging.getLogger(__name__)
     log_prefix = "openai"
@@ -94,12 +95,14 @@ class OpenAIAdapter(BaseAdapter):
 
     def _register_routes(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self._handle)
+        app.router.add_post("/v1/responses", self._handle)
 
     def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
         return _request_session_id(request, body)
 
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        return _translate_messages(body.get("messages")), _tools_to_chat_tools(body.get("tools"))
+        messages = _translate_input(body) if _is_responses(body) else _translate_messages(body.get("messages"))
+        return messages, _tools_to_chat_tools(body.get("tools"))
 
     def _build_reply(self, parsed: ParsedModelOutput, raw_finish: str, messages: list[Message], tools: Any) -> Reply:
         kept: Message = {"role": "assistant", "content": parsed.text}
@@ -114,6 +117,9 @@ class OpenAIAdapter(BaseAdapter):
     async def _respond(
         self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
     ) -> web.StreamResponse:
+        if _is_responses(body):
+            response = _response(body, reply, in_tok, out_tok)
+            return await send_events(request, _response_events(response)) if stream else web.json_response(response)
         usage = {"prompt_tokens": in_tok, "completion_tokens": out_tok, "total_tokens": in_tok + out_tok}
         head = {"id": new_id("chatcmpl_"), "created": int(time.time()), "model": body.get("model") or DEFAULT_MODEL}
         if stream:
@@ -136,3 +142,119 @@ def _chunks(head: dict[str, Any], reply: Reply, usage: dict[str, int]) -> list[E
     chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     end = {"index": 0, "delta": {}, "finish_reason": reply.finish_reason}
     return [(None, chunk) for chunk in [*chunks, {**head, "choices": [end], "usage": usage}]] + [(None, "[DONE]")]
+
+
+def _is_responses(body: dict[str, Any]) -> bool:
+    return "input" in body and "messages" not in body
+
+
+def _translate_input(body: dict[str, Any]) -> list[Message]:
+    """The items of a Responses request as chat messages; those that one answer consisted of become one message."""
+    for key in _STATEFUL_KEYS:
+        if body.get(key):
+            raise BadRequest(f"{key}: the server keeps no responses; send the whole conversation as input")
+    items = body["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise BadRequest(f"input must be a text or a list, not {type(items).__name__}")
+    messages: list[Message] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": flatten_content(body["instructions"])})
+    answer: Message | None = None
+    for item in items:
+        if not isinstance(item, dict):
+            continue
+        kind = item.get("type", "message")
+        if kind in ("reasoning", "function_call") or item.get("role") == "assistant":
+            if answer is None:
+                answer = {"role": "assistant", "content": ""}
+                messages.append(answer)
+            _add_to_answer(answer, kind, item)
+            continue
+        answer = None
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "content": flatten_content(item.get("output"))})
+        elif kind == "message" and item.get("role") in _PLAIN_ROLES:
+            messages.append({"role": _PLAIN_ROLES[item["role"]], "content": flatten_content(item.get("content"))})
+    return messages
+
+
+def _add_to_answer(answer: Message, kind: str, item: dict[str, Any]) -> None:
+    if kind == "function_call":
+        call = tool_call_dict(str(item.get("name", "")), arguments_of(item.get("arguments")))
+        answer.setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        thought = "".join(str(part.get("text") or "") for part in item.get("summary") or ())
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + thought
+    else:
+        answer["content"] += flatten_content(item.get("content"))
+
+
+def _items(message: Message) -> list[dict[str, Any]]:
+    """The output items of an answer: its thought, its text, its calls."""
+    items: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        summary = [{"type": "summary_text", "text": message["reasoning_content"]}]
+        items.append({"type": "reasoning", "id": new_id("rs_"), "summary": summary})
+    calls = message.get("tool_calls") or []
+    if message["content"] or not calls:
+        part = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        head = {"type": "message", "id": new_id("msg_"), "role": "assistant", "status": "completed"}
+        items.append({**head, "content": [part]})
+    for call in calls:
+        head = {"type": "function_call", "id": new_id("fc_"), "call_id": call["id"], "status": "completed"}
+        items.append({**head, **call["function"]})
+    return items
+
+
+def _response(body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> dict[str, Any]:
+    is_cut = reply.finish_reason == "length"
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "model": body.get("model") or DEFAULT_MODEL,
+        "output": _items(reply.wire),
+        "parallel_tool_calls": True,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "usage": {"input_tokens": in_tok, "output_tokens": out_tok, "total_tokens": in_tok + out_tok},
+    }
+
+
+def _response_events(response: dict[str, Any]) -> list[Event]:
+    begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    events: list[dict[str, Any]] = [
+        {"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")
+    ]
+    for index, item in enumerate(response["output"]):
+        events += [{"output_index": index, **event} for event in _item_events(item)]
+    events.append({"type": f"response.{response['status']}", "response": response})
+    return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)]
+
+
+def _item_events(item: dict[str, Any]) -> list[dict[str, Any]]:
+    where, begun, middle = {"item_id": item["id"]}, {**item, "status": "in_progress"}, []
+    if item["type"] == "message":
+        where |= {"content_index": 0}
+        [part] = item["content"]
+        begun["content"] = []
+        middle = [
+            {"type": "response.content_part.added", "part": {**part, "text": ""}},
+            {"type": "response.output_text.delta", "delta": part["text"], "logprobs": []},
+            {"type": "response.output_text.done", "text": part["text"], "logprobs": []},
+            {"type": "response.content_part.done", "part": part},
+        ]
+    elif item["type"] == "function_call":
+        begun["arguments"] = ""
+        middle = [
+            {"type": "response.function_call_arguments.delta", "delta": item["arguments"]},
+            {"type": "response.function_call_arguments.done", "arguments": item["arguments"], "name": item["name"]},
+        ]
+    added = {"type": "response.output_item.added", "item": begun}
+    done = {"type": "response.output_item.done", "item": item}
+    return [added, *({**event, **where} for event in middle), done]
