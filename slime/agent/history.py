@@ -17,6 +17,7 @@ from typing import Any
 
 from slime.agent.trajectory import Message, TurnRecord
 from slime.rollout.multi_turn import count_drift, next_turn_tokens, turn_content
+from slime.utils.processing_utils import encode_text, render_chat
 
 logger = logging.getLogger(__name__)
 Tools = list[dict[str, Any]] | None
@@ -125,7 +126,13 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def render(tokenizer: Any, messages: list[Message], tools: Tools) -> list[int]:
-    """Token ids of a whole conversation and the generation prompt, by the tokenizer's chat template."""
+    """Token ids of a whole conversation and the generation prompt, by the tokenizer's chat template.
+
+    Raises:
+        UsageError: the template refuses the messages.
+    """
+    if has_template(tokenizer):
+        return encode_text(tokenizer, render_chat(tokenizer, messages, tools=tools))
     ids = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, add_generation_prompt=True)
     return list(ids if isinstance(ids, list) else ids["input_ids"])
 

@@ -6,6 +6,7 @@ ids that it saw and wrote before: a prompt that was rendered anew would differ a
 
 from __future__ import annotations
 
+import copy
 import json
 
 import anthropic
@@ -176,6 +177,14 @@ def test_a_turn_that_was_cut_off_is_closed_before_the_next_message():
     check_one_sequence(sample, engine)
     text = family_tokenizer("qwen2_5").decode(engine.requests[1]["input_ids"])
     assert text.endswith("The answer<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_messages_that_the_template_refuses_are_the_clients_fault():
+    tokenizer = copy.copy(family_tokenizer("qwen2_5"))
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with agent_fakes.serving(OpenAIAdapter, [], tokenizer=tokenizer) as (_, url, engine):
+        status, text = agent_fakes.raw(url, "/v1/chat/completions", {"messages": [QUESTION]})
+    assert status == 400 and "roles must alternate" in text and not engine.requests
 
 
 def test_only_what_is_new_is_tokenised(monkeypatch):

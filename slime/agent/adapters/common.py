@@ -344,7 +344,10 @@ class BaseAdapter:
         if not messages:
             raise BadRequest("messages: there is none")
         work = functools.partial(session.history.prompt, self.tokenizer, messages, tools, appends=self.appends)
-        return await _rendering.run(work)
+        try:
+            return await _rendering.run(work)
+        except UsageError as error:  # the chat template refuses these messages
+            raise BadRequest(str(error)) from error
 
     def _parse(self, turn: TurnRecord, tools: Any) -> ParsedModelOutput:
         return parse_model_output(
