@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (37_233, 25_000),
+    "statements": (37_236, 25_000),
     "files": (363, 270),
     "lines of the longest file": (452, 450),
     "lines of the longest function": (52, 50),

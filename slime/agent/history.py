@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.agent.trajectory import Message, TurnRecord
-from slime.rollout.multi_turn import count_drift, next_turn_tokens, turn_content
+from slime.rollout.multi_turn import count_drift, next_turn_tokens
 from slime.utils.processing_utils import encode_text, render_chat
 
 logger = logging.getLogger(__name__)
@@ -135,18 +135,6 @@ def render(tokenizer: Any, messages: list[Message], tools: Tools) -> list[int]:
         return encode_text(tokenizer, render_chat(tokenizer, messages, tools=tools))
     ids = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, add_generation_prompt=True)
     return list(ids if isinstance(ids, list) else ids["input_ids"])
-
-
-def written_text(tokenizer: Any, ids: list[int]) -> str:
-    """The text of a turn: special tokens kept, without the marker that ends it, with a thought that the generation
-    prompt began.
-    """
-    if has_template(tokenizer):
-        try:
-            return turn_content(tokenizer, ids)
-        except ValueError:  # the template marks no turns
-            logger.debug("the chat template marks no turns")
-    return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def drift(tokenizer: Any, messages: list[Message], tools: Tools, ids: list[int]) -> int:

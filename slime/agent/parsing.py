@@ -13,7 +13,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.agent.history import has_template
 from slime.backends.sglang_utils.cpu_standins import install as install_cpu_standins
+from slime.rollout.multi_turn import turn_content
 from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,18 @@ class ParsedModelOutput:
     tool_uses: list[ToolUse] = field(default_factory=list)
     ill_formed: bool = False
     """A call could not be read: it is in `text`, or its arguments are `{"_raw_arguments": text}`."""
+
+
+def written_text(tokenizer: Any, ids: list[int]) -> str:
+    """The text of a turn: special tokens kept, without the marker that ends it, with a thought that the generation
+    prompt began.
+    """
+    if has_template(tokenizer):
+        try:
+            return turn_content(tokenizer, ids)
+        except ValueError:  # the template marks no turns
+            logger.debug("the chat template marks no turns")
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def parse_model_output(

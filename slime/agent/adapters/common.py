@@ -37,8 +37,8 @@ from slime.agent.adapters.wire import (
     sid_from_body,
     tool_call_dict,
 )
-from slime.agent.history import MODES, Prompt, drift, has_template, written_text
-from slime.agent.parsing import ParsedModelOutput, parse_model_output
+from slime.agent.history import MODES, Prompt, drift, has_template
+from slime.agent.parsing import ParsedModelOutput, parse_model_output, written_text
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
 from slime.processes.wait import DaemonThreads
 from slime.utils.errors import UsageError

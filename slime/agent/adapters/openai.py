@@ -199,7 +199,7 @@ def _items(message: Message) -> list[dict[str, Any]]:
         items.append({"type": "reasoning", "id": new_id("rs_"), "summary": summary})
     calls = message.get("tool_calls") or []
     if message["content"] or not calls:
-        part = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        part: dict[str, Any] = {"type": "output_text", "text": message["content"] or "", "annotations": []}
         head = {"type": "message", "id": new_id("msg_"), "role": "assistant", "status": "completed"}
         items.append({**head, "content": [part]})
     for call in calls:
@@ -238,10 +238,11 @@ def _response_events(response: dict[str, Any]) -> list[Event]:
 
 
 def _item_events(item: dict[str, Any]) -> list[dict[str, Any]]:
-    where, begun, middle = {"item_id": item["id"]}, {**item, "status": "in_progress"}, []
+    where, begun = {"item_id": item["id"]}, {**item, "status": "in_progress"}
+    middle: list[dict[str, Any]] = []
     if item["type"] == "message":
         where |= {"content_index": 0}
-        [part] = item["content"]
+        part: dict[str, Any] = item["content"][0]
         begun["content"] = []
         middle = [
             {"type": "response.content_part.added", "part": {**part, "text": ""}},
