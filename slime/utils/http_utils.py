@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import random
 import secrets
 import socket
@@ -29,16 +30,15 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
 
 from slime.processes.progress_counts import went_on
+from slime.utils.async_utils import AsyncLoopThread
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import headers_for
-from slime.utils.http.connection import exchange
 from slime.utils.http.network import SLIME_HOST_IP_ENV
 from slime.utils.http.outages import OUTAGES, origin
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
@@ -287,33 +287,27 @@ async def stream_events(url: str, payload: Any, headers: dict[str, str] | None =
         raise HttpError(f"POST {url} broke off: {type(error).__name__}: {error}") from error
 
 
+class _BlockingLoop(AsyncLoopThread):
+    """Where the requests of blocking callers run: not the loop of rollouts, which a user's hook may hold up."""
+
+
+os.register_at_fork(after_in_child=_BlockingLoop.clear_instances)  # a forked child has the loop, not its thread
+
+
 def post_sync(url: str, payload: Any = None, *, timeout_s: float = 60.0, max_retries: int = 0) -> Any:
     """Blocking twin of `post`, for code without an event loop; `timeout_s` bounds each attempt."""
     body = orjson.dumps({} if payload is None else payload, option=orjson.OPT_SERIALIZE_NUMPY)
-    return _request_sync("POST", url, body=body, timeout_s=timeout_s, max_retries=max_retries)
+    return _BlockingLoop().run(post_body(url, body, headers_for(url), max_retries, timeout_s=timeout_s))
 
 
 def get_sync(url: str, *, timeout_s: float = 60.0, max_retries: int = 0) -> Any:
     """Blocking twin of `get`; `timeout_s` bounds each attempt."""
-    return _request_sync("GET", url, body=None, timeout_s=timeout_s, max_retries=max_retries)
+    return _BlockingLoop().run(get(url, max_retries, timeout_s=timeout_s))
 
 
 def delete_sync(url: str, *, timeout_s: float = 60.0) -> Any:
     """DELETE an address, blocking; answers and errors as in `post`."""
-    return _request_sync("DELETE", url, body=None, timeout_s=timeout_s, max_retries=0)
-
-
-def _request_sync(method: str, url: str, *, body: bytes | None, timeout_s: float, max_retries: int) -> Any:
-    attempts = _Attempts(method, url, max_retries)
-    headers = headers_for(url) | ({"Content-Type": "application/json"} if body is not None else {})
-    connect_s = min(timeout_s, _client.limits.connect_timeout_s)
-    while True:
-        try:
-            answer = exchange(method, url, body, headers, connect_s=connect_s, timeout_s=timeout_s)
-            return attempts.value(answer.status, answer.content_type, answer.body)
-        except (OSError, HTTPException, _TryAgain) as error:
-            delay = attempts.next_delay(error, late_s=timeout_s if isinstance(error, TimeoutError) else None)
-        time.sleep(delay)
+    return _BlockingLoop().run(_request(_Attempts("DELETE", url, 0), timeout_s, headers=headers_for(url)))
 
 
 class _TryAgain(Exception):

@@ -1,7 +1,8 @@
-"""A connection is used again as long as its server keeps it, and opened anew without a word when it does not."""
+"""Blocking requests: a connection is used again, opened anew where its server ended it, and an attempt has an end."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ import pytest
 
 from slime.processes.wait import wait
 from slime.utils.errors import HttpError
-from slime.utils.http.connection import exchange
 from slime.utils.http_utils import get_sync
 
 
@@ -68,13 +68,12 @@ def server() -> Iterator[Server]:
         running.shutdown()
 
 
-def ask(server: Server) -> bytes:
-    url = f"http://127.0.0.1:{server.server_port}/"
-    return exchange("GET", url, None, {}, connect_s=60, timeout_s=60).body
+def ask(server: Server, *, timeout_s: float = 60) -> str:
+    return str(get_sync(f"http://127.0.0.1:{server.server_port}/", timeout_s=timeout_s))
 
 
-def test_a_second_request_of_a_thread_goes_over_the_first_ones_connection(server: Server) -> None:
-    assert [ask(server), ask(server)] == [b"ok", b"ok"]
+def test_a_second_request_goes_over_the_connection_of_the_first(server: Server) -> None:
+    assert [ask(server), ask(server)] == ["ok", "ok"]
     assert server.connections == 1
 
 
@@ -82,15 +81,7 @@ def test_a_connection_that_the_server_ended_is_opened_anew(server: Server) -> No
     server.patience_s = 0.05
     ask(server)
     wait("the server to end it", 60, lambda: server.ended == 1, interval_s=0.01)
-    assert ask(server) == b"ok"
-    assert server.connections == 2
-
-
-def test_each_thread_has_a_connection_of_its_own(server: Server) -> None:
-    ask(server)
-    other = threading.Thread(target=ask, args=(server,))
-    other.start()
-    other.join(60)
+    assert ask(server) == "ok"
     assert server.connections == 2
 
 
@@ -98,17 +89,19 @@ def test_each_thread_has_a_connection_of_its_own(server: Server) -> None:
 def test_an_answer_that_drips_misses_the_deadline_of_the_attempt(server: Server, drips_head: bool) -> None:
     server.drip_s, server.drips_head = 0.1, drips_head
     begun = time.monotonic()
-    with pytest.raises(TimeoutError):
-        exchange("GET", f"http://127.0.0.1:{server.server_port}/", None, {}, connect_s=60, timeout_s=0.5)
+    with pytest.raises(HttpError, match=r"was not answered within 0\.5 s"):
+        ask(server, timeout_s=0.5)
     assert time.monotonic() - begun < 15, "each byte came in time, the answer did not"
 
 
 def test_an_answer_that_drips_is_taken_when_it_ends_in_time(server: Server) -> None:
     server.drip_s = 0.001
-    assert ask(server) == b"x" * 200
+    assert ask(server) == "x" * 200
 
 
-def test_a_blocking_get_says_that_a_dripping_answer_is_late(server: Server) -> None:
-    server.drip_s = 0.05
-    with pytest.raises(HttpError, match=r"was not answered within 0\.5 s"):
-        get_sync(f"http://127.0.0.1:{server.server_port}/", timeout_s=0.5)
+def test_a_forked_child_asks_over_a_connection_of_its_own(server: Server) -> None:
+    ask(server)
+    child = multiprocessing.get_context("fork").Process(target=ask, args=(server,))
+    child.start()
+    child.join(60)
+    assert (child.exitcode, server.connections) == (0, 2)
