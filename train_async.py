@@ -27,7 +27,7 @@ from typing import Any
 from slime.utils.errors import explain_missing_packages
 
 with explain_missing_packages():
-    from slime.config.rules.deterministic import check_ahead
+    from slime.config.rules.debug import check_ahead
     from slime.config.rules.losses import correction_warnings
     from slime.ray.driver import drive
     from slime.ray.run import TrainingRun

@@ -19,24 +19,26 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (37_236, 25_000),
-    "files": (363, 270),
-    "lines of the longest file": (452, 450),
-    "lines of the longest function": (52, 50),
-    "loose files of the fullest package": (19, 16),
+    "statements": (36_233, 25_000),
+    "files": (346, 270),
+    "lines of the longest file": (450, 450),
+    "lines of the longest function": (50, 50),
+    "loose files of the fullest package": (16, 16),
     "import circles": (0, 0),
-    "modules with one importer": (76, 70),
-    "file names twice in a layer": (1, 0),
-    "broad excepts": (45, 25),
+    "modules with one importer": (70, 70),
+    "file names twice in a layer": (0, 0),
+    "broad excepts": (25, 25),
 }
 # The public path of something that moved: it only imports its names, and is no file of ours.
 PUBLIC_PATHS = (
     "slime.backends.megatron_utils.arguments",
+    "slime.backends.megatron_utils.megatron_to_hf.processors",
     "slime.backends.sglang_utils.sglang_config",
     "slime.observability.profile_utils",
     "slime.observability.rollout_data_utils",
     "slime.observability.train_data_utils",
     "slime.observability.train_metric_utils",
+    "slime.rollout.filter_hub.base_types",
     "slime.rollout.rm_hub.f1",
     "slime.rollout.rm_hub.gpqa",
     "slime.utils.reloadable_process_group",
@@ -143,9 +145,9 @@ def test_no_figure_of_the_source_is_above_its_limit(house: House) -> None:
     assert not above, f"{above}; circles {house.circles()}, names {house.same_names()}"
 
 
-def test_a_public_path_of_what_moved_only_imports_its_names() -> None:
+def test_a_public_path_of_what_moved_only_imports_its_names(house: House) -> None:
     for module in PUBLIC_PATHS:
-        _, *imports, names = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
+        _, *imports, names = house.trees[module].body
         assert all(isinstance(node, ast.ImportFrom) for node in imports), module
         assert isinstance(names, ast.Assign) and ast.unparse(names.targets[0]) == "__all__", module
         exported = {alias.name for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names}

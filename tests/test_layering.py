@@ -1,6 +1,6 @@
 """One way: ray, agent, megatron_utils | rollout, training, sglang_utils, observability, config, and the pure packages.
 
-Those are models | plan | conversion over weights | algorithms | checkpoints over utils over processes.
+Those are models | plan | conversion over weights | algorithms | checkpoints over plugins over utils over processes.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     "slime.processes": 0,
     "slime.utils": 1,
-    "slime.algorithms": 2,
-    "slime.checkpoints": 2,
-    "slime.weights": 2,
-    "slime.models": 3,
-    "slime.plan": 3,
-    "slime.conversion": 3,
-    "slime.config": 4,
-    "slime.observability": 5,
-    "slime.dashboard": 6,
-    "slime.backends.sglang_utils": 6,
-    "slime.training": 7,
-    "slime.backends.megatron_utils": 8,
-    "slime.rollout": 8,
-    "slime.agent": 9,
-    "slime.ray": 10,
+    "slime.plugins": 2,
+    "slime.algorithms": 3,
+    "slime.checkpoints": 3,
+    "slime.weights": 3,
+    "slime.models": 4,
+    "slime.plan": 4,
+    "slime.conversion": 4,
+    "slime.config": 5,
+    "slime.observability": 6,
+    "slime.dashboard": 7,
+    "slime.backends.sglang_utils": 7,
+    "slime.training": 8,
+    "slime.backends.megatron_utils": 9,
+    "slime.rollout": 9,
+    "slime.agent": 10,
+    "slime.ray": 11,
 }
 # The composition root of the command line may reach the hook Protocols and names; nothing else may.
 COMPOSITION_ROOT = "slime.config.parse"

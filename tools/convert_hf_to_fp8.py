@@ -107,7 +107,7 @@ def convert(args: argparse.Namespace) -> int:
 
 def fp8_jobs(reader: SafetensorsReader, fmt: Fp8Format) -> list[Job]:
     """Every tensor by itself, but gate and up of a gated MLP together, for they may share a scale."""
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import planned, quantize_bucket
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import planned, quantize_bucket
     from slime.conversion.writer import Job
 
     infos = reader.infos()
@@ -189,7 +189,7 @@ def config_to_quantize(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_fp8 import QuantizationError
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import QuantizationError
     from slime.utils.errors import UsageError
 
     args = make_parser().parse_args(argv)

@@ -191,7 +191,7 @@ def read_samples(args: argparse.Namespace) -> list[torch.Tensor]:
 def read_texts(path: Path, tokenizer: Any) -> Iterator[str]:
     """The text of each row: "text", or "prompt" or "messages", through the chat template where they are turns."""
     from slime.utils.errors import UsageError
-    from slime.utils.row_files import read_file
+    from slime.utils.files.rows import read_file
 
     files = sorted(one for one in path.iterdir() if one.suffix in (".jsonl", ".parquet")) if path.is_dir() else [path]
     for file in files:

@@ -101,7 +101,7 @@ def check_shapes(reader: SafetensorsReader, fmt: Int4Format, source: str, flag: 
         flag: of the group size.
         remedy: what to do about such a weight, as the end of a sentence.
     """
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_int4 import divides
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import divides
     from slime.utils.errors import UsageError
 
     chosen = {name: info.shape for name, info in reader.infos().items() if fmt.quantizes(name)}
@@ -118,8 +118,11 @@ def check_shapes(reader: SafetensorsReader, fmt: Int4Format, source: str, flag: 
 
 def int4_jobs(reader: SafetensorsReader, fmt: Int4Format) -> list[Job]:
     """Every tensor by itself; a quantised weight becomes its packed values, scales, shape and zero points."""
-    from slime.backends.megatron_utils.megatron_to_hf.processors.finite import QuantizationError
-    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer_int4 import planned, quantize_bucket
+    from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import (
+        QuantizationError,
+        planned,
+        quantize_bucket,
+    )
     from slime.conversion.writer import Job
     from slime.utils.errors import UsageError
 

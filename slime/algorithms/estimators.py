@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.plugins import Table
 from slime.utils.misc import try_to_load
-from slime.utils.names import Table
 
 _FUNCTIONS: dict[str, tuple[str | None, ...]] = {
     "baseline": (None, "group_mean", "leave_one_out", "length_weighted", "greedy"),

@@ -319,14 +319,19 @@ def calculate_log_probs_and_entropy(
     if log_prob_keep_mask is not None and top_p != 1.0:
         raise ValueError(f"log_prob_keep_mask and top_p {top_p} exclude each other: give one cut")
     cut = float(top_p) if top_p != 1.0 else log_prob_keep_mask
-    tp_size, tp_rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
-    width = logits.shape[-1]
-    real = width * tp_size if vocab_size is None else vocab_size
-    start = tp_rank * width
-    shard = _Shard(tp_group, start, min(max(real - start, 0), width), 1.0 / temperature, chunk_size)
+    start, num_real = _real_columns(logits.shape[-1], tp_group, vocab_size)
+    shard = _Shard(tp_group, start, num_real, 1.0 / temperature, chunk_size)
     trains_entropy = with_entropy and with_entropy_grad
     log_probs, entropy = _LogProbAndEntropy.apply(logits, rows, tokens, shard, trains_entropy, cut, num_kept)
     return log_probs, entropy if with_entropy else None
+
+
+def _real_columns(width: int, tp_group: dist.ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
+    """(the first token id of this rank's columns, how many of the columns are no padding)."""
+    tp_size, tp_rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
+    real = width * tp_size if vocab_size is None else vocab_size
+    start = tp_rank * width
+    return start, min(max(real - start, 0), width)
 
 
 # ---- what a cut keeps

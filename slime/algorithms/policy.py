@@ -22,8 +22,8 @@ from slime.algorithms.corrections import Correction, correction_of
 from slime.algorithms.estimators import ESTIMATORS, Estimator
 from slime.algorithms.kl import clamp_log_ratio, compute_approx_kl
 from slime.algorithms.losses import LOSSES, Clip, compute_gspo_kl, compute_opsm_mask
+from slime.plugins import function_of
 from slime.utils.misc import load_function
-from slime.utils.names import function_of
 from slime.utils.train_data import MicroBatch
 
 if TYPE_CHECKING:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import xxhash
 
+from slime.utils.misc import on_error
+
 FILE = "manifest.json"
 Depth = Literal["full", "sizes", "none"]
 """How closely is looked: at sizes and contents, at sizes, not at all."""
@@ -72,14 +74,11 @@ def write_manifest(path: Path, entries: Mapping[str, Entry]) -> None:
     """
     body = {"files": dict(sorted(entries.items()))}
     unnamed = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with on_error(lambda: unnamed.unlink(missing_ok=True)):
         with unnamed.open("w") as file:
             json.dump({**body, "xxh3": _of_json(body)}, file, indent=1)
         to_disk(unnamed)
         os.replace(unnamed, path)
-    except BaseException:
-        unnamed.unlink(missing_ok=True)
-        raise
 
 
 def what_is_wrong(path: Path, depth: Depth = "full") -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slime.utils.errors import UsageError
+from slime.utils.misc import attempt
 
 FILE = ".metadata"
 _DTYPE = re.compile(r"(bfloat|float|complex|u?int|qu?int|bits)\d\w*|bool")
@@ -110,13 +111,8 @@ def check_names(directory: Path) -> None:
     Raises:
         UsageError: it names something else than a description of tensors, which loading it would run.
     """
-    try:
-        if (directory / FILE).is_file():
-            _load(directory, _Names)
-    except _Refused as error:
-        raise _refusal(directory, error) from None
-    except Exception:  # noqa: S110  unpickling what is damaged raises anything
-        pass
+    if (directory / FILE).is_file():
+        _load(directory, _Names)
 
 
 def read_metadata(directory: Path) -> Any:
@@ -126,28 +122,33 @@ def read_metadata(directory: Path) -> Any:
         UsageError: it is damaged, names something that would be run, or a file outside the checkpoint's directory.
     """
     path = directory / FILE
-    try:
-        metadata = _load(directory, _Unpickler)
-        names = {info.relative_path for info in metadata.storage_data.values()}
-    except _Refused as error:
-        raise _refusal(directory, error) from None
-    except Exception as error:  # unpickling what is damaged raises anything
-        raise UsageError(f"{path} cannot be read ({error}); copy it again.") from error
+    metadata, damage = _load(directory, _Unpickler)
+    names, no_names = attempt(lambda: {info.relative_path for info in metadata.storage_data.values()})
+    if names is None:
+        raise UsageError(f"{path} cannot be read ({damage or no_names}); copy it again.") from damage or no_names
     for name in names:  # as text: an object of the file could say one path here and be another
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise UsageError(f"{path} names {name!r}, which is not in its directory: do not trust it.")
     return metadata
 
 
-def _load(directory: Path, kind: type[_Names]) -> Any:
+def _load(directory: Path, kind: type[_Names]) -> tuple[Any, Exception | SystemExit | None]:
+    """(what the file describes, None), or (None, why it is damaged: unpickling what is damaged raises anything)."""
     was_enabled = gc.isenabled()
     gc.disable()  # 100,000 tensors are millions of objects, over which it would go again and again: 0.7 s, not 2.3 s
     try:
-        with (directory / FILE).open("rb") as stream:
-            return kind(stream).load()
+        description, damage = attempt(_unpickle, directory / FILE, kind)
     finally:
         if was_enabled:
             gc.enable()
+    if isinstance(damage, _Refused):
+        raise _refusal(directory, damage) from None
+    return description, damage
+
+
+def _unpickle(path: Path, kind: type[_Names]) -> Any:
+    with path.open("rb") as stream:
+        return kind(stream).load()
 
 
 def _refusal(directory: Path, error: _Refused) -> UsageError:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.parser import Parser
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, nearest
 from slime.utils.http.api_keys import without_secrets
-from slime.utils.names import nearest
 
 HELP = ("-h", "--help")
 SHELLS = ("bash", "zsh", "tcsh")

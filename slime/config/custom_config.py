@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.args import Args
-from slime.utils.errors import UsageError
-from slime.utils.names import did_you_mean, nearest
-from slime.utils.yaml_config import LocatedYaml, load_yaml
+from slime.utils.errors import UsageError, did_you_mean, nearest
+from slime.utils.files.yaml_config import LocatedYaml, load_yaml
 
 _PLAIN_TYPES = (None, str, int, float)
 

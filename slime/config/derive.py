@@ -1,7 +1,7 @@
 """Values that follow from other flags: small pure functions, and `derive_flags`, which applies them.
 
 Nothing here reads a file or judges a value: where the input is inconsistent a function passes it through, and the
-rules say why it is wrong. The numbers V1-V29 are those of the contract's list of rules.
+rules say why it is wrong.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def evaluation_only(args: Args) -> dict[str, Any]:
 
 
 def devices(args: Args, explicit: set[str]) -> dict[str, Any]:
-    """Who runs, on how many GPUs (slots), and who gives memory back (V13-V17)."""
+    """Who runs, on how many GPUs (slots), and who gives memory back."""
     train_only = args.debug_train_only or args.load_debug_rollout_data is not None
     use_critic = ESTIMATORS[args.advantage_estimator].needs_critic and not (args.eval_only or args.debug_rollout_only)
     nodes, per_node = (
@@ -143,7 +143,7 @@ def engine_slots(given: int | None, *, colocate: bool, debug_train_only: bool, a
 
 
 def rollout_only_trainers(rollout_gpus: int) -> tuple[int, int]:
-    """(nodes, GPUs per node) that stand for the trainer where only engines run (V16)."""
+    """(nodes, GPUs per node) that stand for the trainer where only engines run."""
     per_node = min(GPUS_OF_A_ROLLOUT_ONLY_NODE, rollout_gpus)
     return (rollout_gpus // per_node, per_node) if per_node > 0 else (0, 0)
 
@@ -154,7 +154,7 @@ def backend_of(accelerator: str) -> str:
 
 
 def offloads(args: Args, *, use_critic: bool, has_engines: bool) -> dict[str, bool]:
-    """Whether trainer and engines release their memory for each other (V16, V17).
+    """Whether trainer and engines release their memory for each other.
 
     Unset means: where they share GPUs, yes; actor and critic always do. On a CPU nothing could be freed, so it stays
     off there.
@@ -185,7 +185,7 @@ def checkpoint_source(
     hf_checkpoint: str | None,
     start_rollout_id: int | None,
 ) -> dict[str, Any]:
-    """What the trainer loads: --load if it is a checkpoint, else --ref-load, else --hf-checkpoint (V5).
+    """What the trainer loads: --load if it is a checkpoint, else --ref-load, else --hf-checkpoint.
 
     Only a Megatron checkpoint under --load is a run to resume (optimizer, random state, rollout id after the saved
     one: None here); everything else is a set of initial weights for a run that starts at rollout 0.
@@ -214,7 +214,7 @@ def checkpoint_contents(given: list[str] | None, *, no_save_optim: bool) -> dict
 
 
 def dump_templates(directory: str | None, *, rollout: str | None, train: str | None) -> dict[str, str | None]:
-    """Where samples and trainer inputs are dumped: --dump-details is short for both (V12)."""
+    """Where samples and trainer inputs are dumped: --dump-details is short for both."""
     root = directory and directory.rstrip("/")
     return {
         "save_debug_rollout_data": f"{root}/rollout_data/{{rollout_id}}.pt" if directory else rollout,
@@ -226,7 +226,7 @@ def dump_templates(directory: str | None, *, rollout: str | None, train: str | N
 
 
 def batches(args: Args) -> dict[str, Any]:
-    """Batch arithmetic (V10, V19, V20, V21)."""
+    """Batch arithmetic."""
     return {
         "global_batch_size": samples_per_step(
             args.global_batch_size,
@@ -253,7 +253,7 @@ def rollouts_of_epochs(num_epoch: int | None, *, num_rows: int | None, rollout_b
 
 
 def longest_prompt(given: int | None, *, context: int | None) -> int | None:
-    """The longest prompt to keep; a context limit leaves room for at least one response token (V25)."""
+    """The longest prompt to keep; a context limit leaves room for at least one response token."""
     return context - 1 if given is None and context is not None else given
 
 
@@ -261,7 +261,7 @@ def longest_prompt(given: int | None, *, context: int | None) -> int | None:
 
 
 def losses(args: Args, explicit: Collection[str]) -> dict[str, Any]:
-    """Parameters of losses that follow from others (V11, V23)."""
+    """Parameters of losses that follow from others."""
     return {
         "eps_clip_high": first(args.eps_clip_high, args.eps_clip),
         "use_routing_replay": args.use_routing_replay or args.use_rollout_routing_replay,
@@ -282,7 +282,7 @@ def aggregation(*, per_token: bool, mode: str, are_both_given: bool) -> dict[str
 
 
 def raw_eval_datasets(eval_prompt_data: list[str] | None) -> list[dict[str, Any]]:
-    """NAME PATH pairs as one mapping per data set; a single value is the path of a set named "aime" (V1)."""
+    """NAME PATH pairs as one mapping per data set; a single value is the path of a set named "aime"."""
     values = eval_prompt_data or []
     if len(values) == 1:
         values = ["aime", *values]

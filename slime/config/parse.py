@@ -43,7 +43,6 @@ from slime.config.resume import go_on_after_requeue, resume_values
 from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import Role, apply_config_files, critic_entry
 from slime.config.rules import debug, devices, effect, files, generation
-from slime.config.rules.deterministic import check_deterministic, deterministic_values
 from slime.config.rules.devices import check_int4_training
 from slime.config.rules.effect import Fields, check_pointless
 from slime.config.rules.hooks import (
@@ -285,7 +284,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     _derive(args, explicit, problems, hf_config)
     problems.extend(effect.collect(args, explicit, fields))
     problems.unsupported += effect.unsupported_uses(args, explicit, fields)
-    if not args.debug_rollout_only:  # V16: no trainers
+    if not args.debug_rollout_only:  # no trainers
         _check_trainers(args.replace(load=given_load), explicit, problems, hf_config, by_role, fields)
     if not args.debug_train_only:
         problems.extend(sglang_problems(args, port_is_free=is_port_available))
@@ -313,8 +312,8 @@ def _derive(args: Args, explicit: set[str], problems: Problems, hf_config: Mappi
         else:
             from_hf = args_implied_by_hf(hf_config, args.spec, has_latent_attention=args.multi_latent_attention)
         values.update({name: value for name, value in from_hf.items() if name not in explicit})
-    problems.wrong += check_deterministic(args, explicit)
-    implied = deterministic_values(args)
+    problems.wrong += debug.check_deterministic(args, explicit)
+    implied = debug.deterministic_values(args)
     values.update(implied)
     explicit |= set(implied)  # engines are started with what is explicit
     now = time.strftime("%Y%m%d-%H%M%S")

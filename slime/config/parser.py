@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from slime.utils.names import nearest
+from slime.utils.errors import nearest
 
 
 def flag(

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from slime.utils.errors import UsageError
-from slime.utils.yaml_config import FileUnusable
+from slime.utils.files.yaml_config import FileUnusable
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -27,7 +27,7 @@ from slime.config.custom_config import FileValues, FlagReader, apply_known, cust
 from slime.config.derive import aggregation, first
 from slime.config.problems import NoEffect, Problems, read_file
 from slime.utils.errors import UsageError
-from slime.utils.yaml_config import LocatedYaml, load_yaml, validate
+from slime.utils.files.yaml_config import LocatedYaml, load_yaml, validate
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from slime.models.glm import GLM
 from slime.models.minimax import MINIMAX
 from slime.models.parts import LLAMA
 from slime.models.qwen import QWEN
+from slime.plugins import Table
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
-from slime.utils.names import Table
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -16,6 +16,7 @@ from slime.plan.layout import DataFacts
 from slime.utils.data import Dataset, parse_slice, read_rows
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.misc import attempt
 from slime.utils.processing_utils import load_tokenizer, render_chat
 from slime.utils.types import Sample
 
@@ -65,10 +66,10 @@ def _tokenizer(args: Args, missing: list[str]) -> Any:
 
 def _tried(function: Callable[..., T], *args: Any, **keywords: Any) -> tuple[T | None, str | None]:
     """(what a function returns, None), or (None, why it fails)."""
-    try:
-        return function(*args, **keywords), None
-    except Exception as error:  # tokenizer, template and data are the user's: whatever they raise is an answer here
-        return None, str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    result, error = attempt(function, *args, **keywords)  # tokenizer, template and data are the user's
+    if error is None:
+        return result, None
+    return None, str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
 
 
 def _keys(args: Args, dataset: Any) -> dict[str, Any]:

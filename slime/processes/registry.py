@@ -32,6 +32,8 @@ from typing import Any
 
 import psutil
 
+from slime.processes.wait import settle
+
 logger = logging.getLogger(__name__)
 
 # Runs as `python -c`, asks the kernel for SIGKILL when its parent ends, and becomes the command. Popen's preexec_fn
@@ -160,10 +162,7 @@ class _Spawner:
     def _run(self) -> None:
         while True:
             job, result = self._jobs.get()
-            try:
-                result.set_result(job())
-            except BaseException as error:  # handed to the caller, who waits for it
-                result.set_exception(error)
+            settle(result, job)
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -14,6 +14,7 @@ Wait graph: `DaemonThreads.run` waits for a thread, as long as calls that came b
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures as cf
 import contextlib
 import contextvars
 import fcntl
@@ -148,10 +149,39 @@ class Watch:
             self._try(self.tick)
 
     def _try(self, look: Callable[[], Any]) -> None:
-        try:
-            look()
-        except Exception:  # noqa: BLE001 - a watch that ended would leave what it looks at unwatched
-            logger.exception("a look of the %s failed", self._thread.name)
+        """Look, and go on when that fails: a watch that ended would leave what it looks at unwatched."""
+        try_and_log(f"a look of the {self._thread.name}", look, level=logging.ERROR, with_traceback=True)
+
+
+def try_and_log(
+    what: str, action: Callable[[], T], *, level: int = logging.WARNING, with_traceback: bool = False
+) -> T | None:
+    """Do what must not end what works: watching, reporting, ending one of several parts. A failure is logged.
+
+    Args:
+        what: subject of "... failed: ...".
+        action: what to do.
+        level: of the log line.
+        with_traceback: log it, too.
+
+    Returns:
+        what `action` returns; None where it failed.
+    """
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001 - the boundary: the caller goes on without it
+        logger.log(level, "%s failed: %s: %s", what, type(error).__name__, error, exc_info=with_traceback)
+        return None
+
+
+def settle(future: cf.Future[T], function: Callable[[], T]) -> None:
+    """Give a future what a function returns, or raises: whoever waits for the future gets it."""
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001 - the boundary of a thread
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class CallTimeout(Exception):

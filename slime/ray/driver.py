@@ -42,7 +42,7 @@ from slime.rollout.hooks.signatures import signature_problem
 from slime.utils.accelerator import cuda_is_available
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import command_line_without_secrets
-from slime.utils.misc import load_function, reader_may_leave
+from slime.utils.misc import attempt, load_function, reader_may_leave
 from slime.weights.formats import WeightFormat, format_of_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -320,12 +320,8 @@ def hook_reports(args: Args) -> Iterator[HookReport]:
 
 def hook_report(flag: str, path: str, protocol: type) -> HookReport:
     """Load one hook and say where it is."""
-    try:
-        found = load_function(path)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's module is code like any other: what it raises is what we report
+    found, error = attempt(load_function, path)
+    if error is not None:
         return HookReport(flag, path, None, f"{type(error).__name__}: {error}")
     problem = signature_problem(found, protocol)
     return HookReport(flag, path, None if problem else _place(found), problem)

@@ -35,7 +35,7 @@ from slime.processes import stacks
 from slime.processes.progress_counts import counts
 from slime.processes.registry import MARK, begin_run
 from slime.processes.sweeper import Sweeper, sweep_dead_runs
-from slime.processes.wait import Watch
+from slime.processes.wait import Watch, try_and_log
 from slime.ray import stalls
 from slime.ray.stalls import StallWatch
 from slime.ray.utils import get, interrupt_main
@@ -198,11 +198,7 @@ class RunGuard:
         self._leave_after(LEAVE_S, message)
 
     def _stopped(self) -> list[str]:
-        board = {}
-        try:
-            board = stalls.read_progress(self.run)
-        except Exception as error:  # noqa: BLE001 - a boundary: who cannot be asked must not keep the report away
-            logger.warning("processes cannot be named: %s", error)
+        board = try_and_log("asking which processes there are", lambda: stalls.read_progress(self.run)) or {}
         return stalls.stopped_processes(self.run, board)
 
     def _sections(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import ray
 
 from slime.config.args import Args, with_run_keys
 from slime.config.rules.batch import check_schedule_length, check_warmup
+from slime.processes.wait import try_and_log
 from slime.ray.actor_group import Beside, RayTrainGroup, ReleasedTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S, resumed, settle_checkpoint
 from slime.ray.placement import connect_ray, create_placement, usable
@@ -204,10 +205,7 @@ class RunParts:
 
 def try_to_end(what: str, action: Callable[[], Any]) -> None:
     """Do what ends a part of a run; a failure is logged, so that the other parts are ended as well."""
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - the boundary: one part that does not end must not keep the others
-        logger.warning("ending %s: %s", what, error)
+    try_and_log(f"ending {what}", action)
 
 
 START_DEADLINE_S = 1800.0

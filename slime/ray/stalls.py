@@ -33,8 +33,9 @@ from slime.observability.phases import Phase, Phases, seconds
 from slime.processes.progress_counts import counts
 from slime.processes.registry import MARK, processes_of
 from slime.processes.stacks import describe, free_memory
-from slime.processes.wait import Watch
+from slime.processes.wait import Watch, try_and_log
 from slime.ray.utils import actor_env
+from slime.utils.misc import attempt
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +89,8 @@ class StallWatch(Watch):
             self._on_stall(phase, limit_s)
 
     def _has_changed(self, look: str) -> bool:
-        try:
-            found = self._looks[look]()
-        except Exception as error:  # noqa: BLE001 - the watch must outlive what it looks at
-            logger.debug("the watchdog could not look: %s", error)
+        found = try_and_log("a look of the watchdog", self._looks[look], level=logging.DEBUG)
+        if found is None:
             return False
         has_changed = look in self._seen and self._seen[look] != found
         self._seen[look] = found
@@ -146,9 +145,8 @@ def write_report(path: Path, title: str, sections: Mapping[str, Callable[[], str
     with path.open("a") as file:
         file.write(f"{clock()}: {title}\n")
         for heading, make in sections.items():
-            try:
-                text = make()
-            except Exception as error:  # noqa: BLE001 - a boundary: one part that cannot be asked must not hide others
+            text, error = attempt(make)  # one part that cannot be asked must not hide others
+            if text is None:
                 text = f"(not there: {type(error).__name__}: {error})"
             file.write(f"\n== {heading}\n{text.rstrip()}\n")
             file.flush()
@@ -253,14 +251,16 @@ def publish_progress(name: str, more: Callable[[], dict[str, Any]] = dict) -> No
 
 def _publish_always(key: str, more: Callable[[], dict[str, Any]]) -> None:
     said: dict[str, Any] = {}
+
+    def publish() -> None:
+        nonlocal said
+        found = {"counts": counts(), **more()}
+        if found != said:
+            said = json.loads(json.dumps(found))
+            _put(key, {**found, "time": time.time(), "pid": os.getpid()})
+
     while True:
-        try:
-            found = {"counts": counts(), **more()}
-            if found != said:
-                said = json.loads(json.dumps(found))
-                _put(key, {**found, "time": time.time(), "pid": os.getpid()})
-        except Exception as error:  # noqa: BLE001 - a boundary: what only reports must not end what works
-            logger.debug("progress was not published: %s", error)
+        try_and_log("publishing progress", publish, level=logging.DEBUG)
         time.sleep(PERIOD_S)
 
 

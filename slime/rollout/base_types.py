@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.config.args import Args
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.filter_hub import DynamicFilterOutput
 from slime.rollout.hooks.errors import blame_hook
 from slime.utils.misc import function_name, kind_of
 from slime.utils.types import Sample

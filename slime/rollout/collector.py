@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slime.config.args import Args
-from slime.rollout.filter_hub.base_types import (
+from slime.rollout.filter_hub import (
     DynamicFilterOutput,
     MetricGatherer,
     call_dynamic_filter,

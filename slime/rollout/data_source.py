@@ -21,7 +21,7 @@ from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import check_picked
 from slime.rollout.sampling.weight_versions import WeightClock, of_earlier_run
 from slime.utils.data import Dataset
-from slime.utils.misc import load_function, needed
+from slime.utils.misc import load_function, needed, on_error
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -163,16 +163,13 @@ class RolloutDataSource(DataSource):
         path = state_path(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".tmp{os.getpid()}")
-        try:
+        with on_error(lambda: temporary.unlink(missing_ok=True)):
             # Readable for those with whom the checkpoint is shared; a resumed run trusts what is in it.
             with open_new(temporary, mode=READABLE) as file:
                 torch.save({**self.state_dict(), "trained_at": WeightClock().trained_at(rollout_id)}, file)
             (entry,) = entries_of(path.parent, [temporary]).values()
             write_manifest(manifest_of_state(path), {path.name: entry})
             os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
         to_disk(path.parent)
 
     def load(self, rollout_id: int | None = None) -> None:

@@ -35,6 +35,8 @@ import asyncio
 import heapq
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,13 +246,11 @@ class AsyncRolloutWorker:
 
     def fill(self) -> None:
         """Begin groups as long as there is room (see the module's docstring)."""
-        try:
+        with self._failing():  # in a user's data source, for example
             while self._is_running and self._error is None and self._has_room():
                 groups = draw_groups(self.args, self.data_buffer, 1)
                 for group in restart_stale(self.args, self._landing(), groups):
                     self._begin(group)
-        except Exception as error:  # noqa: BLE001 - a user's data source; the rollout that waits raises it
-            self._fail(error)
 
     def outstanding(self) -> list[Group]:
         """The prompts that were drawn and are in no rollout yet, as they were drawn."""
@@ -305,7 +305,7 @@ class AsyncRolloutWorker:
         self._in_flight.discard(flight.number)
         if task.cancelled() and not self._is_running:
             return
-        try:
+        with self._failing():
             error = stray_cancellation(flight.untouched) if task.cancelled() else task.exception()
             if error is not None:
                 self._take_crashed(flight, error)
@@ -315,8 +315,6 @@ class AsyncRolloutWorker:
                 flight.group = task.result()
                 self._finish(flight)
                 self._aborts.pop(flight.untouched[0].index, None)
-        except BaseException as failure:  # raised by the rollout that waits
-            self._fail(failure)
         self.fill()
         self._news.set()
 
@@ -369,9 +367,14 @@ class AsyncRolloutWorker:
     def _pop(self) -> Flight:
         return heapq.heappop(self._finished)[2]
 
-    def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self._news.set()
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Keep what fails inside, in a callback of the loop, for the rollout that waits."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - the boundary of a callback: nobody else would get it
+            self._error = self._error or error
+            self._news.set()
 
     def _raise_error(self) -> None:
         if self._error is not None:

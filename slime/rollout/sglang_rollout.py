@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
@@ -99,7 +100,8 @@ async def generate_rollout_async(
     state = GenerateState(args)
     state.reset()
     collector = Collector(args, rollout_id)
-    try:
+    async with AsyncExitStack() as on_error:
+        on_error.push_async_callback(_cancel_all, state)
         with progress_bar(args.rollout_batch_size, f"rollout {rollout_id}") as bar:
             while len(collector.accepted) < args.rollout_batch_size:
                 while state.remaining_batch_size < args.rollout_batch_size:
@@ -109,9 +111,7 @@ async def generate_rollout_async(
         while not state.finished.empty():  # finished in the same instant
             collector.take(state, state.finished.get_nowait())
         unused = collector.unused + await _abort(args, rollout_id, collector)
-    except BaseException:
-        await _cancel_all(state)
-        raise
+        on_error.pop_all()
     output = finish_rollout(args, collector, data_source)
     return output, sorted(unused, key=_first_index)
 

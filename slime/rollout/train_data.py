@@ -27,11 +27,11 @@ import numpy as np
 from slime.algorithms.baselines import BASELINES, GREEDY_REWARD, Baseline, group_mean, overlong_penalties
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
+from slime.plugins import function_of
 from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import check_rewards
 from slime.utils.data import get_source
 from slime.utils.misc import group_by, hook_args, is_finite_number, load_function, needed, shown
-from slime.utils.names import function_of
 from slime.utils.train_data import TrainData, mask_sums
 from slime.utils.types import Sample
 

@@ -1,4 +1,4 @@
-"""What a run that resumes needs besides weights and optimizer, and how copies in memory are put back.
+"""What a run that resumes needs besides weights and optimizer, and which old checkpoints are deleted.
 
 1. In a checkpoint: the weight of an adaptive KL controller (`trainer_state.json`), a reference that
    --ref-update-interval moves (`reference/`, weights alone) and the manifest of the data source's state. A run with
@@ -6,13 +6,21 @@
 2. In another process's memory: the tensors of `Trainer.state_tensors`, as bytes. A checkpoint fits any layout and
    lasts; this fits the same rank of the same layout alone, and nothing has to be gathered for it.
 
-When to save, what is resumed and where copies are kept is decided elsewhere.
+Deletion (--keep-checkpoints, --save-retain-interval) touches only what our layout names and holds: `iter_*`
+directories with our model_shape.json, the data source's states of iterations that are gone, and HF directories at the
+places that a --save-hf template names. Iterations after the one just written belong to an abandoned branch of an
+earlier run, or are not yet overwritten: they are left alone.
 """
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import re
+import shutil
+import string
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +29,9 @@ import torch.distributed as dist
 
 from slime.algorithms.kl import KlController
 from slime.checkpoints.manifest import entries_of, write_manifest
-from slime.checkpoints.paths import STATE_MANIFEST, manifest_of_state, state_path
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, STATE_MANIFEST, manifest_of_state, state_path
 from slime.config.args import Args
+from slime.config.roles import critic_save_dir
 from slime.training.backend import Backend
 from slime.training.collective_writing import holds
 from slime.training.passes import REFERENCE
@@ -30,6 +39,11 @@ from slime.utils.accelerator.tensor_backper import TensorBackuper
 
 STATE_FILE = "trainer_state.json"
 REFERENCE_PART = "reference"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_DATA_STATE = re.compile(r"global_dataset_state_dict_(\d+)\.(?:pt|manifest\.json)")
+_BEING_DELETED = ".deleted"
+
+logger = logging.getLogger(__name__)
 
 
 def write_resumed_state(
@@ -109,3 +123,147 @@ def restore_tensors(live: Iterator[tuple[str, torch.Tensor]], pieces: Iterable[M
             tensor.copy_(copy)
     if missing:
         raise RuntimeError(f"the copy lacks {len(missing)} of this rank's tensors, {next(iter(missing))} among them")
+
+
+# ---- old checkpoints
+
+
+def prune_after_save(args: Args, rollout_id: int) -> None:
+    """Delete what neither --keep-checkpoints nor --save-retain-interval keeps, after a rollout's was written; never
+    what a flag says is loaded.
+
+    Args:
+        args: where the run writes and what it loads.
+        rollout_id: the one just written.
+    """
+    loads = (args.hf_checkpoint, args.load, args.ref_load, args.opd_teacher_load)
+    in_use = [Path(path) for path in loads if path]
+    keep, retain = args.keep_checkpoints or 1, args.save_retain_interval
+    if args.save:
+        steps = (
+            (args.load, args.ckpt_step),
+            (args.ref_load, args.ref_ckpt_step),
+            (args.opd_teacher_load, args.opd_teacher_ckpt_step),
+        )
+        ids = [step for path, step in steps if path and Path(path).resolve() == Path(args.save).resolve()]
+        roots = [args.save]
+        if args.use_critic and (of_critic := critic_save_dir(args)):
+            roots.append(of_critic)  # written before the actor's, and deleted after: both always have one iteration
+        for root in roots:
+            prune_checkpoints(
+                root,
+                rollout_id,
+                keep=keep,
+                retain=retain,
+                protected=in_use,
+                protected_ids=[step for step in ids if step is not None],
+            )
+    if args.save_hf:
+        prune_exports(args.save_hf, rollout_id, keep=keep, retain=retain, protected=in_use)
+
+
+def prune_checkpoints(
+    root: str | Path,
+    newest: int,
+    *,
+    keep: int,
+    retain: int | None = None,
+    protected: Collection[Path] = (),
+    protected_ids: Collection[int] = (),
+) -> list[int]:
+    """Delete all but the newest `keep` complete iterations up to `newest`, and the data states of those that are gone.
+
+    Args:
+        root: checkpoint root.
+        newest: the iteration that was just completed; always kept.
+        keep: how many to keep, itself included.
+        retain: keep also every so many rollouts' (--save-retain-interval).
+        protected: paths that are in use; an iteration that holds one is kept.
+        protected_ids: iterations that are in use.
+
+    Returns:
+        the iterations that were deleted.
+    """
+    root = Path(root)
+    for leftover in root.glob(f".iter_*{_BEING_DELETED}"):  # of a run that ended while it deleted
+        shutil.rmtree(leftover, ignore_errors=True)
+    ours = {
+        int(found[1]): path
+        for path in root.glob("iter_*")
+        if (found := _ITERATION.fullmatch(path.name)) and (path / MODEL_SHAPE_FILE).is_file()
+    }
+    protected_ids = {*protected_ids, *_retained(ours, retain)}
+    deleted = _delete_old(ours, newest, keep=keep, protected=protected, protected_ids=protected_ids)
+    there = {int(found[1]) for path in root.glob("iter_*") if (found := _ITERATION.fullmatch(path.name))}
+    for path in (root / "rollout").glob("global_dataset_state_dict_*"):
+        found = _DATA_STATE.fullmatch(path.name)
+        if found and int(found[1]) < newest and int(found[1]) not in there:
+            path.unlink(missing_ok=True)
+    return deleted
+
+
+def prune_exports(
+    template: str, newest: int, *, keep: int, retain: int | None = None, protected: Collection[Path] = ()
+) -> list[int]:
+    """Delete all but the newest `keep` HF exports of a --save-hf template up to the one of rollout `newest`.
+
+    Args:
+        template: a path with {rollout_id}; without it there is one export, and nothing is deleted.
+        newest: the rollout whose export was just completed; always kept.
+        keep: how many to keep, itself included.
+        retain: keep also every so many rollouts' (--save-retain-interval).
+        protected: paths that are in use.
+
+    Returns:
+        the rollouts whose exports were deleted.
+    """
+    exports = {rollout_id: path for rollout_id, path in _places(template) if _is_export(path)}
+    return _delete_old(exports, newest, keep=keep, protected=protected, protected_ids=_retained(exports, retain))
+
+
+def _retained(ids: Iterable[int], interval: int | None) -> list[int]:
+    """Those after whose rollout a multiple of `interval` is done: with 5, of rollouts 4, 9, 14."""
+    return [] if interval is None else [one for one in ids if (one + 1) % interval == 0]
+
+
+def _delete_old(
+    places: dict[int, Path], newest: int, *, keep: int, protected: Collection[Path], protected_ids: Collection[int]
+) -> list[int]:
+    in_order = sorted(i for i in places if i <= newest)
+    in_use = {path.resolve() for path in protected}
+    deleted = []
+    for i in in_order[:-keep]:
+        path = places[i].resolve()
+        if i == newest or i in protected_ids or any(used.is_relative_to(path) for used in in_use):
+            continue
+        if _delete(places[i]):
+            deleted.append(i)
+    return deleted
+
+
+def _delete(directory: Path) -> bool:
+    """Take the name away first: what is half deleted must not look like a checkpoint."""
+    doomed = directory.with_name(f".{directory.name}{_BEING_DELETED}")
+    try:
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        logger.warning("--keep-checkpoints: %s cannot be deleted: %s", directory, error)
+        return False
+    return True
+
+
+def _places(template: str) -> Iterable[tuple[int, Path]]:
+    """(rollout id, path) of everything on disk whose path is the template, filled in with a number."""
+    parts = [(text, name is not None) for text, name, _, _ in string.Formatter().parse(template)]
+    if not any(has_id for _, has_id in parts):
+        return
+    pattern = re.compile("".join(re.escape(text) + r"(\d+)" * has_id for text, has_id in parts))
+    for place in glob.glob("".join(glob.escape(text) + "*" * has_id for text, has_id in parts)):
+        found = pattern.fullmatch(place)
+        if found and template.format(rollout_id=int(found[1])) == place:
+            yield int(found[1]), Path(place)
+
+
+def _is_export(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and any(directory.glob("model*.safetensors"))

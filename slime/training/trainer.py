@@ -38,11 +38,11 @@ from slime.training.passes import (
     passes_over,
     swapped_old_actor,
 )
-from slime.training.pruning import prune_after_save
 from slime.training.reports import TrainerRecorder, column_means, perf_metrics, save_train_data
 from slime.training.resume import (
     load_moved_reference,
     note_state_of_data_source,
+    prune_after_save,
     restore_controller,
     restore_tensors,
     write_resumed_state,

@@ -9,10 +9,12 @@ import asyncio
 import concurrent.futures as cf
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from slime.processes.wait import settle
 from slime.utils.misc import SingletonMeta
 
 logger = logging.getLogger(__name__)
@@ -27,22 +29,19 @@ class AsyncLoopThread(metaclass=SingletonMeta):
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._ended: cf.Future[Any] = cf.Future()
-        self._thread = threading.Thread(target=self._serve, name="slime-async", daemon=True)
+        self._thread = threading.Thread(
+            target=settle, args=(self._ended, self._serve), name="slime-async", daemon=True
+        )
         self._thread.start()
 
     def _serve(self) -> None:
         """Run the loop, and again where user code stopped it: the requests of everybody else are in it."""
-        try:
-            while not self.loop.is_closed():
-                try:
-                    self.loop.run_forever()
-                    logger.error("user code stopped the event loop; it goes on")
-                except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them out of a task; its waiter gets it
-                    logger.error("a task raised %s(%s); the event loop goes on", type(error).__name__, error)
-        except BaseException as error:  # whoever waits in `run` raises it
-            self._ended.set_exception(error)
-        else:
-            self._ended.set_result(None)
+        while not self.loop.is_closed():
+            try:
+                self.loop.run_forever()
+                logger.error("user code stopped the event loop; it goes on")
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them out of a task; its waiter gets it
+                logger.error("a task raised %s(%s); the event loop goes on", type(error).__name__, error)
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop, wait, return its result or raise its exception; an interrupt cancels it.
@@ -76,6 +75,9 @@ class AsyncLoopThread(metaclass=SingletonMeta):
         error = RuntimeError(f"the event loop of {_name(coro)} has ended: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         return error
+
+
+os.register_at_fork(after_in_child=AsyncLoopThread.clear_instances)  # a forked child has the loop, not its thread
 
 
 def _name(coro: Coroutine[Any, Any, Any]) -> str:

@@ -1,7 +1,7 @@
 """The prompt file: rows to samples, checks at parse time, and prompts that have more tokens than allowed.
 
 Files are .jsonl or .parquet, with an optional slice: `path@[a:b]` (negative ends count from the end); they may be
-larger than memory (slime.utils.row_files). A row that cannot be used is an error that names the file and the line.
+larger than memory (slime.utils.files.rows). A row that cannot be used is an error that names the file and the line.
 Long prompts are found in threads, then dropped, refused or cut. Who draws the prompts: slime.rollout.data_source.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, overload
 import orjson
 
 from slime.utils.errors import UsageError
+from slime.utils.files.rows import JsonlRows, ParquetRows, Row, open_rows, parse_slice, read_file, read_rows
 from slime.utils.processing_utils import encode_text, process_vision_info, render_chat, with_parts
-from slime.utils.row_files import JsonlRows, ParquetRows, Row, open_rows, parse_slice, read_file, read_rows
 from slime.utils.train_data import process_rollout_data
 from slime.utils.types import Sample
 

@@ -1,6 +1,5 @@
 """The exceptions of what a user can correct and of a request that failed, and sentences that several modules need:
-about a variable that says neither yes nor no, a full disk, or a Python without
-slime's packages.
+about a variable that says neither yes nor no, an unknown name, a full disk, or a Python without slime's packages.
 
 Whoever raises one writes the whole sentence (value found, flag, remedy). train.py imports this module before anything
 else, so it imports nothing that may be missing.
@@ -8,8 +7,9 @@ else, so it imports nothing that may be missing.
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,29 @@ def env_flag(environment: Mapping[str, str], name: str, *, default: str = "false
     if value not in ("true", "1", "false", "0", ""):
         raise UsageError(f"{name}={value}: write true or 1, false or 0")
     return value in ("true", "1")
+
+
+def nearest(name: str, known: Iterable[str], *, likeness: float = 0.7) -> list[str]:
+    """At most three of the known names, none much further from `name` than the nearest.
+
+    Args:
+        name: the name that does not exist.
+        known: those that do.
+        likeness: share of letters that the two must have in common, between 0 and 1.
+    """
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=likeness)
+    ratio = {other: difflib.SequenceMatcher(None, other, name).ratio() for other in near}
+    return [other for other in near if ratio[other] > ratio[near[0]] - 0.1]
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """The end of a sentence about an unknown name: the nearest ones, or a few names in full where none is near."""
+    if near := nearest(name, known, likeness=0.6):
+        return f"did you mean {' or '.join(near)}?"
+    if not known:
+        return "there is no such name."
+    shown = sorted(known)
+    return f"known are {', '.join(shown[:30])}{', ...' if len(shown) > 30 else ''}."
 
 
 WORDS = ("No space left on device", "Disk quota exceeded", "File too large")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from slime.utils.errors import UsageError
-from slime.utils.yaml_config import LocatedYaml, load_yaml, validate
+from slime.utils.files.yaml_config import LocatedYaml, load_yaml, validate
 
 if TYPE_CHECKING:
     from slime.config.args import Args

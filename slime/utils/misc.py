@@ -69,14 +69,32 @@ def load_function(path: str) -> Any:
     return found
 
 
+def attempt(function: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[T | None, Exception | SystemExit | None]:
+    """Call what may raise anything (a user's code, another library's); return its result and error, one of them None.
+
+    For callers to whom the error is an answer: they report it, or tell other ranks of it. An interrupt passes.
+    """
+    try:
+        return function(*args, **kwargs), None
+    except (Exception, SystemExit) as error:  # the boundary of code that is not ours; the caller gets the error
+        return None, error
+
+
+@contextmanager
+def on_error(undo: Callable[[], Any]) -> Iterator[None]:
+    """Call `undo` where the block ends by an error, an interrupt or a cancellation, which is then raised."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(undo)
+        yield
+        stack.pop_all()
+
+
 def try_to_load(path: str) -> tuple[Any, str | None]:
     """Return what `load_function` loads, or None and the end of a sentence that says why it cannot be loaded."""
-    try:
-        return load_function(path), None
-    except ImportError as error:
+    function, error = attempt(load_function, path)
+    if isinstance(error, ImportError):
         return None, f": {error}"
-    except (Exception, SystemExit) as error:  # a user's module is code like any other
-        return None, f" {path}: loading it raised {type(error).__name__}: {error}"
+    return function, f" {path}: loading it raised {type(error).__name__}: {error}" if error else None
 
 
 def hook_args(args: Args) -> Any:
@@ -123,11 +141,8 @@ def _load_file(file: str, *, asked: str) -> Any:
         raise ImportError(f"cannot load {asked!r}: {location} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    try:
+    with on_error(lambda: sys.modules.pop(name)):
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
     return module
 
 
@@ -147,20 +162,16 @@ def kind_of(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """The head of a value's text, for an error sentence; Python shows no int of more than 4300 digits."""
-    try:
-        return str(value)[:_SHOWN_CHARS]
-    except Exception as error:  # noqa: BLE001 - the value is a user's: its own `__str__` may raise anything
-        return f"a value that cannot be shown: {error}"[:_SHOWN_CHARS]
+    text, error = attempt(str, value)  # the value is a user's: its own `__str__` may raise anything
+    return (f"a value that cannot be shown: {error}" if text is None else text)[:_SHOWN_CHARS]
 
 
 def is_finite_number(value: Any) -> bool:
     """Whether `float` makes a finite number of a value that is no text: of tensors and arrays of one element, too."""
     if isinstance(value, str | bytes | bytearray | memoryview | None):
         return False  # float(b"1") is 1.0, and fails later where the value is added to a number
-    try:
-        return math.isfinite(float(value))
-    except Exception:  # noqa: BLE001 - the value is a user's: its own `__float__` may raise anything
-        return False
+    number, _ = attempt(float, value)  # the value is a user's: its own `__float__` may raise anything
+    return number is not None and math.isfinite(number)
 
 
 class SingletonMeta(type):

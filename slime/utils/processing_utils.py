@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import UsageError
+from slime.utils.misc import attempt
 from slime.utils.types import MultimodalTypes
 
 logger = logging.getLogger(__name__)
@@ -143,18 +144,17 @@ def render_chat(
     """
     if not tokenizer.chat_template:
         raise UsageError("--apply-chat-template: this tokenizer has no chat template; give prompts as plain text")
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tools=tools or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **template_kwargs,
-            )
-        )
-    except Exception as error:  # templates are programs: jinja2 raises its own errors, and any other
+    text, error = attempt(  # templates are programs: jinja2 raises its own errors, and any other
+        tokenizer.apply_chat_template,
+        messages,
+        tools=tools or None,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **template_kwargs,
+    )
+    if error is not None:
         raise UsageError(f"the chat template refuses the messages {str(messages)[:300]}: {error}") from error
+    return str(text)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

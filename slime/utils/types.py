@@ -260,8 +260,7 @@ class Sample:
             update_terminal_info: False keeps status, weight versions and counters as they are.
 
         Raises:
-            ValueError: lengths differ, log-probs are missing or given where they cannot be, or what `meta_info` says
-                does not fit. The sample is then as it was.
+            ValueError: lengths differ, log-probs lack or are forbidden, or `meta_info` does not fit; nothing changed.
         """
         tokens, meta_info = list(tokens or []), meta_info or {}
         previous = self.response_length
@@ -273,9 +272,9 @@ class Sample:
         if previous == 0:  # a prompt's list may be that of other samples of it; what begins here is its own
             self.tokens = list(self.tokens)
         self.tokens = _extended(self.tokens, tokens)
-        self.response_length = previous + len(tokens)
+        self.response_length += len(tokens)
         mask = [1] * previous if self.loss_mask is None else self.loss_mask
-        self.loss_mask = _extended(mask, [1 if trainable else 0] * len(tokens))
+        self.loss_mask = _extended(mask, [int(trainable)] * len(tokens))
         if self.rollout_log_probs is not None:
             new = log_probs if trainable and log_probs is not None else [0.0] * len(tokens)
             self.rollout_log_probs = _extended(self.rollout_log_probs, new)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.plugins import Table
 from slime.utils.misc import try_to_load
-from slime.utils.names import Table
 
 _UPDATERS = "slime.backends.megatron_utils.update_weight"
 

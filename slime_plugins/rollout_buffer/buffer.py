@@ -26,9 +26,8 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, nearest
 from slime.utils.http.api_keys import SERVICE_ENV, is_refused
-from slime.utils.names import nearest
 from slime_plugins.rollout_buffer.discovery import Generator, find_generators
 from slime_plugins.rollout_buffer.protocol import GetRolloutData, Record, StartRollout, StopRollout
 from slime_plugins.rollout_buffer.store import BufferFull, RolloutBuffer

@@ -114,7 +114,7 @@ def test_the_norms_kernel_computes_what_the_definition_says(
 def test_the_rotations_kernel_computes_what_the_definition_says(
     heads_dim: tuple[int, int], are_read_paired: bool, are_written_paired: bool, dtype: torch.dtype
 ) -> None:
-    from slime.backends.megatron_utils.kernels.rotation import rotate
+    from slime.backends.megatron_utils.kernels.pointwise import rotate
     from slime.backends.megatron_utils.megatron_patch.packed_rope import _rotate
 
     heads, dim = heads_dim
@@ -132,7 +132,7 @@ def test_the_rotations_kernel_computes_what_the_definition_says(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [3072, 100])
 def test_the_activations_kernel_computes_what_the_definition_says(width: int, dtype: torch.dtype) -> None:
-    from slime.backends.megatron_utils.kernels.swiglu import SwiGLU
+    from slime.backends.megatron_utils.kernels.pointwise import SwiGLU
 
     y = torch.randn(19, 2 * width, device=DEVICE, generator=generator()).to(dtype)
     close_to_float64(SwiGLU.apply, lambda y: torch.nn.functional.silu(y[:, :width]) * y[:, width:], (y,), dtype)

@@ -1,6 +1,6 @@
-"""The rules V1-V18 of the interface, through whole command lines: what each derives and what each refuses.
+"""Rules of the interface (data, losses, dumps, engines), through whole command lines.
 
-The numbers are those of the contract's list; a sentence is looked for in the kind that it belongs to.
+A sentence is looked for in the kind that it belongs to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.unit.argument_lines import NO_OFFLOAD, Check, check, command_line, ha
 __all__ = ["check", "command_line"]  # fixtures
 
 
-# ---- V1 to V7: evaluation sets, sampling, references, teachers, checkpoints, KL
+# ---- evaluation sets, sampling, references, teachers, checkpoints, KL
 
 
 def test_v1_eval_sets_come_from_pairs_or_a_single_path(check: Check) -> None:
@@ -167,7 +167,7 @@ def test_v7_the_kl_counts_once(check: Check) -> None:
     assert check(both.replace("0.2", "0") + " " + takes_kl).problems == Problems()
 
 
-# ---- V8 to V13: advantages, mismatch, packing, clipping, dumps
+# ---- advantages, mismatch, packing, clipping, dumps
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
@@ -237,7 +237,7 @@ def test_v13_replayed_samples_need_no_engines(check: Check) -> None:
     has(check("--load-debug-rollout-data-subsample 2").problems.wrong, "-subsample 2.0 must lie in (0, 1]")
 
 
-# ---- V14 to V18: engines elsewhere, critic, debug modes, sharing
+# ---- engines elsewhere, critic, debug modes, sharing
 
 
 def test_v14_engines_that_run_already_have_addresses(check: Check) -> None:

@@ -1,6 +1,6 @@
-"""The rules V19-V27 (batches, length of a run, model parts, weights on disk), through whole command lines.
+"""Rules of the interface (batches, length of a run, model parts, weights on disk), through whole command lines.
 
-The numbers are those of the contract's list; a sentence is looked for in the kind that it belongs to.
+A sentence is looked for in the kind that it belongs to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.unit.argument_lines import Check, check, command_line, has
 __all__ = ["check", "command_line"]  # fixtures
 
 
-# ---- V19 to V22: batches and the length of the run
+# ---- batches and the length of the run
 
 
 def test_v19_steps_give_the_global_batch_size(check: Check) -> None:
@@ -120,7 +120,7 @@ def test_a_schedule_over_the_whole_run_knows_its_length(check: Check, schedule: 
     assert bool(has_decay) == schedule.startswith("--weight-decay")  # which rises over the whole run
 
 
-# ---- V23 to V27: model parts, lengths, frozen parameters, weights on disk
+# ---- model parts, lengths, frozen parameters, weights on disk
 
 
 def test_v23_multi_token_prediction_and_routing_replay(check: Check) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.checkpoints.paths import MODEL_SHAPE_FILE
-from slime.training.pruning import prune_checkpoints, prune_exports
+from slime.training.resume import prune_checkpoints, prune_exports
 
 
 def make_iteration(root: Path, iteration: int, *, ours: bool = True) -> Path:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from slime import plugins
 from slime.algorithms.advantages import Advantages
 from slime.algorithms.estimators import ESTIMATORS, Estimator
 from slime.models.families import FAMILIES, family_of
+from slime.plugins import TRACKERS, Table
 from slime.rollout.rm_hub import RM_TYPES, async_rm
-from slime.utils import names
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
-from slime.utils.names import TRACKERS, Table
 from slime.weights.transports import TRANSPORTS, transport_of
 from tests.contracts.plugin_package import install, install_example
 
@@ -27,7 +27,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     for table in TABLES:
         monkeypatch.setattr(table, "_rows", {})
-    caches = (names.installed, load_function)
+    caches = (plugins.installed, load_function)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path / "site"

@@ -37,7 +37,7 @@ TRUSTED = {
         "slime/checkpoints/dumps.py",
         "torch.load",
     ): "after weights_only failed, where the caller trusts the file",
-    ("slime/utils/row_files.py", "pickle.loads"): "what this process has written into a nameless temporary file",
+    ("slime/utils/files/rows.py", "pickle.loads"): "what this process has written into a nameless temporary file",
     ("benchmarks/cpu_step.py", "torch.load"): "a dump of the benchmark itself",
 }
 

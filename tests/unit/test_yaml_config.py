@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
 from slime.utils.errors import UsageError
-from slime.utils.yaml_config import FileUnusable, LocatedYaml, dotted, known_keys, load_yaml, validate
+from slime.utils.files.yaml_config import FileUnusable, LocatedYaml, dotted, known_keys, load_yaml, validate
 from tests.unit.yaml_mutations import edited
 
 

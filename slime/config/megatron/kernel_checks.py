@@ -22,6 +22,7 @@ from slime.config.megatron.fp8_forward_plan import check_fp8_forward, given_flag
 from slime.config.problems import Check, Problems, Rule, WithoutEffect, broken, each, first_of, for_each, where
 from slime.config.rules.devices import is_missing
 from slime.utils import accelerator
+from slime.utils.misc import attempt
 
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
 TRANSFORMER_ENGINES = ("2.9.0", "2.12.0")
@@ -236,8 +237,7 @@ MISSING_DEEP_GEMM = first_of(
 
 def _load_problems(module: str) -> Iterator[str]:
     """Yield why a package that is installed cannot be imported, where it cannot."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # what loading another's library may raise
+    _, error = attempt(importlib.import_module, module)
+    if error is not None:
         cause = error.__cause__ or error
         yield f"{type(cause).__name__}: {cause}"

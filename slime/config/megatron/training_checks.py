@@ -14,8 +14,8 @@ from slime.config.megatron.derived import Layout, divisors, nearest_divisor
 from slime.config.problems import Check, NoEffect, Problems, Rule, WithoutEffect, first_of, for_each, read_file, where
 from slime.plan.layout import ParallelLayout
 from slime.plan.pipeline_layout import stages_of_text
+from slime.utils.files.yaml_config import load_yaml, validate
 from slime.utils.misc import needed
-from slime.utils.yaml_config import load_yaml, validate
 
 NCCL_FLAG = "--nccl-communicator-config-path"
 SETTINGS: dict[str, Any] = {

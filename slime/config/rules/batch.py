@@ -60,7 +60,7 @@ def check_warmup(args: Args) -> Iterable[str]:
 
 
 def check_batch(args: Args) -> Iterable[str]:
-    """The samples of a rollout divide into train steps, or the rest may be dropped (V19, V21)."""
+    """The samples of a rollout divide into train steps, or the rest may be dropped."""
     total, steps = args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout
     step, may_drop = args.global_batch_size, args.drop_last_rollouts
     if total < 1 or step < 1 or (steps is not None and steps < 1):
@@ -88,7 +88,7 @@ def check_batch(args: Args) -> Iterable[str]:
 
 
 def _check_divisions(args: Args) -> Iterable[str]:
-    """Every data-parallel rank gets the same number of micro-batches (V10)."""
+    """Every data-parallel rank gets the same number of micro-batches."""
     dp_size, group = data_parallel_size(args), interleaved_group(args)
     step, micro = args.global_batch_size, args.micro_batch_size
     if min(dp_size, group, step, micro) < 1:

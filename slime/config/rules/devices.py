@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from slime.config.args import Args
 from slime.config.derive import backend_of
 from slime.config.problems import Check, Rule, each, first_of, for_each, where
-from slime.utils.errors import UsageError
-from slime.utils.names import did_you_mean
+from slime.utils.errors import UsageError, did_you_mean
 from slime.weights.transports import WeightTransport, transport_of
 
 _ADDRESS = re.compile(r"(?:https?://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d+)/?")
@@ -60,7 +59,7 @@ check_external_engines = for_each(
         "with a port from 1 to 65535."
     ),
 )
-"""Addresses of engines that run already have a host and a port (V14)."""
+"""Addresses of engines that run already have a host and a port."""
 
 
 def check_memory_saver(args: Args, environment: Mapping[str, str]) -> Iterable[str]:
@@ -148,7 +147,7 @@ DEVICE_CHECKS: tuple[Check, ...] = (
             "one of them."
         ),
     ),
-    # weights on disk, and their deltas (V27)
+    # weights on disk, and their deltas
     Rule(
         lambda a: way_of(a).is_over_files and not a.update_weight_disk_dir,
         "--update-weight-transport disk needs --update-weight-disk-dir, a directory that all hosts share.",
@@ -182,7 +181,7 @@ DEVICE_CHECKS: tuple[Check, ...] = (
             "the deltas.",
         ),
     ),
-    where(  # trainers that end while engines generate have everything on disk (V27)
+    where(  # trainers that end while engines generate have everything on disk
         lambda a: a.release_train,
         Rule(
             lambda a: a.use_critic,

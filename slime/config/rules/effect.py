@@ -21,7 +21,7 @@ from slime.config.parser import default_of, option_name
 from slime.config.problems import Check, Effect, NoEffect, Problems, Rule, broken, check_effects, plain_option
 from slime.config.rules import batch, debug, devices, generation, losses
 from slime.config.rules.devices import no_engines_flag
-from slime.utils.names import Table
+from slime.plugins import Table
 from slime.weights.transports import TRANSPORTS
 
 Fields = Iterable[dataclasses.Field[Any]]

@@ -75,7 +75,7 @@ def check_hf_files(path: str, *, needs_weights: bool) -> Iterable[str]:
 def check_checkpoints(
     *, load: str | None, ref_load: str | None, save: str | None, teacher_load: str | None = None
 ) -> Iterable[str]:
-    """--ref-load is a checkpoint (V3), and so is the teacher's (V4); --load is one, or where this run will save.
+    """--ref-load is a checkpoint, and so is the teacher's; --load is one, or where this run will save.
 
     Args:
         load: as given on the command line, before derivation.

@@ -12,8 +12,9 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.derive import FULLY_ASYNC_ROLLOUT
 from slime.config.problems import Check, NoEffect, Rule, WithoutEffect, each, first_of, for_each, plain_option, where
+from slime.plugins import OWN_TRACKERS, TRACKER_PACKAGES, TRACKERS, Table, problem_of_tracker
+from slime.utils.errors import did_you_mean
 from slime.utils.misc import try_to_load
-from slime.utils.names import OWN_TRACKERS, TRACKER_PACKAGES, TRACKERS, Table, did_you_mean, problem_of_tracker
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
 from slime.utils.types import MultimodalTypes
 
@@ -170,7 +171,7 @@ def tracker_problems(args: Args) -> Iterator[str]:
 
 
 ROLLOUT_CHECKS: tuple[Check, ...] = (
-    # evaluation has data when it is asked for (V1, V6)
+    # evaluation has data when it is asked for
     first_of(
         Rule(
             lambda a: a.eval_only and not _has_eval_data(a),

@@ -44,7 +44,7 @@ def _only_built_in_code(args: Args) -> bool:
 
 
 def _check_expressions(args: Args) -> Iterable[str]:
-    """Parameters are chosen (V26) with expressions that can be read."""
+    """Parameters are chosen with expressions that can be read."""
     for option, patterns in {
         "--only-train-params-name-list": args.only_train_params_name_list,
         "--freeze-params-name-list": args.freeze_params_name_list,
@@ -121,7 +121,7 @@ NUCLEUS = where(  # log-probs of a nucleus are compared with log-probs of a nucl
     ),
 )
 LOSS_CHECKS: tuple[Check, ...] = (
-    # sampling parameters are ones that an engine accepts and a trainer can divide by (V2)
+    # sampling parameters are ones that an engine accepts and a trainer can divide by
     Rule(
         lambda a: a.rollout_temperature <= 0,
         "--rollout-temperature {rollout_temperature} must be > 0: the trainer divides its logits by it.",
@@ -136,7 +136,7 @@ LOSS_CHECKS: tuple[Check, ...] = (
         lambda top_k: top_k not in (None, -1) and top_k < 1,
         "{option} {value} must be -1 (every token) or at least 1.",
     ),
-    # losses and their parameters fit each other (V11)
+    # losses and their parameters fit each other
     Rule(
         lambda a: a.loss_type == "custom_loss" and not a.custom_loss_function_path,
         "--loss-type custom_loss needs --custom-loss-function-path.",
@@ -179,12 +179,12 @@ LOSS_CHECKS: tuple[Check, ...] = (
             "lower it, or leave the flag out",
         ),
     ),
-    for_each(  # what an estimator is defined by is given, as REINFORCE++'s whitened advantages (V8)
+    for_each(  # what an estimator is defined by is given, as REINFORCE++'s whitened advantages
         lambda a: ESTIMATORS[a.advantage_estimator].needs,
         lambda a, name: not vars(a).get(name),
         lambda a, name: f"--advantage-estimator {a.advantage_estimator} needs {plain_option(name)}.",
     ),
-    # corrections between trainer and engine have both log-probs, and bounds in order (V9)
+    # corrections between trainer and engine have both log-probs, and bounds in order
     Rule(
         lambda a: a.use_rollout_logprobs and a.use_tis,
         "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old ones there "
@@ -199,7 +199,7 @@ LOSS_CHECKS: tuple[Check, ...] = (
         "--tis-clip-low {tis_clip_low} is above --tis-clip {tis_clip}; lower it.",
     ),
     NUCLEUS,
-    # the KL penalty is either inside the reward or a loss of its own, and needs a reference (V3, V7)
+    # the KL penalty is either inside the reward or a loss of its own, and needs a reference
     Rule(
         lambda a: a.kl_coef and a.kl_loss_coef,
         "--kl-coef {kl_coef} and --kl-loss-coef {kl_loss_coef} would count the KL twice, once in the reward and once "
@@ -226,7 +226,7 @@ LOSS_CHECKS: tuple[Check, ...] = (
         lambda a: a.kl_ctrl == "adaptive" and (a.kl_target is None or a.kl_horizon is None),
         "--kl-ctrl adaptive needs --kl-target and --kl-horizon.",
     ),
-    where(  # the teacher is in one known place (V4); the other flags say themselves that they need --use-opd
+    where(  # the teacher is in one known place; the other flags say themselves that they need --use-opd
         lambda a: a.use_opd,
         Rule(
             lambda a: a.opd_type is None,
@@ -255,7 +255,7 @@ LOSS_CHECKS: tuple[Check, ...] = (
         "--only-train-params-name-list and --freeze-params-name-list exclude each other: the first freezes everything "
         "else already; keep one.",
     ),
-    Rule(  # there is a routing of experts to replay (V23)
+    Rule(  # there is a routing of experts to replay
         lambda a: a.use_routing_replay and not a.num_moe_experts and not a.custom_model_provider_path,
         lambda a: (
             f"{'--use-rollout-routing-replay' if a.use_rollout_routing_replay else '--use-routing-replay'} needs "

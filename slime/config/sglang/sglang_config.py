@@ -25,8 +25,8 @@ from slime.config.parser import Parser
 from slime.config.problems import NoEffect, Problems, read_file
 from slime.config.sglang.options import OTHER_NAMES, OWNED, PREFIX, missing_packages, server_table
 from slime.utils.errors import UsageError
+from slime.utils.files.yaml_config import KeyPath, LocatedYaml, load_yaml, validate
 from slime.utils.misc import needed
-from slime.utils.yaml_config import KeyPath, LocatedYaml, load_yaml, validate
 
 FLAG = "--sglang-config"
 WorkerType = Literal["regular", "prefill", "decode", "placeholder", "encoder"]

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 from slime.checkpoints.paths import latest_iteration
 from slime.config.args import Args
+from slime.plugins import TRACKERS
 from slime.utils.misc import load_function
-from slime.utils.names import TRACKERS
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from slime.config.args import Args
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.filter_hub import DynamicFilterOutput
 from slime.utils.types import Sample
 
 _MIN_STD = 1e-6

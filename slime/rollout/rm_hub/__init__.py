@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from slime.config.args import Args
+from slime.plugins import Table
 from slime.processes.wait import DaemonThreads
 from slime.rollout.rm_hub.code_sandbox import code_reward
 from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
@@ -26,7 +27,6 @@ from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer, 
 from slime.rollout.rm_hub.service import RewardError, classify_reward, remote_rm, take_reward_failures
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.misc import load_function
-from slime.utils.names import Table
 from slime.utils.types import Sample
 
 __all__ = [

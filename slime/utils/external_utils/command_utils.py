@@ -32,9 +32,8 @@ from typing import Any
 
 from slime.processes.registry import registry
 from slime.processes.wait import wait
-from slime.utils.errors import UsageError, env_flag
+from slime.utils.errors import UsageError, env_flag, nearest
 from slime.utils.misc import exec_command
-from slime.utils.names import nearest
 
 MODEL_ARGS_S = 60.0
 

@@ -90,9 +90,8 @@ def test_a_run_that_trains_experts_alone_is_saved_and_resumed_bit_for_bit(tmp_pa
 
 
 def check_refusals(args: Any) -> None:
-    from slime.backends.megatron_utils.model.setup import build_model
-    from slime.backends.megatron_utils.optimizer import trained_parameters
-    from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
+    from slime.backends.megatron_utils.model import setup
+    from slime.backends.megatron_utils.model.setup import build_model, freeze_parameters
     from slime.utils.errors import UsageError
 
     models = [build_model(args)]
@@ -106,7 +105,7 @@ def check_refusals(args: Any) -> None:
     with pytest.raises(UsageError, match=r"^--freeze-params-name-list weight freezes every parameter: nothing is"):
         freeze_parameters(models, frozen=["weight"])
     assert all(parameter.requires_grad for parameter in models[0].parameters()), "a refusal changes nothing"
-    with mock.patch.object(trained_parameters.logger, "warning") as warning:
+    with mock.patch.object(setup.logger, "warning") as warning:
         freeze_parameters(models, frozen=["output_layer", "layers"], always_trained="^output_layer")
     assert models[0].output_layer.weight.requires_grad
     assert warning.call_args.args[1:] == ("--freeze-params-name-list", "output_layer")

@@ -55,8 +55,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
 
     from slime.backends.megatron_utils.data import Packing
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.model.setup import build_model
-    from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
+    from slime.backends.megatron_utils.model.setup import build_model, freeze_parameters
     from slime.backends.megatron_utils.passes.forward import run_model, run_pass
     from slime.ray.rollout.shares import split_train_data
     from slime.training.micro_batches import MicroBatches, to_tensors

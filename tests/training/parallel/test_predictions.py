@@ -101,8 +101,7 @@ def check_logits_and_names(args: Any, expected: list[torch.Tensor], out: Path) -
     from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
     from slime.backends.megatron_utils.data import Packing
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.model.setup import build_model
-    from slime.backends.megatron_utils.optimizer.trained_parameters import freeze_parameters
+    from slime.backends.megatron_utils.model.setup import build_model, freeze_parameters
     from slime.backends.megatron_utils.passes.forward import run_model, run_model_with_predictions
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
     from slime.training.micro_batches import MicroBatches, to_tensors

@@ -4,7 +4,7 @@ What a checkpoint holds besides weights is chosen when it is saved (--checkpoint
 and starts the rest fresh. A checkpoint appears under its name only when it is complete, with a manifest of its files
 (`slime.checkpoints.manifest`; `slime.ray.checkpoints` looks at it before a load), and the tracker file is written
 last, so that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other parallel
-layout can load it. slime.training.pruning deletes checkpoints that are too old.
+layout can load it. slime.training.resume deletes checkpoints that are too old.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from slime.conversion.writer import put_in_place
 from slime.training.backend import CheckpointSource
 from slime.training.collective_writing import gives_way_to_a_full_disk, together
 from slime.utils.distributed_utils import gathered, get_gloo_group
+from slime.utils.misc import on_error
 
 logger = logging.getLogger(__name__)
 WRITE_DEADLINE_S = 3600.0
@@ -156,13 +157,7 @@ def begin_checkpoint(
             partial.mkdir(parents=True)
     for chunk in model:
         finish_param_gather(chunk)
-    with_optimizer = "optimizer" in contents
-    state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=False)
-    state |= {"iteration": iteration, "layout": _layout(), "has_rng": "rng" in contents}
-    if "rng" in contents:
-        state["rng_state"] = _rng_object()
-    if scheduler is not None and with_optimizer:
-        state["opt_param_scheduler"] = scheduler.state_dict()
+    state = _state_to_save(iteration, model, optimizer, scheduler=scheduler, contents=contents)
     with gives_way_to_a_full_disk(partial, needed=_bytes_of(state)):
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=in_background)
         if write_more is not None:
@@ -172,6 +167,24 @@ def begin_checkpoint(
     rank = dist.get_rank()
     background = BackgroundSave(request, partial, lambda path: _writer_of(path) == rank) if request else None
     return UnfinishedCheckpoint(Path(root), iteration, partial, background)
+
+
+def _state_to_save(
+    iteration: int | str,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    *,
+    scheduler: Any,
+    contents: Collection[str],
+) -> dict[str, Any]:
+    with_optimizer = "optimizer" in contents
+    state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=False)
+    state |= {"iteration": iteration, "layout": _layout(), "has_rng": "rng" in contents}
+    if "rng" in contents:
+        state["rng_state"] = _rng_object()
+    if scheduler is not None and with_optimizer:
+        state["opt_param_scheduler"] = scheduler.state_dict()
+    return state
 
 
 def _bytes_of(state: dict[str, Any]) -> int:
@@ -230,14 +243,11 @@ def give_name(partial: Path, root: Path, iteration: int | str, *, replaces: bool
         OSError: it cannot be; the tracker names what it named before.
     """
     unnamed = root / f".{TRACKER_FILE}.partial"
-    try:
+    with on_error(lambda: unnamed.unlink(missing_ok=True)):
         unnamed.write_text(f"{iteration}")  # what takes room comes before anything that is seen
         to_disk(unnamed)
         put_in_place(partial, iteration_dir(root, iteration), replaces=replaces)
         os.replace(unnamed, root / TRACKER_FILE)
-    except BaseException:
-        unnamed.unlink(missing_ok=True)
-        raise
     to_disk(root)
 
 

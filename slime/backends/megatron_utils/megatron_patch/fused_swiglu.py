@@ -30,7 +30,7 @@ def apply() -> None:
             """y [n, 2 F] -> [n, F]."""
             if is_kept_in_fp8 or is_offloaded or y.device.type != "cuda" or not triton_works():
                 return upstream.apply(y, is_kept_in_fp8, is_offloaded)
-            from slime.backends.megatron_utils.kernels.swiglu import SwiGLU
+            from slime.backends.megatron_utils.kernels.pointwise import SwiGLU
 
             return SwiGLU.apply(y)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slime.backends.megatron_utils.megatron_to_hf.processors import quantize_params
+from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_params
 from slime.config.args import Args
 from slime.models.families import family_of
 from slime.models.family import numbered_in_model

@@ -1,5 +1,5 @@
 """The layers of our GPT models: Megatron's local spec with an RMSNorm and a packed attention that need no
-TransformerEngine, or with its modules where --transformer-impl asks for them (te_layers).
+TransformerEngine, or with its modules where --transformer-impl asks for them.
 
 It describes dense layers (Llama, Qwen2, Qwen3), layers with experts (Qwen3-MoE, GLM-4.5), with latent attention
 (DeepSeek-V3) and with norms after attention and MLP (GLM-4); it reads the flags of the model and builds nothing.
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -141,10 +142,41 @@ def layer_spec(config: TransformerConfig, args: Args, *, num_experts: int | None
             post_mlp_layernorm=RMSNorm if args.post_mlp_layernorm else IdentityOp,
         )
     if config.transformer_impl == "transformer_engine":
-        from slime.backends.megatron_utils.layers.te_layers import use_transformer_engine
-
-        use_transformer_engine(spec)
+        spec.submodules = _with_transformer_engine(spec.submodules)
     return spec
+
+
+KEPT_FROM_TE = ("experts", "router", "linear_q_down_proj", "linear_kv_down_proj")
+"""Parts that TransformerEngine's modules do not replace: experts (slime's grouped product), routers, and the down
+projections of latent attention, whose output a rank has to gather (TransformerEngine's linear layers do not).
+"""
+
+
+def _with_transformer_engine(submodules: Any) -> Any:
+    """Return a copy of a layer's parts with TransformerEngine's linear layers and attention, in their parts too.
+
+    The parts that a layer consists of stay, and with them the names of its weights, its checkpoints and what engines
+    are sent; Megatron's own spec of such layers fuses a norm into the linear layer behind it, which saves nothing in
+    16 bit and gives the weights other names. Norms stay: TransformerEngine's took twice the time of ours on an H200.
+    """
+    from megatron.core.extensions import transformer_engine as te
+
+    replaced: dict[Any, type] = {
+        ColumnParallelLinear: te.TEColumnParallelLinear,
+        RowParallelLinear: te.TERowParallelLinear,
+        VarlenAttention: te.TEDotProductAttention,
+    }
+    parts = {field.name: getattr(submodules, field.name) for field in dataclasses.fields(submodules)}
+    for name, part in parts.items():
+        if name in KEPT_FROM_TE:
+            continue
+        if isinstance(part, type):
+            parts[name] = replaced.get(part, part)
+        elif isinstance(part, ModuleSpec):
+            inner = part.submodules
+            inner = _with_transformer_engine(inner) if dataclasses.is_dataclass(inner) else inner
+            parts[name] = dataclasses.replace(part, module=replaced.get(part.module, part.module), submodules=inner)
+    return type(submodules)(**parts)
 
 
 def last_layer_spec(config: TransformerConfig, args: Args) -> ModuleSpec:

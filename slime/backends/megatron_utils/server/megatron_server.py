@@ -34,7 +34,7 @@ from fastapi.responses import JSONResponse
 
 from slime.backends.megatron_utils.server.flags import ServerArgs, parse_server_args
 from slime.backends.megatron_utils.server.protocol import GenerateBody, UpdateBody, answer_of, request_of
-from slime.backends.megatron_utils.server.request_queue import Job, ModelLoop, QueueFull, RequestQueue
+from slime.backends.megatron_utils.server.request_queue import Job, JobFailed, ModelLoop, QueueFull, RequestQueue
 from slime.processes.wait import WaitTimeout, wait
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import SERVICE_ENV, headers_for, is_refused, protect_service
@@ -87,8 +87,8 @@ class Handlers:
             raise HTTPException(504, f"no result within {timeout_s:g} s") from error
         except UsageError as error:
             raise HTTPException(400, str(error)) from error
-        except Exception as error:
-            raise HTTPException(500, f"the model failed: {error}") from error
+        except JobFailed as error:
+            raise HTTPException(500, str(error)) from error
 
     async def healthz(self) -> JSONResponse:
         """200 as soon as the model has scored something (or without a warm-up)."""

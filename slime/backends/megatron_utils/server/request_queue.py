@@ -40,6 +40,10 @@ class QueueFull(Exception):
     """As many requests wait as may."""
 
 
+class JobFailed(RuntimeError):
+    """The model did not do a job, by no fault of the request."""
+
+
 @dataclass
 class Job:
     """Something for the model to do.
@@ -138,7 +142,7 @@ class ModelLoop:
                     _tell(None)
                     silent_s = 0.0
         finally:
-            self._queue.fail_all(lambda: RuntimeError("the server ends"))
+            self._queue.fail_all(lambda: JobFailed("the server ends"))
         _tell("stop")
 
     def follow(self) -> None:
@@ -158,8 +162,9 @@ class ModelLoop:
         except Exception as error:
             if not isinstance(error, UsageError):
                 logger.exception("%d requests failed", len(jobs))
+            failure = error if isinstance(error, UsageError) else JobFailed(f"the model failed: {error}")
             for job in jobs:
-                job.result.set_exception(error)
+                job.result.set_exception(failure)
             if dist.get_world_size() > 1 and not isinstance(error, UsageError):
                 raise  # the ranks may not be at the same place any more
         else:

@@ -26,6 +26,7 @@ from slime.utils import accelerator
 from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import UsageError
+from slime.utils.misc import attempt
 
 _BEFORE = "before the update"
 
@@ -54,11 +55,8 @@ class Scorer:
         if problems := model_differences(self.args, "model_path", path, step):
             raise UsageError(problems)
         self._weights.backup(_BEFORE)
-        error = None
-        try:
-            self._load(path, step)
-        except Exception as caught:  # of any kind: the other ranks must hear of it, and the old weights come back
-            error = str(caught) or repr(caught)
+        _, failure = attempt(self._load, path, step)  # the other ranks must hear of it, and the old weights come back
+        error = (str(failure) or repr(failure)) if failure else None
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error, group=get_gloo_group())
         if found := [text for text in errors if text is not None]:

@@ -53,6 +53,7 @@ from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_
 from slime.backends.sglang_utils.weight_transfer import agrees, on_host, sample
 from slime.config.args import Args
 from slime.utils.distributed_utils import barrier
+from slime.utils.misc import on_error
 from slime.weights.names import expected_hf_names
 
 __all__ = ["NoLinkError", "WeightSyncError", "WeightUpdater"]
@@ -136,11 +137,11 @@ class WeightUpdater(ABC):
                 sends the same version.
         """
         self.weight_version += 1
-        try:
+        with on_error(self._take_version_back):
             return self._update()
-        except BaseException:
-            self.weight_version -= 1
-            raise
+
+    def _take_version_back(self) -> None:
+        self.weight_version -= 1
 
     def _update(self) -> dict[str, float]:
         start = time.monotonic()

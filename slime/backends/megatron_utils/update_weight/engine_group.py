@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.update_weight.engines import (
     name_of,
     one_line,
 )
+from slime.processes.wait import settle
 from slime.utils import accelerator
 from slime.utils.accelerator.memory_saver import outside_saver
 from slime.utils.distributed_utils import init_process_group, store_at
@@ -148,16 +149,13 @@ def in_background(action: Callable[[], Any]) -> cf.Future[Any]:
     found: cf.Future[Any] = cf.Future()
     device = accelerator.current_device()
 
-    def run() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            with outside_saver():
-                found.set_result(action())
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
-            found.set_exception(error)
+    def run() -> Any:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with outside_saver():
+            return action()
 
-    threading.Thread(target=run, name="engine-group", daemon=True).start()
+    threading.Thread(target=settle, args=(found, run), name="engine-group", daemon=True).start()
     return found
 
 

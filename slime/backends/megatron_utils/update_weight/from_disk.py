@@ -38,7 +38,7 @@ from slime.backends.megatron_utils.update_weight.bucket_stream import check_vers
 from slime.config.args import Args
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
-from slime.utils.misc import hook_args, load_function, needed
+from slime.utils.misc import attempt, hook_args, load_function, needed
 from slime.weights.delta import COMPRESSION, Bytes, bytes_of, checksum, encode_part, parts_of
 from slime.weights.version_dir import FLAG, WeightDir
 
@@ -194,12 +194,10 @@ class DiskWeightUpdater(WeightUpdater):
         """Every rank calls it, and learns whether it failed on one."""
         if self._hook is None:
             return
-        failure, message = None, None
-        try:
-            self._hook(hook_args(self.args), path, self.engines)
-        except Exception as error:  # the user's code: told with its rank, and raised on all
-            logger.exception("%s failed", HOOK_FLAG)
-            failure, message = error, f"{type(error).__name__}: {error}"
+        _, failure = attempt(self._hook, hook_args(self.args), path, self.engines)
+        if failure is not None:  # reported with its rank, and raised on all
+            logger.error("%s failed", HOOK_FLAG, exc_info=failure)
+        message = f"{type(failure).__name__}: {failure}" if failure else None
         failed = {rank: text for rank, text in enumerate(gathered(message)) if text is not None}
         if failed:
             where = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.rollout.rm_hub.ifbench import formats, text
 from slime.rollout.rm_hub.ifbench.text import compares, sentences, words
-from slime.utils.names import nearest
+from slime.utils.errors import nearest
 
 __all__ = ["CHECKERS", "compute_ifbench_reward", "follows"]
 

@@ -1,4 +1,4 @@
-"""Names: what to say about one that does not exist, and tables of named rows that installed packages add to.
+"""Tables of named rows that installed packages add to.
 
 A package adds a row by an entry point of its metadata (docs/plugins.md):
 
@@ -11,9 +11,8 @@ rows is asked for, and not before.
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
 
@@ -21,29 +20,6 @@ from slime.utils.errors import UsageError
 from slime.utils.misc import load_function, try_to_load
 
 Row = TypeVar("Row")
-
-
-def nearest(name: str, known: Iterable[str], *, likeness: float = 0.7) -> list[str]:
-    """At most three of the known names, none much further from `name` than the nearest.
-
-    Args:
-        name: the name that does not exist.
-        known: those that do.
-        likeness: share of letters that the two must have in common, between 0 and 1.
-    """
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=likeness)
-    ratio = {other: difflib.SequenceMatcher(None, other, name).ratio() for other in near}
-    return [other for other in near if ratio[other] > ratio[near[0]] - 0.1]
-
-
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest ones, or a few names in full where none is near."""
-    if near := nearest(name, known, likeness=0.6):
-        return f"did you mean {' or '.join(near)}?"
-    if not known:
-        return "there is no such name."
-    shown = sorted(known)
-    return f"known are {', '.join(shown[:30])}{', ...' if len(shown) > 30 else ''}."
 
 
 @functools.cache

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, Union, get_
 
 import yaml
 
-from slime.utils.errors import UsageError
-from slime.utils.names import did_you_mean
+from slime.utils.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -1,7 +1,7 @@
-"""The rotation of rotary position embedding, forward and backward, as one triton kernel.
+"""The rotation of rotary position embedding and SwiGLU, forward and backward, one triton kernel each way.
 
-Channels are rotated in pairs: by halves i and i + dim/2 (GPT-NeoX), interleaved 2i and 2i + 1 (GPT-J). Computed in
-fp32 and rounded once. Why a kernel by hand: see rms_norm.py beside it. It does not know the angles' source.
+Computed in fp32 and rounded once. Why kernels by hand: see rms_norm.py beside it. Channels are rotated in pairs: by
+halves i and i + dim/2 (GPT-NeoX), interleaved 2i and 2i + 1 (GPT-J).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from slime.backends.megatron_utils.kernels.launch import Launcher, refuse_second
 
 TILE = 2048
 """Pairs that a program rotates."""
+BLOCK = 1024
+"""Columns of a program of SwiGLU."""
 
 
 def rotate(
@@ -44,16 +46,16 @@ class _Rotation(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.paired = (written, read)
-        return _launch(t, cos, sin, read, written, is_back=False)
+        return _rotated(t, cos, sin, read, written, is_back=False)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         refuse_second_derivative()
         # of any stride, which may depend on the pack's length
-        return _launch(grad.contiguous(), *ctx.saved_tensors, *ctx.paired, is_back=True), None, None, None, None
+        return _rotated(grad.contiguous(), *ctx.saved_tensors, *ctx.paired, is_back=True), None, None, None, None
 
 
-def _launch(
+def _rotated(
     t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, read: bool, written: bool, *, is_back: bool
 ) -> torch.Tensor:
     t = t if t.stride(-1) == 1 else t.contiguous()
@@ -64,7 +66,7 @@ def _launch(
     # constants of a model; a dimension of size 1 may have any stride
     strides = t.stride(0) if num_tokens > 1 else 0, t.stride(1) if heads > 1 else 0
     constants = (*strides, heads, dim // 2, block, rows, read, written, is_back)
-    _start((-(num_rows // -rows), 1, 1), (t, cos.contiguous(), sin.contiguous(), out), (num_rows,), constants)
+    _start_rotation((-(num_rows // -rows), 1, 1), (t, cos.contiguous(), sin.contiguous(), out), (num_rows,), constants)
     return out
 
 
@@ -112,4 +114,56 @@ def _rotary(  # type: ignore[no-untyped-def]
     tl.store(target + written_b, new_b.to(out.dtype.element_ty), mask=here)
 
 
-_start = Launcher(_rotary)
+_start_rotation = Launcher(_rotary)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(y1) * y2 of the halves of y [n, 2 F] -> [n, F] (arXiv 2002.05202)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        y = y.contiguous()
+        ctx.save_for_backward(y)
+        out = y.new_empty(y.shape[0], y.shape[1] // 2)
+        _start_forward(_grid(out), (y, out), (), (out.shape[1], BLOCK))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        refuse_second_derivative()
+        (y,) = ctx.saved_tensors
+        of_y = torch.empty_like(y)
+        _start_backward(_grid(grad), (grad.contiguous(), y, of_y), (), (grad.shape[1], BLOCK))
+        return of_y
+
+
+def _grid(out: torch.Tensor) -> tuple[int, int, int]:
+    return out.shape[0], -(out.shape[1] // -BLOCK), 1
+
+
+@triton.jit
+def _swiglu_forward(y, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < WIDTH
+    gate = tl.load(y + row * (2 * WIDTH) + column, mask=here, other=0.0).to(tl.float32)
+    linear = tl.load(y + row * (2 * WIDTH) + WIDTH + column, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (gate * tl.sigmoid(gate) * linear).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _swiglu_backward(grad, y, of_y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < WIDTH
+    of_out = tl.load(grad + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+    first = row * (2 * WIDTH) + column
+    gate = tl.load(y + first, mask=here, other=0.0).to(tl.float32)
+    linear = tl.load(y + first + WIDTH, mask=here, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    of_gate = of_out * linear * s * (1.0 + gate * (1.0 - s))
+    tl.store(of_y + first, of_gate.to(of_y.dtype.element_ty), mask=here)
+    tl.store(of_y + first + WIDTH, (of_out * gate * s).to(of_y.dtype.element_ty), mask=here)
+
+
+_start_forward, _start_backward = Launcher(_swiglu_forward), Launcher(_swiglu_backward)
