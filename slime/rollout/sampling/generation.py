@@ -1,7 +1,6 @@
 """From one prompt to scored samples: one engine call (or a custom generate function), sample hooks, reward.
 
-Shared by the training rollout (slime.rollout.sglang_rollout) and by evaluation (slime.rollout.eval), which decide what
-is generated and when; this module does not. User code imports these names from slime.rollout.sglang_rollout.
+slime.rollout.sglang_rollout, from which user code imports these names, and eval decide what is generated when.
 """
 
 from __future__ import annotations
