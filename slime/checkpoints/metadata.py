@@ -1,7 +1,7 @@
 """Read the .metadata of a torch_dist checkpoint (torch.distributed.checkpoint) without running what it names.
 
 The file is a pickle, and unpickling calls whatever a file names. Only the names are allowed that torch 2.13 and
-Megatron-Core 0.16 write: descriptions of tensors and of where they lie. It knows nothing about the tensors' own files.
+Megatron-Core 0.16 write: descriptions of tensors and of where they lie.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A text has one letter for each layer (E embedding, t decoder layer, m multi-token prediction, L output and loss) and |
 between stages; `x*3` and `(xy|)*3` repeat, commas are for the eye. Stages are dealt out to the pipeline's ranks in
-turn: with 2 ranks, "Et|t|t|tL" gives rank 0 the first and the third. It knows nothing about flags but their values.
+turn: with 2 ranks, "Et|t|t|tL" gives rank 0 the first and the third.
 """
 
 from __future__ import annotations

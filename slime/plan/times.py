@@ -10,8 +10,7 @@
     weight sync bytes of the model over the link, the network or a disk
     offload     state to pinned memory and back at `host_bandwidth`
 
-Sources of the rates: slime.plan.devices. It knows nothing about reward functions or tools, which take no time
-here.
+Sources of the rates: slime.plan.devices. Reward functions and tools take no time here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What the processes of a run are doing at this moment, as text: state, memory, and the stack of every thread. And how
 much memory this host gives processes, and whether its kernel has ended one for taking too much.
 
-Stacks come from py-spy where it is installed and may look at other processes. Without it a process writes its own,
-if it was prepared for that with `can_be_asked`: SIGUSR2 has faulthandler write into memory which only its owner can
-read. Others are described by what the kernel knows.
+Stacks come from py-spy where it is installed and may look at other processes. Without it a process writes its own, if
+it was prepared for that by `write_stacks_on_signal`: SIGUSR2 has faulthandler write into memory which only its owner
+can read. Others are described by what the kernel knows.
 
 Both versions of control groups are read for memory; where neither says anything, the kernel's own counter does.
 """
@@ -35,7 +35,7 @@ MAX_CHARS = 20_000
 _MEMORY = "slime-stacks"
 
 
-def can_be_asked() -> None:
+def write_stacks_on_signal() -> None:
     """Have this process write its stacks when another one asks for them."""
     if threads_file.fd is None:
         threads_file.fd = os.memfd_create(_MEMORY)

@@ -103,7 +103,7 @@ class RunGuard:
             manager: returns the rollout manager's handle, which another one may take the place of.
         """
         self._manager = manager
-        stacks.can_be_asked()
+        stacks.write_stacks_on_signal()
         if self._stall_timeout_s:
             self._watch = StallWatch(
                 self._phases, self._look, self._engine_state, self._report, timeout_s=self._stall_timeout_s

@@ -46,7 +46,7 @@ class TrainRayActor(RayActor):
         use_private_temp_dir()
         self._name = f"{NAMES[role]} {rank}"
         configure_logger(self._name)
-        stacks.can_be_asked()
+        stacks.write_stacks_on_signal()
         use_keys(vars(args).get("run_keys"))
         stalls.publish_progress(self._name, CollectiveState().look)
         self.args, self.rank, self.world_size, self._role = args, rank, world_size, role

@@ -6,7 +6,7 @@ The model writes a turn; its tool calls are made by the user's function (`tool_f
 
 What a conversation has come to is kept in `sample.metadata`, so an aborted sample can go on later: "messages" (all
 after the prompt), "round_number", "tool_calls", "tool_errors", "template_drift", and "turn_start" while a turn is
-unfinished. docs/multi_turn.md has an example. It does not know what tools do, or what a good answer is.
+unfinished. docs/multi_turn.md has an example.
 
 Wait graph: a turn waits for the router's /generate (its own deadline), then for one of --tool-concurrency threads,
 which each call holds for `tool_timeout_s` at most, and for the tool (`tool_timeout_s`); all inside the semaphore of

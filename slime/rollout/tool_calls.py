@@ -1,7 +1,7 @@
 """Tool calls in what a model wrote, and calling the user's tool function.
 
 The format is that of Hermes and Qwen: `<tool_call>{"name": "calculator", "arguments": {...}}</tool_call>`, any number
-of times. It knows no particular tool, and nothing about samples and tokens.
+of times.
 """
 
 from __future__ import annotations

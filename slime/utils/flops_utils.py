@@ -20,8 +20,7 @@ then 2 n k - k^2 where n > k. There, and only there, the indexer runs: its proje
 product for each of its heads and their weighted sum. It is not trained: training has no backward pass of it.
 
 Not counted: embedding look-up, norms, softmax, rotation, biases, and what recomputation does a second time. Layers
-that predict further tokens run in training alone and are counted by themselves. It knows nothing about devices or
-parallel layout.
+that predict further tokens run in training alone and are counted by themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Small helpers that belong to no other module: loading hooks by path, periods, boxes, chunks.
-
-It knows nothing about slime's flags, samples or processes.
-"""
+"""Small helpers that belong to no other module: loading hooks by path, periods, boxes, chunks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`Sample`, the one record that travels from the prompt file to the trainer, and small types that user code imports.
 
-It knows how to keep a sample's parallel lists consistent. It does not know where tokens come from (slime.rollout),
-how samples become tensors (slime.rollout.train_data) or what a reward means.
+A sample's methods keep its parallel lists consistent.
 """
 
 from __future__ import annotations

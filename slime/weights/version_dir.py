@@ -1,7 +1,6 @@
 """The directory of --update-weight-disk-dir: names of versions, which run owns it, what an earlier one left there.
 
-A run holds a lock on a file in it for as long as it lives; the file says whose it is. It does not know what a version
-holds. Importing it needs no torch.
+A run holds a lock on a file in it for as long as it lives; the file says whose it is. Importing it needs no torch.
 """
 
 from __future__ import annotations

@@ -187,11 +187,11 @@ def test_a_stalled_run_ends_the_main_threads_wait() -> None:
 
 SLEEPER = """
 import sys, time
-from slime.processes.stacks import can_be_asked
+from slime.processes.stacks import write_stacks_on_signal
 def the_place_where_it_hangs():
     print("ready", flush=True)
     time.sleep(600)
-can_be_asked()
+write_stacks_on_signal()
 the_place_where_it_hangs()
 """
 

@@ -1,7 +1,7 @@
 """Build the Megatron GPT that the flags describe.
 
 It makes the bare module of this rank's tensor-parallel share, with random weights; wrapping it for 16 bit, data
-parallelism and the optimizer is the business of model/setup. It knows nothing about checkpoints.
+parallelism and the optimizer is the business of model/setup.
 """
 
 from __future__ import annotations

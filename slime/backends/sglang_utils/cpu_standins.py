@@ -14,9 +14,6 @@ kernel. `install_kernels()` stands in for the triton kernels that models call wi
 one attention call a sequence and layer; with hundreds of short sequences these small calls are half of a step. A
 subclass is registered under the same name that pads sequences of similar length to one tensor. What it does not cover
 (cross attention, sliding windows, an encoder, another cache dtype) and sequences without company go the old way.
-
-It does not know about servers, flags, Ray or Megatron (whose CPU shim may be installed before or after it in the same
-process).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a run asks of one SGLang server that it can reach, over HTTP: pause, weights, cache, health.
-
-It does not know who started the server, nor how to end it.
-"""
+"""What a run asks of one SGLang server that it can reach, over HTTP: pause, weights, cache, health."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One SGLang server of our own: started as a child process, asked over HTTP (`EngineClient`), ended with its children.
 
-A plain class; `slime.ray` makes Ray actors of it. It does not know about Ray, samples, the router, or where its
-arguments come from (`server_args`).
+A plain class; `slime.ray` makes Ray actors of it.
 """
 
 from __future__ import annotations

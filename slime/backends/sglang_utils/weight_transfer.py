@@ -2,8 +2,7 @@
 
 Run as a script it is the process that `opened_elsewhere` starts.
 
-The one module that `megatron_utils/update_weight` imports from this package. It does not know which tensors there
-are, what they are called, or which engines take them.
+The one module that `megatron_utils/update_weight` imports from this package.
 """
 
 from __future__ import annotations

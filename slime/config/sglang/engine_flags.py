@@ -1,7 +1,6 @@
 """slime's own flags for engines and router, what follows from all of theirs, and which cannot work together.
 
-The options of SGLang and its router themselves are in `options.py`. It knows nothing about placement, free ports or
-how an engine is started.
+The options of SGLang and its router themselves are in `options.py`.
 """
 
 from __future__ import annotations

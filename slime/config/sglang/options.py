@@ -1,7 +1,6 @@
 """Every option of the installed SGLang server and router, as `--sglang-*` and `--router-*`, minus what slime sets.
 
 The options come from cached tables, one for each version, so that a command line is parsed without importing SGLang.
-It knows nothing about what an option means, nor how an engine is started.
 """
 
 from __future__ import annotations

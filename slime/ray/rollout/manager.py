@@ -61,7 +61,7 @@ class RolloutManager(EngineControl):
 
     def __init__(self, args: Args, engine_slots: list[Slot], *, log_path: str) -> None:
         _configure_output(log_path)
-        stacks.can_be_asked()
+        stacks.write_stacks_on_signal()
         use_keys(vars(args).get("run_keys"))
         stalls.publish_progress(stalls.MANAGER, lambda: {"under_way": [list(one) for one in counts_under_way()]})
         logging_utils.init_tracking(args, primary=False)

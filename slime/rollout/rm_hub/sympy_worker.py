@@ -2,7 +2,7 @@
 
 Protocol: it writes "ready", then for each line `{"a": str, "b": str, "limit_s": float}` on stdin one line "1" or "0".
 Each check runs under an alarm of the kernel: past the limit the process dies, wherever sympy is, and the parent sees
-the end of the stream. It ends when stdin does. It knows nothing about answers or LaTeX.
+the end of the stream. It ends when stdin does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scoring finished samples, and checking what the reward function returned; fan-out siblings are one execution.
 
-Which reward function it is, slime.rollout.rm_hub decides. It does not know when a sample is finished.
+Which reward function it is, slime.rollout.rm_hub decides.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `resolve` turns the flag `--accelerator` into a kind at parse time; `activate` makes it this process's device.
 Everything else asks here instead of testing for CUDA, so that code has no branches per device. torch is imported only
-where it is used: a command line is checked without it. It does not know about Megatron, SGLang, Ray or placement.
+where it is used: a command line is checked without it.
 """
 
 from __future__ import annotations

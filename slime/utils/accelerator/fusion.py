@@ -1,11 +1,11 @@
 """Small tensor functions as one kernel on CUDA, the function as it is written elsewhere.
 
 Elementwise work between matrix products is bound by memory, and eager torch reads and writes it once per operation.
-What is decorated here must therefore be plain torch without side effects on Python objects, so that both ways mean
-the same; the tests of a function run it uncompiled. `fused_on_cuda` leaves the kernel to torch.compile, each call of
-which takes the host some 0.1 to 0.3 ms beside the device's work; what every layer calls has a kernel by hand instead
+What is decorated here must therefore be plain torch without side effects on Python objects, so that both ways mean the
+same; the tests of a function run it uncompiled. `fused_on_cuda` leaves the kernel to torch.compile, each call of which
+takes the host some 0.1 to 0.3 ms beside the device's work; what every layer calls has a kernel by hand instead
 (`kernel_on_cuda`). Where nothing can be compiled (no C compiler, no triton), or with TORCHDYNAMO_DISABLE=1, the
-function runs as it is, and a warning says so once. It knows nothing about what is computed.
+function runs as it is, and a warning says so once.
 """
 
 from __future__ import annotations

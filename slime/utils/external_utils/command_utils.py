@@ -5,9 +5,8 @@
     U.execute_train("--hf-checkpoint Qwen3-4B --prompt-data ...", num_gpus_per_node=8, megatron_model_type="qwen3-4B")
 
 Files are fetched to folders below SLIME_HOME (/root). A run gets a Ray of its own on free ports, made by the functions
-of scripts/common.sh; it ends with the run, and nothing that was not started here is ever ended.
-It works from a clone of the repository (train.py, tools/ and scripts/ are not installed), and runs start in its root.
-It knows no flag's meaning, except that --accelerator says what num_gpus_per_node counts.
+of scripts/common.sh; it ends with the run, and nothing that was not started here is ever ended. It works from a clone
+of the repository (train.py, tools/ and scripts/ are not installed), and runs start in its root.
 """
 
 from __future__ import annotations

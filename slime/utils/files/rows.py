@@ -1,7 +1,7 @@
 """Rows of a .jsonl or .parquet file, one after the other or by number, without holding the file in memory.
 
 A row is found again by its position: the byte offset of its line; rows of a .parquet, which has no cheap access to one
-row, are written to a temporary file as they are read. It knows nothing about what a row means.
+row, are written to a temporary file as they are read.
 """
 
 from __future__ import annotations

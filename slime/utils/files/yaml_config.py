@@ -1,7 +1,7 @@
 """Reads the YAML (or JSON) files behind flags and checks them against a pydantic model; every problem names its line.
 
 It differs from `yaml.safe_load` in that the values of a file are those its writer sees: `1e-6` is a number, `007`,
-`12:30` and `2024-01-01` are texts, and a key that is written twice is an error. It knows no flag and no schema.
+`12:30` and `2024-01-01` are texts, and a key that is written twice is an error.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def of_layout(args: argparse.Namespace) -> Parity:
         batch = next(batches)
         return run_model(chunk, batch), partial(loss, batch)
 
-    run_pass(model, micro_batches, forward_step, step_id=0, seq_length=args.seq_length, is_of_flags=True)
+    run_pass(model, micro_batches, forward_step, step_id=0, seq_length=args.seq_length, comes_from_flags=True)
     with torch.no_grad():
         for chunk in model:
             for param in chunk.parameters():

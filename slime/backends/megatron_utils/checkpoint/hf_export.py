@@ -1,8 +1,8 @@
 """Write a Megatron model as an HF checkpoint directory.
 
 Weights come from the model alone; config and tokenizer files are copied from --hf-checkpoint, and so is what the
-trainer does not have, the part of a model that sees images. The directory appears
-under its name only when it is complete. It knows nothing about Megatron's own checkpoints.
+trainer does not have, the part of a model that sees images. The directory appears under its name only when it is
+complete.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Starting triton kernels with little work for the host.
 
 triton finds the compiled kernel for the arguments of a call anew each time, which takes the host longer than the rest
-of starting a small kernel; what every layer of a model calls is worth a shorter way. It knows nothing about what the
-kernels compute.
+of starting a small kernel; what every layer of a model calls is worth a shorter way.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ outside of such buffers pays for a copy. Where torch._grouped_mm does not work (
 experts are multiplied one by one, which gives the numbers of SequentialMLP.
 
 The gradients of weights are products of their own for each expert, because torch cannot add a grouped product to
-Megatron's fp32 gradients. It knows nothing about routing.
+Megatron's fp32 gradients.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 To read a tensor of the GPU, or to copy a list to it, the host waits until the GPU has done all that it was given. In
 every layer, that would keep the host from going ahead, and the GPU waiting for it in turn, most of all where a rank
 has little work for each layer. What is kept follows from the pack as it was when a layer asked first: who changes a
-pack makes another description of it. It does not know what the layers compute.
+pack makes another description of it.
 """
 
 from __future__ import annotations

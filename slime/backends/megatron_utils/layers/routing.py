@@ -3,8 +3,8 @@
 Before a micro-batch every router of a model chunk is told its `Routing`. Padding counts neither in the load-balancing
 losses nor in the load by which expert biases move. Choices are recorded in one pass and replayed in another
 (`passes.routing_replay` says when); a replayed choice takes the router's present scores, so that its gradient is that
-of the present weights. Layers that are recomputed in the backward pass, when routers already know
-of later micro-batches, get what they were told at first. It knows nothing about samples.
+of the present weights. Layers that are recomputed in the backward pass, when routers already know of later
+micro-batches, get what they were told at first.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The value of row p is what the critic expects of the response from the token behind p on, as the logits of row p are
 those of that token. The head counts in fp32, also where the model is in 16 bit: returns are not probabilities, and a
 bfloat16 value would be a multiple of its 256th part. It starts at 0, so that a fresh critic changes no advantage and
-needs no random numbers. It knows nothing about losses or checkpoints' files.
+needs no random numbers.
 """
 
 from __future__ import annotations

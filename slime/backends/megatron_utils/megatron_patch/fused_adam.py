@@ -1,9 +1,9 @@
 """Adam in the layout that megatron-core's DistributedOptimizer can checkpoint without TransformerEngine and Apex.
 
 Upstream (0.16.1): without those packages it falls back to torch's AdamW, whose state (a step tensor per parameter,
-shared after loading) its checkpoint code reads back wrongly, so that a resumed run differs. This class keeps the
-step in the parameter group, as Apex's FusedAdam does, and updates all parameters in torch's fused kernel.
-It can go when Megatron checkpoints torch's AdamW. It knows nothing about schedules.
+shared after loading) its checkpoint code reads back wrongly, so that a resumed run differs. This class keeps the step
+in the parameter group, as Apex's FusedAdam does, and updates all parameters in torch's fused kernel. It can go when
+Megatron checkpoints torch's AdamW.
 """
 
 from __future__ import annotations

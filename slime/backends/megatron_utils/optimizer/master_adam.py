@@ -6,8 +6,6 @@ Megatron's optimizer then keeps no copies of weights and gradients: `param` is i
 "exp_avg_sq", which its checkpoints read and write under the names that every run has, so that a run may be resumed
 with or without. Upstream (0.16.1) has this in TransformerEngine's FusedAdam, and a HybridDeviceOptimizer that cannot
 resume a model with fp32 weights. The update is `Adam`'s, number by number.
-
-It knows nothing about learning-rate schedules and checkpoints.
 """
 
 from __future__ import annotations

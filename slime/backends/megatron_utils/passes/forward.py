@@ -49,7 +49,7 @@ def run_pass(
     *,
     step_id: int | None,
     seq_length: int,
-    is_of_flags: bool,
+    comes_from_flags: bool,
 ) -> list[dict[str, Any]]:
     """Run the micro-batches of a train step with gradients, or those of the whole rollout without.
 
@@ -59,14 +59,14 @@ def run_pass(
         forward_step: (iterator of micro-batches, chunk) -> (output, loss function), as Megatron calls it.
         step_id: the train step; None: the rollout.
         seq_length: Megatron's.
-        is_of_flags: the model is the one of the flags, whose stages send each other hidden states [T, 1, H].
+        comes_from_flags: the model is the one of the flags, whose stages send each other hidden states [T, 1, H].
 
     Returns:
         what the loss functions report; nothing on stages before the last.
     """
     lengths = micro_batches.row_lengths(step_id)
     has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    with _shapes_between_stages(model, lengths) if has_stages and is_of_flags else contextlib.nullcontext():
+    with _shapes_between_stages(model, lengths) if has_stages and comes_from_flags else contextlib.nullcontext():
         reports: list[dict[str, Any]] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[micro_batches.of_step(step_id) for _ in model],
@@ -272,7 +272,7 @@ def compute_columns(
         forward_step,
         step_id=None,
         seq_length=args.seq_length,
-        is_of_flags=not args.custom_model_provider_path,
+        comes_from_flags=not args.custom_model_provider_path,
     )
     for chunk in model:
         chunk.train()

@@ -1,7 +1,4 @@
-"""One optimizer update from the micro-batches of one train step.
-
-It knows nothing about which loss it runs (slime.backends.megatron_utils.loss) or where the metrics go.
-"""
+"""One optimizer update from the micro-batches of one train step."""
 
 from __future__ import annotations
 
@@ -102,5 +99,5 @@ def _forward_backward(
         forward_step,
         step_id=step_id,
         seq_length=args.seq_length,
-        is_of_flags=not args.custom_model_provider_path,
+        comes_from_flags=not args.custom_model_provider_path,
     )

@@ -1,6 +1,6 @@
 """What the teacher server is asked and what it answers, as JSON: the shapes of SGLang's /generate that scoring uses.
 
-Bodies are checked here as far as they can be without the model. It knows nothing about HTTP.
+Bodies are checked here as far as they can be without the model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The teacher on one rank: a Megatron model that scores packed sequences, and takes new weights from disk.
 
-Every tensor-parallel rank calls the same methods with the same arguments. It knows nothing about HTTP or queues.
+Every tensor-parallel rank calls the same methods with the same arguments.
 """
 
 from __future__ import annotations

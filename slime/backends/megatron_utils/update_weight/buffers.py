@@ -1,7 +1,7 @@
 """Memory in which a bucket lies as one run of bytes, and from which it is read or broadcast.
 
 On CPU it is shared memory, on CUDA device memory for IPC handles and NCCL. There is one buffer a slot, so that a
-bucket can be made ready while another one is read. It knows nothing about engines or handles.
+bucket can be made ready while another one is read.
 
 Tensors follow each other without a gap: that is how SGLang lays a bucket out that it receives in a broadcast, where
 only names, types and shapes are told. Their order makes sure that a view of each may begin where it does: first those

@@ -2,7 +2,7 @@
 
 Three steps, each with an answer from every engine: can it connect to this rank; does it join; does a first broadcast
 of one byte arrive (in it NCCL makes its connections). The first and the last are asked only of servers of our own: a
-stock SGLang knows no such questions, and is silent where it cannot connect. It does not know what is broadcast later.
+stock SGLang knows no such questions, and is silent where it cannot connect.
 """
 
 from __future__ import annotations

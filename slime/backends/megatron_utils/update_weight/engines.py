@@ -1,7 +1,7 @@
 """Calling every engine at once and waiting for all of them with a deadline.
 
 An engine is whatever has the methods of `EngineClient`: one that is reached over HTTP in a run, the plain object in a
-test. It does not know what the calls mean.
+test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It is collective: every rank iterates, and each gets the full tensors of the tensor- and expert-parallel ranks of its
 copy of the model, of all pipeline stages or of its own. Where --hf-checkpoint is quantised, so are they: an engine and
-an HF export take the same. It does not know where they go.
+an HF export take the same.
 """
 
 from __future__ import annotations
