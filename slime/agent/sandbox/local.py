@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 WORKDIR = "/workspace"
 _SHOWN = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl")
 _COVERED = ("/tmp", "/home", "/dev", "/proc")
+_BASH = "/bin/bash"
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _LEAST_MB = 64
 _END_S = 10.0
 _START_S = 30.0
@@ -249,7 +251,7 @@ class LocalSandbox:
             SandboxError: it failed and `check` is set, or the sandbox has ended.
         """
         environment = user_environment(user, env, self.workdir)
-        argv, kills = ["bash", "-c", cmd], self.killed_for_memory
+        argv, kills = [_BASH, "-c", cmd], self.killed_for_memory
         code, out, err = await self._run(argv, timeout=timeout, env=environment)
         if code == _KILLED and self.killed_for_memory > kills:
             err += f"killed: all processes together held more than {self.limits['memory_mb']} MiB\n"
@@ -297,7 +299,7 @@ class LocalSandbox:
         # Sealed: the sandbox gets the descriptor of memory that nobody can change.
         fcntl.fcntl(source, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
-        result = await self._run(["bash", "-c", script, "write_file", path], timeout=_START_S, stdin=source)
+        result = await self._run([_BASH, "-c", script, "write_file", path], timeout=_START_S, stdin=source)
         checked(result, f"write_file {path}", check=True)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
@@ -332,10 +334,13 @@ class LocalSandbox:
 
 
 def _start(control: int) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[3])
-    program = f"import sys; sys.path.insert(0, {root!r}); from slime.processes.isolation.init import main; "
+    # The package without its __init__, which imports what the process does not need: half of its start.
+    program = (
+        f"import sys; sys.modules['slime'] = slime = type(sys)('slime'); slime.__path__ = [{_PACKAGE!r}];"
+        f" from slime.processes.isolation.init import main; main({control})"
+    )
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", f"{program}main({control})"],
+        [sys.executable, "-I", "-S", "-c", program],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[control],

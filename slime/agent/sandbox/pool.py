@@ -7,10 +7,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-if TYPE_CHECKING:
-    from slime.agent.sandbox import Sandbox
+from slime.agent.sandbox import Sandbox
 
 
 class SandboxPool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+import random
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 OUTPUT_BYTES = 1 << 20
 FILE_BYTES = 256 << 20
+SERVER_KEY_ENV = "SLIME_SANDBOX_KEY"
 USERS = ("root", "agent")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+T = TypeVar("T")
 ExecResult = tuple[int, str, str]
 
 
@@ -150,3 +153,19 @@ def file_text(data: bytes, path: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise SandboxError(f"{path} in the sandbox is not UTF-8 text: {error}") from None
+
+
+async def retried(call: Callable[[], Awaitable[T]], kinds: tuple[type[Exception], ...], *, tries: int) -> T:
+    """Call until it succeeds, with growing random pauses (full jitter, 1 s doubling up to 32 s at the most).
+
+    Args:
+        kinds: errors after which it is called again.
+
+    Raises:
+        Exception: that of the last try, or the first one of another kind.
+    """
+    for number in range(tries - 1):
+        with contextlib.suppress(*kinds):
+            return await call()
+        await asyncio.sleep(random.uniform(0, min(2.0**number, 32.0)))
+    return await call()

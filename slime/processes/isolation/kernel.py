@@ -10,11 +10,13 @@ import ctypes
 import errno
 import fcntl
 import os
-import platform
 import resource
 import socket
 import struct
-from collections.abc import Sequence
+
+TYPE_CHECKING = False  # As typing's; see init.
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NAMESPACES = {"net": 0x40000000, "ipc": 0x08000000, "uts": 0x04000000, "cgroup": 0x02000000}
 NEW_USER, NEW_MOUNT, NEW_PID = 0x10000000, 0x00020000, 0x20000000
@@ -328,7 +330,7 @@ def filter_program() -> bytes:
     Raises:
         OSError: the numbers of this architecture are not known here.
     """
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
     column, audit = _ARCHITECTURES[machine]
