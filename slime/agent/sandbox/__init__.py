@@ -19,12 +19,14 @@ from slime.agent.sandbox.access import GatewayAccess
 from slime.agent.sandbox.results import ExecResult, SandboxError, SandboxTimeout
 
 if TYPE_CHECKING:
+    from slime.agent.sandbox.docker import DockerSandbox
     from slime.agent.sandbox.http import HttpSandbox
     from slime.agent.sandbox.local import LocalSandbox
 
 __all__ = [
     "BACKENDS",
     "EXIT_TIME_BUDGET_EXCEEDED",
+    "DockerSandbox",
     "GatewayAccess",
     "HttpSandbox",
     "LocalSandbox",
@@ -41,6 +43,7 @@ EXIT_TIME_BUDGET_EXCEEDED = -1
 # backend -> (module, class). Loaded when asked for: their clients are large, and no run needs all.
 BACKENDS = {
     "local": ("slime.agent.sandbox.local", "LocalSandbox"),
+    "docker": ("slime.agent.sandbox.docker", "DockerSandbox"),
     "http": ("slime.agent.sandbox.http", "HttpSandbox"),
 }
 _LONGEST_POLL_S = 5.0
