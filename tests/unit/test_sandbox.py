@@ -314,7 +314,7 @@ def test_bad_input_is_refused_with_the_known_values(tmp_path: Path, caplog: pyte
     ):
         with pytest.raises(ValueError, match=said):
             LocalSandbox(**options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no sandbox backend is called 'lokal'; there are local, docker, http"):
+    with pytest.raises(ValueError, match="no sandbox backend is called 'lokal'; there are local, docker, e2b, http"):
         make_sandbox("lokal")
     with caplog.at_level(logging.WARNING):
         assert isinstance(make_sandbox("local", image="debian"), LocalSandbox)

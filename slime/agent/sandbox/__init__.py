@@ -20,6 +20,7 @@ from slime.agent.sandbox.results import ExecResult, SandboxError, SandboxTimeout
 
 if TYPE_CHECKING:
     from slime.agent.sandbox.docker import DockerSandbox
+    from slime.agent.sandbox.e2b import E2BSandbox
     from slime.agent.sandbox.http import HttpSandbox
     from slime.agent.sandbox.local import LocalSandbox
 
@@ -27,6 +28,7 @@ __all__ = [
     "BACKENDS",
     "EXIT_TIME_BUDGET_EXCEEDED",
     "DockerSandbox",
+    "E2BSandbox",
     "GatewayAccess",
     "HttpSandbox",
     "LocalSandbox",
@@ -44,6 +46,7 @@ EXIT_TIME_BUDGET_EXCEEDED = -1
 BACKENDS = {
     "local": ("slime.agent.sandbox.local", "LocalSandbox"),
     "docker": ("slime.agent.sandbox.docker", "DockerSandbox"),
+    "e2b": ("slime.agent.sandbox.e2b", "E2BSandbox"),
     "http": ("slime.agent.sandbox.http", "HttpSandbox"),
 }
 _LONGEST_POLL_S = 5.0
