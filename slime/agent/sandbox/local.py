@@ -1,4 +1,4 @@
-"""Sandboxes on this host: namespaces of a plain user, no root, no daemon, no network; `true` takes some 16 ms.
+"""Sandboxes on this host: namespaces of a plain user, no root, no daemon, no network.
 
 `slime.processes.isolation` makes the sandbox; this module starts it and talks to its first process. Whatever happens
 to this process, the sandbox ends with it.
@@ -36,7 +36,18 @@ from slime.processes.isolation.kernel import MESSAGE_BYTES
 logger = logging.getLogger(__name__)
 
 WORKDIR = "/workspace"
-_SHOWN = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl")
+_SHOWN = (
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/usr",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+)
 _COVERED = ("/tmp", "/home", "/dev", "/proc")
 _BASH = "/bin/bash"
 _PACKAGE = str(Path(__file__).resolve().parents[2])
