@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,7 +20,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from slime.dashboard import pages
+from slime.dashboard import pages, timeline
+from slime.dashboard.records import EXACT, SORTABLE, Query, Samples
 from slime.dashboard.runs import Library, Run
 from slime.dashboard.series import AXES
 
@@ -25,6 +29,8 @@ STATIC = Path(__file__).parent / "static"
 LOOK_S = 1.0
 KEEP_ALIVE_S = 15.0
 MOST_NAMES, MOST_POINTS = 64, 5000
+MOST_COMPARED = 12
+LARGEST_TOKENIZER = 64 << 20  # bytes
 
 
 def answer(value: Any) -> JSONResponse:
@@ -51,10 +57,22 @@ class Api:
             "": lambda _, run: pages.run_page(run),
             "/metrics": lambda _, run: pages.metric_names(run),
             "/series": series_of,
+            "/time": lambda _, run: timeline.time_page(run),
+            "/evaluation": lambda request, run: pages.evaluation_page(run, request.query_params.get("set", "")),
             "/rollouts": lambda _, run: pages.rollout_list(run.rollouts.files.values()),
         }
+        of_samples: dict[str, Callable[[Request, Run, Samples], Any]] = {
+            "": sample_list,
+            "/{row:int}": lambda request, _, samples: samples.sample(request.path_params["row"]),
+            "/times": lambda _, __, samples: timeline.sample_lanes(samples),
+            "/{row:int}/text": sample_text,
+            "/{row:int}/tokens": sample_tokens,
+        }
         routes = [Route(f"/runs/{{run}}{path}", self._of_run(page)) for path, page in of_runs.items()]
-        return [Route("/runs", self._runs), Route("/events", self._events), *routes]
+        below = "/runs/{run}/rollouts/{name}"
+        routes += [Route(f"{below}{path}", self._of_samples(page)) for path, page in of_samples.items()]
+        own = [Route("/runs", self._runs), Route("/events", self._events), Route("/compare", self._compare)]
+        return [*own, *routes]
 
     def _of_run(self, page: Callable[[Request, Run], Any]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
@@ -67,11 +85,29 @@ class Api:
 
         return endpoint
 
+    def _of_samples(self, page: Callable[[Request, Run, Samples], Any]) -> Callable[[Request], Response]:
+        def endpoint(request: Request) -> Response:
+            run = self._library.find(request.path_params["run"])
+            if run is None:
+                raise HTTPException(404, "no such run")
+            try:
+                return answer(page(request, run, run.rollouts.open(request.path_params["name"])))
+            except LookupError as error:
+                raise HTTPException(404, str(error.args[0])) from None
+            except ValueError as error:
+                raise HTTPException(422, f"these samples cannot be read: {error}") from None
+
+        return endpoint
+
     def _runs(self, request: Request) -> Response:
         runs = self._library.runs()
         for run in runs:
             run.refresh()
         return answer({"runs": [pages.overview(run) for run in runs]})
+
+    def _compare(self, request: Request) -> Response:
+        asked = request.query_params.get("runs", "").split(",")[:MOST_COMPARED]
+        return answer(pages.compare_page([run for run_id in asked if (run := self._library.find(run_id))]))
 
     async def _events(self, request: Request) -> Response:
         wanted = request.query_params.get("runs", "").split(",")
@@ -118,6 +154,70 @@ def series_of(request: Request, run: Run) -> dict[str, Any]:
     return {"record": run.series.num_records, "series": found}
 
 
+def sample_list(request: Request, _: Run, samples: Samples) -> dict[str, Any]:
+    """A page of a list: `?q=TEXT&status=truncated&low=0&high=1&flat=1&sort=reward&desc=1&start=0&count=50`.
+
+    Raises:
+        HTTPException: there is no such order, or a number is none.
+    """
+    asked = request.query_params
+    sort = asked.get("sort", SORTABLE[0])
+    if sort not in SORTABLE:
+        raise HTTPException(400, f"sort is one of {', '.join(SORTABLE)}")
+    query = Query(
+        text=asked.get("q", "")[:200],
+        exact={name: asked[name] for name in EXACT if name in asked},
+        low=_float_of(request, "low"),
+        high=_float_of(request, "high"),
+        only_flat="flat" in asked,
+        sort=sort,
+        is_descending="desc" in asked,
+    )
+    return samples.page(query, start=number_of(request, "start", 0), count=number_of(request, "count", 50))
+
+
+def sample_text(request: Request, _: Run, samples: Samples) -> dict[str, Any]:
+    """More of a long text: `?text=response&start=20000`."""
+    name = request.query_params.get("text", "response")
+    return samples.text(request.path_params["row"], name, number_of(request, "start", 0))
+
+
+def sample_tokens(request: Request, run: Run, samples: Samples) -> dict[str, Any]:
+    """Tokens with their values: `?start=0&count=2000`; their texts where the run's tokenizer can be read."""
+    start, count = number_of(request, "start", 0), number_of(request, "count", 2000)
+    found = samples.tokens(request.path_params["row"], start=start, count=count)
+    return found | {"texts": token_texts(run.flags.get("hf_checkpoint"), found["ids"])}
+
+
+def token_texts(checkpoint: object, ids: Sequence[int]) -> list[str] | None:
+    """Return the text of each token; None where the tokenizer.json of the checkpoint cannot be read."""
+    path = Path(str(checkpoint)) / "tokenizer.json"
+    try:
+        if not checkpoint or path.stat().st_size > LARGEST_TOKENIZER:
+            return None
+        tokenizer = _tokenizer(str(path), path.stat().st_mtime)
+    except OSError:
+        return None
+    return tokenizer and [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(path: str, changed: float) -> Any:
+    """The tokenizer of one checkpoint, by `tokenizers` alone: transformers would take ten times the memory."""
+    from tokenizers import Tokenizer
+
+    with ThreadPoolExecutor(1) as thread:  # a future holds what is raised, which has no type of its own
+        read = thread.submit(Tokenizer.from_file, path)
+    return None if read.exception() else read.result()
+
+
+def _float_of(request: Request, name: str) -> float | None:
+    try:
+        return float(request.query_params[name]) if name in request.query_params else None
+    except ValueError:
+        raise HTTPException(400, f"{name} must be a number") from None
+
+
 def number_of(request: Request, name: str, default: int) -> int:
     """Return a whole number of the address.
 
@@ -130,7 +230,18 @@ def number_of(request: Request, name: str, default: int) -> int:
         raise HTTPException(400, f"{name} must be a whole number") from None
 
 
+@lru_cache(maxsize=1)
+def _load_ahead() -> None:
+    """Somebody looks: import what reads samples (a second, 30 MB) before they are asked for."""
+    Thread(target=_load_reader, daemon=True).start()
+
+
+def _load_reader() -> None:
+    import slime.observability.rollout_records  # noqa: F401
+
+
 def _page(request: Request) -> Response:
+    _load_ahead()
     return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
 
 

@@ -1,23 +1,28 @@
-"""The JSON behind the pages Run and Curves, from what a run has written; nothing is read here that `Run` has read."""
+"""The JSON behind the pages Run, Curves, Compare and Evaluation, from what a run has written."""
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slime.dashboard.files import is_inside, read_object, read_text, tail
-from slime.dashboard.records import RolloutFile
+from slime.dashboard.records import SampleFile, Samples
 from slime.dashboard.runs import Run
 from slime.dashboard.series import AXES, finite
+from slime.dashboard.timeline import current_phase, progress, rollout_seconds
 
 ITERATION = re.compile(r"iter_(\d+)")
 WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 MOST_WARNINGS = 20
+MOST_PROBLEMS, SHOWN_PROMPT, SHOWN_ANSWER = 400, 300, 2000
 RECENT_ROLLOUTS = 5
+STEP = "train/step"
 LATE = 6.0  # A rollout that takes so many times the median is late: as the watchdog counts (--stall-timeout).
 HEADLINES = (
     "rollout/raw_reward",
@@ -62,7 +67,7 @@ def run_page(run: Run) -> dict[str, Any]:
         "rollout_seconds": statistics.median(seconds) if seconds else None,
         "eta_s": statistics.median(seconds) * left if seconds and left and page["status"] == "running" else None,
         "checkpoints": checkpoints(run),
-        "restarts": max(0, sum(event.get("event") in ("start", "plan") for event in run.events) // 2 - 1),
+        "restarts": max(0, sum(event.get("event") == "plan" for event in run.events) - 1),
         "command": run.start.get("command"),
         "resume": run.start.get("resume"),
         "host": run.start.get("host"),
@@ -74,37 +79,6 @@ def run_page(run: Run) -> dict[str, Any]:
         "headlines": {name: run.series.latest(name) for name in HEADLINES if name in run.series.points},
     }
     return page | {"lights": list(lights(run, page))}
-
-
-def progress(run: Run) -> tuple[int, int | None]:
-    """Return (rollouts done, rollouts of the whole run or None)."""
-    steps = run.series.points.get("perf/step_time") or run.series.points.get("rollout/response_len/mean")
-    done = int(max(steps.step)) + 1 if steps else 0
-    nothing: dict[str, Any] = {}
-    plan = next((event for event in reversed(run.events) if event.get("event") == "plan"), nothing)
-    total = plan.get("num_rollout", run.flags.get("num_rollout"))
-    return done, total if isinstance(total, int) else None
-
-
-def rollout_seconds(run: Run) -> list[float]:
-    """Seconds from one finished rollout to the next, of the newest 20."""
-    points = run.series.points.get("perf/step_time") or run.series.points.get("rollout/response_len/mean")
-    times = list(points.time)[-21:] if points else []
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False) if later > earlier]
-
-
-def current_phase(run: Run) -> dict[str, Any] | None:
-    """The phase that was begun last and has not ended."""
-    open_phases: list[dict[str, Any]] = []
-    for event in run.events:
-        kind = event.get("event")
-        if kind == "start":
-            open_phases.clear()
-        elif kind == "begin":
-            open_phases.append(event)
-        elif kind == "end" and open_phases:
-            open_phases.pop()
-    return {"name": open_phases[-1].get("phase"), "since": open_phases[-1].get("time")} if open_phases else None
 
 
 def recent_alarms(run: Run) -> list[dict[str, Any]]:
@@ -190,12 +164,126 @@ def metric_names(run: Run) -> dict[str, Any]:
         for name, points in sorted(run.series.points.items())
     }
     axes = AXES if run.samples_per_rollout and "rollout/response_len/mean" in metrics else AXES[:2]
-    return {"metrics": metrics, "axes": axes, "alarms": run.series.alarms[-200:]}
+    done, _ = progress(run)
+    trained = max(
+        (max(points.step) + 1 for points in run.series.points.values() if points.step_key == STEP), default=0
+    )
+    return {"metrics": metrics, "axes": axes, "steps_per_rollout": max(1, round(trained / max(1, done)))}
 
 
-def rollout_list(files: Iterable[RolloutFile]) -> list[dict[str, Any]]:
+def rollout_list(files: Iterable[SampleFile]) -> list[dict[str, Any]]:
     """The files of samples, newest first."""
     newest = sorted(files, key=lambda file: (file.rollout_id, file.is_eval), reverse=True)
     return [
         {"name": file.name, "rollout": file.rollout_id, "is_eval": file.is_eval, "bytes": file.size} for file in newest
     ]
+
+
+# ---- evaluations
+
+
+def evaluation_page(run: Run, wanted: str) -> dict[str, Any]:
+    """Every set with its mean and standard error at each step, and the problems of one set over the steps.
+
+    Args:
+        run: which.
+        wanted: the set; another one where there is none of the name.
+    """
+    marks = problem_rewards(run)
+    names = {name.removeprefix("eval/") for name in run.series.points if re.fullmatch(r"eval/[^/-]+", name)}
+    names |= {dataset for by_set in marks.values() for dataset in by_set}
+    chosen = wanted if wanted in names else min(names, default="")
+    sets = {name: _set_over_steps(run, name, marks) for name in sorted(names)}
+    steps = sorted(step for step, by_set in marks.items() if chosen in by_set)
+    problems = sorted({problem for step in steps for problem in marks[step][chosen]})[:MOST_PROBLEMS]
+    return {
+        "sets": sets,
+        "set": chosen,
+        "steps": steps,
+        "problems": [
+            {"prompt": prompt, "label": label, "marks": [marks[step][chosen].get((prompt, label)) for step in steps]}
+            for prompt, label in problems
+        ],
+    }
+
+
+def problem_rewards(run: Run) -> dict[int, dict[str, dict[tuple[str, str], dict[str, Any]]]]:
+    """Step -> set -> (prompt, label) -> {"reward": mean, "count", "file", "row"}, from recorded evaluations, and from
+    eval_samples.jsonl where those are not kept."""
+    found: dict[int, Any] = {}
+    for answer in run.answers:
+        step, reward = answer.get("eval/step"), answer.get("reward")
+        if isinstance(step, int) and isinstance(reward, int | float):
+            prompt = answer["prompt"] if isinstance(answer.get("prompt"), str) else json.dumps(answer.get("prompt"))
+            key = (prompt[:SHOWN_PROMPT], str(answer.get("label")))
+            mark = {"reward": finite(reward), "count": 1, "response": str(answer.get("response"))[:SHOWN_ANSWER]}
+            found.setdefault(step, {}).setdefault(str(answer.get("data_set")), {})[key] = mark
+    for file in run.rollouts.files.values():
+        if file.is_eval:
+            found[file.rollout_id] = run.kept(file, partial(_marks_of_file, file))
+    return found
+
+
+def _marks_of_file(file: SampleFile) -> dict[str, dict[tuple[str, str], dict[str, Any]]]:
+    rewards: dict[tuple[str, str, str], list[float]] = {}
+    rows: dict[tuple[str, str, str], int] = {}
+    for row in Samples(file).problems():
+        key = (row["dataset"] or "", (row["prompt_preview"] or "")[:SHOWN_PROMPT], row["label"] or "")
+        if row["reward"] is not None:
+            rewards.setdefault(key, []).append(row["reward"])
+            rows.setdefault(key, row["row"])
+    found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for (dataset, prompt, label), values in rewards.items():
+        mark = {"reward": sum(values) / len(values), "count": len(values), "file": file.name}
+        found.setdefault(dataset, {})[prompt, label] = mark | {"row": rows[dataset, prompt, label]}
+    return found
+
+
+def _set_over_steps(run: Run, name: str, marks: Mapping[int, Any]) -> dict[str, Any]:
+    """Means as they were logged, with standard errors over problems where these are known."""
+    line = run.series.select(f"eval/{name}")
+    logged = dict(zip(line["x"], line["y"], strict=True))
+    steps = sorted({*logged, *(step for step, by_set in marks.items() if name in by_set)})
+    means, errors = [], []
+    for step in steps:
+        values = [mark["reward"] for mark in marks.get(int(step), {}).get(name, {}).values()]
+        mean = sum(values) / len(values) if values else None
+        means.append(logged.get(step, mean))
+        errors.append(statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
+    return {"x": steps, "y": means, "error": errors}
+
+
+# ---- several runs
+
+
+def compare_page(runs: Sequence[Run]) -> dict[str, Any]:
+    """What is different between runs: flags, newest metrics, answers to the same problems."""
+    names = {name for run in runs for name in run.flags}
+    flags = {name: [run.flags.get(name) for run in runs] for name in sorted(names)}
+    nothing: dict[tuple[str, str, str], Any] = {}
+    newest = [_newest_marks(run) for run in runs]
+    common = sorted(set.intersection(*(set(marks) for marks in newest or [nothing])))
+    problems = [
+        {"set": key[0], "prompt": key[1], "label": key[2], "marks": [marks[key] for marks in newest]} for key in common
+    ]
+    problems.sort(key=lambda problem: _spread(problem["marks"]), reverse=True)
+    metrics = {name for run in runs for name in run.series.points if name in HEADLINES or name.count("/") == 1}
+    return {
+        "runs": [overview(run) for run in runs],
+        "has_flags": [bool(run.flags) for run in runs],
+        "flags": {name: values for name, values in flags.items() if any(value != values[0] for value in values[1:])},
+        "metrics": {name: [run.series.latest(name) for run in runs] for name in sorted(metrics)},
+        "problems": problems[:MOST_PROBLEMS],
+        "num_problems": len(problems),
+    }
+
+
+def _newest_marks(run: Run) -> dict[tuple[str, str, str], Any]:
+    marks = problem_rewards(run)
+    newest = marks[max(marks)] if marks else {}
+    return {(dataset, *problem): mark for dataset, problems in newest.items() for problem, mark in problems.items()}
+
+
+def _spread(marks: Sequence[Mapping[str, Any]]) -> float:
+    rewards = [mark["reward"] for mark in marks if mark["reward"] is not None]
+    return max(rewards) - min(rewards) if rewards else 0.0

@@ -12,12 +12,12 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.dashboard.files import Lines, is_inside
-from slime.dashboard.records import RolloutFiles
+from slime.dashboard.records import SampleFile, SampleFiles
 from slime.dashboard.series import Series
 from slime.observability.run_events import FILE as EVENTS_FILE
 from slime.processes.directories import METRICS_FILE
@@ -47,11 +47,12 @@ class Run:
         slug = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:] or "run"
         self.id = f"{slug}-{hashlib.sha256(str(directory).encode()).hexdigest()[:6]}"
         self.series = Series(directory, root)
-        self.rollouts = RolloutFiles(directory, root)
+        self.rollouts = SampleFiles(directory, root)
         self.events: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
         self._event_lines = Lines(directory / EVENTS_FILE, root)
         self._answer_lines = Lines(directory / EVAL_SAMPLES_FILE, root)
+        self._made: dict[SampleFile, Any] = {}
         self._seen = 0.0
         self.lock = threading.RLock()
 
@@ -71,6 +72,17 @@ class Run:
         if lines.generation != generation:
             kept.clear()
         kept += new
+
+    def kept(self, file: SampleFile, make: Callable[[], Any]) -> Any:
+        """Return what was made of a file before, or make it; as many are kept as there are files."""
+        for old in set(self._made) - set(self.rollouts.files.values()):
+            del self._made[old]
+        if file not in self._made:
+            try:
+                self._made[file] = make()
+            except (LookupError, ValueError):  # removed meanwhile, or no samples
+                return {}
+        return self._made[file]
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -99,7 +111,7 @@ class Run:
         sizes = [self.flags.get(name) for name in ("rollout_batch_size", "n_samples_per_prompt")]
         if all(isinstance(size, int) for size in sizes):
             return float(sizes[0] * sizes[1])  # type: ignore[operator]
-        return float(self.rollouts.num_samples or 0)
+        return 0.0
 
     def status(self) -> str:
         """Return running, finished, failed, stopped, lost (its process is gone) or ended (it does not say how)."""

@@ -10,6 +10,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from starlette.testclient import TestClient
+
+from slime.dashboard.app import make_app
+from slime.dashboard.server import Guard
+
+TOKEN = "a-token"
+HOST = "http://127.0.0.1"
+
+
+def client_of(*directories: Path, host: str = "127.0.0.1", token: str | None = TOKEN) -> TestClient:
+    """A client of a server over directories, which has the token unless it is given another."""
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    return TestClient(Guard(make_app(directories), token=TOKEN, host=host), base_url=HOST, headers=headers)
+
+
+def only_run(client: TestClient) -> str:
+    """The id of the only run."""
+    [run] = client.get("/api/runs").json()["runs"]
+    return run["id"]
+
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     """Append JSON lines."""

@@ -18,27 +18,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from slime.dashboard.address import is_loopback, lines_for_user
-from slime.dashboard.app import make_app
 from slime.dashboard.files import LONGEST_LINE, Lines
 from slime.dashboard.runs import Library
-from slime.dashboard.server import Guard
-from tests.dashboard.run_files import records_of_rollout, write_lines, write_run
+from tests.dashboard.run_files import TOKEN, client_of, only_run, records_of_rollout, write_lines, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKEN = "a-token"
-HOST = "http://127.0.0.1"
-
-
-def client_of(*directories: Path, host: str = "127.0.0.1", token: str | None = TOKEN) -> TestClient:
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    return TestClient(Guard(make_app(directories), token=TOKEN, host=host), base_url=HOST, headers=headers)
-
-
-def only_run(client: TestClient) -> str:
-    [run] = client.get("/api/runs").json()["runs"]
-    return run["id"]
-
-
 # ---- who may ask
 
 
@@ -290,6 +274,17 @@ def test_a_crashed_run_says_why(tmp_path: Path) -> None:
     page = client.get(f"/api/runs/{only_run(client)}").json()
     assert (page["status"], page["end"]["error"], page["error"]) == ("failed", "rank 3", "Traceback: rank 3")
     assert [warning["text"] for warning in page["warnings"]] == ["[10:00:00] WARNING slime.x: slow"]
+
+
+def test_a_train_step_is_found_in_its_rollout_and_restarts_are_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, 4, flags={})  # 4 rollouts, each with a train step of its number, and one plan
+    more = [{"step_key": "train/step", "time": 1.0, "train/step": step, "train/loss": 0.0} for step in range(4, 12)]
+    write_lines(tmp_path / "metrics.jsonl", more)
+    write_lines(tmp_path / "run_events.jsonl", [{"event": "plan", "time": 1.0, "first": 2, "num_rollout": 8}])
+    client = client_of(tmp_path)
+    run = only_run(client)
+    assert client.get(f"/api/runs/{run}/metrics").json()["steps_per_rollout"] == 12 // 4
+    assert client.get(f"/api/runs/{run}").json()["restarts"] == 1
 
 
 def test_a_bare_metrics_file_with_a_last_line_cut_short_opens(tmp_path: Path) -> None:

@@ -122,12 +122,13 @@ class RolloutFile:
             found[name] = None if found[name] is None else json.loads(found[name])
         conversation = found["messages"] or {}
         found["messages"], found["tools"] = conversation.get("messages"), conversation.get("tools")
-        return found | self._of_trainer(found)
+        return found | self.of_trainer(found["sample_id"], found["index"])
 
-    def _of_trainer(self, sample: dict[str, Any]) -> dict[str, Any]:
+    def of_trainer(self, sample_id: int, index: int | None) -> dict[str, Any]:
+        """Return "rank" and the columns `schema.PER_TOKEN` of a sample; None where a trainer has none."""
         if self._trainer is None:
             self._trainer = _TrainerColumns(self._trainer_paths)
-        return self._trainer.of(sample["sample_id"], sample["index"])
+        return self._trainer.of(sample_id, index)
 
     def _group_of(self, row: int) -> int:
         return bisect.bisect_right(self._starts, row) - 1

@@ -21,7 +21,10 @@ function setProperty(element, name, value) {
 /** Make an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "fill") element.style.fill = value; // also a variable of the style sheet
+    else element.setAttribute(name, value);
+  }
   element.append(...children.flat().filter(Boolean));
   return element;
 }

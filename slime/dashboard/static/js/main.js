@@ -2,12 +2,17 @@
 
 import { follow, get } from "./api.js";
 import { fill, h, isTyping } from "./dom.js";
+import * as compare from "./pages/compare.js";
 import * as curves from "./pages/curves.js";
+import * as evaluation from "./pages/evaluation.js";
+import * as rollouts from "./pages/rollouts.js";
 import * as run from "./pages/run.js";
 import * as runs from "./pages/runs.js";
+import * as sample from "./pages/sample.js";
+import * as time from "./pages/time.js";
 
-const PAGES = { run, curves, runs };
-const TABS = [["run", "Run"], ["curves", "Curves"]];
+const PAGES = { run, curves, rollouts, sample, time, compare, evaluation, runs };
+const TABS = [["run", "Run"], ["curves", "Curves"], ["rollouts", "Rollouts"], ["time", "Time"], ["compare", "Compare"], ["evaluation", "Evaluation"]];
 const MAIN = document.getElementById("main");
 let page = null, stop = () => {}, known = [], shown = 0;
 
@@ -24,12 +29,15 @@ async function show() {
   stop();
   page?.close?.();
   page = null;
+  MAIN.setAttribute("aria-busy", "true");
   try {
     known = (await get("runs")).runs;
     if (order !== shown) return;
     await open(place(), order);
   } catch (error) {
     fill(MAIN, h("p", { class: "empty", role: "alert" }, String(error.message ?? error)));
+  } finally {
+    if (order === shown) MAIN.removeAttribute("aria-busy");
   }
 }
 

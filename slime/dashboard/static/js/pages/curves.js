@@ -37,6 +37,7 @@ async function loadNames(state) {
   const found = await Promise.all(state.runs.map(({ id }) => get(ofRun(id, "/metrics"))));
   state.names = {};
   found.forEach(({ metrics }) => Object.assign(state.names, metrics));
+  state.stepsPerRollout = Object.fromEntries(found.map(({ steps_per_rollout: steps }, index) => [state.runs[index].id, steps]));
   state.docs = Object.assign({}, ...found.map(({ docs }) => docs ?? {}));
   state.axes = found.every(({ axes }) => axes.includes("tokens")) ? Object.keys(AXES) : ["step", "time"];
 }
@@ -160,7 +161,9 @@ function curvesOf(made, state, { id, label, color: of }) {
 
 function openSamples(made, state, x, { id }) {
   const line = made.data.get(id)?.series[made.name];
-  if (state.axis === "step" && line) state.go("rollouts", id, line.step_key === "eval/step" ? `eval_${String(x).padStart(5, "0")}` : String(x).padStart(5, "0"));
+  if (state.axis !== "step" || !line) return;
+  const rollout = line.step_key === "train/step" ? Math.floor(x / state.stepsPerRollout[id]) : x;
+  state.go("rollouts", id, `${line.step_key === "eval/step" ? "eval_" : ""}${String(rollout).padStart(5, "0")}`);
 }
 
 async function saveCurves(made, isPicture) {
