@@ -10,44 +10,18 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.ray.rollout.manager import RolloutManager
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.train_data import PER_TOKEN, restore_columns
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
 
 OF_MANAGER: dict[str, Any] = {
-    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-    "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-    "custom_convert_samples_to_train_data_path": None,
-    "custom_rollout_log_function_path": None,
-    "custom_eval_rollout_log_function_path": None,
+    "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",  # what the parser derives
     "global_batch_size": 1,
-    "use_dynamic_batch_size": False,
-    "micro_batch_size": 1,
-    "max_tokens_per_gpu": None,
-    "balance_data": False,
-    "balance_by_flops": False,
-    "drop_last_rollouts": False,
-    "save_debug_rollout_data": None,
-    "load_debug_rollout_data": None,
-    "debug_rollout_only": False,
-    "dump_details": None,
     "rewards_normalization": False,
     "grpo_std_normalization": False,
-    "log_passrate": False,
-    "log_multi_turn": False,
-    "log_reward_category": None,
-    "log_correct_samples": False,
-    "log_eval_samples": 0,
-    "n_samples_per_eval_prompt": 1,
-    "wandb_always_use_train_step": False,
-    "eval_only": False,
-    "overlong_buffer_len": None,
-    "pf_ppo_reweight": None,
-    "overlong_penalty_factor": 1.0,
-    "max_weight_staleness": None,
-    "rollout_data_transport": "object-store",
+    "keep_rollouts": "none",
 }
 
 
@@ -84,6 +58,7 @@ class World:
         manager.args = self.args(letters, **changes)
         manager._data_source, manager._parallel_config = None, {"dp_size": 1, "cp_size": 1}
         manager._generated = manager._replacements = manager._router_watch = None
+        manager._recorder = SampleRecorder(manager.args)
         manager._load_user_code()
         return manager
 

@@ -8,6 +8,7 @@ holds a long generation. Everything else (HTTP client, semaphore, tasks, abort) 
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
 import threading
 from argparse import Namespace
@@ -16,6 +17,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
+
+from slime.config.parse import FLAG_CLASSES
+from slime.config.parser import defaults_of
 
 A = ord("a")
 
@@ -139,105 +143,40 @@ class LetterTokenizer:
         return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
 
+DEFAULTS: dict[str, Any] = {
+    name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()
+}
+"""The command line's own."""
+
+
 def rollout_args(**changes: Any) -> Namespace:
-    """Every flag that slime.rollout reads, with small values."""
+    """The command line's defaults, small values, and what SGLang's flags and derived values are next to them."""
     flags: dict[str, Any] = {
+        **copy.deepcopy(DEFAULTS),
         "hf_checkpoint": "letters",
-        "trust_remote_code": False,
         "sglang_router_ip": "127.0.0.1",
         "sglang_router_port": 1,
         "sglang_model_routers": None,
         "sglang_server_concurrency": 64,
         "sglang_router_request_timeout_secs": 30,
         "sglang_enable_deterministic_inference": False,
-        "deterministic": False,
         "sglang_speculative_algorithm": None,
+        "sglang_dp_size": 1,
+        "router_policy": "cache_aware",
         "vocab_size": None,
-        "debug_rollout_only": False,
-        "custom_convert_samples_to_train_data_path": None,
         "rollout_num_gpus": 1,
-        "rollout_num_gpus_per_engine": 1,
         "rollout_num_engines": 1,
         "rollout_batch_size": 2,
         "over_sampling_batch_size": 2,
         "n_samples_per_prompt": 2,
-        "rollout_temperature": 1.0,
-        "rollout_top_p": 1.0,
-        "rollout_top_k": -1,
         "rollout_max_response_len": 20,
-        "rollout_max_context_len": None,
-        "max_turns": None,
-        "tool_concurrency": 64,
-        "eval_max_context_len": None,
-        "rollout_max_prompt_len": None,
-        "rollout_min_new_tokens": 0,
-        "rollout_ignore_eos": False,
-        "rollout_fire_temperature": None,
-        "partial_rollout": False,
-        "use_rollout_routing_replay": False,
-        "mask_offpolicy_in_partial_rollout": False,
-        "on_sample_error": "fail",
-        "max_group_retries": 3,
-        "max_dynamic_sampling_rounds": 100,
-        "advantage_estimator": "grpo",
-        "router_policy": "cache_aware",
-        "sglang_dp_size": 1,
-        "rollout_global_dataset": True,
-        "multimodal_keys": None,
-        "load_forge_rollout_data": None,
-        "load_debug_rollout_data_subsample": None,
-        "prompt_truncation": "drop",
-        "filter_prompts_workers": 1,
-        "skip_malformed_data": False,
-        "rollout_stop": None,
-        "rollout_stop_token_ids": None,
-        "rollout_skip_special_tokens": False,
-        "rollout_shuffle": False,
-        "rollout_seed": 42,
-        "rollout_sample_hook_path": [],
-        "rollout_sample_filter_path": None,
-        "rollout_all_samples_process_path": None,
-        "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-        "custom_generate_function_path": None,
         "custom_rm_path": "tests.unit.rollout_fakes:reward_response_length",
-        "custom_reward_post_process_path": None,
-        "dynamic_sampling_filter_path": None,
-        "max_weight_staleness": None,
-        "buffer_filter_path": None,
-        "group_rm": False,
-        "rm_type": None,
-        "rm_url": None,
-        "http_proxy": None,
-        "code_sandbox_url": None,
-        "code_sandbox_concurrency": 64,
-        "reward_model_path": None,
-        "overlong_buffer_len": None,
-        "overlong_penalty_factor": 1.0,
-        "reward_key": None,
-        "eval_reward_key": None,
-        "eval_max_prompt_len": None,
         "eval_datasets": [],
-        "prompt_data": None,
-        "input_key": "input",
-        "label_key": None,
         "tool_key": None,
-        "metadata_key": "metadata",
-        "apply_chat_template": False,
-        "apply_chat_template_kwargs": {},
-        "loss_mask_type": "qwen",
-        "save": None,
-        "save_debug_rollout_data": None,
-        "rollout_buffer_url": None,
-        "rollout_task_type": "math",
-        "fetch_trajectory_retry_times": -1,
-        "min_batch_collection_ratio": 1.0,
         "global_batch_size": 4,
-        "drop_last_rollouts": False,
-        "num_epoch": None,
-        "load": None,
     }
     unknown = changes.keys() - flags.keys()
-    assert not unknown, f"no such flag in the fake: {unknown}"
+    assert not unknown, f"no such flag: {unknown}"
     return Namespace(**{**flags, **changes})
 
 
