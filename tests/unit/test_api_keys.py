@@ -20,6 +20,7 @@ from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineI
 from slime.backends.sglang_utils.launch_router import Forwarder
 from slime.backends.sglang_utils.server_control import Worker
 from slime.config.args import Args, with_run_keys
+from slime.config.sglang.topology import EngineGroupPlan
 from slime.observability.wandb_utils import public_config
 from slime.ray.rollout.router import RouterAddress, router_values
 from slime.rollout import on_policy_distillation
@@ -150,9 +151,11 @@ def test_nothing_that_shows_flags_shows_a_secret() -> None:
     args = Namespace(
         run_keys=RunKeys(KEY, KEY), sglang_api_key=KEY, wandb_key=KEY, wandb_project="p", code_sandbox_api_key=None,
         sglang_overrides={"api_key": KEY, "tp_size": 2}, api_key_per_run=True, key="value",
+        engine_models=[EngineGroupPlan("regular", 1, 1, 0, {"api_key": KEY})],
     )  # fmt: skip
     assert KEY not in str(public_config(args)) and KEY not in repr(args.run_keys) and KEY not in str(args.run_keys)
     shown = without_secrets(vars(args))
+    assert KEY not in str(shown) and shown["engine_models"][0]["settings"] == {"api_key": "***"}
     assert shown["sglang_overrides"] == {"api_key": "***", "tp_size": 2}
     assert shown["code_sandbox_api_key"] is None and shown["api_key_per_run"] is True and shown["key"] == "value"
     assert KEY not in f"{HiddenText(KEY)!r}" and f"{HiddenText(KEY)}" == KEY == HiddenText(KEY)

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 ROUTER_ENV = "SLIME_API_KEY"
@@ -135,7 +135,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which the values of secret flags, also inside dictionaries, are `***`."""
+    """A copy in which the values of secret flags, also inside dictionaries, lists and plans of engines, are `***`."""
     return {name: _shown(name, value) for name, value in values.items()}
 
 
@@ -184,4 +184,8 @@ def _shown(name: str, value: Any) -> Any:
         return HIDDEN
     if isinstance(value, Mapping):
         return without_secrets({str(key): inner for key, inner in value.items()})
+    if is_dataclass(value) and not isinstance(value, type):
+        return without_secrets({one.name: getattr(value, one.name) for one in fields(value) if one.repr})
+    if isinstance(value, list | tuple):
+        return [_shown(name, inner) for inner in value]
     return value
