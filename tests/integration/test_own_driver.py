@@ -1,7 +1,11 @@
-"""Programs of a user's own: a driver on upstream's names (examples/own_driver), and `TrainingRun` as a library."""
+"""Programs of a user's own: a driver on upstream's names (examples/own_driver), and `TrainingRun` as a library.
+
+The driver's run also uses a row of each table that a package installed next to slime adds (examples/plugin_package).
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -11,47 +15,76 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import DEADLINE_S, ROOT, grpo_flags, log_tails, make_model, train, write_prompts
+from tests.contracts.plugin_package import install_example
+from tests.integration.launch import (
+    DEADLINE_S,
+    ROOT,
+    Run,
+    environment,
+    grpo_flags,
+    log_tails,
+    make_model,
+    train,
+    write_prompts,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two rollouts of the driver with the package's family, reward, estimator, transport and tracker."""
     work = tmp_path_factory.mktemp("own_driver")
-    return [*grpo_flags(make_model(work / "model"), write_prompts(work / "prompts.jsonl")), "--colocate"]
-
-
-def test_a_driver_on_upstreams_names_trains_evaluates_and_saves(inputs: list[object], tmp_path: Path):
-    prompts = inputs[inputs.index("--prompt-data") + 1]
-    run = train(
-        tmp_path / "out", *inputs, "--num-rollout", 2, "--save", tmp_path / "save", "--save-interval", 1,
+    path = os.pathsep.join([str(ROOT), str(install_example(work / "site"))])
+    tiny = [sys.executable, "tools/make_tiny_model.py", "--output", work / "model", "--layers", "2"]
+    tiny += ["--init-std", "0.1", "--family", "mistral"]
+    subprocess.run(tiny, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=120)
+    prompts = write_prompts(work / "prompts.jsonl")
+    flags = grpo_flags(work / "model", prompts)
+    place = flags.index("--custom-rm-path")
+    return train(
+        work / "out", *flags[:place], *flags[place + 2 :], "--colocate", "--num-rollout", 2,
+        "--save", work / "save", "--save-interval", 1,
         "--eval-interval", 2, "--eval-prompt-data", "digits", prompts, "--eval-max-response-len", 4,
-        script="examples/own_driver/driver.py", PYTHONPATH=str(ROOT),
+        "--rm-type", "digits", "--advantage-estimator", "median", "--tracker", "csv",
+        "--update-weight-transport", "noted_files", "--update-weight-disk-dir", work / "weights",
+        script="examples/own_driver/driver.py", PYTHONPATH=path,
     )  # fmt: skip
+
+
+def test_a_driver_on_upstreams_names_trains_evaluates_and_saves(run: Run):
     assert run.column("train/step") == [0, 1] and all(norm > 0 for norm in run.column("train/grad_norm"))
     gaps = run.column("train/train_rollout_logprob_abs_diff")
-    assert all(gap < 1e-4 for gap in gaps), "the engine has the weights of the step before"
+    assert len(gaps) == 2 and all(gap < 1e-4 for gap in gaps), "the engine has the weights of the step before"
     assert run.column("eval/step", "eval/step") == [0, 2]
-    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
-    states = sorted(path.name for path in (tmp_path / "save" / "rollout").glob("*.pt"))
+    save = run.output_dir.parent / "save"
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    states = sorted(path.name for path in (save / "rollout").glob("*.pt"))
     assert states == ["global_dataset_state_dict_0.pt", "global_dataset_state_dict_1.pt"]
     assert (run.output_dir / "curves.png").is_file(), "the run was ended in order, at the exit of the process"
 
 
-def test_the_library_as_its_page_shows_it_ends_a_run_when_a_metric_says_so(inputs: list[object], tmp_path: Path):
+def test_a_run_uses_a_row_of_each_table_of_an_installed_package(run: Run):
+    assert all(0 < reward < 1 for reward in run.column("rollout/raw_reward", "rollout/step"))
+    assert (run.output_dir / "versions.txt").read_text().split() == ["1", "2", "3"]
+    with (run.output_dir / "metrics.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert {row[1] for row in rows if row[0] == "train/step" and row[2] == "train/loss"} == {"0", "1"}
+
+
+def test_the_library_as_its_page_shows_it_ends_a_run_when_a_metric_says_so(tmp_path: Path):
     page = (ROOT / "docs" / "own_driver.md").read_text()
     [library] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     program = tmp_path / "program.py"
-    flags = [*map(str, inputs), "--num-rollout", "5", "--output-dir", str(tmp_path / "out")]
+    inputs = grpo_flags(make_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl"))
+    flags = [*map(str, inputs), "--colocate", "--num-rollout", "5", "--output-dir", str(tmp_path / "out")]
     program.write_text(
         f"{library}\n\nif __name__ == '__main__':\n    print('rollouts', train_until(0.0, {flags!r}))\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
         [sys.executable, str(program)],
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment() | {"PYTHONPATH": str(ROOT)},
         timeout=DEADLINE_S,
         text=True,
         stdout=subprocess.PIPE,
