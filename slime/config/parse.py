@@ -20,6 +20,7 @@ from typing import Any
 
 from slime.checkpoints.paths import classify_checkpoint
 from slime.config import ask, derive
+from slime.config.alarm_settings import alarm_settings
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, apply_extra
 from slime.config.flags import FLAG_CLASSES
@@ -392,7 +393,8 @@ def _eval_datasets(args: Args, problems: Problems) -> list[EvalDatasetConfig]:
 
 
 def _check_rewards(args: Args, problems: Problems) -> None:
-    """Rewards have a grader, and it has what it reads."""
+    """Rewards have a grader, and it has what it reads; alarms have thresholds."""
+    read_file(problems, alarm_settings, args.alarms_config)
     fields = files.fields_text(args)
     problems.wrong += generation.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields)
     reads_reward = generation.uses_builtin_reward(args)

@@ -88,7 +88,7 @@ def eval_line(values: Values) -> str:
     """Make the line of an evaluation; many data sets continue on lines of their own.
 
     Example:
-        >>> eval_line({"eval/step": 8, "eval/addition": 0.75, "eval/addition/truncated_ratio": 0.0})
+        >>> eval_line({"eval/step": 8, "eval/addition": 0.75, "eval/addition-truncated_ratio": 0.0})
         'eval 8 (after rollout 7) addition 0.750'
     """
     step = int(values["eval/step"])
@@ -107,7 +107,7 @@ def _figures(values: Values, before: Values) -> dict[str, str]:
     """Name of each figure that exists -> its text, in the order of the line."""
     figures: dict[str, str] = {}
 
-    def show(name: str, metric: str, form: Callable[[float], str] = lambda value: _short(value)) -> None:
+    def show(name: str, metric: str, form: Callable[[float], str] = lambda value: short(value)) -> None:
         if metric in values:
             figures[name] = f"{name} {form(values[metric])}"
 
@@ -132,7 +132,7 @@ def _figures(values: Values, before: Values) -> dict[str, str]:
     generated = "perf/tokens_per_gpu_per_sec"
     speed = values.get(generated if is_policy else "perf/actor_train_tok_per_gpu_per_sec", values.get(generated))
     if speed is not None:
-        figures["tok/s"] = f"{_short(speed)} tok/s"
+        figures["tok/s"] = f"{short(speed)} tok/s"
     return figures
 
 
@@ -140,7 +140,7 @@ def _percent(value: float) -> str:
     return f"{value:.0%}" if value == 0 or value >= 0.0095 else f"{value:.1%}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Two digits or three: 4.2k, 212, 0.41, 2.7e-4, 0."""
     if value == 0:
         return "0"

@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from slime.config.alarm_settings import alarm_settings
 from slime.config.args import Args
+from slime.observability.alarms import AlarmWatch
 from slime.observability.console import ConsoleSink, write_curves
 from slime.observability.trackers import ALARM_KEY, EVAL_SAMPLES_FILE, EvalSample, trackers_of
 from slime.observability.trackers.client import TrackerWriter
@@ -186,9 +188,10 @@ class AppendedLines:
 class JsonlSink:
     """One JSON object a line: records in `<output_dir>/metrics.jsonl`, answers in `eval_samples.jsonl` next to it.
 
-    Records have "step_key" and "time" added, answers their "eval/step". An alarm is a line of metrics.jsonl whose
-    "step_key" is "alarm"; its values are under "alarm". The sink appends, so a resumed run goes on in its files; a
-    full disk costs lines, not the run. A value that is not finite becomes null: JSON has no NaN.
+    Records have "step_key" and "time" added, answers their "eval/step". An alarm is a line of metrics.jsonl of its
+    rollout, or with the "step_key" "alarm" of none; its values are under "alarm". The sink appends, so a resumed run
+    goes on in its files; a full disk costs lines, not the run. A value that is not finite becomes null: JSON has no
+    NaN.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -209,7 +212,8 @@ class JsonlSink:
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
         """Append the alarm."""
-        line = {"step_key": ALARM_KEY, "time": time.time(), ALARM_KEY: dict(alarm)}
+        place = {"step_key": STEP_KEY, STEP_KEY: alarm["step"]} if "step" in alarm else {"step_key": ALARM_KEY}
+        line = place | {"time": time.time(), ALARM_KEY: dict(alarm)}
         self._records.write(json.dumps(line, ensure_ascii=False, default=str))
 
     def finish(self) -> None:
@@ -226,6 +230,7 @@ class _Tracking:
         self.sinks: list[Sink] | None = None
         self.console: ConsoleSink | None = None
         self.writer: TrackerWriter | None = None
+        self.alarms: AlarmWatch | None = None
         self.pending: list[MetricRecord] = []
         self.is_collected = False  # whether another process takes what is pending
         self.of_users = UserMetrics()
@@ -255,6 +260,8 @@ def init_tracking(args: Args, primary: bool = True) -> None:
     names = trackers_of(args)
     _tracking.writer = TrackerWriter(args, names) if names else None
     _tracking.args, _tracking.console, _tracking.sinks = args, console, [console, lines]
+    settings = alarm_settings(args.alarms_config)
+    _tracking.alarms = None if settings is None else AlarmWatch(settings)
 
 
 def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
@@ -277,6 +284,8 @@ def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
     with _tracking.writing:
         for sink in _tracking.sinks:
             sink.write(values, step_key)
+        if _tracking.alarms is not None:
+            _tracking.alarms.note(values, step_key)
 
 
 def log_of_user(metrics: Mapping[str, Any], step: int) -> None:
@@ -310,9 +319,12 @@ def begin_rollouts(last_id: int) -> None:
 
 
 def end_rollout(rollout_id: int) -> None:
-    """Have the console show a rollout, whose records are all logged."""
+    """Have the console show a rollout, whose records are all logged, and log the alarms that begin or end with it."""
     if _tracking.console is not None:
         _tracking.console.end_rollout(rollout_id)
+    if _tracking.alarms is not None:
+        for alarm in _tracking.alarms.changes(rollout_id):
+            log_alarm(alarm)
 
 
 def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
@@ -355,7 +367,7 @@ def finish_tracking(args: Args | None = None, *, failed: bool = False) -> None:
         failed: what trackers say of the run.
     """
     args, sinks, writer = _tracking.args, _tracking.sinks, _tracking.writer
-    _tracking.args = _tracking.sinks = _tracking.console = _tracking.writer = None
+    _tracking.args = _tracking.sinks = _tracking.console = _tracking.writer = _tracking.alarms = None
     if args is None or sinks is None:
         return
     for sink in sinks:

@@ -131,7 +131,9 @@ def compute_eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> d
         if rewards:
             metrics[f"eval/{name}"] = sum(rewards) / len(rewards)
         if samples:
-            metrics |= dict_add_prefix(sample_metrics(samples), f"eval/{name}/")
+            of_samples = sample_metrics(samples)
+            metrics[f"eval/{name}-truncated_ratio"] = of_samples.pop("truncated_ratio")
+            metrics |= dict_add_prefix(of_samples, f"eval/{name}/")
             if args.log_multi_turn:
                 metrics |= dict_add_prefix(multi_turn_metrics(samples), f"eval/{name}/multi_turn/")
         if result.get("truncated"):
@@ -219,7 +221,8 @@ def correct_metrics(rewards: Sequence[float], samples: Sequence[Sample]) -> dict
 
 
 def zero_std_counts(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
-    """How many groups got one and the same reward throughout (no signal for GRPO), by that reward.
+    """How many groups got one and the same reward throughout (no signal for GRPO), by that reward, and their share of
+    the groups with several samples.
 
     Rewards that are no numbers, which only a hook of the user's reads, are left out.
     """
@@ -227,11 +230,15 @@ def zero_std_counts(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     scored = [s for s in scored if is_finite_number(s.get_reward_value(args))]
     scored.sort(key=lambda s: s.group_index or 0)
     counts: Counter[float] = Counter()
+    is_equal: list[bool] = []  # of groups with several samples; one alone has nothing to differ from
     for _, members in groupby(scored, key=lambda s: s.group_index):
-        rewards = {float(member.get_reward_value(args)) for member in members}
-        if len(rewards) == 1:
-            counts[round(rewards.pop(), 1)] += 1
-    return {f"zero_std/count_{reward:g}": float(count) for reward, count in sorted(counts.items())}
+        rewards = [float(member.get_reward_value(args)) for member in members]
+        if len(rewards) > 1:
+            is_equal.append(len(set(rewards)) == 1)
+        if len(set(rewards)) == 1:
+            counts[round(rewards[0], 1)] += 1
+    metrics = {f"zero_std/count_{reward:g}": float(count) for reward, count in sorted(counts.items())}
+    return metrics | ({"zero_std/fraction": _mean(is_equal)} if is_equal else {})
 
 
 def compute_perf_metrics_from_samples(args: Args, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:

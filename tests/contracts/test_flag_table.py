@@ -51,6 +51,7 @@ OURS = {
     "--explain": "a question",
     "--filter-prompts-workers": "parallel length filter",
     "--fresh-output": "an earlier run is moved aside",
+    "--alarms-config": "thresholds of alarms",
     "--keep-rollouts": "samples of rollouts, kept to be looked at",
     "--rollout-record-fraction": "samples of rollouts, kept to be looked at",
     "--keep-checkpoints": "old checkpoints are deleted",

@@ -208,6 +208,7 @@ WRONG = {
     "--filter-prompts-workers 2": "no effect without --rollout-max-prompt-len or --eval-max-prompt-len",
     "--rollout-max-prompt-len 8 --filter-prompts-workers 0": "--filter-prompts-workers 0 must be at least 1",
     "--log-reward-category kind": "no effect without --reward-key or --custom-reward-post-process-path",
+    "--alarms-config no-such.yaml": "--alarms-config no-such.yaml",
     "--keep-rollouts newest": "--keep-rollouts newest: write all, none, or a list of last:N",
     "--rollout-record-fraction 0": "--rollout-record-fraction 0 records nothing",
     "--rollout-record-fraction 1.5": "1.5 must be at most 1",

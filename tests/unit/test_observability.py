@@ -40,6 +40,7 @@ from tests.unit.tracker_fakes import WriterHere
 def make_args(output_dir: Path, **changes: object) -> Namespace:
     values = {
         "output_dir": str(output_dir),
+        "alarms_config": None,
         "save": None,
         "load": None,
         "finetune": False,

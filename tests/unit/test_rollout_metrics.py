@@ -35,6 +35,11 @@ def sample(group: int, reward: float, length: int, status: Sample.Status = Sampl
     )
 
 
+def test_groups_of_one_sample_are_not_called_groups_without_a_signal():
+    metrics = compute_rollout_metrics(ARGS, [sample(0, 0, 2), sample(1, 0, 3)], 2.0)
+    assert metrics["rollout/zero_std/count_0"] == 2 and "rollout/zero_std/fraction" not in metrics
+
+
 def test_rollout_metrics_have_the_contracts_names_and_values():
     samples = [sample(0, 1, 2), sample(0, 1, 4), sample(1, 0, 3), sample(1, 1, 7, Sample.Status.TRUNCATED)]
     metrics = compute_rollout_metrics(ARGS, samples, 2.0)
@@ -43,6 +48,7 @@ def test_rollout_metrics_have_the_contracts_names_and_values():
     assert metrics["rollout/response_len/max"] == 6
     assert metrics["rollout/truncated_ratio"] == 1 / 4
     assert metrics["rollout/zero_std/count_1"] == 1 and "rollout/zero_std/count_0" not in metrics
+    assert metrics["rollout/zero_std/fraction"] == 1 / 2  # of two groups
     assert metrics["perf/rollout_time"] == 2.0
     assert metrics["perf/tokens_per_gpu_per_sec"] == (2 + 4 + 3 + 7) / 2.0 / 2
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == sum(effective) / 2.0 / 2

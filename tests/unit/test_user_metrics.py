@@ -31,7 +31,13 @@ def no_tracking_is_left_over(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def args(tmp_path: Path) -> Namespace:
     return Namespace(
-        output_dir=str(tmp_path), tracker=[], use_tensorboard=False, use_wandb=False, load=None, save=None
+        output_dir=str(tmp_path),
+        alarms_config=None,
+        tracker=[],
+        use_tensorboard=False,
+        use_wandb=False,
+        load=None,
+        save=None,
     )
 
 

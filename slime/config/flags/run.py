@@ -155,6 +155,9 @@ class ObservabilityFlags:
     rollout_record_fraction: float = flag(
         1.0, "share of a rollout's groups whose samples are recorded there", at_least=0, at_most=1
     )
+    alarms_config: str | None = flag(
+        None, "YAML file of thresholds of alarms (docs/alarms.md), or off for none (default: those of the page)"
+    )
     use_wandb: bool = flag(False, "log to Weights & Biases")
     wandb_mode: str | None = flag(
         None, "overrides WANDB_MODE", choices=("online", "offline", "disabled"), needs="use_wandb"

@@ -70,14 +70,14 @@ class Item:
             number = int(self.value[0]["eval/step"])
             samples = [{name: value for name, value in row.items() if name != "eval/step"} for row in self.value]
             tracker.log_samples(samples, Step("eval/step", number, step.time_s))  # type: ignore[arg-type]
-        elif self.value["step_key"] == ALARM_KEY:
+        elif ALARM_KEY in self.value:
             tracker.log_alarm(self.value[ALARM_KEY], step)
         else:
             tracker.log(metrics_of(self.value), step)
 
     def step(self, before: Step) -> Step:
         """The step of a record; that of the record before for what has none."""
-        if self.file == EVAL_SAMPLES_FILE or self.value["step_key"] == ALARM_KEY:
+        if self.file == EVAL_SAMPLES_FILE or ALARM_KEY in self.value:
             return before
         key = self.value["step_key"]
         return Step(key, int(self.value[key]), float(self.value["time"]))

@@ -1,0 +1,184 @@
+"""Alarms: each begins on a run that shows it and stays quiet on one that does not; thresholds by a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config.alarm_settings import AlarmSettings, alarm_settings
+from slime.config.parse import FLAG_CLASSES
+from slime.config.parser import defaults_of
+from slime.observability import logging_utils
+from slime.observability.alarms import DOCS, RULES, replay
+from slime.utils.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "tests" / "fixtures" / "metrics"
+DEFAULT = AlarmSettings()
+STEADY = {
+    "rollout/raw_reward": 0.5,
+    "rollout/zero_std/fraction": 0.2,
+    "rollout/truncated_ratio": 0.05,
+    "rollout/response_len/mean": 200.0,
+    "rollout/weight_staleness/mean": 1.0,
+    "train/entropy_loss": 0.8,
+    "train/grad_norm": 0.7,
+    "train/ppo_kl": 0.001,
+    "train/train_rollout_logprob_abs_diff": 0.01,
+    "perf/update_weights_time": 3.0,
+    "perf/actor_train_tflops": 300.0,
+    "memory/after_train/gpu_used_gb": 60.0,
+}
+
+
+def run_of(count: int, **changes: Any) -> Iterator[dict[str, Any]]:
+    """Records of `count` rollouts: steady, but for metrics whose value is a function of the rollout."""
+    for rollout in range(count):
+        values = STEADY | {name: of(rollout) for name, of in changes.items()}
+        for step_key in ("rollout/step", "train/step"):
+            family = step_key.partition("/")[0]
+            mine = {name: v for name, v in values.items() if name.startswith("train/") == (family == "train")}
+            yield {"step_key": step_key, "time": float(rollout), step_key: rollout, **mine}
+
+
+def begun(records: Iterator[dict[str, Any]], settings: AlarmSettings = DEFAULT) -> list[tuple[str, int]]:
+    """(alarm, rollout since which it is so) of those that begin."""
+    return [(alarm["name"], alarm["since"]) for alarm in replay(records, settings) if alarm["state"] == "begun"]
+
+
+def from_rollout(start: int, metric: str, value: float) -> dict[str, Any]:
+    """A metric that takes another value from a rollout on."""
+    return {metric: lambda rollout: value if rollout >= start else STEADY.get(metric, 0.0)}
+
+
+def test_a_steady_run_raises_no_alarm() -> None:
+    assert begun(run_of(300, **{"rollout/raw_reward": lambda rollout: rollout / 300})) == []
+
+
+@pytest.mark.parametrize(
+    ("alarm", "metric", "value"),
+    [
+        ("no_gradient", "rollout/zero_std/fraction", 0.5),
+        ("truncated", "rollout/truncated_ratio", 0.25),
+        ("entropy_collapse", "train/entropy_loss", 0.01),
+        ("engine_gap", "train/train_rollout_logprob_abs_diff", 0.06),
+        ("kl_spike", "train/ppo_kl", -0.2),
+        ("grad_spike", "train/grad_norm", 7.0),
+        ("length_explosion", "rollout/response_len/mean", 600.0),
+        ("staleness", "rollout/weight_staleness/mean", 4.0),
+        ("failures", "rollout/sample_errors/mine", 2.0),
+        ("failures", "rollout/reward_failures", 1.0),
+        ("engines_lost", "rollout/engines_lost", 1.0),
+        ("slow_phase", "perf/update_weights_time", 61.0),
+        ("low_mfu", "perf/actor_train_tflops", 20.0),
+        ("reward_falling", "rollout/raw_reward", 0.1),
+    ],
+)
+def test_an_alarm_says_since_when(alarm: str, metric: str, value: float) -> None:
+    found = dict(begun(run_of(60, **from_rollout(30, metric, value))))
+    assert alarm in found and found[alarm] in ((30,) if alarm != "reward_falling" else range(1, 31))
+    assert set(found) <= {alarm, "reward_flat"}
+
+
+def test_a_number_just_below_a_threshold_is_no_alarm() -> None:
+    for metric, value in (("rollout/zero_std/fraction", 0.49), ("rollout/truncated_ratio", 0.24)):
+        assert begun(run_of(60, **from_rollout(30, metric, value))) == []
+
+
+def test_one_bad_rollout_in_between_is_no_alarm_of_a_trend() -> None:
+    assert begun(run_of(60, **{"rollout/truncated_ratio": lambda rollout: float(rollout % 3 == 0)})) == []
+
+
+def test_what_differs_from_the_start_without_a_history_is_no_spike() -> None:
+    assert begun(run_of(20, **{"train/grad_norm": lambda rollout: 1000.0 if rollout == 3 else 0.7})) == []
+
+
+def test_a_reward_that_does_not_move_for_long_is_an_alarm_only_while_groups_differ() -> None:
+    noise = {"rollout/raw_reward": lambda rollout: 0.3 + 0.01 * (rollout % 2)}
+    assert begun(run_of(250, **noise)) == [("reward_flat", 0)]
+    solved = {"rollout/zero_std/fraction": lambda rollout: 0.9}
+    assert begun(run_of(250, **noise, **solved)) == [("no_gradient", 0)]
+
+
+def test_an_alarm_ends_when_its_numbers_are_usual_again() -> None:
+    bad = {"rollout/truncated_ratio": lambda rollout: 0.5 if 10 <= rollout < 20 else 0.0}
+    alarms = replay(run_of(40, **bad), DEFAULT)
+    assert [(alarm["name"], alarm["state"], alarm["step"]) for alarm in alarms] == [
+        ("truncated", "begun", 14),  # the fifth rollout
+        ("truncated", "ended", 20),
+    ]
+    first = alarms[0]
+    assert first["evidence"] == {"rollout/truncated_ratio": 0.5, "limit": 0.25}
+    assert first["docs"] == f"{DOCS}#truncated" and "--rollout-max-response-len" in first["what"]
+
+
+def test_rollouts_that_are_done_again_do_not_count_twice() -> None:
+    bad = list(run_of(4, **from_rollout(0, "rollout/truncated_ratio", 0.5)))
+    assert begun(iter([*bad, *bad])) == []  # four rollouts, twice; five would raise it
+
+
+def test_a_file_changes_thresholds(tmp_path: Path) -> None:
+    path = tmp_path / "alarms.yaml"
+    path.write_text("truncated: {share: 0.6}\nno_gradient: {enabled: false}\n")
+    settings = alarm_settings(str(path))
+    assert settings is not None and settings.truncated.rollouts == DEFAULT.truncated.rollouts
+    bad = from_rollout(0, "rollout/truncated_ratio", 0.5) | from_rollout(0, "rollout/zero_std/fraction", 1.0)
+    assert dict(begun(run_of(10, **bad))).keys() == {"truncated", "no_gradient"}
+    assert begun(run_of(10, **bad), settings) == []
+    assert alarm_settings("off") is None and alarm_settings(None) == DEFAULT
+
+
+@pytest.mark.parametrize("text", ["trunkated: {share: 1}", "truncated: {shares: 1}", "truncated: {share: -1}"])
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "alarms.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="--alarms-config"):
+        alarm_settings(str(path))
+
+
+def test_every_alarm_has_thresholds_flags_that_exist_and_a_place_in_the_page() -> None:
+    flags = {f"--{name.replace('_', '-')}" for group in FLAG_CLASSES for name in defaults_of(group)}
+    flags |= {"--clip-grad", "--lr", "--recompute-granularity", "--sglang-mem-fraction-static"}  # Megatron's, SGLang's
+    page = (ROOT / DOCS).read_text()
+    assert list(AlarmSettings.model_fields) == list(RULES)
+    for name, rule in RULES.items():
+        assert set(rule.flags) <= flags, name
+        assert f'<a id="{name}"></a>`{name}`' in page
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) <= flags | {"--alarms-config", "--ci-test"}
+
+
+def test_a_run_writes_its_alarms_where_its_metrics_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.unit.test_observability import make_args
+
+    logging_utils.init_tracking(make_args(tmp_path))
+    for record in run_of(6, **from_rollout(0, "rollout/truncated_ratio", 0.5)):
+        step_key = record["step_key"]
+        metrics = {name: value for name, value in record.items() if name not in ("step_key", "time")}
+        logging_utils.log(make_args(tmp_path), metrics, step_key)
+        if step_key == "train/step":
+            logging_utils.end_rollout(record[step_key])
+    logging_utils.finish_tracking()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (alarm,) = [line for line in lines if "alarm" in line]
+    assert (alarm["step_key"], alarm["rollout/step"]) == ("rollout/step", 4)
+    assert (alarm["alarm"]["name"], alarm["alarm"]["since"]) == ("truncated", 0)
+    assert "cut off by the length limit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ("quick_start_sft", []),  # scripts/run-tiny-cpu.sh, its two runs
+        ("quick_start", []),
+        ("random_reward", ["truncated"]),  # with --rm-type random: the model runs into the length limit
+        ("too_high_lr", ["no_gradient", "truncated"]),  # with --lr 3e-2: nothing is right any more
+    ],
+)
+def test_recorded_runs_raise_the_alarms_that_they_deserve(run: str, expected: list[str]) -> None:
+    records = [json.loads(line) for line in (RECORDED / f"{run}.jsonl").read_text().splitlines()]
+    assert [name for name, _ in begun(iter(records))] == expected
